@@ -282,7 +282,7 @@ def test_a_broken_index_is_refused(checkpoint: Path, index: str):
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by layer type"),
         ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "above low_freq_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised with 'fp8'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a language model"),
     ],
 )

@@ -14,6 +14,7 @@ from ..attention.rope import RopeConfig
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from .config_fields import Fields, Json, bad, check_integer, token_ids
+from .group_quant import GroupQuant, read_group_quant
 from .rotations import Rope, read_layered_ropes, read_rope
 
 MAX_HEAD_DIM = 2**16
@@ -55,7 +56,8 @@ class DecoderConfig:
     position_offset: int = 0  # position p is row p + offset of that table
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    checkpoint_dtype: str | None = None  # "bfloat16", "float32", ...
+    checkpoint_dtype: str | None = None  # "bfloat16", "float32", ..., or "stored": in blocks
+    quantised: GroupQuant | None = None  # how its linears are stored; None: as plain numbers
     first_norm: bool = True  # whether the first layer's attention has a norm before it; EAGLE's has none
     stretch: int = 1  # each layer is followed by so many less one that add zero; see `decoder.Decoder`
 
@@ -118,14 +120,11 @@ def decoder_config(config: Json) -> DecoderConfig:
         remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
         raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
     _refuse_other_heads(config)
-    if config.get("quantization_config"):
-        method = Fields(config).mapping("quantization_config").get("quant_method", "unknown")
-        raise CapabilityError(
-            f"a checkpoint quantised with {shown(method)}",
-            "only plain weights are read",
-            "use the original, or dtype='int8'",
-        )
-    return FAMILIES[kind](Fields(config))
+    made = FAMILIES[kind](Fields(config))
+    if not config.get("quantization_config"):
+        return made
+    quantised = read_group_quant(Fields(config).mapping("quantization_config"))
+    return replace(made, quantised=quantised, checkpoint_dtype="stored")
 
 
 _EXPERTS = "a mixture of experts: a pass over eight rows reads many times the experts that one row needs"

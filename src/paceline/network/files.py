@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
@@ -99,6 +100,21 @@ def opened(file: Path, remedy: str) -> Iterator[Any]:
         raise ConfigError(f"weights {file}", size, "use a smaller model, or raise the limit (ulimit -v)") from error
     with handle as tensors:
         yield tensors
+
+
+def get_tensor(tensors: Any, stored: StoredTensor, remedy: str) -> Tensor:
+    """One tensor of an `opened` file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        tensor: Tensor = tensors.get_tensor(stored.name)
+        return tensor
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(f"tensor {stored.name} in {stored.file}", f"it cannot be read ({error})", remedy) from error
 
 
 def stored_tensors(files: Iterable[Path], remedy: str) -> list[StoredTensor]:

@@ -1,4 +1,4 @@
-"""Which parameters of a decoder a GGUF file fills, and which of them stay in its blocks."""
+"""Which parameters of a decoder a GGUF file fills, and which of a file's parameters stay in blocks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from .blocks import StoredRows
 from .families import DecoderConfig, decoder_config
 from .gguf import SUFFIX, is_gguf, parts_of, read_gguf
 from .gguf_model import GGUFTensor, config_of, tensors_of
+from .group_quant import GroupTensor
 from .padding import STEP, groups_of, padded
 from .weights import Piece, weight_map
 
-Pieces = Sequence[tuple[Piece, GGUFTensor]]
+BlockTensor = GGUFTensor | GroupTensor
+Pieces = Sequence[tuple[Piece, BlockTensor]]
 
 
 class InBlocks(Mapping[str, Sequence[StoredRows]]):
@@ -26,7 +28,7 @@ class InBlocks(Mapping[str, Sequence[StoredRows]]):
     """
 
     def __init__(self, pieces: Pieces, config: DecoderConfig) -> None:
-        found: dict[str, list[tuple[Piece, GGUFTensor]]] = {}
+        found: dict[str, list[tuple[Piece, BlockTensor]]] = {}
         for piece, tensor in pieces:
             tensor.require_product()
             found.setdefault(piece.into, []).append((piece, tensor))
@@ -43,8 +45,8 @@ class InBlocks(Mapping[str, Sequence[StoredRows]]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
-        return sum(tensor.place.nbytes for own in self._pieces.values() for _, tensor in own)
+        """Bytes in blocks."""
+        return sum(tensor.nbytes for own in self._pieces.values() for _, tensor in own)
 
 
 def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> bool:
@@ -54,7 +56,7 @@ def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> boo
     inputs, outputs = groups.get(name.split(".")[-2] if "." in name else "", (0, 0))
     if padded(inputs) != inputs:
         return False
-    types = {tensor.place.type for _, tensor in own}
+    types = {tensor.type for _, tensor in own}
     rows = [tensor.shape[0] // (outputs or 1) * padded(outputs) if outputs else tensor.shape[0] for _, tensor in own]
     return len(types) == 1 or all(count % STEP == 0 for count in rows)
 

@@ -22,7 +22,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from .blocks import BY_NUMBER, StoredRows, dequantise
 from .families import refuse_unbuilt
-from .gguf import GGUF, TensorPlace
+from .gguf import GGUF, TensorPlace, TensorType
 
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 STORED = "stored"  # as a dtype: the types that the file has its weights in
@@ -78,6 +78,16 @@ class GGUFTensor:
     def shape(self) -> tuple[int, ...]:
         """As torch has it."""
         return self.place.shape
+
+    @property
+    def type(self) -> TensorType:
+        """Of the file."""
+        return self.place.type
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.place.nbytes
 
     @property
     def in_blocks(self) -> bool:

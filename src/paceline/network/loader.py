@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ..attention.base import AttentionBackend
@@ -20,11 +19,11 @@ from ..core.options import shown
 from . import generation
 from .decoder import Decoder
 from .families import DecoderConfig, decoder_config, linear_shapes
-from .files import StoredTensor, free_bytes, is_file, is_out_of_memory, opened, read_json, stored_tensors
+from .files import StoredTensor, free_bytes, get_tensor, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .gguf import is_gguf, read_gguf
-from .gguf_layout import InBlocks, read_gguf_config, read_pieces
-from .gguf_model import GGUFTensor
+from .gguf_layout import BlockTensor, InBlocks, read_gguf_config, read_pieces
 from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
+from .group_quant import take_groups
 from .hub import env_offline, first_line, from_hub, local
 from .linear import QUANTS, Quant
 from .weights import Piece, weight_map
@@ -78,7 +77,7 @@ def load_model(
     place = parse_device(device)
     kind, quant = parse_dtype(dtype, config)
     layout = read_layout(folder, config)
-    if quant == "stored" and not is_gguf(folder):
+    if quant == "stored" and not is_gguf(folder) and config.quantised is None:
         raise ConfigError("dtype='stored'", f"{folder} has no weights in blocks", "name a GGUF file, or leave it out")
     if layers is not None:
         layout, config = _part(layout, layers, words), config.part(*layers, words)
@@ -206,12 +205,18 @@ def parse_device(device: str | torch.device) -> torch.device:
 class Layout:
     """Where in a checkpoint's files every parameter is; see `read_layout`."""
 
-    pieces: Sequence[tuple[Piece, StoredTensor | GGUFTensor]]
+    pieces: Sequence[tuple[Piece, StoredTensor | BlockTensor]]
     heads: Sequence[StoredTensor] = ()  # stored beside a tied embedding, of which they must be copies
 
     def blocks(self, config: DecoderConfig) -> InBlocks:
-        """The parameters that stay in a GGUF file's blocks."""
-        return InBlocks([(piece, tensor) for piece, tensor in self.pieces if isinstance(tensor, GGUFTensor)], config)
+        """The parameters that stay in blocks."""
+        plain = {piece.into: tensor for piece, tensor in self.pieces if isinstance(tensor, StoredTensor)}
+        blocks = [(piece, tensor) for piece, tensor in self.pieces if not isinstance(tensor, StoredTensor)]
+        for piece, tensor in blocks:
+            if piece.into in plain:
+                wrong = f"{plain[piece.into].name}, which is multiplied together with it, is not quantised"
+                raise CapabilityError(f"tensor {tensor.name}", wrong, "load it with dtype='bfloat16' or 'int8'")
+        return InBlocks(blocks, config)
 
 
 def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) -> Layout:
@@ -227,16 +232,20 @@ def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) 
         return Layout(read_pieces(folder, config))
     wanted = {piece.source: piece for piece in weight_map(config) if piece.of_layer or not layers_only}
     stored = _by_source(stored_tensors(_weight_files(folder), _RESTORE))
-    pieces = [(wanted[source], tensor) for source, tensor in stored.items() if source in wanted]
-    for piece, tensor in pieces:
-        _check_piece(piece, tensor)
+    groups = take_groups(config.quantised, {source: piece.shape for source, piece in wanted.items()}, stored)
+    pieces: list[tuple[Piece, StoredTensor | BlockTensor]] = []
+    for source, tensor in stored.items():
+        if source in wanted:
+            _check_piece(wanted[source], tensor)
+            pieces.append((wanted[source], tensor))
+    pieces += [(wanted[source], group) for source, group in groups.items()]
     heads = [tensor for source, tensor in stored.items() if source == "lm_head.weight" and source not in wanted]
-    _refuse(folder, "misses", sorted(wanted.keys() - stored.keys()))
+    _refuse(folder, "misses", sorted(wanted.keys() - stored.keys() - groups.keys()))
     _refuse(folder, "has unexpected", [stored[s].name for s in stored if s not in wanted and not _is_ignored(s)])
     return Layout(pieces, heads)
 
 
-def _by_source(tensors: Iterable[StoredTensor]) -> Mapping[str, StoredTensor]:
+def _by_source(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
     """Tensors by name, without the leading "model." that some checkpoints have."""
     found: dict[str, StoredTensor] = {}
     for tensor in tensors:
@@ -282,7 +291,7 @@ def load_weights(decoder: Decoder, folder: Path, layers_only: bool = False) -> N
 def _fill_all(decoder: Decoder, layout: Layout, blocks: Collection[str] = ()) -> None:
     parameters = {name: value.data for name, value in decoder.named_parameters()}
     for piece, tensor in layout.pieces:
-        if isinstance(tensor, GGUFTensor) and piece.into not in blocks:
+        if not isinstance(tensor, StoredTensor) and piece.into not in blocks:
             _fill(parameters[piece.into], piece, tensor.values())
             tensor.forget()
     stored = [(piece, tensor) for piece, tensor in layout.pieces if isinstance(tensor, StoredTensor)]
@@ -290,10 +299,10 @@ def _fill_all(decoder: Decoder, layout: Layout, blocks: Collection[str] = ()) ->
         with opened(file, _RESTORE) as tensors:
             for piece, tensor in stored:
                 if tensor.file == file:
-                    _fill(parameters[piece.into], piece, _get(tensors, tensor))
+                    _fill(parameters[piece.into], piece, get_tensor(tensors, tensor, _RESTORE))
     for head in layout.heads:
         with opened(head.file, _RESTORE) as tensors:
-            _check_tied(decoder, _get(tensors, head), head.file)
+            _check_tied(decoder, get_tensor(tensors, head, _RESTORE), head.file)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -323,16 +332,6 @@ def _shards(folder: Path) -> list[Path]:
     if missing:
         raise ConfigError(f"model folder {folder}", f"shard {missing[0][:200]} is missing", _RESTORE)
     return [folder / n for n in shards]
-
-
-def _get(tensors: Any, stored: StoredTensor) -> Tensor:
-    try:
-        tensor: Tensor = tensors.get_tensor(stored.name)
-        return tensor
-    except (SafetensorError, RuntimeError, ValueError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(f"tensor {stored.name} in {stored.file}", f"it cannot be read ({error})", _RESTORE) from error
 
 
 def _fill(parameter: Tensor, piece: Piece, tensor: Tensor) -> None:

@@ -1,0 +1,314 @@
+"""Checkpoints in the 4 bits of AWQ, GPTQ and compressed-tensors: the numbers that they say, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.four_bit_files import FORMS, LINEARS, write
+from kits.native import needs_kernels
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.attention import make_backend
+from paceline.attention.base import Segment
+from paceline.core.errors import ConfigError
+from paceline.kv.pool import KVPool
+from paceline.network.base import Batch
+from paceline.network.blocks import dequantise
+from paceline.network.decoder import Decoder
+from paceline.network.files import fingerprint
+from paceline.network.loader import load_model, parse_dtype, read_config, read_layout
+
+TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
+EACH = pytest.mark.parametrize("form", FORMS)
+IN_BLOCKS = pytest.mark.parametrize("form", [form for form in FORMS if "order" not in form])
+GROUPS = {"awq": 128, "gptq": 32, "compressed": -1, "gptq_v2": -1}  # of a form; 64 else
+
+
+def load(folder: Path, dtype: str = "auto", native: bool = True, **options: Any) -> Decoder:
+    kind, _ = parse_dtype(dtype, read_config(folder))
+    return load_model(folder, attention=make_backend("sdpa", kind, exact=False), dtype=dtype, native=native, **options)
+
+
+@torch.inference_mode()
+def logits(decoder: Decoder, tokens: Tensor = TOKENS) -> Tensor:
+    rows = len(tokens)
+    pool, places = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device), torch.arange(rows)
+    plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
+    batch = Batch(tokens, places, torch.zeros(rows, dtype=torch.long), places, slice(0, rows), plan)
+    return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, pool))
+
+
+def numbers(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "plain" / "model.safetensors")
+
+
+def weight_of(numbers: dict[str, Tensor], layer: int, *names: str) -> Tensor:
+    """[n, k] of a fused product."""
+    return torch.cat([numbers[f"model.layers.{layer}.{name}.weight"] for name in names])
+
+
+@EACH
+@pytest.mark.parametrize("scale", [torch.float16, torch.bfloat16, torch.float32])
+def test_numbers_are_those_that_were_packed(form: str, scale: torch.dtype, tmp_path: Path) -> None:
+    folder = write(tmp_path, form, GROUPS.get(form, 64), scale=scale)
+    config, packed = read_config(folder), numbers(folder)
+    assert config.checkpoint_dtype == "stored"
+    found = {piece.source: tensor for piece, tensor in read_layout(folder, config).pieces}
+    for name in [name for name in packed if "_proj" in name]:
+        tensor = found[name.removeprefix("model.")]
+        assert torch.equal(tensor.values(), packed[name]), name
+        if scale != torch.float32 and "order" not in form:
+            rows = tensor.stored()
+            assert rows.type.name == ("q4_0" if form in ("gptq_sym", "compressed") else "q5_0")
+            assert torch.equal(torch.from_numpy(dequantise(rows.type, rows.rows)), packed[name]), name
+            assert tensor.nbytes == rows.rows.nbytes
+
+
+@EACH
+def test_plain_dtypes_are_those_of_the_numbers(form: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, form)
+    for dtype in ("float32", "bfloat16"):
+        mine, plain = (logits(load(place, dtype, native=False)) for place in (folder, folder / "plain"))
+        assert torch.equal(mine, plain) and mine.std() > 0.1
+
+
+@needs_kernels
+@IN_BLOCKS
+def test_products_are_those_of_the_numbers(form: str, tmp_path: Path) -> None:
+    """Beside float64, within 1e-6 of the terms' sizes; and the same bits at every width."""
+    folder = write(tmp_path, form, GROUPS.get(form, 64))
+    decoder, packed = load(folder), numbers(folder)
+    assert decoder.quant == "stored" and decoder.dtype == torch.bfloat16
+    weights = decoder.stack.weights
+    names = [*LINEARS]
+    for index, linear in enumerate(weights.linears):
+        own = {0: names[:3], 1: names[3:4], 2: names[4:6], 3: names[6:]}[index % 4]
+        weight = weight_of(packed, index // 4, *own).double()
+        x = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(index)).bfloat16()
+        y = linear.wide(x)
+        for width in range(1, 17):
+            assert torch.equal(linear.wide(x[:width]), y[:width])
+            assert torch.equal(linear.wide(x[16 - width :]), y[16 - width :])
+        seen = rounded(x, order_of(folder, index // 4, own[0]))
+        size = seen.abs() @ weight.abs().T
+        assert ((y - seen @ weight.T).abs() <= 1e-6 * size).all()
+        assert weight.std() > 0 and not torch.equal(y[0], y[1])
+
+
+def order_of(folder: Path, layer: int, name: str) -> Tensor | None:
+    """[k] the inputs of a linear, sorted by group."""
+    stored, stem = load_file(folder / "model.safetensors"), f"model.layers.{layer}.{name}"
+    own = stored.get(f"{stem}.g_idx", stored.get(f"{stem}.weight_g_idx"))
+    return None if own is None else own.argsort(stable=True)
+
+
+def rounded(x: Tensor, order: Tensor | None) -> Tensor:
+    """Rows as the products see them: bytes with one scale for 32 inputs that lie together, in float64."""
+    x = x if order is None else x[:, order]
+    blocks = x.float().view(len(x), -1, 32)
+    most = blocks.abs().amax(-1, keepdim=True)
+    wide = ((blocks * (torch.full_like(most, 127.0) / most)).round().double() * (most / 127).double()).view(len(x), -1)
+    return wide if order is None else torch.empty_like(wide).index_copy_(1, order, wide)
+
+
+@needs_kernels
+@IN_BLOCKS
+def test_stored_weights_choose_the_tokens_of_their_numbers(form: str, tmp_path: Path) -> None:
+    """Greedy ids, but where the rounding of activations decides between two that are as likely."""
+    folder = write(tmp_path, form)
+    mine, plain = logits(load(folder)), logits(load(folder / "plain", "float32", native=False))
+    assert (mine - plain).abs().max() < 0.15 * plain.std()
+    best = plain.topk(2).values
+    sure = best[:, 0] - best[:, 1] > 0.3 * plain.std()
+    assert sure.any() and torch.equal(mine.argmax(1)[sure], plain.argmax(1)[sure])
+
+
+@needs_kernels
+def test_int8_and_parts_of_layers(tmp_path: Path) -> None:
+    folder = write(tmp_path, "awq")
+    assert torch.equal(logits(load(folder, "int8")), logits(load(folder / "plain", "int8")))
+    part = load(folder, layers=(1, 2), words=False)
+    whole = load(folder)
+    x = torch.randn(3, 256).bfloat16()
+    assert torch.equal(part.stack.weights.linears[0].wide(x), whole.stack.weights.linears[4].wide(x))
+
+
+def test_the_fingerprint_is_that_of_the_files(tmp_path: Path) -> None:
+    assert fingerprint(write(tmp_path / "a", "awq")) != fingerprint(write(tmp_path / "b", "awq", seed=1))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, message: str, dtype: str = "float32") -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(folder, dtype, native=dtype == "auto")
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        ("awq", {"bits": 8}, "bits = 8.*what is read is 4"),
+        ("awq", {"bits": None}, "bits = None"),
+        ("awq", {"bits": 4.0}, "bits = 4.0"),
+        ("awq", {"version": "gemv"}, "version = 'gemv'.*'gemm'"),
+        ("awq", {"checkpoint_format": "gemv_fast"}, "gemv_fast"),
+        ("awq", {"backend": "llm-awq"}, "backend = 'llm-awq'"),
+        ("awq", {"zero_point": False}, "zero_point = False"),
+        ("awq", {"group_size": 0}, "group_size = 0.*multiple of 32"),
+        ("awq", {"group_size": 16}, "group_size = 16"),
+        ("awq", {"group_size": "64"}, "group_size = '64'"),
+        ("awq", {"group_size": True}, "group_size = True"),
+        ("awq", {"group_size": 192}, "256 inputs are not whole groups of 192"),
+        ("awq", {"group_size": 128}, "it is I32 .4, 32., and config.json asks for I32 .2, 32."),
+        ("awq", {"quant_method": "gptq", "sym": False}, "asks for I32 .32, 256."),
+        ("awq", {"quant_method": "fp8"}, "quantised with 'fp8'.*awq, gptq, compressed-tensors.*original"),
+        ("awq", {"quant_method": "bitsandbytes"}, "quantised with 'bitsandbytes'"),
+        ("awq", {"quant_method": ["awq"]}, "quantised with"),
+        ("awq", {"quant_method": None}, "quantised with None"),
+        ("gptq", {"bits": 3}, "bits = 3"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+        ("gptq", {"is_marlin_format": True}, "is_marlin_format = True"),
+        ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "two formats"),
+        ("gptq", {"pack_dtype": "int64"}, "pack_dtype = 'int64'"),
+        ("gptq", {"desc_act": "yes"}, "desc_act = 'yes'"),
+        ("gptq", {"sym": True}, "qzeros.*a zero is not 8"),
+        ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic = "),
+        ("gptq_order", {"desc_act": False}, "g_idx.*does not say desc_act"),
+        ("compressed", {"format": "nvfp4-pack-quantized"}, "format = 'nvfp4-pack-quantized'"),
+        ("compressed", {"format": None}, "format = None"),
+        ("compressed", {"quantization_status": "frozen"}, "quantization_status = 'frozen'"),
+        ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ("compressed", {"transform_config": {"config_groups": {}}}, "transform_config"),
+        ("compressed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        ("compressed", {"config_groups": {}}, "config_groups = {}"),
+        ("compressed", {"config_groups": {"W4A16": ["Linear"]}}, "config_groups: W4A16"),
+        ("compressed", {"config_groups": 3}, "config_groups = 3"),
+    ],
+)
+def test_other_configurations_are_refused(form: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, form)
+    file = folder / "config.json"
+    said = json.loads(file.read_text())
+    said["quantization_config"] |= changes
+    file.write_text(json.dumps(said))
+    refused(folder, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_bits": 8}, "num_bits = 8"),
+        ({"type": "float"}, "type = 'float'"),
+        ({"strategy": "tensor"}, "strategy = 'tensor'"),
+        ({"dynamic": True}, "dynamic = True"),
+        ({"symmetric": None}, "symmetric = None"),
+        ({"symmetric": False}, "no weight_zero_point"),
+        ({"actorder": "group"}, "no weight_g_idx"),
+        ({"actorder": "some"}, "actorder = 'some'"),
+        ({"input_activations": {"num_bits": 8}}, "input_activations"),
+        ({"second": True}, "in several ways"),
+    ],
+)
+def test_other_schemes_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, "compressed")
+    file = folder / "config.json"
+    said = json.loads(file.read_text())
+    groups = said["quantization_config"]["config_groups"]
+    if "second" in changes:
+        groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
+        groups["group_1"]["weights"]["group_size"] = 128
+    else:
+        own = groups["group_0"]
+        (own if "input_activations" in changes else own["weights"]).update(changes)
+    file.write_text(json.dumps(said))
+    refused(folder, message)
+
+
+Tensors = dict[str, Tensor]
+Q, DOWN = "model.layers.1.self_attn.q_proj.", "model.layers.0.mlp.down_proj."
+
+
+def without(name: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        del tensors[name]
+
+    return change
+
+
+def with_value(name: str, value: float, at: int = 5) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name].view(-1)[at] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("awq", without(Q + "qzeros"), "no qzeros beside it"),
+        ("awq", without(Q + "qweight"), "misses tensor layers.1.self_attn.q_proj.weight"),
+        ("gptq", without(Q + "g_idx"), "no g_idx beside it"),
+        ("awq", with_value(Q + "scales", torch.nan), "q_proj.scales.*no finite number"),
+        ("compressed", with_value(DOWN + "weight_scale", torch.inf), "down_proj.weight_scale.*no finite number"),
+        ("compressed", with_value(Q + "weight_shape", 8, 0), "weight_shape.*it is not .256, 256."),
+        ("gptq_order", with_value(Q + "g_idx", 9), "g_idx.*does not give each of 4 groups 64 inputs"),
+        ("gptq_order", with_value(Q + "g_idx", -1), "g_idx.*does not give each"),
+        ("awq", lambda t: t.update({Q + "bias": torch.zeros(256)}), "unexpected"),
+        ("gptq", lambda t: t.update({Q + "bias": torch.ones(256)}), "bias.*is not zero"),
+        ("awq", lambda t: t.update({Q + "weight": torch.zeros(256, 256)}), "unexpected"),
+        ("awq", lambda t: t.update({Q + "scales": t[Q + "scales"].long()}), "scales.*it is I64"),
+        ("awq", lambda t: t.update({Q + "qweight": t[Q + "qweight"].T.contiguous()}), "asks for I32 .256, 32."),
+    ],
+)
+def test_other_tensors_are_refused(form: str, change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, form)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    refused(folder, message)
+
+
+def test_zero_biases_of_old_writers_are_none(tmp_path: Path) -> None:
+    folder = write(tmp_path, "gptq")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {Q + "bias": torch.zeros(256)}, folder / "model.safetensors")
+    assert torch.equal(logits(load(folder, "float32", native=False)), logits(load(folder / "plain", native=False)))
+
+
+def test_packed_weights_without_a_configuration_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "gptq")
+    file = folder / "config.json"
+    said = json.loads(file.read_text())
+    said.pop("quantization_config")
+    file.write_text(json.dumps(said))
+    refused(folder, "it is quantised, and config.json has no quantization_config")
+
+
+@needs_kernels
+def test_act_order_is_refused_in_blocks_alone(tmp_path: Path) -> None:
+    refused(write(tmp_path, "gptq_order"), "q_proj.weight.*act order.*dtype='bfloat16'", "auto")
+
+
+@needs_kernels
+def test_scales_beyond_16_bits_are_refused_in_blocks_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path, "compressed", scale=torch.float32)
+    refused(folder, "scales of layers.0.self_attn.q_proj.weight.*is no float16.*dtype='bfloat16'", "auto")
+    assert load(folder, "bfloat16").quant is None
+
+
+@needs_kernels
+def test_a_plain_part_of_a_fused_product_is_refused_in_blocks_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path, "awq")
+    tensors, packed = load_file(folder / "model.safetensors"), numbers(folder)
+    for last in ("qweight", "qzeros", "scales"):
+        tensors.pop(Q + last)
+    save_file(tensors | {Q + "weight": packed[Q + "weight"]}, folder / "model.safetensors")
+    refused(folder, "q_proj.weight, which is multiplied together with it, is not quantised", "auto")
+    assert torch.equal(logits(load(folder, "float32", native=False)), logits(load(folder / "plain", native=False)))
