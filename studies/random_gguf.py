@@ -15,7 +15,14 @@ import numpy as np
 
 HEAD = 64
 SCALE = {"q4_k": 2e-4, "q5_k": 1e-4, "q6_k": 3e-5, "iq4_xs": 2e-5, "iq4_nl": 8e-4, "q8_0": 8e-4}
-HALVES = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": ()}  # where scales are
+HALVES = {
+    "q4_1": (0, 2),
+    "q5_1": (0, 2),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+    "mxfp4": (),
+}  # where scales are
 
 
 def blocks(kind: str, rows: int, width: int, rng: np.random.Generator) -> np.ndarray:

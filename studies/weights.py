@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import re
 import statistics
@@ -36,6 +37,7 @@ def kilobytes(of):
     return int(re.search(of + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 began = time.perf_counter()
 from paceline import LLM, SamplingParams
+from transformers import TokenizersBackend
 imported = time.perf_counter()
 base = kilobytes("VmRSS")
 llm = LLM(sys.argv[1], dtype=sys.argv[2], threads=2, max_model_len=1024, max_sequences=1, drafter="none")
@@ -101,6 +103,17 @@ def load(file: Path, dtype: str) -> dict[str, float]:
     return found
 
 
+def llama_load(file: Path) -> dict[str, float]:
+    """llama.cpp's whole process: seconds to the end of the first token, and megabytes."""
+    command = [BUILD / "llama-bench", "-m", file, "-p", 0, "-n", 1, "-t", THREADS, "-r", 1, "--no-warmup"]
+    began = time.perf_counter()
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"llama-bench failed with status {status}")
+    return {"first": time.perf_counter() - began, "mb": used.ru_maxrss / 1024}
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,9 +142,13 @@ def main() -> None:
             ours, theirs = (statistics.median(pair[i][what] for pair in rounds) for i in (0, 1))
             ratio = statistics.median(mine[what] / other[what] for mine, other in rounds)
             print(f"{what}: {ours:.1f} tokens/s, llama.cpp {theirs:.1f}: {ratio:.2f}")
-        seen = load(asked.file, asked.dtype)
-        words = "first token {first:.2f} s behind {imports:.2f} s of imports, at most {mb:.0f} MB above these"
-        print(words.format(**seen))
+        loads = [(load(asked.file, asked.dtype), llama_load(asked.file)) for _ in range(asked.rounds)]
+        for what, text in (
+            ("first", "seconds to the first token, {:.2f} of imports before"),
+            ("mb", "megabytes at most"),
+        ):
+            ours, theirs = (statistics.median(pair[i][what] for pair in loads) for i in (0, 1))
+            print(f"{ours:.2f} {text.format(loads[0][0]['imports'])}, llama.cpp {theirs:.2f}")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class StoredRows(NamedTuple):
     rows: np.ndarray  # [n, bytes of a row] uint8
     order: Tensor  # [n] int64 which of these rows comes first, second, ...; -1: zeros instead
     source: str = "a weight"  # what they are, for errors
-    release: Callable[[], None] = lambda: None  # to be called once they are packed
+    release: Callable[[], None] = lambda: None  # lets go of memory that can be read again from the file
 
     @property
     def addresses(self) -> Tensor:

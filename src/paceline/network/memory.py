@@ -5,6 +5,7 @@ A pass over 50 MB looks up 12,000 pages of 4 KB, more than a processor remembers
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from contextlib import suppress
 
@@ -35,6 +36,12 @@ class Arena:
         tensor = self._piece[self._used : self._used + size].view(dtype)
         self._used += -(-size // 64) * 64
         return tensor
+
+
+def give_back() -> None:
+    """Give the system what was freed and what the C library (glibc) keeps for later."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _piece(size: int) -> Tensor:

@@ -21,6 +21,7 @@ from .padding import widened
 
 KINDS = {torch.float32: native.FLOAT32, torch.bfloat16: native.BF16, torch.int8: native.INT8}  # of weights
 LANES = 16  # outputs that lie side by side in a packed weight
+PACKED_BYTES = 32 << 20  # of weights in blocks that are packed before their file's memory is let go
 _PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
 # `Refusal` in the source. Compiled code has done nothing then.
 BAD_POSITION = 1
@@ -105,14 +106,17 @@ class NativeLinear:
         Raises:
             ConfigError: a scale is no number.
         """
-        kind = native.GGML + parts[0].type.number
-        self.packed = self._arena.empty(_library().pl_packed_size(len(rows), k, kind), torch.uint8)
-        given = len(rows), k, kind, self.packed.data_ptr(), torch.get_num_threads()
-        if not _library().pl_pack_rows(rows.data_ptr(), *given):
-            remedy = "download the file again, or convert the model again"
-            raise ConfigError(" and ".join(part.source for part in parts), "a scale is no finite number", remedy)
-        for part in parts:
-            part.release()
+        library, kind = _library(), native.GGML + parts[0].type.number
+        line = library.pl_packed_size(LANES, k, kind)
+        self.packed = self._arena.empty(library.pl_packed_size(len(rows), k, kind), torch.uint8)
+        step = max(PACKED_BYTES // line, 1) * LANES
+        for first in range(0, len(rows), step):
+            some, place = rows[first : first + step], self.packed.data_ptr() + first // LANES * line
+            if not library.pl_pack_rows(some.data_ptr(), len(some), k, kind, place, torch.get_num_threads()):
+                remedy = "download the file again, or convert the model again"
+                raise ConfigError(" and ".join(part.source for part in parts), "a scale is no finite number", remedy)
+            for part in parts:
+                part.release()
         self._held.append(self.packed)
         return self.packed.data_ptr()
 
