@@ -33,38 +33,48 @@ inline float half(uint16_t h) {
 constexpr int LINE = 64;  // bytes: four inputs of 16 outputs
 
 // The formats. FILE: bytes of a block in a file. BITS: of a code. SHIFT: zero is code 128 >> SHIFT, or 0 below 0.
-// SCALE: what a scale is. PARTS: scales of 32 inputs. LEAST: whether there are least values. code(b, i): the code of
-// value i.
+// SCALE: what a scale is. PARTS: scales of 32 inputs. LEAST: whether there are least values. codes(b, step, i): in a
+// byte each, codes 4 i .. 4 i + 3 of these 32 inputs.
 enum Scale { HALF, SIX_BITS, SIGNED, EXPONENT };  // all but the first and last have a factor, a half, beside them
 
 constexpr uint8_t NL_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t FP4_CODES[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
-inline int nibble(const uint8_t* codes, int i) { return i < 16 ? codes[i] & 15 : codes[i - 16] >> 4; }
+inline uint32_t word(const uint8_t* p, int i) {
+  uint32_t four;
+  std::memcpy(&four, p + 4 * i, 4);
+  return four;
+}
+inline uint32_t nibbles(const uint8_t* p, int i) { return word(p, i % 4) >> i / 4 * 4 & 0x0f0f0f0f; }
+// Four bits, behind 4 i others, as the fifth bits of four bytes.
+inline uint32_t fifths(const uint8_t* p, int i) {
+  const uint32_t bits = word(p, 0) >> 4 * i;
+  return (bits & 1) << 4 | (bits & 2) << 11 | (bits & 4) << 18 | (bits & 8) << 25;
+}
 
 struct Q4_0 {
   static constexpr int TYPE = 2, VALUES = 32, FILE = 18, BITS = 4, SHIFT = 4, PARTS = 1;
   static constexpr Scale SCALE = HALF;
   static constexpr bool LEAST = false;
   static constexpr const uint8_t* TABLE = nullptr;
-  static int code(const uint8_t* b, int i) { return nibble(b + 2, i); }
+  static uint32_t codes(const uint8_t* b, int, int i) { return nibbles(b + 2, i); }
 };
 struct Q4_1 : Q4_0 {
   static constexpr int TYPE = 3, FILE = 20, SHIFT = -1;
   static constexpr bool LEAST = true;
-  static int code(const uint8_t* b, int i) { return nibble(b + 4, i); }
+  static uint32_t codes(const uint8_t* b, int, int i) { return nibbles(b + 4, i); }
 };
 struct Q5_0 : Q4_0 {
   static constexpr int TYPE = 6, FILE = 22, BITS = 5, SHIFT = 3;
-  static int code(const uint8_t* b, int i) { return nibble(b + 6, i) | (b[2 + i / 8] >> i % 8 & 1) << 4; }
+  static uint32_t codes(const uint8_t* b, int, int i) { return nibbles(b + 6, i) | fifths(b + 2, i); }
 };
 struct Q5_1 : Q4_1 {
   static constexpr int TYPE = 7, FILE = 24, BITS = 5;
-  static int code(const uint8_t* b, int i) { return nibble(b + 8, i) | (b[4 + i / 8] >> i % 8 & 1) << 4; }
+  static uint32_t codes(const uint8_t* b, int, int i) { return nibbles(b + 8, i) | fifths(b + 4, i); }
 };
 struct Q8_0 : Q4_0 {
   static constexpr int TYPE = 8, FILE = 34, BITS = 8, SHIFT = 0;
-  static int code(const uint8_t* b, int i) { return b[2 + i] ^ 0x80; }
+  static uint32_t codes(const uint8_t* b, int, int i) { return word(b + 2, i) ^ 0x80808080; }
 };
 struct IQ4_NL : Q4_0 {
   static constexpr int TYPE = 20, SHIFT = 0;
@@ -74,13 +84,13 @@ struct MXFP4 : IQ4_NL {
   static constexpr int TYPE = 39, FILE = 17;
   static constexpr Scale SCALE = EXPONENT;
   static constexpr const uint8_t* TABLE = FP4_CODES;
-  static int code(const uint8_t* b, int i) { return nibble(b + 1, i); }
+  static uint32_t codes(const uint8_t* b, int, int i) { return nibbles(b + 1, i); }
   static uint8_t scale(const uint8_t* b, int) { return b[0]; }
 };
 struct IQ4_XS : IQ4_NL {
   static constexpr int TYPE = 23, VALUES = 256, FILE = 136, FACTOR = 0;
   static constexpr Scale SCALE = SIGNED;
-  static int code(const uint8_t* b, int i) { return nibble(b + 8 + i / 32 * 16, i % 32); }
+  static uint32_t codes(const uint8_t* b, int step, int i) { return nibbles(b + 8 + step * 16, i); }
   static uint8_t scale(const uint8_t* b, int j) {
     const int lower = b[4 + j / 2] >> j % 2 * 4 & 15, upper = b[2 + j / 4] >> j % 4 * 2 & 3;
     return (uint8_t)((lower | upper << 4) - 32);
@@ -89,7 +99,9 @@ struct IQ4_XS : IQ4_NL {
 struct Q4_K : Q4_1 {
   static constexpr int TYPE = 12, VALUES = 256, FILE = 144, FACTOR = 0;
   static constexpr Scale SCALE = SIX_BITS;
-  static int code(const uint8_t* b, int i) { return b[16 + i / 64 * 32 + i % 32] >> i % 64 / 32 * 4 & 15; }
+  static uint32_t codes(const uint8_t* b, int step, int i) {
+    return word(b + 16 + step / 2 * 32, i) >> step % 2 * 4 & 0x0f0f0f0f;
+  }
   static uint8_t scale(const uint8_t* b, int j) {
     return j < 4 ? b[4 + j] & 63 : (b[8 + j] & 15) | (b[j] >> 2 & 48);
   }
@@ -99,16 +111,18 @@ struct Q4_K : Q4_1 {
 };
 struct Q5_K : Q4_K {
   static constexpr int TYPE = 13, FILE = 176, BITS = 5;
-  static int code(const uint8_t* b, int i) {
-    return (b[48 + i / 64 * 32 + i % 32] >> i % 64 / 32 * 4 & 15) | (b[16 + i % 32] >> i / 32 & 1) << 4;
+  static uint32_t codes(const uint8_t* b, int step, int i) {
+    return (word(b + 48 + step / 2 * 32, i) >> step % 2 * 4 & 0x0f0f0f0f) |
+           (word(b + 16, i) >> step & 0x01010101) << 4;
   }
 };
 struct Q6_K : Q4_0 {
   static constexpr int TYPE = 14, VALUES = 256, FILE = 210, BITS = 6, SHIFT = 2, PARTS = 2, FACTOR = 208;
   static constexpr Scale SCALE = SIGNED;
-  static int code(const uint8_t* b, int i) {
-    const int half = i / 128, at = i % 128;
-    return (b[half * 64 + at % 64] >> at / 64 * 4 & 15) | (b[128 + half * 32 + at % 32] >> at / 32 * 2 & 3) << 4;
+  static uint32_t codes(const uint8_t* b, int step, int i) {
+    const int half = step / 4, quarter = step % 4;
+    return (word(b + half * 64 + quarter % 2 * 32, i) >> quarter / 2 * 4 & 0x0f0f0f0f) |
+           (word(b + 128 + half * 32, i) >> quarter * 2 & 0x03030303) << 4;
   }
   static uint8_t scale(const uint8_t* b, int j) { return b[192 + j]; }
 };
@@ -126,26 +140,18 @@ template <class F> struct Packed {
   static constexpr int BYTES = FACTORS + (HAS_FACTORS ? (F::LEAST ? 4 : 2) * LANES : 0);
 };
 
-// Sixteen rows of a file, one block of each, as a packed block; a row that is not there is zero. False: a scale is no
-// finite number.
+// Sixteen rows of a file, one block of each, as a packed block. False: a scale is no finite number.
 template <class F> bool pack_block(const uint8_t* const from[LANES], uint8_t* to) {
   using P = Packed<F>;
   for (int step = 0; step < P::STEPS; step++) {
-    alignas(64) uint32_t codes[LANES][8], lines[P::STEP / 4];  // four codes each
-    for (int lane = 0; lane < LANES; lane++) {
-      uint8_t own[I8_BLOCK] = {};
-      if (from[lane])
-#pragma GCC unroll 32
-        for (int i = 0; i < I8_BLOCK; i++) own[i] = (uint8_t)F::code(from[lane], step * I8_BLOCK + i);
-      std::memcpy(codes[lane], own, sizeof own);
-    }
+    alignas(64) uint32_t lines[P::STEP / 4];  // four codes each
     for (int i = 0; i < 8; i++)
       for (int lane = 0; lane < LANES; lane++) {
-        const uint32_t lower = codes[lane][i] & 0x0f0f0f0f, upper = codes[lane][i] >> 4 & 0x0f0f0f0f;
-        uint32_t* line = lines + i % 4 * LANES + lane;
-        if (F::BITS == 8) lines[i * LANES + lane] = codes[lane][i];
-        else if (i < 4) *line = lower;
-        else *line |= lower << 4;
+        const uint32_t codes = F::codes(from[lane], step, i);
+        const uint32_t lower = codes & 0x0f0f0f0f, upper = codes >> 4 & 0x0f0f0f0f;
+        uint32_t& line = lines[i % (F::BITS == 8 ? 8 : 4) * LANES + lane];
+        if (F::BITS == 8) line = codes;
+        else line = i < 4 ? lower : line | lower << 4;
         if (F::BITS == 5) {
           const uint8_t four = (uint8_t)((upper & 1) | (upper >> 7 & 2) | (upper >> 14 & 4) | (upper >> 21 & 8));
           uint8_t& bits = ((uint8_t*)lines)[P::UPPER + i * 8 + lane / 2];
@@ -160,8 +166,8 @@ template <class F> bool pack_block(const uint8_t* const from[LANES], uint8_t* to
   }
   bool finite = true;
   const auto halves = [&](int at, int lane, int source) {
-    uint16_t h = 0;
-    if (from[lane]) std::memcpy(&h, from[lane] + source, 2);
+    uint16_t h;
+    std::memcpy(&h, from[lane] + source, 2);
     std::memcpy(to + at + 2 * lane, &h, 2);
     finite = finite && (h >> 10 & 31) != 31;
   };
@@ -170,11 +176,10 @@ template <class F> bool pack_block(const uint8_t* const from[LANES], uint8_t* to
       halves(P::SCALES, lane, 0);
       if (F::LEAST) halves(P::LEASTS, lane, 2);
     } else {
-      const uint8_t* own = from[lane];
       for (int j = 0; j < P::STEPS * F::PARTS; j++)
-        to[P::SCALES + j * LANES + lane] = own ? (uint8_t)F::scale(own, j) : 0;
+        to[P::SCALES + j * LANES + lane] = F::scale(from[lane], j);
       if constexpr (F::LEAST)
-        for (int j = 0; j < P::STEPS; j++) to[P::LEASTS + j * LANES + lane] = own ? (uint8_t)F::least(own, j) : 0;
+        for (int j = 0; j < P::STEPS; j++) to[P::LEASTS + j * LANES + lane] = F::least(from[lane], j);
       if constexpr (P::HAS_FACTORS) {
         halves(P::FACTORS, lane, F::FACTOR);
         if (F::LEAST) halves(P::FACTORS + 2 * LANES, lane, F::FACTOR + 2);

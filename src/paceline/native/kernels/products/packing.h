@@ -27,13 +27,17 @@ template <class F> struct PackRows final : Job {
   int64_t units(int64_t) const override { return up(n, LANES) / LANES; }
   int64_t step(int64_t) const override { return 1; }
   void work(int64_t, const Claim& claim) override {
+    static const uint8_t zeros[F::FILE] = {};
     for (int64_t line = claim.begin; line < claim.end; line++) {
       const uint8_t* from[LANES];
-      for (int i = 0; i < LANES; i++) from[i] = line * LANES + i < n ? rows[line * LANES + i] : nullptr;
+      int64_t next[LANES];
+      for (int i = 0; i < LANES; i++) {
+        const uint8_t* row = line * LANES + i < n ? rows[line * LANES + i] : nullptr;
+        from[i] = row ? row : zeros, next[i] = row ? F::FILE : 0;
+      }
       for (int64_t b = 0; b < blocks; b++) {
         if (!pack_block<F>(from, out + (line * blocks + b) * Packed<F>::BYTES)) finite = false;
-        for (const uint8_t*& at : from)
-          if (at) at += F::FILE;
+        for (int i = 0; i < LANES; i++) from[i] += next[i];
       }
     }
   }
