@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from kit.dense_streams import eager_loss
 from kit.grid import apart
+from kit.memory import Memory
 from kit.study import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.bench import machine
-from paceline.bench.measure import Memory
 from paceline.bench.models import materialised
 from paceline.bench.report import wording as say
 from paceline.core.errors import ConfigError
@@ -112,7 +113,7 @@ def _step(recipe: StreamRecipe, batch: TokenBatch, way: str) -> float:
     with torch.autocast(batch.tokens.device.type, torch.bfloat16):
         if way == "naive":
             with sdpa_kernel(SDPBackend.MATH):
-                loss = recipe.eager_loss(batch)
+                loss = eager_loss(recipe, batch)
         else:
             loss = recipe.loss(batch, StepContext(0, torch.Generator().manual_seed(0)))[0]
     loss.backward()

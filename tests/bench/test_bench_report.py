@@ -231,7 +231,6 @@ def test_every_view_says_what_the_summary_says() -> None:
         "draft": say.share(figures.draft),
         "verify": say.share(figures.verify),
         "host": say.share(figures.host),
-        "peak memory": say.size(figures.peak_bytes),
     }
     by_workload = found.table("workload", "ngram")
     ratio = next(r for r in summary.of(section) if (r.method.name, r.workload) == ("hybrid", "gsm8k")).speedup

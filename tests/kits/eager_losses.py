@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from paceline.training.chunked import SoftTarget, TargetLogits, TargetTop, wide
+from paceline.training.chunked import SoftTarget, TargetTop, wide
 from paceline.training.losses import SoftLoss, kl, mixed, reverse_kl
+
+
+@dataclass(frozen=True)
+class TargetLogits:
+    """A soft target given as logits, which training has no use for: it stands where `TargetHidden` does."""
+
+    logits: Tensor  # [rows, V]
+
+    def reader(self, dtype: torch.dtype) -> Callable[[Any], Tensor]:
+        """As that of `TargetHidden`."""
+        return lambda rows: self.logits.detach()[rows].to(dtype)
 
 
 def eager_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:

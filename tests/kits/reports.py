@@ -182,7 +182,6 @@ class World:
             host_ms=len(passes) * host if own else 0.0,
             steps=len(passes),
             bytes_read=PASS_BYTES * len(passes) if own else 0,
-            peak_bytes=180_000_000 + 9_000_000 * truth.depth,
         )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from toolkit import write_data, write_target
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "studies"))  # the dense reference of streams is theirs
 
 
 @pytest.fixture(scope="session")

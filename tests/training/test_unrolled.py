@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from kits.eager_losses import eager_mse_cross_entropy
+from kits.eager_losses import TargetLogits, eager_mse_cross_entropy
 from kits.state import steps_by_hand
 from kits.tiny import VOCAB, tiny_config
 from toolkit import examples, network, trainer
@@ -29,7 +29,6 @@ from paceline.network.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures, last_states
 from paceline.training.job import Job, occurrences, prepare
-from paceline.training.losses import TargetLogits
 from paceline.training.trainer import StepContext, TrainConfig
 
 LAYER = layer_json(tiny_config())

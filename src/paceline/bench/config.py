@@ -5,52 +5,99 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
+from ..core.options import option
 from ..core.sampling import SamplingParams
 from .records import Method
 
 N = TypeVar("N", int, float)
 LINE_EVERY_S = 10.0  # between lines of progress
-# Settings that take several values, and what a user calls them.
-NAMES = {
-    "batches": "batch",
-    "temperatures": "temperature",
-    "top_ks": "top_k",
-    "contexts": "context",
-    "max_new_tokens": "max_new_tokens",
+PROMPT_TOKENS = 64  # of a random model's prompts
+MODEL_HELP = (
+    "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS] (a random Llama). "
+    "stretch:MODEL,times=N is one of these with layers that cost N times as much and the same tokens."
+)
+THREADS_HELP = "CPU threads; default: torch's choice."
+# Settings that take several values -> what a user calls them, their kind, and the least that one may be.
+MANY: dict[str, tuple[str, type, float]] = {
+    "batches": ("batch", int, 1),
+    "temperatures": ("temperature", float, 0),
+    "top_ks": ("top_k", int, 0),
+    "contexts": ("context", int, 1),
+    "max_new_tokens": ("max_new_tokens", int, 1),
 }
+
+
+def _many(name: str, default: Any, help: str, **more: Any) -> Any:
+    """A setting that takes several values; on the command line one text with commas between them."""
+    flag, *kind = MANY[name]
+    letter = "T" if kind[0] is float else "N"
+    more = {"flag": f"--{flag.replace('_', '-')}", "metavar": f"{letter},{letter},..", **more}
+    return option(default, help=help, read=partial(numbers, kind=kind[0], least=kind[1]), **more)
+
+
+def numbers(flag: str, text: str, kind: Callable[[str], N] = int, least: float = 1) -> tuple[N, ...]:
+    """``1,8`` as numbers; ``flag`` is what the error names."""
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(value >= least for value in found):
+        wrong = f"not {'whole ' if kind is int else ''}numbers of {least:g} or more, with commas between"
+        raise ConfigError(f"{flag} {text}", wrong, f"write {flag} 1,8")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure."""
+    """What to measure; the flags of ``paceline bench`` are made of its fields."""
 
-    model: str
-    methods: tuple[Method, ...]  # plain decoding among them
-    workloads: tuple[str, ...] = ()  # names or paths; empty: all that come with the package
-    data: Path | None = None  # folder of the workloads that do not
-    prompts: int = 10  # of each workload
-    batches: tuple[int, ...] = (1,)
-    temperatures: tuple[float, ...] = (0.0,)
-    top_ks: tuple[int, ...] = (0,)  # of sampling; 0: all tokens
-    contexts: tuple[int | None, ...] = (None,)  # tokens that prompts are brought to (see `Run`); None: as they are
-    max_new_tokens: tuple[int | None, ...] = (None,)  # None: the workload's own
-    prompt_tokens: int = 64  # of a random prompt
-    repeats: int = 3
-    seed: int = 0
-    device: str = "cpu"
-    threads: int | None = None
-    ignore_eos: bool | None = None  # None: where peers or a random model run, so that all give the same count
-    check: bool = True  # compare ids with plain decoding's
-    time_limit_s: float | None = None  # no trial is begun after that long
-    title: str = ""
-    applications: Mapping[str, str] = field(default_factory=dict)  # folders of the trained sets that methods name
+    model: str = option(help=MODEL_HELP)
+    methods: tuple[Method, ...] = option(help="plain decoding among them", cli=False)
+    workloads: tuple[str, ...] = option(
+        (),
+        help="What to ask; repeat it. `paceline bench workloads` lists the names. "
+        "Default: all that come with Paceline.",
+        flag="--workload",
+        metavar="NAME|PATH",
+    )
+    data: Path | None = option(
+        None, help="Folder of workloads that do not come along, and of full versions.", metavar="DIR"
+    )
+    prompts: int = option(20, help="Prompts of each workload.", metavar="N")
+    prompt_tokens: int | None = option(
+        None, help=f"Length of a random model's prompts (default: {PROMPT_TOKENS}).", metavar="N"
+    )
+    max_new_tokens: tuple[int | None, ...] = _many(
+        "max_new_tokens", (None,), "Tokens of an answer (default: the workload's own)."
+    )
+    batches: tuple[int, ...] = _many("batches", (1,), "Prompts at once.")
+    temperatures: tuple[float, ...] = _many("temperatures", (0.0,), "Of sampling; 0 is greedy.")
+    top_ks: tuple[int, ...] = _many("top_ks", (0,), "Likeliest tokens that sampling chooses from; 0: all.")
+    contexts: tuple[int | None, ...] = _many(
+        "contexts", (None,), "tokens that prompts are brought to (see `Run`); None: as they are", cli=False
+    )
+    repeats: int = option(3, help="Times each prompt runs.", metavar="N")
+    seed: int = option(0, help="Of the choice of prompts and of sampling.")
+    device: str = option("cpu", help="cpu or cuda.")
+    threads: int | None = option(None, help=THREADS_HELP)
+    ignore_eos: bool | None = option(
+        None,
+        help="Go on to the full length, so that all methods give the same number of tokens "
+        "(default: of a random model).",
+        flag="--ignore-eos/--stop-at-eos",
+    )
+    check: bool = option(True, help="Compare every method's token ids with plain decoding's.")
+    time_limit_s: float | None = option(None, help="no trial is begun after that long", cli=False)
+    title: str = option("", help="Of the report.")
+    applications: Mapping[str, str] = field(default_factory=dict, metadata={"cli": False})  # folders of trained sets
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -66,6 +113,9 @@ class BenchConfig:
                 "a random model has no tokenizer, so its prompts are random ids",
                 "leave the workload out",
             )
+        if self.prompt_tokens is not None and not self.random:
+            wrong = "only a random model's prompts have a length of choice"
+            raise ConfigError(f"--prompt-tokens {self.prompt_tokens}", wrong, "leave it out")
         for name in self.workloads:
             if self.workloads.count(name) > 1:
                 raise ConfigError(f"workload {name}", "it is named twice", "name it once")
@@ -73,7 +123,7 @@ class BenchConfig:
     def _check_numbers(self) -> None:
         """Every setting of a cell has values of its range, none of them twice; counts are 1 or more."""
         counts = {name: (getattr(self, name),) for name in ("prompts", "repeats", "prompt_tokens")}
-        counts |= {NAMES[name]: getattr(self, name) for name in ("batches", "contexts", "max_new_tokens")}
+        counts |= {flag: getattr(self, name) for name, (flag, _, least) in MANY.items() if least}
         for name, values in counts.items():
             for value in values:
                 if value is not None and value < 1:
@@ -82,7 +132,7 @@ class BenchConfig:
             SamplingParams(temperature=temperature)
         for top_k in self.top_ks:
             SamplingParams(top_k=top_k)
-        for field_, name in NAMES.items():
+        for field_, (name, *_) in MANY.items():
             values = getattr(self, field_)
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"{name}={values}", "a value is there twice, or none is", "give each once")
@@ -128,15 +178,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def numbers(flag: str, text: str, kind: Callable[[str], N] = int, least: float = 1) -> tuple[N, ...]:
-    """``1,8`` as numbers; ``flag`` is what the error names."""
-    try:
-        found = tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(value >= least for value in found):
-        wrong = f"not {'whole ' if kind is int else ''}numbers of {least:g} or more, with commas between"
-        raise ConfigError(f"{flag} {text}", wrong, f"write {flag} 1,8")
-    return found

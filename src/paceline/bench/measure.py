@@ -9,14 +9,11 @@ import gc
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
-from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-import torch
 
 from ..config import TARGET_OPTIONS, LLMConfig
 from ..core.model_spec import parse_model
@@ -33,13 +30,11 @@ from .records import Cell, Method, PromptIds, Trial
 
 log = logging.getLogger(__name__)
 
-_SELF = Path("/proc/self")
 # What a trial takes from the engine's own statistics.
 COUNTED = (
     *("passes", "drafted", "accepted", "depth_offered", "depth_accepted"),
     *("row_layers", "upper_row_layers", "pruned", "stream_drafts", "rode", "draft_ms", "verify_ms", "host_ms"),
 )
-_PEAK_RESET = "5"  # what clears VmHWM, see proc(5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,44 +72,6 @@ class Group:
         )
 
 
-class Memory:
-    """Memory of the process or of the device, in bytes. Every figure is None where the system does not tell."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def held(self) -> int | None:
-        """What is held now: resident pages, or what torch has allocated on the device."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.memory_allocated(self._device))
-        return _status_bytes("VmRSS")
-
-    def reset_peak(self) -> bool:
-        """Start looking for the highest value anew. Returns whether that can be done."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return True
-        try:
-            (_SELF / "clear_refs").write_text(_PEAK_RESET)
-        except OSError:
-            return False
-        return True
-
-    def peak(self) -> int | None:
-        """The highest value since `reset_peak`."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        return _status_bytes("VmHWM")
-
-
-def _status_bytes(name: str) -> int | None:
-    with suppress(OSError):
-        for line in (_SELF / "status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
 def kv_bytes(decoder: Decoder, tokens: int) -> int:
     """Bytes of K and V that one row's attention reads over ``tokens`` committed tokens, all layers."""
     _, heads, width = decoder.cache_shape
@@ -145,21 +102,12 @@ def quiet_collector() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(frozen=True)
 class EngineRunner:
-    """A method of this engine.
+    """A method of this engine, and the engine that was made for it; target weights may be shared with others."""
 
-    Args:
-        method: what it is.
-        llm: made for it; target weights may be shared with others.
-        memory: how memory is read.
-        holds_bytes: what its parts hold that are there from the start (target included); None: unknown.
-    """
-
-    def __init__(self, method: Method, llm: LLM, memory: Memory, holds_bytes: int | None) -> None:
-        self.method = method
-        self.llm = llm
-        self._memory = memory
-        self._holds = holds_bytes
+    method: Method
+    llm: LLM
 
     def warm_up(self, group: Group, max_new_tokens: int) -> None:
         """Run a group without counting it: what is done once is done then.
@@ -172,10 +120,8 @@ class EngineRunner:
     def run(self, group: Group, repeat: int) -> Trial:
         """One trial. An error of the engine becomes the trial's."""
         trial, engine = group.blank(self.method.name, repeat), self.llm.engine
-        before, can_peak = None, False
         try:
             with quiet_collector():
-                before, can_peak = self._memory.held(), self._memory.reset_peak()
                 self._drive(group, trial)
         except BaseException as error:
             for request_id in list(engine.live):
@@ -184,7 +130,6 @@ class EngineRunner:
                 raise
             log.warning("%s failed on group %d of %s", self.method.name, group.index, group.cell, exc_info=error)
             return replace(group.blank(self.method.name, repeat), error=f"{type(error).__name__}: {error}")
-        trial.peak_bytes = self._peak(before) if can_peak else None
         trial.budget = engine.budget.describe()
         trial.off_reason = engine.round.failure or (None if self.method.plain else trial.off_reason)
         return trial
@@ -207,19 +152,6 @@ class EngineRunner:
                 seen.note(place, len(sequences[place].state.token_ids), now_ms)
             trial.steps += 1
         _fill(trial, sequences, seen)
-
-    def _peak(self, before: int | None) -> int | None:
-        """What the method holds and what the trial added.
-
-        Pages that a trial touched for the first time and that stay (of a K/V pool, say) are the method's from
-        then on.
-        """
-        peak, after = self._memory.peak(), self._memory.held()
-        if self._holds is None or before is None or peak is None or after is None:
-            return None
-        found = self._holds + max(0, peak - before)
-        self._holds += max(0, after - before)
-        return found
 
 
 def _fill(trial: Trial, sequences: Sequence[RunningSequence], seen: Arrivals) -> None:
@@ -260,9 +192,8 @@ class Builder:
         self, model: str, device: str, threads: int | None, applications: Mapping[str, str] | None = None
     ) -> None:
         self._applications = dict(applications or {})
-        self.memory = Memory(torch.device(device))
         self._common: dict[str, Any] = {"model": model, "device": device, "threads": threads}
-        self._targets: list[tuple[LLM, int | None]] = []  # one a target, and what it holds
+        self._targets: list[LLM] = []
 
     def llm(self, method: Method, limits: Limits | None = None) -> LLM:
         """A method's engine; without ``limits`` with those of `LLM`.
@@ -283,30 +214,22 @@ class Builder:
             "applications": {name: self._applications[name]} if (name := method.application) else None,
             **method.settings,
         }
-        target, held = self._target(options)
+        target = self._target(options)
         if limits is not None:
             options["max_sequences"] = limits.max_sequences
             options["max_model_len"] = min(limits.max_model_len, target.decoder.config.max_position)
             options["kv_memory"] = pool_bytes(target.decoder, limits)
-        before = self.memory.held()
-        llm = LLM(**options, share=target)
-        own = _growth(before, self.memory.held())
-        return EngineRunner(method, llm, self.memory, None if held is None or own is None else held + own)
+        return EngineRunner(method, LLM(**options, share=target))
 
-    def _target(self, options: dict[str, Any]) -> tuple[LLM, int | None]:
+    def _target(self, options: dict[str, Any]) -> LLM:
         """The target that these options want, loaded where it is not there yet."""
         wanted = {name: options[name] for name in TARGET_OPTIONS if name in options}
         config = LLMConfig(**wanted)
-        for llm, held in self._targets:
+        for llm in self._targets:
             if all(getattr(llm.config, name) == getattr(config, name) for name in TARGET_OPTIONS):
-                return llm, held
-        before = self.memory.held()
+                return llm
         # A bare one, whose K/V pool stays untouched: it is there for its weights.
-        llm = LLM(**wanted, threads=options["threads"], max_sequences=1)
-        grown = _growth(before, self.memory.held())
-        # Memory that was freed before and is used again does not show as growth: never less than the weights.
-        weights = llm.decoder.pass_bytes + llm.decoder.embedding.nbytes
-        self._targets.append((llm, None if grown is None else max(grown, weights)))
+        self._targets.append(LLM(**wanted, threads=options["threads"], max_sequences=1))
         return self._targets[-1]
 
 
@@ -314,10 +237,6 @@ def pool_bytes(decoder: Decoder, limits: Limits) -> int:
     """K/V memory that holds ``limits``."""
     per_token = KVPool.bytes_per_token(*decoder.cache_shape, decoder.dtype)
     return per_token * max(limits.pool_tokens, limits.max_model_len + 1)
-
-
-def _growth(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else max(0, after - before)
 
 
 def model_facts(llm: LLM, name: str) -> dict[str, Any]:

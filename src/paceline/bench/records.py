@@ -138,7 +138,6 @@ class Trial(Record):
     pruned: int = 0  # proposed nodes that were pruned in mid-pass
     stream_drafts: int = 0  # passes behind which streams were read
     rode: int = 0  # those in which the last accepted node carried its streams
-    peak_bytes: int | None = None  # peak memory of the method: what it holds and what the trial added
     budget: dict[str, Any] | None = None  # what the draft budget chose, and why
     error: str | None = None  # why the trial failed; then there are no outputs
     off_reason: str | None = None  # why speculation was off, or was put aside on the way
@@ -213,4 +212,6 @@ class Report(Record):
             raise ValueError("not an object")
         if values.get("schema") != SCHEMA:
             raise ValueError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
+        for trial in values.get("trials", ()):
+            trial.pop("peak_bytes", None)  # older reports have it
         return super().from_dict(values)

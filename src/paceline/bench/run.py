@@ -28,7 +28,7 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM
 from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
-from .config import BenchConfig, Progress
+from .config import PROMPT_TOKENS, BenchConfig, Progress
 from .measure import Builder, EngineRunner, Group, Limits, model_facts
 from .methods import records_answers
 from .models import materialised
@@ -261,7 +261,7 @@ class Run:
             settings={
                 **{name: getattr(config, name) for name in ("repeats", "seed", "device")},
                 "threads": torch.get_num_threads(),
-                "prompt_tokens": config.prompt_tokens if config.random else None,
+                "prompt_tokens": config.prompt_tokens or PROMPT_TOKENS if config.random else None,
                 "batches": list(config.batches),
                 "temperatures": list(config.temperatures),
                 **({"top_ks": list(config.top_ks)} if config.top_ks != (0,) else {}),

@@ -18,7 +18,7 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
 from ..llm import LLM
-from .config import BenchConfig
+from .config import PROMPT_TOKENS, BenchConfig
 from .encoding import Encoded, random_prompts
 from .measure import Group, Limits
 from .records import Cell, PromptIds
@@ -101,7 +101,7 @@ def limits_of(groups: Mapping[Cell, Sequence[Group]]) -> Limits:
 
 def random_workload(config: BenchConfig) -> Workload:
     """Stands for the prompts of a model without a tokenizer."""
-    text = f"{config.prompt_tokens} random ids"
+    text = f"{config.prompt_tokens or PROMPT_TOKENS} random ids"
     prompts = tuple(Prompt(id=f"{RANDOM}-{i}", category=RANDOM, turns=(text,)) for i in range(config.prompts))
     return Workload(
         name=RANDOM,
@@ -143,7 +143,7 @@ def prompt_ids(
     """
     shape, tokenizer = (llm := engine(None)).decoder.config, llm.tokenizer
     if config.random:
-        length = context or config.prompt_tokens
+        length = context or config.prompt_tokens or PROMPT_TOKENS
         return random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
     lengths = {"max_model_len": shape.max_position, "max_new_tokens": max_new_tokens}
     encoded = encode(workload, tokenizer, context, **lengths)

@@ -76,7 +76,6 @@ class Figures:
     draft: float | None  # share of the wall time, like the next two
     verify: float | None
     host: float | None
-    peak_bytes: int | None
     ttft_ms: float | None  # median over requests
     wait_mean_ms: float | None  # a token: first to last arrival over the tokens that came after the first arrival
     wait_p50_ms: float | None
@@ -378,7 +377,6 @@ def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
         rode=total("rode") / total("stream_drafts") if total("stream_drafts") else None,
         acceptance=tuple(a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)),
         **{part: total(f"{part}_ms") / whole if known else None for part in ("draft", "verify", "host")},
-        peak_bytes=max((t.peak_bytes for t in good if t.peak_bytes is not None), default=None),
         ttft_ms=median(ttft) if ttft else None,
         wait_mean_ms=sum(waits) / came if came else None,
         wait_p50_ms=p50_ms,

@@ -17,7 +17,7 @@ from ..bench import step as stepping
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.compare import compare as compare_reports
 from ..bench.compare import render_terminal
-from ..bench.config import numbers
+from ..bench.config import MODEL_HELP, THREADS_HELP, numbers
 from ..bench.models import materialised
 from ..bench.report import load_report, write_text
 from ..bench.report.terminal import figures_table
@@ -27,7 +27,7 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..engine.costs import CostTable
 from ..llm import LLM
-from .bench_run import DTYPE_HELP, MODEL_HELP, THREADS_HELP, bench
+from .bench_run import DTYPE_HELP, bench
 from .console import stdout
 from .session import DEFAULT_MODEL, counting, steps
 

@@ -8,7 +8,8 @@ A command declares the dataclasses that it fills::
 
 and its parameters ``llm`` and ``params`` become one flag a field: ``max_tokens: int = 16`` is
 ``--max-tokens INTEGER``. Help comes from the field's ``metadata["help"]``; a field whose metadata says
-``cli=False`` has no flag, and ``flag="--word"`` gives it another. The command gets dictionaries to pass on
+``cli=False`` has no flag, ``flag="--word"`` gives it another, and ``read`` makes its value of the flag and a
+text. The command gets dictionaries to pass on
 to Python: values are checked there, once, for the command line and for everybody else.
 """
 
@@ -18,6 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -69,8 +71,12 @@ def takes(
 
 def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mapping[str, str]) -> Flag:
     flag = spec.metadata.get("flag", "--" + spec.name.replace("_", "-"))
-    kind, metavar, read = _kind(hint, flag)
     default = defaults.get(spec.name, _default(spec))
+    if "read" in spec.metadata:  # several values in one text
+        kind, metavar, read = str, None, functools.partial(_many, spec.metadata["read"], flag, default)
+        default = None if default == (None,) else ",".join(f"{value:g}" for value in default)
+    else:
+        kind, metavar, read = _kind(hint, flag)
     parser = None
     if kind in (int, float) and default is not None and NoneType in alternatives(hint):
         metavar, parser = f"<{kind.__name__}|none>", functools.partial(_number_or_none, kind)
@@ -109,7 +115,7 @@ def _kind(hint: Any, flag: str) -> tuple[Any, str | None, Callable[[Any], Any]]:
             return list[str], "KEY=VALUE", functools.partial(_paired, _MAPPERS[inner], flag)
         if origin in (list, tuple):
             return list[inner[0]], None, functools.partial(_gathered, origin)  # type: ignore[valid-type]
-    for kind in (str, float, int, bool, *(choice for choice in choices if get_origin(choice) is Literal)):
+    for kind in (str, Path, float, int, bool, *(choice for choice in choices if get_origin(choice) is Literal)):
         if kind in choices:
             return kind, None, lambda value: value
     raise TypeError(f"no command-line form for the type {hint!r}")
@@ -117,6 +123,10 @@ def _kind(hint: Any, flag: str) -> tuple[Any, str | None, Callable[[Any], Any]]:
 
 def _paired(mapper: Callable[[str, list[str]], Any], flag: str, pairs: list[str] | None) -> Any:
     return mapper(flag, pairs) if pairs else None
+
+
+def _many(numbers: Callable[[str, str], Any], flag: str, default: Any, text: str | None) -> Any:
+    return default if text is None else numbers(flag, text)
 
 
 def _gathered(kind: type, parts: Collection[Any] | None) -> Any:

@@ -94,7 +94,7 @@ class DraftModelRecipe:
         weights = batch.weights[rows]
         if not o.distill:  # nothing of the target is learned: it is not run
             given = self.module(batch)[rows], self.module.head_weight, batch.targets[rows], weights
-            loss = cross_entropy(*given, check=False)
+            loss = cross_entropy(*given)
             return loss, {"ce": float(loss.detach())}
         loss, parts = distilled(
             self.module(batch)[rows],
@@ -105,7 +105,6 @@ class DraftModelRecipe:
             distance=DISTANCES[o.distance],
             share=o.distill,
             temperature=o.temperature,
-            check=False,
         )
         distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
         return loss, {o.distance: distance, "ce": entropy}
@@ -129,7 +128,7 @@ class DraftModelRecipe:
     def _held_out(self, batch: TokenBatch, says: Tensor) -> tuple[float, float]:
         rows = batch.weights > 0
         ours = self.module(batch)
-        loss = cross_entropy(ours[rows], self.module.head_weight, batch.targets[rows], batch.weights[rows], check=False)
+        loss = cross_entropy(ours[rows], self.module.head_weight, batch.targets[rows], batch.weights[rows])
         agree = torch.zeros_like(rows)
         agree[rows] = best(self.module, ours[rows]) == says
         return float(loss), simulated_length(agree, rows, DEPTH)

@@ -11,15 +11,13 @@ factors there: a GPU keeps their float32 sums, a CPU, which has no such product,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from ..core.errors import ConfigError
 
 _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # elements of a chunk's logits: 8 MiB and 256 MiB in float32
 Rows: TypeAlias = "slice | Tensor"  # of a chunk: all in order, or the indices of those that have a weight
@@ -35,31 +33,9 @@ class RowOptions(TypedDict, total=False):
     denominator: Tensor | float | None
     chunk_rows: int | None  # rows whose logits exist at once; None: about 8 MiB of logits on a CPU, 256 MiB on a GPU
     frozen: int  # leading columns of the head that are not trained: their gradient is left 0, and not computed
-    check: bool  # refuse NaN, targets out of range and negative weights (the default); a GPU is waited for
 
 
 # -- what the target says
-
-
-@dataclass(frozen=True, slots=True)
-class TargetLogits:
-    """A soft target given as logits."""
-
-    logits: Tensor  # [rows, V]
-
-    def reader(self, dtype: torch.dtype) -> Callable[[Rows], Tensor]:
-        """A function from rows to the target's logits [chunk, V] in ``dtype``."""
-        logits = self.logits.detach()
-        return lambda rows: logits[rows].to(dtype)
-
-    def check(self, rows: int, vocab: int) -> None:
-        """Refuse a shape that does not fit the logits in training."""
-        same_shape("target logits", self.logits, (rows, vocab))
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """Its tensors by the names that messages give them."""
-        return {"target logits": self.logits}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +52,6 @@ class TargetHidden:
         transposed = head.to(factor).t()
         return lambda rows: _matmul(hidden[rows].to(factor), transposed, dtype)
 
-    def check(self, rows: int, vocab: int) -> None:
-        """Refuse a shape that does not fit the logits in training."""
-        same_shape("target hidden states", self.hidden, (rows, self.head.shape[1]))
-        same_shape("target head", self.head, (vocab, self.hidden.shape[1]))
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """Its tensors by the names that messages give them."""
-        return {"target hidden states": self.hidden, "target head": self.head}
-
 
 @dataclass(frozen=True, slots=True)
 class TargetTop:
@@ -98,20 +64,8 @@ class TargetTop:
         """The tokens [chunk, k] of some rows, and log p [chunk, k + 1], whose sum is 1 up to rounding of ``dtype``."""
         return self.ids[rows], self.log_probs[rows].detach().to(dtype).log_softmax(-1)
 
-    def check(self, rows: int, vocab: int) -> None:
-        """Refuse a shape that does not fit the logits in training."""
-        same_shape("log-probabilities of the likeliest tokens", self.log_probs, (rows, self.ids.shape[1] + 1))
-        if self.ids.shape[1] >= vocab:
-            remedy = "give all logits, or fewer tokens"
-            raise ConfigError(f"the {self.ids.shape[1]} likeliest of {vocab} tokens", "no others are left", remedy)
 
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """Its tensors by the names that messages give them."""
-        return {"log-probabilities of the likeliest tokens": self.log_probs}
-
-
-SoftTarget: TypeAlias = "TargetLogits | TargetHidden | TargetTop"
+SoftTarget: TypeAlias = "TargetHidden | TargetTop"
 
 
 # -- a loss over a walk
@@ -129,29 +83,14 @@ class Walk:
 
     @staticmethod
     def of(hidden: Tensor, head: Tensor, weights: Tensor | None, **options: Unpack[RowOptions]) -> Walk:
-        """The walk of a loss.
-
-        Raises:
-            ConfigError: shapes that do not fit; with ``check`` also weights that are negative or NaN.
-        """
-        if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
-            raise ConfigError(
-                f"hidden states {tuple(hidden.shape)} and head {tuple(head.shape)}",
-                "they must be [rows, d] and [V, d] with one d",
-                "flatten batch and length, and pass the head that reads these states",
-            )
+        """The walk of a loss."""
         denominator, chunk, frozen = options.get("denominator"), options.get("chunk_rows"), options.get("frozen", 0)
-        if chunk is not None and chunk < 1:
-            raise ConfigError(f"chunk_rows={chunk}", "it must be 1 or more", "leave it out for the default")
         dtype = wide(hidden, head)
         chunk = chunk or max(1, _CHUNK_LOGITS.get(hidden.device.type, _CHUNK_LOGITS["cuda"]) // head.shape[0])
         if weights is None:
             scale = inverse(len(hidden) if denominator is None else denominator, hidden, dtype)
             return Walk(None, None, scale, chunk, frozen)
-        same_shape("weights", weights, (len(hidden),))
         weights = weights.detach().to(dtype)
-        if options.get("check", True) and not bool((weights >= 0).all()):  # NaN fails too
-            raise ConfigError("weights of rows", "some are negative or NaN", "use 0 for a row that does not count")
         rows = weights.nonzero()[:, 0]
         scale = inverse(weights.sum() if denominator is None else denominator, hidden, dtype)
         return Walk(rows, weights[rows], scale, chunk, frozen)
@@ -164,9 +103,7 @@ class Walk:
             yield places if self.rows is None else self.rows[places], places
 
 
-def chunked_loss(
-    hidden: Tensor, head: Tensor, loss: RowLoss, walk: Walk, check: bool, inputs: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+def chunked_loss(hidden: Tensor, head: Tensor, loss: RowLoss, walk: Walk) -> tuple[Tensor, Tensor]:
     """The weighted mean of a loss over a walk, differentiable, and the losses of the rows kept.
 
     Args:
@@ -174,12 +111,8 @@ def chunked_loss(
         head: [V, d].
         loss: of some rows, from their logits.
         walk: which rows, see `Walk.of`.
-        check: refuse a mean that is NaN.
-        inputs: what ``loss`` reads, by the names that the message about NaN gives them.
     """
     mean, losses = _ChunkedLoss.apply(hidden, head, loss, walk, torch.is_grad_enabled())
-    if check:
-        refuse_nan(mean, {"hidden states": hidden, "head": head, **inputs})
     return mean, losses
 
 
@@ -273,26 +206,3 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total.add_(_matmul(left, right, total.dtype))
-
-
-# -- bad input
-
-
-def same_shape(what: str, found: Tensor, wanted: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape (ConfigError)."""
-    if tuple(found.shape) != wanted:
-        raise ConfigError(
-            f"{what} of shape {tuple(found.shape)}", f"the shape must be {wanted}", "pass one entry a row"
-        )
-
-
-def refuse_nan(loss: Tensor, inputs: Mapping[str, Tensor]) -> None:
-    """Refuse a loss that is NaN (ConfigError), and name the input that made it so."""
-    if not bool(loss.isnan()):
-        return
-    bad = [name for name, tensor in inputs.items() if not bool(tensor.isfinite().all())]
-    raise ConfigError(
-        "a training loss",
-        f"it is NaN: NaN or infinity in {', '.join(bad) or 'the logits'}",
-        "load the parameters before training; if they were loaded, lower the learning rate",
-    )

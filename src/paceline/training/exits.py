@@ -101,7 +101,6 @@ class ExitRecipe:
             tokens.repeat(count),
             weights.repeat(count),
             share=self.options.distill,
-            check=False,
         )
         means = (parts.unflatten(1, (count, -1)) * weights).sum(-1) / weights.sum().clamp_min(1e-9)  # [2, K]
         layers = self.module.config.layers

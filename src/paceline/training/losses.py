@@ -5,7 +5,8 @@ the model in training (the draft), p = softmax(L / T) the target. Every loss is 
 ``sum_i w_i loss_i / sum_i w_i``; a row of weight 0 costs nothing and may have any content.
 
 The logits of all rows are never held: `chunked` applies a formula to some rows at a time and differentiates it there.
-To measure rather than train, call the losses outside of autocast, which rounds products.
+To measure rather than train, call the losses outside of autocast, which rounds products. What options may hold is
+checked where a recipe reads them, and the trainer stops at a loss that is not finite.
 """
 
 from __future__ import annotations
@@ -18,26 +19,21 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.errors import ConfigError
 from .chunked import (
     RowLoss,
     RowOptions,
     Rows,
     SoftTarget,
     TargetHidden,
-    TargetLogits,
     TargetTop,
     Walk,
     chunked_loss,
     inverse,
-    refuse_nan,
-    same_shape,
     wide,
 )
 
 __all__ = [
     "TargetHidden",
-    "TargetLogits",
     "TargetTop",
     "cross_entropy",
     "distilled",
@@ -62,15 +58,12 @@ def cross_entropy(
         head: [V, d].
         targets: [rows] int64 tokens; rows of weight 0 may hold anything.
         weights: [rows] at least 0, or a mask; None: 1 each.
-        options: denominator, chunk_rows and check; see `RowOptions`.
+        options: see `RowOptions`.
 
     Returns:
         A scalar, float32 or wider; 0 where no row has a weight.
-
-    Raises:
-        ConfigError: shapes that do not fit; with ``check`` also values that cannot be right.
     """
-    return _over_tokens(hidden, head, targets, Walk.of(hidden, head, weights, **options), options)[0]
+    return chunked_loss(hidden, head, _token_losses(targets), Walk.of(hidden, head, weights, **options))[0]
 
 
 def _token_losses(targets: Tensor) -> RowLoss:
@@ -104,33 +97,23 @@ class SoftLoss:
         denominator: Tensor | float | None = None,
         chunk_rows: int | None = None,
         frozen: int = 0,
-        check: bool = True,
         **factors: float,
     ) -> Tensor:
         """The weighted mean over rows.
 
         Args:
-            target: `TargetLogits`, `TargetHidden` (no logits of all rows, then), or `TargetTop`, of which the loss is
-                taken over its tokens and all others as one outcome; no gradient flows into it.
-            temperature: T above 0, of both distributions.
+            target: `TargetHidden`, or `TargetTop`, of which the loss is taken over its tokens and all others as one
+                outcome; no gradient flows into it.
+            temperature: T above 0, of both distributions; of a `TargetTop` 1.
             hidden, head, weights: as `cross_entropy`.
-            denominator, chunk_rows, frozen, check: see `RowOptions`.
+            denominator, chunk_rows, frozen: see `RowOptions`.
             factors: those of the formula.
-
-        Raises:
-            ConfigError: as `cross_entropy`; a temperature that is not above 0, or of a `TargetTop` not 1.
         """
-        target.check(len(hidden), head.shape[0])
-        walk = Walk.of(
-            hidden, head, weights, denominator=denominator, chunk_rows=chunk_rows, frozen=frozen, check=check
-        )
-        rows_loss = self.row_loss(target, wide(hidden, head), temperature, **factors)
-        return chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)[0]
+        walk = Walk.of(hidden, head, weights, denominator=denominator, chunk_rows=chunk_rows, frozen=frozen)
+        return chunked_loss(hidden, head, self.row_loss(target, wide(hidden, head), temperature, **factors), walk)[0]
 
     def row_loss(self, target: SoftTarget, dtype: torch.dtype, temperature: float = 1.0, **factors: float) -> RowLoss:
         """The loss of some rows by their logits in ``dtype``; arguments as `__call__`."""
-        _check_temperature(temperature, target)
-
         if isinstance(target, TargetTop):
 
             def of_outcomes(logits: Tensor, rows: Rows) -> Tensor:
@@ -146,15 +129,6 @@ class SoftLoss:
             return self.formula(log_p, F.log_softmax(logits / temperature, dim=-1), temperature**2, **factors)
 
         return of_tokens
-
-
-def _check_temperature(temperature: float, target: SoftTarget) -> None:
-    asked = f"temperature={temperature}"
-    if not temperature > 0:
-        raise ConfigError(asked, "it must be above 0", "use 1 for the distributions as they are")
-    if isinstance(target, TargetTop) and temperature != 1:
-        wrong = "of the likeliest tokens alone, the share of the others is known at temperature 1 only"
-        raise ConfigError(asked, wrong, "use 1, or the whole distribution (top=0)")
 
 
 class _Outcomes(torch.autograd.Function):
@@ -203,8 +177,6 @@ def _mixed(log_p: Tensor, log_q: Tensor, scale: float, omega: float = 0.5) -> Te
     MixedLoss of SPIRe, section 3.4; temperatures are ours. omega, 0 to 1, is the weight of distillation; with
     ``omega=0`` it is the total-variation loss less 1. Where p = q, half of alpha's slope counts, as of any minimum.
     """
-    if not 0 <= omega <= 1:
-        raise ConfigError(f"omega={omega}", "it must be between 0 and 1", "use 0.5, or 1 for distillation alone")
     p = log_p.exp()
     loss = -omega * scale * (p * log_q).sum(-1)
     return loss if omega == 1 else loss - (1 - omega) * torch.minimum(p, log_q.exp()).sum(-1)
@@ -247,16 +219,8 @@ def distilled(
 
     Returns:
         The loss; and [2, rows] its parts D and -log q(y) without gradient, 0 for rows without weight.
-
-    Raises:
-        ConfigError: as `SoftLoss` and `cross_entropy`, and a share beyond 0 to 1.
     """
-    if not 0 <= share <= 1:
-        raise ConfigError(f"share={share}", "it must be between 0 and 1", "use 0.5, or 1 for distillation alone")
-    walk, check = Walk.of(hidden, head, weights, **options), options.get("check", True)
-    _check_tokens(hidden, head, tokens, walk, check)
-    target.check(len(hidden), head.shape[0])
-    dtype = wide(hidden, head)
+    walk, dtype = Walk.of(hidden, head, weights, **options), wide(hidden, head)
     soft, hard = distance.row_loss(target, dtype, temperature), _token_losses(tokens)
     parts = [hidden.new_zeros(2, 0, dtype=dtype)]
 
@@ -273,7 +237,7 @@ def distilled(
         parts.append(torch.stack((distant, entropy)).detach())
         return share * (distant + unknown) + (1 - share) * entropy
 
-    loss, _ = chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)
+    loss, _ = chunked_loss(hidden, head, rows_loss, walk)
     each = torch.cat(parts, 1)
     if walk.rows is None:
         return loss, each
@@ -305,18 +269,9 @@ def mse_cross_entropy(
         state, target_state: [rows, d] last-layer states of the model in training and of the target.
         alpha, beta: at least 0.
         hidden, head, target, weights, temperature, options: as `SoftLoss`.
-
-    Raises:
-        ConfigError: as `SoftLoss`, and a factor below 0.
     """
-    same_shape("target states", target_state, tuple(state.shape))
-    same_shape("states", state, (len(hidden), *state.shape[1:]))
-    if min(alpha, beta) < 0:
-        raise ConfigError(f"alpha={alpha}, beta={beta}", "a loss would be pushed up", "use factors of 0 or more")
     soft = mixed(hidden, head, target, weights, omega=1.0, temperature=temperature, **options)
     squared = _squared_error(state, target_state, weights, options.get("denominator"))
-    if options.get("check", True):
-        refuse_nan(squared, {"states": state, "target states": target_state})
     return alpha * squared + beta * soft
 
 
@@ -343,7 +298,6 @@ def ngram(
     *,
     denominators: Tensor | None = None,
     chunk_rows: int | None = None,
-    check: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The loss of the main stream and of the streams ahead of it: ``sum_j alpha_j mean(-log q_j(y_{t+1+j}))``.
 
@@ -359,64 +313,20 @@ def ngram(
         alphas: [1 + gamma] factors, at least 0; rows of a stream with factor 0 cost nothing.
         weights: [rows] at least 0, or a mask; None: 1 each.
         denominators: [1 + gamma] what each stream's sum is divided by; None: the sum of its weights.
-        chunk_rows, check: see `RowOptions`.
+        chunk_rows: see `RowOptions`.
 
     Returns:
         The loss; and [1 + gamma] mean loss of each stream without gradient, NaN where no row was counted.
-
-    Raises:
-        ConfigError: as `cross_entropy`, and streams without a factor.
     """
     factors = torch.as_tensor(alphas, dtype=wide(hidden, head), device=hidden.device)
-    same_shape("streams", stream, (len(hidden),))
-    if check:
-        _check_streams(stream, factors)
     weights = torch.ones_like(stream, dtype=factors.dtype) if weights is None else weights.to(factors.dtype)
     totals = torch.zeros_like(factors).index_add_(0, stream, weights)  # [1 + gamma]
     divided = totals if denominators is None else denominators.to(factors)
     share = torch.where(divided > 0, factors / divided, 0.0)
-    options: RowOptions = {"denominator": 1.0, "chunk_rows": chunk_rows, "check": check}
-    walk = Walk.of(hidden, head, weights * share[stream], **options)
-    loss, losses = _over_tokens(hidden, head, targets, walk, options)
+    walk = Walk.of(hidden, head, weights * share[stream], denominator=1.0, chunk_rows=chunk_rows)
+    loss, losses = chunked_loss(hidden, head, _token_losses(targets), walk)
     counted = weights[walk.rows], stream[walk.rows]
     sums = torch.zeros(2, len(factors), dtype=losses.dtype, device=losses.device)
     sums[0].index_add_(0, counted[1], losses.detach() * counted[0])
     sums[1].index_add_(0, counted[1], counted[0])
     return loss, sums[0] / sums[1]
-
-
-def _check_streams(stream: Tensor, factors: Tensor) -> None:
-    if bool(((stream < 0) | (stream >= len(factors))).any()):
-        raise ConfigError(
-            f"streams from {int(stream.min())} to {int(stream.max())}",
-            f"there are factors for streams 0 to {len(factors) - 1}",
-            "give one factor for the main stream and one for each of the others",
-        )
-    if not bool((factors >= 0).all()):
-        raise ConfigError(f"alphas={factors.tolist()}", "some are negative or NaN", "use factors of 0 or more")
-
-
-# -- what the losses share
-
-
-def _over_tokens(
-    hidden: Tensor, head: Tensor, targets: Tensor, walk: Walk, options: RowOptions
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy with tokens over a walk: the mean, and the losses of the rows kept."""
-    check = options.get("check", True)
-    _check_tokens(hidden, head, targets, walk, check)
-    return chunked_loss(hidden, head, _token_losses(targets), walk, check, {})
-
-
-def _check_tokens(hidden: Tensor, head: Tensor, targets: Tensor, walk: Walk, check: bool) -> None:
-    same_shape("targets", targets, (len(hidden),))
-    if check:
-        counted, vocab = targets if walk.rows is None else targets[walk.rows], head.shape[0]
-        if counted.is_floating_point():
-            raise ConfigError(f"targets of {targets.dtype}", "they must be token ids", "pass int64")
-        if bool(((counted < 0) | (counted >= vocab)).any()):
-            raise ConfigError(
-                f"targets from {int(counted.min())} to {int(counted.max())}",
-                f"the head has tokens 0 to {vocab - 1}",
-                "use the tokenizer of this model, and weight 0 for rows without a target",
-            )

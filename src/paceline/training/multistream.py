@@ -8,7 +8,7 @@ own streams, too (eq. 3, `main_sees`), and the adapters serve the main rows.
 Streams never see each other across rows. So their attention is not one of T (1 + gamma) rows by as many keys: it
 is done document by document, the main keys once for all streams, and gamma keys more for each carrier. Carriers can
 be cut into *segments* that are run one after the other (appendix I), so that memory is bounded by a segment.
-`eager_streams` is one dense attention, the reference for this.
+The reference for this, one dense attention, lies with the studies (`studies/kit/dense_streams.py`).
 
 Shapes: B rows, T tokens, R carriers, gamma streams, H heads, D head_dim, d d_model; "flat" is [B * T], of keys and
 values [B * T, kv_heads, D].
@@ -154,7 +154,7 @@ def group_attention(
     parts = zip(*(_heads(x, q.shape[2]).split(sizes, 1) for x in (q, *own)), strict=True)
     shared = zip(*(_pieces(_heads(x, q.shape[2]), carriers.blocks) for x in main), strict=True)
     order = torch.arange(1, own[0].shape[1] + 1, device=q.device)
-    hidden = ~_sees_streams(steps * 0, steps, order * 0, order)  # within one carrier: all have the same owner
+    hidden = ~sees_streams(steps * 0, steps, order * 0, order)  # within one carrier: all have the same owner
     outputs = []
     for block, (queries, own_k, own_v), (k, v) in zip(carriers.blocks, parts, shared, strict=True):
         unseen = _unseen(carriers.positions[block.rows], steps, block.keys.stop - block.keys.start, window)
@@ -222,7 +222,7 @@ def few_attention(
     if window is not None:  # a stream's lies up to gamma behind its carrier's
         behind = carriers.index[:, None] - index
         near = near & (behind[:, None] + step[:, None] < window)
-    hidden = ~_sees_streams(step * 0, step, step * 0, step)
+    hidden = ~sees_streams(step * 0, step, step * 0, step)
     k, v = (part[index] for part in main)  # [R, most, kv_heads, D]
     grouped = q.unflatten(2, (k.shape[2], -1))  # [R, gamma, kv_heads, groups, D]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -234,7 +234,7 @@ def few_attention(
     return mixed.flatten(2)
 
 
-def _sees_streams(owner: Tensor, step: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
+def sees_streams(owner: Tensor, step: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
     """[queries, keys] bool: streams by eq. 2; carriers, which have step 0, by eq. 3."""
     streams = stream_sees(owner, step, key_owner, key_stream)
     return torch.where(step[:, None] > 0, streams, main_sees(owner, key_owner))
@@ -444,89 +444,3 @@ def shared_pass(
     before |= dict(enumerate((entering, *states[:-1]), start))
     finals = network.final(states[-1]), network.final(streams[-1])
     return SharedPass(before, entering, *finals, tuple(states), tuple(streams))
-
-
-# -- the dense reference
-
-
-def eager_streams(
-    network: Network,
-    trained: StreamSet,
-    batch: TokenBatch,
-    carriers: Carriers,
-    most: int | None = None,
-    before: dict[int, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One dense attention over main rows and streams of all carriers, T + R gamma rows: naive training.
-
-    The reference that `lossless_streams` and `shared_pass` equal, in the mode of ``trained``.
-
-    Args:
-        before: is given the main rows [B * T, d] before every layer.
-
-    Returns:
-        main rows [B * T, d] and streams [R, gamma, d], after the final norm.
-    """
-    config, adapters = trained.config, trained.adapters
-    shared = config.mode == "shared"
-    on_main = adapters.delta if shared and adapters is not None else None
-    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, config.insertion, batch, on_main)
-    main = hidden.flatten(0, 1)  # [B * T, d]
-    seen_before = _before(below, range(config.insertion))
-    count, gamma = len(main), config.gamma
-    streams = trained.begin(main[carriers.index]).flatten(0, 1)  # [R * gamma, d]
-    run = stream_pass(network, trained, carriers)
-    steps = torch.arange(1, gamma + 1, device=main.device)
-    places = torch.cat((batch.positions.flatten(), (carriers.positions[:, None] + steps).flatten()))
-    rotations = network.rotation(places[:count]), network.rotation(places[count:])
-    deltas = on_main, None if adapters is None else adapters.delta
-    rows = [main, streams]
-    seen = _dense_mask(batch, carriers, gamma, shared)
-    for index in range(config.insertion, config.num_layers):
-        seen_before[index] = rows[0]
-        parts = [network.qkv(index, *part) for part in zip(rows, rotations, deltas, strict=True)]
-        q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
-        v = torch.cat((v[:count], run.rotated(v[count:].unflatten(0, (-1, gamma))).flatten(0, 1)))
-        window = network.config.windows[index]
-        mask = seen if window is None else seen & _near(places, count, window)
-        if most is not None:
-            mask = _few(q, k, mask, carriers, count, most)
-        attended = attend(q[None], k[None], v[None], mask[None, None])[0].split([count, len(streams)])
-        rows = [network.finish_layer(index, *part) for part in zip(rows, attended, deltas, strict=True)]
-    if before is not None:
-        before |= seen_before
-    return network.final(rows[0]), network.final(rows[1]).unflatten(0, (-1, gamma))
-
-
-def _dense_mask(batch: TokenBatch, carriers: Carriers, gamma: int, shared: bool) -> Tensor:
-    """[rows, rows] bool over B * T main rows and R * gamma stream rows."""
-    row = torch.arange(batch.tokens.numel(), device=batch.tokens.device) // batch.tokens.shape[1]
-    document = row * (batch.documents.max() + 2) + batch.documents.flatten() + 1  # one number a document of a row
-    order = torch.arange(len(document), device=row.device)
-    owner = carriers.index.repeat_interleave(gamma)  # the main row of each stream row
-    stream = torch.arange(1, gamma + 1, device=row.device).repeat(len(carriers))
-    of = torch.cat((order, owner))
-    step = torch.cat((torch.zeros_like(order), stream))
-    on_main = (step == 0)[None] & (of[:, None] >= of[None]) & (document[of][:, None] == document[of][None])
-    on_streams = _sees_streams(of, step, of, step) & (step > 0)[None]
-    return on_main | (on_streams if shared else on_streams & (step > 0)[:, None])
-
-
-def _few(q: Tensor, k: Tensor, mask: Tensor, carriers: Carriers, count: int, most: int) -> Tensor:
-    """[rows, rows] bool: ``mask``, streams without the main keys that their carriers' weights do not choose."""
-    rows, size = carriers.index, len(mask)
-    heads = [x.repeat_interleave(q.shape[1] // x.shape[1], 1).detach() for x in (q, k)]
-    scores = torch.einsum("rhd,khd->hrk", heads[0][rows], heads[1]) * q.shape[2] ** -0.5
-    weights = scores.masked_fill(~mask[rows], -torch.inf).softmax(-1).mean(0)[:, :count]
-    weights = weights.masked_fill(~mask[rows, :count], -1.0).scatter(1, rows[:, None], torch.inf)
-    best = torch.zeros_like(weights, dtype=torch.bool).scatter(1, weights.topk(min(most, count), 1).indices, True)
-    chosen = torch.ones(size, size, dtype=torch.bool, device=q.device)
-    chosen[count:, :count] = best.repeat_interleave((size - count) // max(1, len(rows)), 0)
-    return mask & chosen
-
-
-def _near(places: Tensor, count: int, window: int) -> Tensor:
-    """[rows, rows] bool: main keys inside the window of each query; streams lie inside of it always."""
-    near = places[:, None] - places[None] < window
-    near[:, count:] = True
-    return near

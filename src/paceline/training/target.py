@@ -107,9 +107,7 @@ class TargetRecipe:
         hidden = self.module(batch)  # [B, T, d_model]
         rows = batch.weights > 0
         weights = batch.weights[rows]
-        return cross_entropy(
-            hidden[rows], self.module.head_weight, batch.targets[rows], weights, chunk_rows=self.chunk, check=False
-        )
+        return cross_entropy(hidden[rows], self.module.head_weight, batch.targets[rows], weights, chunk_rows=self.chunk)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Loss by domain, in nats a token."""

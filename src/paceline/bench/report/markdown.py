@@ -47,14 +47,13 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "draft": _figure("draft", say.share),
     "verify": _figure("verify", say.share),
     "host": _figure("host", say.share),
-    "peak memory": _figure("peak_bytes", say.size),
     "call reduction": _figure("call_reduction", say.length),
     "row-layers a pass": _figure("row_layers"),
     "upper ones": _figure("upper_row_layers"),
     "nodes pruned a pass": _figure("pruned"),
     "streams that rode": _figure("rode", say.share),
 }
-SPEEDS, TIMES, WORK = list(COLUMNS)[:6], list(COLUMNS)[6:15], list(COLUMNS)[15:]
+SPEEDS, TIMES, WORK = list(COLUMNS)[:6], list(COLUMNS)[6:14], list(COLUMNS)[14:]
 
 
 def render(summary: Summary, plot: Plot = lambda *_: "") -> str:

@@ -97,7 +97,6 @@ class MedusaRecipe:
             (weights * scale / sums.clamp_min(1e-9)).flatten(),
             share=self.options.distill,
             denominator=float(scale.sum()),
-            check=False,
         )
         means = (parts.unflatten(1, (-1, count)) * weights).sum(1) / sums  # [2, heads]
         return loss, _figures("kl", means[0]) | _figures("ce", means[1])

@@ -167,10 +167,10 @@ class SpireRecipe:
         head = self.module.network.head_weight
         frozen = 0 if head.requires_grad else head.shape[1]
         if self.options.loss == "text":
-            return cross_entropy(part.hidden, head, part.targets, part.weights, check=False, frozen=frozen)
+            return cross_entropy(part.hidden, head, part.targets, part.weights, frozen=frozen)
         assert final is not None, "the target was run"
         says = TargetHidden(final.flatten(0, 1)[part.places], self.target.head_weight)
-        return mixed(part.hidden, head, says, part.weights, check=False, frozen=frozen, omega=self.options.omega)
+        return mixed(part.hidden, head, says, part.weights, frozen=frozen, omega=self.options.omega)
 
     @torch.no_grad()
     def know(self, batch: TokenBatch) -> Known:

@@ -34,7 +34,7 @@ from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states
-from ...training.losses import SoftTarget, TargetHidden, TargetLogits, TargetTop, mse_cross_entropy
+from ...training.losses import SoftTarget, TargetHidden, TargetTop, mse_cross_entropy
 from ...training.multistream import Carriers, group_attention, make_carriers
 from ...training.network import Network, Rotation, attend, finish, project, visible
 from ...training.trainer import StepContext
@@ -255,9 +255,7 @@ class UnrolledRecipe:
         hidden, head, frozen = self.model.logit_factors(
             state, self.embed(ahead.tokens), ahead.tokens, self.target.head_weight
         )
-        loss = mse_cross_entropy(
-            state, true, hidden, head, said, weights, alpha=o.alpha, beta=o.beta, frozen=frozen, check=False
-        )
+        loss = mse_cross_entropy(state, true, hidden, head, said, weights, alpha=o.alpha, beta=o.beta, frozen=frozen)
         with torch.no_grad():
             errors = (state.float() - true.float()).square().mean(-1)
             squared = float((errors * weights).sum() / weights.sum().clamp_min(torch.finfo().tiny))
@@ -341,9 +339,7 @@ def _at(said: SoftTarget, rows: Tensor) -> SoftTarget:
     """What the target says of some ``rows`` [R] of those that it was asked for."""
     if isinstance(said, TargetTop):
         return TargetTop(said.ids[rows], said.log_probs[rows])
-    if isinstance(said, TargetHidden):
-        return TargetHidden(said.hidden[rows], said.head)
-    return TargetLogits(said.logits[rows])
+    return TargetHidden(said.hidden[rows], said.head)
 
 
 class _Tally:

@@ -24,12 +24,11 @@ from ...network.streams import StreamConfig, StreamSet
 from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax
 from ...training.data import TokenBatch
 from ...training.features import likeliest
-from ...training.losses import RowOptions, SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled, ngram
+from ...training.losses import SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled, ngram
 from ...training.multistream import (
     Carriers,
     MainPass,
     choose_carriers,
-    eager_streams,
     lossless_streams,
     main_pass,
     shared_pass,
@@ -269,12 +268,11 @@ class StreamRecipe:
             alphas = (0.0, *[alpha_j] * gamma)
             order = torch.arange(1, gamma + 1, device=rows.device).repeat(len(streams))
             counts = torch.cat((aims.counts.new_zeros(1), aims.counts)).float()
-            loss, means = ngram(rows, head, targets, order, alphas, weights, denominators=counts, check=False)
+            loss, means = ngram(rows, head, targets, order, alphas, weights, denominators=counts)
             parts = means[1:] * aims.exists.sum(0) / aims.counts  # shares of the whole batch's means
             return loss, _by_stream(parts)
         scale = weights / aims.counts.clamp(min=1).float().repeat(len(streams))
-        options: RowOptions = {"denominator": 1.0, "check": False}
-        loss, each = distilled(rows, head, said(aims), targets, alpha_j * scale, share=share, **options)
+        loss, each = distilled(rows, head, said(aims), targets, alpha_j * scale, share=share, denominator=1.0)
         soft, hard = (each * scale).unflatten(1, (-1, gamma)).sum(1)  # [gamma] each
         figures = _by_stream(torch.where(aims.exists.any(0), hard, torch.nan)) if share < 1 else {}
         return loss, figures | {"kl": float(soft.sum()) / gamma}
@@ -290,32 +288,11 @@ class StreamRecipe:
         total, figures = self.network.head_weight.new_zeros(()), {}
         for layer, exit_map in self.module.exit_maps().items():
             hidden = self.network.final(exit_map(before[layer].detach()[part.index]))
-            loss = cross_entropy(hidden, self.network.head_weight, aims.following, denominator=aims.rows, check=False)
+            loss = cross_entropy(hidden, self.network.head_weight, aims.following, denominator=aims.rows)
             total = total + loss
             name = "exit" if layer == self.module.config.insertion else f"exit_{layer}"
             figures[name] = float(loss.detach())
         return total, figures
-
-    def eager_loss(self, batch: TokenBatch) -> Tensor:
-        """The same loss through one dense attention per row of the batch: the reference for segments."""
-        rows = [batch.rows(b, b + 1) for b in range(len(batch.tokens))]
-        made = [(row, choose_carriers(row)) for row in rows]
-        before: list[dict[int, Tensor]] = [{} for _ in made]
-        most = self.options.attention_limit
-        outputs = [
-            eager_streams(self.network, self.module, row, carriers, most, kept)
-            for (row, carriers), kept in zip(made, before, strict=True)
-        ]
-        carriers = choose_carriers(batch)
-        aims = Aims.of(batch, carriers, self.module.config.gamma)
-        final = torch.cat([main for main, _ in outputs])
-        loss, _ = self._stream_loss(
-            torch.cat([streams for _, streams in outputs]), aims, self._said(final.detach(), aims)
-        )
-        if self.options.factors[0]:
-            loss = loss + self.options.factors[0] * self._main_loss(final, batch)
-        joint = {layer: torch.cat([kept[layer] for kept in before]) for layer in before[0]}
-        return loss + self._exit_loss(joint, carriers, aims)[0]
 
     # -- shared mode
 
@@ -336,7 +313,7 @@ class StreamRecipe:
 
     def _main_loss(self, final: Tensor, batch: TokenBatch) -> Tensor:
         weights = batch.weights.flatten()
-        return cross_entropy(final, self.network.head_weight, batch.targets.flatten(), weights, check=False)
+        return cross_entropy(final, self.network.head_weight, batch.targets.flatten(), weights)
 
     # -- held-out figures
 
