@@ -37,10 +37,10 @@ MANY: dict[str, tuple[str, type, float]] = {
 
 def _many(name: str, default: Any, help: str, **more: Any) -> Any:
     """A setting that takes several values; on the command line one text with commas between them."""
-    flag, *kind = MANY[name]
-    letter = "T" if kind[0] is float else "N"
+    flag, kind, least = MANY[name]
+    letter = "T" if kind is float else "N"
     more = {"flag": f"--{flag.replace('_', '-')}", "metavar": f"{letter},{letter},..", **more}
-    return option(default, help=help, read=partial(numbers, kind=kind[0], least=kind[1]), **more)
+    return option(default, help=help, read=partial(numbers, kind=kind, least=least), **more)
 
 
 def numbers(flag: str, text: str, kind: Callable[[str], N] = int, least: float = 1) -> tuple[N, ...]:

@@ -72,6 +72,8 @@ def takes(
 def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mapping[str, str]) -> Flag:
     flag = spec.metadata.get("flag", "--" + spec.name.replace("_", "-"))
     default = defaults.get(spec.name, _default(spec))
+    kind: Any
+    read: Callable[[Any], Any]
     if "read" in spec.metadata:  # several values in one text
         kind, metavar, read = str, None, functools.partial(_many, spec.metadata["read"], flag, default)
         default = None if default == (None,) else ",".join(f"{value:g}" for value in default)
