@@ -1,6 +1,6 @@
 """A Llama of random weights as a GGUF file, for speeds of sizes and types that nobody publishes small.
 
-    python studies/random_gguf.py FILE.gguf --types q4_k_m --shape 16x2048x5632x32000
+    python tools/random_gguf.py FILE.gguf --types q4_k_m --shape 16x2048x5632x32000
 
 ``--types`` is one type for all weights, or ``q4_k_m``: llama.cpp's mixture of Q4_K and Q6_K.
 """
