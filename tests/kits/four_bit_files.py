@@ -4,48 +4,26 @@ value, and the same weights as a plain checkpoint."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-WIDTH, HEADS, KV_HEADS, INNER, VOCABULARY, LAYERS = 256, 4, 2, 512, 320, 2
-LINEARS = {
-    "self_attn.q_proj": (WIDTH, WIDTH),
-    "self_attn.k_proj": (WIDTH // 2, WIDTH),
-    "self_attn.v_proj": (WIDTH // 2, WIDTH),
-    "self_attn.o_proj": (WIDTH, WIDTH),
-    "mlp.gate_proj": (INNER, WIDTH),
-    "mlp.up_proj": (INNER, WIDTH),
-    "mlp.down_proj": (WIDTH, INNER),
-}
+from kits.gguf_files import CONFIG, LAYERS, NAMES, SHAPES, VOCABULARY, WIDTH
+
+LINEARS = {NAMES[stem]: shape for stem, shape in SHAPES.items()}
 SHARED = {"q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp"}
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "dtype": "float16",
-    "eos_token_id": 0,
-}
-# name: what is written, and ``quantization_config``
+# by name, what ``quantization_config`` says
 FORMS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": False},
     "gptq_sym": {"quant_method": "gptq", "bits": 4, "sym": True, "desc_act": False, "checkpoint_format": "gptq"},
     "gptq_v2": {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": False, "checkpoint_format": "gptq_v2"},
-    "gptq_order": {"quant_method": "gptq", "bits": 4, "sym": True, "desc_act": True},
+    "gptq_order": {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": True},
     "compressed": {"quant_method": "compressed-tensors", "symmetric": True},
     "compressed_zeros": {"quant_method": "compressed-tensors", "symmetric": False},
     "compressed_order": {"quant_method": "compressed-tensors", "symmetric": True, "actorder": "group"},
@@ -92,6 +70,31 @@ def write(folder: Path, form: str, group: int = 64, seed: int = 0, scale: torch.
     return folder
 
 
+def quantise(source: Path, folder: Path, form: str, group: int = 64) -> Path:
+    """A checkpoint's linears rounded to one of `FORMS`; all else is as it was."""
+    rng, orders, tensors = np.random.default_rng(0), {}, load_file(source / "model.safetensors")
+    symmetric = FORMS[form].get("sym", FORMS[form].get("symmetric", False))
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors.pop(name).double().numpy()
+        own = np.arange(weight.shape[1]) // group
+        if form.endswith("order"):
+            place, last = name.removesuffix(".weight").rsplit(".", 1)
+            own = orders.setdefault((place, SHARED.get(last, last)), rng.permutation(own))
+        groups = np.stack([weight[:, own == i] for i in range(own.max() + 1)], 1)  # [n, groups, inputs]
+        low, high = groups.min(2).clip(max=0), groups.max(2).clip(min=0)
+        scale = np.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15
+        s = torch.from_numpy(np.maximum(scale, 1e-4)).half()
+        z = np.full(low.shape, 8) if symmetric else np.rint(-low / s.double().numpy()).astype(int).clip(0, 15)
+        q = (np.rint(weight / s.double().numpy()[:, own]).astype(int) + z[:, own]).clip(0, 15)
+        parts = _PACK[FORMS[form]["quant_method"]](form, q, z, s, own)
+        tensors |= {name.removesuffix("weight") + last: value.contiguous() for last, value in parts.items()}
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    said = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | {"quantization_config": config(form, group)}))
+    return folder
+
+
 def config(form: str, group: int) -> dict[str, Any]:
     """``quantization_config``, as the writers' packages have it."""
     said = dict(FORMS[form])
@@ -107,7 +110,7 @@ def config(form: str, group: int) -> dict[str, Any]:
 def _save(folder: Path, tensors: dict[str, Tensor], more: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG | more))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float16", "tie_word_embeddings": False} | more))
 
 
 def _words(values: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> Tensor:

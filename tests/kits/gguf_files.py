@@ -46,6 +46,20 @@ NUMBERS = {
     "llama.attention.head_count_kv": KV_HEADS,
     "tokenizer.ggml.eos_token_id": 0,
 }
+CONFIG = {  # of a folder
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": 0,
+}
 
 
 def random_rows(name: str, rows: int, width: int, rng: np.random.Generator) -> np.ndarray:
@@ -147,21 +161,6 @@ def as_folder(path: Path, folder: Path) -> Path:
         name = top[stem] if not layer else f"model.layers.{layer}.{inner[stem]}"
         found[name + rest] = values.contiguous()
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": "lm_head.weight" not in found,
-        "dtype": "float32",
-        "eos_token_id": 0,
-    }
+    config = CONFIG | {"tie_word_embeddings": "lm_head.weight" not in found, "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from kits.four_bit_files import quantise
 from kits.native import needs_kernels
 
 from paceline import LLM, SamplingParams
+from paceline.network.loader import resolve_folder
 
 PROMPTS = ["Question: How many names are there?\nSQL:", "name[The Mill], food[English], area[riverside]"]
 
@@ -26,3 +30,18 @@ def test_drafts_change_no_token(dtype: str, temperature: float) -> None:
     for drafter in ("ngram", f"hybrid:paceline-small-draft,dtype={dtype}"):
         assert ids(drafter) == plain
     assert ids("none", "bfloat16") != plain  # other numbers
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["awq", "gptq_order", "compressed"])
+def test_drafts_change_no_token_of_a_checkpoint_in_4_bits(form: str, tmp_path: Path) -> None:
+    model = quantise(resolve_folder("paceline-small"), tmp_path, form)
+    greedy, sampled = (SamplingParams(max_tokens=48, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 0.8))
+
+    def ids(drafter: str) -> list[list[int]]:
+        llm = LLM(str(model), drafter=drafter)
+        return [o.outputs[0].token_ids for params in (greedy, sampled) for o in llm.generate(PROMPTS, params)]
+
+    plain = ids("none")
+    for drafter in ("ngram", "hybrid:paceline-small-draft"):
+        assert ids(drafter) == plain

@@ -101,7 +101,7 @@ def test_the_symbols_are_known():
 @pytest.mark.parametrize(
     ("field", "other", "words"),
     [
-        ("int64_t n, k;", "int64_t k, n;", r"struct Linear of the kernels has k \(c_\w+\) as field 3 .*has n "),
+        ("int64_t n, k;", "int64_t k, n;", r"struct Linear of the kernels has k \(c_\w+\) as field 4 .*has n "),
         ("const float* bias;", "int64_t bias;", r"struct Linear of the kernels has bias \(c_\w+\) as field 2 "),
         (
             "  double ms; ",

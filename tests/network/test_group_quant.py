@@ -26,7 +26,6 @@ from paceline.network.loader import load_model, parse_dtype, read_config, read_l
 
 TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
 EACH = pytest.mark.parametrize("form", FORMS)
-IN_BLOCKS = pytest.mark.parametrize("form", [form for form in FORMS if "order" not in form])
 GROUPS = {"awq": 128, "gptq": 32, "compressed": -1, "gptq_v2": -1}  # of a form; 64 else
 
 
@@ -63,10 +62,12 @@ def test_numbers_are_those_that_were_packed(form: str, scale: torch.dtype, tmp_p
     for name in [name for name in packed if "_proj" in name]:
         tensor = found[name.removeprefix("model.")]
         assert torch.equal(tensor.values(), packed[name]), name
-        if scale != torch.float32 and "order" not in form:
+        if scale != torch.float32:
             rows = tensor.stored()
-            assert rows.type.name == ("q4_0" if form in ("gptq_sym", "compressed") else "q5_0")
-            assert torch.equal(torch.from_numpy(dequantise(rows.type, rows.rows)), packed[name]), name
+            assert rows.type.name == ("q4_0" if form in ("gptq_sym", "compressed", "compressed_order") else "q5_0")
+            assert (rows.inputs is not None) == ("order" in form)
+            columns = slice(None) if rows.inputs is None else rows.inputs
+            assert torch.equal(torch.from_numpy(dequantise(rows.type, rows.rows)), packed[name][:, columns]), name
             assert tensor.nbytes == rows.rows.nbytes
 
 
@@ -79,7 +80,7 @@ def test_plain_dtypes_are_those_of_the_numbers(form: str, tmp_path: Path) -> Non
 
 
 @needs_kernels
-@IN_BLOCKS
+@EACH
 def test_products_are_those_of_the_numbers(form: str, tmp_path: Path) -> None:
     """Beside float64, within 1e-6 of the terms' sizes; and the same bits at every width."""
     folder = write(tmp_path, form, GROUPS.get(form, 64))
@@ -118,7 +119,7 @@ def rounded(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 @needs_kernels
-@IN_BLOCKS
+@EACH
 def test_stored_weights_choose_the_tokens_of_their_numbers(form: str, tmp_path: Path) -> None:
     """Greedy ids, but where the rounding of activations decides between two that are as likely."""
     folder = write(tmp_path, form)
@@ -292,14 +293,19 @@ def test_packed_weights_without_a_configuration_are_refused(tmp_path: Path) -> N
 
 
 @needs_kernels
-def test_act_order_is_refused_in_blocks_alone(tmp_path: Path) -> None:
-    refused(write(tmp_path, "gptq_order"), "q_proj.weight.*act order.*dtype='bfloat16'", "auto")
+def test_parts_of_a_fused_product_in_different_orders_are_refused_in_blocks_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path, "gptq_order")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[Q + "g_idx"] = tensors[Q + "g_idx"].flip(0)
+    save_file(tensors, folder / "model.safetensors")
+    refused(folder, "q_proj.weight and tensor .*k_proj.weight.*different orders", "auto")
+    load(folder, "bfloat16")
 
 
 @needs_kernels
 def test_scales_beyond_16_bits_are_refused_in_blocks_alone(tmp_path: Path) -> None:
     folder = write(tmp_path, "compressed", scale=torch.float32)
-    refused(folder, "scales of layers.0.self_attn.q_proj.weight.*is no float16.*dtype='bfloat16'", "auto")
+    refused(folder, "layers.0.self_attn.q_proj.weight.*its scale .*is no float16.*dtype='bfloat16'", "auto")
     assert load(folder, "bfloat16").quant is None
 
 

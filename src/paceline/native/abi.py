@@ -37,7 +37,7 @@ class Struct(ctypes.Structure):
 
 
 class CLinear(Struct):
-    _fields_ = _fields("pointer weight scale bias", "int64_t n k kind")
+    _fields_ = _fields("pointer weight scale bias order", "int64_t n k kind")
 
 
 class CLayer(Struct):

@@ -94,16 +94,11 @@ class GroupTensor:
         Raises:
             ConfigError: as of `values`, or a scale that is no number of 16 bits.
         """
-        (n, k), source = self.shape, f"the scales of {self.name}"
+        (n, k), source = self.shape, f"tensor {self.name}"
         codes, scale, order = self._numbers()
-        if order is not None:
-            wrong = (
-                "its groups of inputs do not lie side by side (act order), for which there is no product in blocks yet"
-            )
-            raise CapabilityError(f"tensor {self.name}", wrong, "load it with dtype='bfloat16' or 'int8'")
         halves = scale.half()
         if not torch.equal(halves.float(), scale):
-            wrong = f"{float(scale[halves.float() != scale][0]):g} is no float16, as which blocks hold scales"
+            wrong = f"its scale {float(scale[halves.float() != scale][0]):g} is no float16, as which blocks hold scales"
             raise CapabilityError(source, wrong, "load it with dtype='bfloat16', 'float32' or 'int8'")
         five = self.type.name == "q5_0"
         whole = (codes + (16 if five else 8)).view(torch.uint8).reshape(n, -1, 2, 16)  # [n, blocks, halves, 16]
@@ -111,7 +106,8 @@ class GroupTensor:
         blocks = halves.repeat_interleave(k // scale.shape[1] // _BLOCK, 1).unsqueeze(-1).view(torch.uint8).numpy()
         bits = [np.packbits(whole.reshape(n, -1, _BLOCK).numpy() >> 4, axis=-1, bitorder="little")] if five else []
         rows = np.concatenate((blocks, *bits, (lower[:, :, 0] | lower[:, :, 1] << 4).numpy()), -1)
-        return StoredRows(self.type, rows.reshape(n, -1), torch.arange(n), source)
+        inputs = None if order is None else order.int()
+        return StoredRows(self.type, rows.reshape(n, -1), torch.arange(n), source, inputs=inputs)
 
     def values(self) -> Tensor:
         """[n, k] float32.
@@ -211,9 +207,11 @@ def take_groups(
     """
     found = {}
     for name, shape in shapes.items():
+        if len(shape) != 2 or name.endswith("embed_tokens.weight"):
+            continue
         stem = name.removesuffix("weight")
         main = next((code for code in {*_CODES.values()} if stem + code in stored), None)
-        if name in stored or main is None or len(shape) != 2:
+        if name in stored or main is None:
             continue
         first = stored[stem + main]
         asked, (n, k) = f"tensor {first.name} in {first.file}", shape

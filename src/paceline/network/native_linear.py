@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 from ..native import abi
 from .adapters import LINEARS, MLP, LowRank, not_loaded
 from .blocks import BY_NAME, BY_NUMBER, StoredRows, quantise
@@ -63,6 +63,7 @@ class NativeLinear:
         self._arena, self._held = arena or Arena(), list[Tensor]()
         bias = None if bias is None else self.widened_outputs(bias)
         self.scale: Tensor | None = None
+        self.order: Tensor | None = None  # of its inputs
         if parts is not None:
             n, k = len(self.widened_outputs(torch.cat([part.order for part in parts]))), weight.shape[1]
             kind, address = self._pack_parts(parts, k)
@@ -74,7 +75,13 @@ class NativeLinear:
         self.scale = None if self.scale is None else self.scale.float()
         self.bias = None if bias is None else bias.float()
         self.struct = abi.CLinear(
-            weight=address, scale=_address(self.scale), bias=_address(self.bias), n=n, k=k, kind=kind
+            weight=address,
+            scale=_address(self.scale),
+            bias=_address(self.bias),
+            order=_address(self.order),
+            n=n,
+            k=k,
+            kind=kind,
         )
 
     def _stored(self, weight: Tensor, quant: Quant | None, exact: bool) -> tuple[int, Tensor]:
@@ -114,14 +121,22 @@ class NativeLinear:
             some, place = rows[first : first + step], self.packed.data_ptr() + first // LANES * line
             if not library.pl_pack_rows(some.data_ptr(), len(some), k, kind, place, torch.get_num_threads()):
                 remedy = "download the file again, or convert the model again"
-                raise ConfigError(" and ".join(part.source for part in parts), "a scale is no finite number", remedy)
+                raise ConfigError(_sources(parts), "a scale is no finite number", remedy)
             for part in parts:
                 part.release()
         self._held.append(self.packed)
         return self.packed.data_ptr()
 
     def _pack_parts(self, parts: Sequence[StoredRows], k: int) -> tuple[int, int]:
-        """The kind, and where the weight lies: packed, or a table of the lines of its parts."""
+        """The kind, and where the weight lies: packed, or a table of the lines of its parts.
+
+        Raises:
+            CapabilityError: parts whose inputs are in different orders.
+        """
+        self.order = parts[0].inputs
+        if len({None if part.inputs is None else part.inputs.numpy().tobytes() for part in parts}) > 1:
+            wrong = "their inputs are in different orders (act order)"
+            raise CapabilityError(_sources(parts), wrong, "load it with dtype='bfloat16' or 'int8'")
         places = [self.widened_outputs(part.addresses) for part in parts]  # 0, a row of zeros, between them
         if len({part.type.number for part in parts}) == 1:
             return native.GGML + parts[0].type.number, self._pack_rows(parts, torch.cat(places), k)
@@ -259,6 +274,10 @@ def require(refused: int) -> None:
     if refused:
         words = _REFUSALS.get(refused, f"what they refuse as number {refused}, for which _REFUSALS has no words")
         raise ValueError(f"the compiled layers were given {words}")
+
+
+def _sources(parts: Sequence[StoredRows]) -> str:
+    return " and ".join(part.source for part in parts)
 
 
 def _library() -> Any:

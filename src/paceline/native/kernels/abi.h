@@ -24,6 +24,7 @@ PL_STRUCT(Linear,
   const void* weight;  // packed
   const float* scale;  // [n], int8 only
   const float* bias;   // [n] or null
+  const int32_t* order;  // [k] in blocks: which input comes first, second, ..; or null: they are in order
   int64_t n, k;        // outputs, inputs
   int64_t kind;        // Kind
 )

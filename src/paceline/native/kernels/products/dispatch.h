@@ -86,7 +86,7 @@ template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride
     bytes = bytes || (is_i8(l.kind) && !tiles);
 #endif
     if (bytes) {
-      if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), t_bytes);
+      if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), l.order, t_bytes);
       return {x, stride, &t_bytes, 0};
     }
   }

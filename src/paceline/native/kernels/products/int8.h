@@ -46,7 +46,8 @@ inline int32_t round_block(const bf16* x, int32_t* y, int64_t rows, float* scale
   return total;
 }
 
-void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, Bytes& y) {
+// `order` is that of a Linear.
+void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, const int32_t* order, Bytes& y) {
   const int64_t blocks = k / I8_BLOCK, sums = up(rows, 8) * blocks;
   y.rows = rows, y.blocks = blocks;
   grow(y.x, sums * I8_BLOCK / 4), grow(y.scale, sums), grow(y.sum, sums);
@@ -57,9 +58,15 @@ void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, Bytes& y
       for (int r = 0; r < width; r++) {
         const int64_t at = panel * blocks + b * width + r;
         int32_t *bytes = &y.x[(panel * blocks + b * width) * (I8_BLOCK / 4) + r], first = 0, total = 0;
-        if (panel + r < rows)
-          total = round_block(x + (panel + r) * stride + b * I8_BLOCK, bytes, width, &y.scale[at], &first);
-        else {
+        if (panel + r < rows) {
+          const bf16 *row = x + (panel + r) * stride, *block = row + b * I8_BLOCK;
+          bf16 gathered[I8_BLOCK];
+          if (order) {
+            for (int i = 0; i < I8_BLOCK; i++) gathered[i] = row[order[b * I8_BLOCK + i]];
+            block = gathered;
+          }
+          total = round_block(block, bytes, width, &y.scale[at], &first);
+        } else {
           for (int i = 0; i < I8_BLOCK / 4; i++) bytes[i * width] = 0;
           y.scale[at] = 0;
         }
