@@ -59,11 +59,11 @@ def scores(ask: AnswerFlags) -> Iterator[Table | None]:
         parts={"": [row for found in scored for row in score_rows(found)] + [loss_row(found) for found in losses]},
         values={
             **facts,
-            "machine": machine.describe(ask.device).as_dict(),
+            "machine": machine.describe(ask.device),
             "tasks": [asdict(found) for found in scored],
             "losses": [asdict(found) for found in losses],
         },
-        how=[[f"{ask.model}, {llm.config.dtype}: greedy answers", machine.describe(ask.device).line()]],
+        how=[[f"{ask.model}, {llm.config.dtype}: greedy answers", machine.line(ask.device)]],
     )
 
 

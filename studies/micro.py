@@ -153,18 +153,18 @@ def hops(ask: MicroFlags) -> Iterator[Table | None]:
         title=f"Hops between two processes on a core each, shared memory {hopping.compiled()}",
         head=("channel", "wait", "bytes", "median us", "10-90 %"),
         parts={"": rows},
-        values={"machine": machine.describe().as_dict(), "repeats": ask.repeats, "hops": [asdict(c) for c in costs]},
+        values={"machine": machine.describe(), "repeats": ask.repeats, "hops": [asdict(c) for c in costs]},
         remarks=["channels: one way; rendezvous: there and back"],
-        how=[[f"{ask.repeats} round trips each", machine.describe().line()]],
+        how=[[f"{ask.repeats} round trips each", machine.line()]],
     )
 
 
 def _machine(ask: MicroFlags) -> str:
-    return machine.describe(ask.device).line()
+    return machine.line(ask.device)
 
 
 def _facts(ask: MicroFlags, label: str) -> dict[str, Any]:
-    return {"model": label, "repeats": ask.repeats, **ask.llm, "machine": machine.describe(ask.device).as_dict()}
+    return {"model": label, "repeats": ask.repeats, **ask.llm, "machine": machine.describe(ask.device)}
 
 
 if __name__ == "__main__":

@@ -403,7 +403,7 @@ def _predicted(machine: str, target: LoadedModel) -> CostTable:
     stored = Precision(weight_bytes=decoder.weight_bytes, kv_bytes=decoder.dtype.itemsize)
     network = Network(shape=shape_of(decoder.config), precision=stored)
     points = predicted_points(network, machines.machine(machine))
-    return CostTable.from_dict(points, f"predicted by the planner for {machine}")
+    return CostTable(**points, source=f"predicted by the planner for {machine}")
 
 
 def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:

@@ -61,11 +61,11 @@ def figure_13a(ask: LyannaFlags) -> Iterator[Table | None]:
         title="One product with the head against one a step",
         head=("steps", *(f"{what}, {way}" for what in NAMES.values() for way in ("one pass ms", "each ms", "ratio"))),
         parts={"": [[str(k), *_both(cost, "head"), *_both(cost, "choice")] for k, cost in enumerate(found, 1)]},
-        values={"heads": found, "machine": machine.describe(ask.device).as_dict()},
+        values={"heads": found, "machine": machine.describe(ask.device)},
         how=[
             [
                 f"the fastest of {ask.repeats} calls in turns, weights in the caches, {ask.model}",
-                f"{machine.describe(ask.device).line()}, kernels: {native.describe()}",
+                f"{machine.line(ask.device)}, kernels: {native.describe()}",
             ]
         ],
         plots={".svg": lambda path: _draw(found, path)},
@@ -93,7 +93,7 @@ def figure_13b(ask: LyannaFlags) -> Iterator[Table | None]:
         values={
             "drafts": [{"drafter": name, **dict(zip(PARTS, map(float, p), strict=True))} for name, p in found.items()],
             "count": {name: sum(map(len, texts)) for name, texts in drafts.items()},
-            "machine": machine.describe(ask.device).as_dict(),
+            "machine": machine.describe(ask.device),
         },
         remarks=[*(_said(name, parts) for name, parts in found.items()), *beside(drafts, found)],
         how=[
@@ -102,7 +102,7 @@ def figure_13b(ask: LyannaFlags) -> Iterator[Table | None]:
                 "methods in turns; the first draft of an answer and shorter ones left out",
                 "all parts of a draft are timed in one call; means over the middle half of the drafts by their time",
                 f"head: {EAGLE}'s ranks its logits as it makes them; host: outside of the compiled call",
-                f"{machine.describe(ask.device).line()}, kernels: {native.describe()}",
+                f"{machine.line(ask.device)}, kernels: {native.describe()}",
             ]
         ],
         plots={".svg": lambda path: _draw_parts(found, path)},

@@ -225,7 +225,7 @@ LOOK_UPS = (("look-up by factors", "by_factors"), ("look-up, collapsed", "by_tab
 
 
 def _machine(ask: LyannaFlags) -> dict[str, Any]:
-    return machine.describe(ask.device).as_dict()
+    return machine.describe(ask.device)
 
 
 def _percent(value: float | None) -> str:

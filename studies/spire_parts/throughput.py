@@ -304,7 +304,7 @@ def cells(ask: SpireFlags) -> Iterator[Table | None]:
             "cells": [asdict(one) for one in found.all],
             "law": asdict(law.law),
             "law_error": median_error(law.law, law.held_out),
-            "machine": machine.describe(ask.device).as_dict(),
+            "machine": machine.describe(ask.device),
         },
         remarks=[*found.remarks(), held],
         plots={".svg": lambda path: _draw(found, path)},
@@ -333,7 +333,7 @@ def budgets(ask: SpireFlags) -> Iterator[Table | None]:
     sizes, batches = ((1, 2, 4), (1, 2)) if ask.quick else ([r for r in ROWS if r < room], BATCHES)
     calibrated = measure(llm.decoder, rows=sizes, batches=batches, contexts=(128,), repeats=ask.repeats)
     points = cost_points(lambda batch, context, rows: law.law.seconds(target, batch, context, rows), room)
-    planned = CostTable.from_dict(points, "the planner's law")
+    planned = CostTable(**points, source="the planner's law")
     rows, apart = [], []
     for batch in ask.few((1, 4, 16)):
         for accept in ACCEPTS:
@@ -346,11 +346,11 @@ def budgets(ask: SpireFlags) -> Iterator[Table | None]:
         parts={"": rows},
         values={
             "nodes": rows,
-            "calibrated": calibrated.as_dict(),
-            "planned": planned.as_dict(),
+            "calibrated": asdict(calibrated),
+            "planned": asdict(planned),
             "law": asdict(law.law),
             "law_errors": errors(law.law, law.held_out),
-            "machine": machine.describe(ask.device).as_dict(),
+            "machine": machine.describe(ask.device),
         },
         remarks=[verdict(f"at most {max(apart)} nodes apart, 1 wanted", max(apart) <= 1)],
     )

@@ -74,7 +74,7 @@ def training_throughput(ask: SpireFlags) -> Iterator[Table | None]:
         title=f"Training throughput of k = {DEPTH} passes beside a plain network of the same size",
         head=("batch", "k passes, tokens/s", "plain, tokens/s", "ratio", "ratio without the target's pass"),
         parts={"": rows},
-        values={"batches": values, "machine": machine.describe(ask.device).as_dict()},
+        values={"batches": values, "machine": machine.describe(ask.device)},
         remarks=[verdict(f"batch {r[0]}: {r[3]}, {WANTED} wanted", float(r[3]) >= WANTED) for r in rows]
         + ["a step is a loss and its gradients; both run the frozen target on the batch, medians of steps in turns"],
     )

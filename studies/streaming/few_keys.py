@@ -47,12 +47,12 @@ def appendix_h1(ask: StreamingFlags) -> Iterator[Table | None]:
         parts={
             "": [[*(str(c[n]) for n in ("context", "nodes", "rows")), *(f"{c[n]:.2f}" for n in shown)] for c in found]
         },
-        values={"machine": machine.describe(ask.device).as_dict(), "costs": found},
+        values={"machine": machine.describe(ask.device), "costs": found},
         how=[
             [
                 trained.line,
                 f"the fastest of {ask.repeats} steps of each kind in turns",
-                machine.describe(ask.device).line(),
+                machine.line(ask.device),
             ]
         ],
     )

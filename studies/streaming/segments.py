@@ -64,14 +64,14 @@ def appendix_i(ask: StreamingFlags) -> Iterator[Table | None]:
         # Each in a process of its own: resident memory never falls within one, so a later way would hide behind an
         # earlier one's peak.
         found = [apart(segment_cost, way, *how_run) for way in task["segments"]]
-    facts = machine.describe(ask.device).as_dict() | ({"threads": ask.threads} if ask.threads else {})
+    facts = machine.describe(ask.device) | ({"threads": ask.threads} if ask.threads else {})
     shown = ("peak_mib", "step_s", "low_s", "high_s", "tokens_per_s")
     yield Table(
         title=f"A training step of {task['rows']} rows of {task['length']} tokens, {ask.model}, {task['mode']}",
         head=("segment", "peak MiB", "step s", "lowest", "highest", "tokens/s"),
         parts={"": [[cost["way"], *(say.number(cost[name]) for name in shown)] for cost in found]},
         values={"machine": facts, "task": task, "costs": found},
-        how=[[f"{task['gamma']} streams over {task['layers']} layers", machine.describe(ask.device).line()]],
+        how=[[f"{task['gamma']} streams over {task['layers']} layers", machine.line(ask.device)]],
     )
 
 

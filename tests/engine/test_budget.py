@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -646,7 +646,7 @@ def test_a_quick_estimate_and_a_measurement_of_a_tiny_model() -> None:
     table = measure(decoder, rows=(1, 4), batches=(1, 2), contexts=(8, 40), repeats=2, progress=seen.append)
     assert [c for c, _ in table.chain] == [1, 4] and [c for c, _ in table.plain] == [1, 2]
     assert table.context == 8 and seen == [1, 2, 3]
-    same = CostTable.from_dict(json.loads(json.dumps(table.as_dict())), "measured now")
+    same = CostTable(**json.loads(json.dumps(asdict(table))))
     assert same == table
     assert calibration.fingerprint(decoder, "torch") == calibration.fingerprint(decoder, "torch")
 

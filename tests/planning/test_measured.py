@@ -75,13 +75,11 @@ def test_passes_that_make_no_law(change: dict[str, float] | None) -> None:
 
 def test_tables_of_costs_are_what_is_predicted() -> None:
     network = small()
-    table = CostTable.from_dict(
-        cost_points(lambda batch, context, rows: TRUE.seconds(network, batch, context, rows), 2048), "a law"
-    )
+    table = CostTable(**cost_points(lambda batch, context, rows: TRUE.seconds(network, batch, context, rows), 2048))
     assert table.chain_ms(8) == pytest.approx(1e3 * TRUE.seconds(network, 1, 128, 8))
     assert table.step_ms(16, 0) == pytest.approx(1e3 * TRUE.seconds(network, 16, 128))
     assert table.step_ms(16, 0, 16 * 1000) == pytest.approx(1e3 * TRUE.seconds(network, 16, 1000), rel=1e-3)
-    far = CostTable.from_dict(predicted_points(network, machine("h100")), "peaks")
+    far = CostTable(**predicted_points(network, machine("h100")))
     assert far.chain_ms(4) == pytest.approx(1e3 * pass_seconds(network, machine("h100"), 1, 128, 4))
     tiny = replace(network, shape=replace(network.shape, max_position=140))
     assert predicted_points(tiny, machine("cpu"))["context"] == 12

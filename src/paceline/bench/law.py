@@ -111,7 +111,7 @@ def store_law(llm: LLM, network: Network, law: PassLaw, draft: tuple[str, Networ
 
     def table(of: Network) -> CostTable:
         points = cost_points(lambda *size: law.seconds(of, *size), of.shape.max_position)
-        return CostTable.from_dict(points, "the planner's law, measured now")
+        return CostTable(**points, source="the planner's law, measured now")
 
     drafts = {} if draft is None else {draft_key(draft[0], "auto"): table(draft[1])}
     return store(llm, table(network), drafts, REPEATS)[1]

@@ -4,60 +4,31 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True, kw_only=True)
-class MachineFacts:
-    """What a figure was measured on."""
-
-    processor: str
-    cores: int
-    threads: int
-    system: str
-    python: str
-    torch: str
-    device: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
-
-    def line(self) -> str:
-        """One line for people."""
-        return (
-            f"{self.device}: {self.processor}, {self.threads} of {self.cores} cores, {self.system}, "
-            f"Python {self.python}, torch {self.torch}"
-        )
+from ..engine.calibration import processor
 
 
-def describe(device: str = "cpu") -> MachineFacts:
+def describe(device: str = "cpu") -> dict[str, Any]:
     """This machine, as the current process uses it."""
-    on_gpu = device != "cpu"
-    return MachineFacts(
-        processor=torch.cuda.get_device_name(device) if on_gpu else _processor(),
-        cores=os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
-        system=f"{platform.system()} {platform.machine()}",
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        device=device,
-    )
+    return {
+        "processor": processor(device),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": device,
+    }
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-        names = {key.strip(): value.strip() for key, value in fields.items()}
-        if "model name" in names:
-            return f"{names['model name']} (family {names.get('cpu family')}, model {names.get('model')})"
-    return platform.processor() or platform.machine()
+def line(device: str = "cpu") -> str:
+    """The same in one line for people."""
+    form = "{device}: {processor}, {threads} of {cores} cores, {system}, Python {python}, torch {torch}"
+    return form.format(**describe(device))
 
 
 def read_bandwidth(device: str = "cpu", size_bytes: int = 256 * 2**20, repeats: int = 15) -> float:

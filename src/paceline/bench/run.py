@@ -243,7 +243,7 @@ class Run:
     def _report(self, loaded: Sequence[Workload], target: LLM) -> Report:
         config = self.config
         self._tell("measuring the memory's read bandwidth", None)
-        facts = machine.describe(config.device).as_dict()
+        facts = machine.describe(config.device)
         # The faster of reading from memory, and of reading again and again what may lie in a cache: the weights.
         weights = target.decoder.pass_bytes
         facts["read_bandwidth_bytes_per_s"] = max(

@@ -116,11 +116,11 @@ def step(
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", repeats + 1) as progress:
             costs = stepping.measure(llm.decoder, counts, contexts, repeats, progress)
-    facts, computed = machine.describe(device), str(llm.decoder.dtype)
+    computed = str(llm.decoder.dtype)
     console, label = stdout(), parse_model(model).label
     mode = ", exact" if exact else ""
     console.print(f"{label}, {computed.removeprefix('torch.')}, kernels: {llm.kernels}{mode}")
-    console.print(facts.line())
+    console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     console.print(_step_table(costs, bandwidth))
     figures = {
@@ -129,7 +129,7 @@ def step(
         "dtype": computed,
         "exact": exact,
         "kernels": llm.kernels,
-        "machine": facts.as_dict(),
+        "machine": machine.describe(device),
         "read_bandwidth_bytes_per_s": bandwidth,
         "repeats": repeats,
         "rows": [c.as_dict(bandwidth) for c in costs],

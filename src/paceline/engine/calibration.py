@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import ClassVar
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
 
 from ..core.errors import ConfigError
 from ..core.folders import user_cache
@@ -40,6 +41,7 @@ QUICK_REPEATS = 12  # the fastest of a few passes is no good estimate beside oth
 class Fingerprint:
     """The conditions that measured costs depend on."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     processor: str
     cores: int
     threads: int
@@ -97,39 +99,18 @@ class Calibration:
     created: str = ""  # ISO 8601, UTC
     repeats: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {
-            "fingerprint": asdict(self.fingerprint),
-            "table": self.table.as_dict(),
-            "drafts": {name: table.as_dict() for name, table in self.drafts.items()},
-            "created": self.created,
-            "repeats": self.repeats,
-        }
+    def read_from(self, source: str) -> Calibration:
+        """The same, whose tables say where they were read."""
+        drafts = {name: replace(table, source=source) for name, table in self.drafts.items()}
+        return replace(self, table=replace(self.table, source=source), drafts=drafts)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str) -> Calibration:
-        """The inverse of `as_dict`.
 
-        Raises:
-            ConfigError: not a calibration.
-        """
-        try:
-            known = {f.name for f in fields(Fingerprint)}
-            given = dict(values["fingerprint"])
-            if set(given) != known:
-                raise KeyError(f"fingerprint of {sorted(given)}")
-            return cls(
-                fingerprint=Fingerprint(**given),
-                table=CostTable.from_dict(values["table"], source),
-                drafts={n: CostTable.from_dict(t, source) for n, t in values.get("drafts", {}).items()},
-                created=str(values.get("created", "")),
-                repeats=int(values.get("repeats", 0)),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(source, f"not a calibration ({error!r})", "run paceline bench calibrate again") from error
+@dataclass(frozen=True)
+class CalibrationFile:
+    """What lies in a file."""
+
+    schema: int
+    entries: list[Calibration]
 
 
 # -- files
@@ -189,14 +170,15 @@ def save(folder: Path, calibration: Calibration) -> Path:
 
 def _read(path: Path) -> list[Calibration]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["schema"] != SCHEMA:
-            raise ValueError(f"schema {values['schema']!r}, this version reads {SCHEMA}")
-        entries = list(values["entries"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        found = TypeAdapter(CalibrationFile).validate_json(path.read_bytes())
+        if found.schema != SCHEMA:
+            raise ValueError(f"schema {found.schema}, this version reads {SCHEMA}")
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
         raise ConfigError(str(path), f"not readable ({error!r})", "run paceline bench calibrate again") from error
-    source = f"{path.parent.name}/{path.name}"  # goes into reports, which name no place on a machine
-    return [Calibration.from_dict(entry, source) for entry in entries]
+    # The source goes into reports, which name no place on a machine.
+    return [entry.read_from(f"{path.parent.name}/{path.name}") for entry in found.entries]
 
 
 def _write(path: Path, calibration: Calibration) -> None:
@@ -204,9 +186,9 @@ def _write(path: Path, calibration: Calibration) -> None:
         kept = [e for e in _read(path) if e.fingerprint != calibration.fingerprint] if path.is_file() else []
     except ConfigError:  # unreadable, so useless to everybody: start a new one
         kept = []
-    entries = [entry.as_dict() for entry in (*kept, calibration)]
+    values = asdict(CalibrationFile(SCHEMA, [*kept, calibration]))
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps({"schema": SCHEMA, "entries": entries}, indent=1) + "\n", encoding="utf-8")
+    fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     fresh.replace(path)  # a reader sees the old file or the new one
 
 

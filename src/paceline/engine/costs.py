@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from statistics import mean, median_low
-from typing import Any
 
 from ..core.errors import ConfigError
 
@@ -72,29 +71,6 @@ class CostTable:
         base = interpolate(self.plain, batch_size) + self.context_ms * grown / 1000
         drafted = self.chain_ms(batch_size + extra) - self.chain_ms(batch_size) if extra > 0 else 0.0
         return max(base, self.chain[0][1] / 2) + drafted  # a short context cannot make a pass free
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {
-            "chain": [list(p) for p in self.chain],
-            "plain": [list(p) for p in self.plain],
-            "context": self.context,
-            "context_ms": self.context_ms,
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str) -> CostTable:
-        """The inverse of `as_dict`.
-
-        Raises:
-            ConfigError: not a cost table.
-        """
-        try:
-            points = {n: tuple((int(count), float(ms)) for count, ms in values[n]) for n in ("chain", "plain")}
-            extra = {"context": int(values["context"]), "context_ms": float(values["context_ms"])}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError("a cost table", f"it cannot be read ({error!r})", "calibrate again") from error
-        return cls(**points, **extra, source=source)  # type: ignore[arg-type]
 
 
 def _rising(name: str, points: Sequence[tuple[int, float]]) -> Points:

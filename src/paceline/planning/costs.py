@@ -20,7 +20,7 @@ Seconds = Callable[[int, float, int], float]  # of a pass: sequences, tokens tha
 
 
 def cost_points(seconds: Seconds, max_position: int) -> dict[str, Any]:
-    """Milliseconds of passes, as `engine.costs.CostTable.from_dict` reads them.
+    """Milliseconds of passes, the fields of `engine.costs.CostTable`.
 
     Args:
         seconds: what passes are predicted to take.
