@@ -132,7 +132,7 @@ def test_the_planners_table_chooses_within_one_node_of_a_calibrated_one() -> Non
     found = fit(points)
     assert median_error(found, points) < 0.03
     points_ = cost_points(lambda batch, context, rows: found.seconds(network, batch, context, rows), 2048)
-    planned = CostTable.from_dict(points_, "planned")
+    planned = CostTable(**points_, source="planned")
     calibrated = CostTable(chain=CALIBRATED, plain=CALIBRATED, context=256)
     chosen = {
         (batch, accept): [law.nodes_that_pay(table, accept / 10, batch) for table in (calibrated, planned)]

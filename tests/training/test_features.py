@@ -17,7 +17,7 @@ from toolkit import examples, largest_file, losses, network, write_target
 from paceline import native
 from paceline.core.errors import ConfigError
 from paceline.training import cache as caching
-from paceline.training.cache import RECORDS, SCORED, STATES, record
+from paceline.training.cache import RECORDS, SCORED, record
 from paceline.training.data import SourceSpec, collate
 from paceline.training.features import OnlineFeatures, likeliest, needed_states
 from paceline.training.job import Job, prepare
@@ -118,8 +118,8 @@ def test_what_is_said_is_what_is_needed(data: Path, target: Path, tmp_path: Path
     cache = run.recipe.features  # type: ignore[attr-defined]
     batches = list(run._batches())
     seen = {int(i) for batch in batches for i in batch.places[batch.weights > 0].tolist()}
-    scored = {int(a) + i for p in cache.parts for a, n in zip(p.starts, p.known(), strict=False) for i in range(n)}
-    ends = {int(a) + int(n) - 1 for p in cache.parts for a, n in zip(p.starts, p.known(), strict=False) if n}
+    scored = {int(a) + i for p in cache.parts for a, n in zip(p.starts, p.scored, strict=False) for i in range(n)}
+    ends = {int(a) + int(n) - 1 for p in cache.parts for a, n in zip(p.starts, p.scored, strict=False) if n}
     assert ends <= seen <= scored
     assert len(scored) < sum(len(e.tokens) for source in cache.examples for e in source)
     size = len(scored) * record(8, 300).itemsize
@@ -134,7 +134,7 @@ def test_what_is_said_is_what_is_needed(data: Path, target: Path, tmp_path: Path
 def test_states_are_kept_where_a_recipe_reads_them(
     data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache without them is completed, and what it held stays as it was."""
+    """They lie apart from a cache without them, which stays as it was."""
     made = job(data, target, tmp_path / "out", cache=tmp_path / "cache", config={"steps": 2})
     prepare(made)
     before = contents(tmp_path / "cache")
@@ -150,8 +150,8 @@ def test_states_are_kept_where_a_recipe_reads_them(
         found, wanted = cache.states(batch), OnlineFeatures(network).states(batch)
         torch.testing.assert_close(found[needed], wanted[needed], rtol=2**-8, atol=1e-4)  # bfloat16
         assert not found[~needed].any()
-    (state_file,) = tmp_path.glob(f"cache/boxes-*/{STATES}")
-    state_file.write_bytes(bytes(state_file.stat().st_size))
+    for held in tmp_path.glob(f"cache/boxes-*/{RECORDS}"):
+        held.write_bytes(bytes(held.stat().st_size))
     lost = prepare(made).recipe.features  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="it has lost records"):
         for batch in batches:

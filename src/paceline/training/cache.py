@@ -32,30 +32,16 @@ from .losses import TargetTop
 from .scoring import Scorer
 
 MADE, RECORDS, SCORED = "made.json", "records.bin", "scored.bin"
-STATES, STATED = "states.bin", "stated.bin"
 REPORTS = 10  # how often it is said how far the scoring is
 BATCH_TOKENS = 8192  # scored at a time
 
 
-def record(top: int, vocab: int) -> np.dtype[Any]:
-    """What is kept of a token: ids of the likeliest next ones, their log p and that of all others together."""
+def record(top: int, vocab: int, width: int = 0) -> np.dtype[Any]:
+    """What is kept of a token: ids of the likeliest next ones, their log p and that of all others together, and the
+    bits of its state's ``width`` numbers in bfloat16."""
     number = "<u2" if vocab <= 2**16 else "<u4"
-    return np.dtype([("ids", number, (top,)), ("log_probs", "<f2", (top + 1,))])
-
-
-def states_record(width: int) -> np.dtype[Any]:
-    """What is kept of a token's last state: the bits of its ``width`` numbers in bfloat16."""
-    return np.dtype((np.dtype("<u2"), (width,)))
-
-
-@dataclass(slots=True)
-class Shelf:
-    """One kind of record of a source's tokens, and how far each example has them."""
-
-    records: str  # name of its file
-    marks: str  # name of the file that says how far
-    kind: np.dtype[Any]
-    scored: np.ndarray  # [examples] uint32, leading tokens of each that have a record
+    state = [("state", "<u2", (width,))] if width else []
+    return np.dtype([("ids", number, (top,)), ("log_probs", "<f2", (top + 1,)), *state])
 
 
 @dataclass(slots=True)
@@ -63,26 +49,20 @@ class Part:
     """One source's share of a cache."""
 
     folder: Path
+    kind: np.dtype[Any]
     starts: np.ndarray  # [examples + 1] places of the examples' first tokens in the run's numbering; the end
-    shelves: list[Shelf]  # what is kept of a token
+    scored: np.ndarray  # [examples] uint32, leading tokens of each that have a record
 
-    def known(self) -> np.ndarray:
-        """[examples] leading tokens of each of which all is kept."""
-        return np.minimum.reduce([shelf.scored for shelf in self.shelves])
-
-    def keep(self, number: int, records: Sequence[np.ndarray]) -> None:
-        """Write the records of an example's first tokens, of each shelf."""
-        for shelf, own in zip(self.shelves, records, strict=True):
-            at = (int(self.starts[number]) - int(self.starts[0])) * shelf.kind.itemsize
-            _write(self.folder / shelf.records, at, own.tobytes())
+    def keep(self, number: int, records: np.ndarray) -> None:
+        """Write the records of an example's first tokens."""
+        at = (int(self.starts[number]) - int(self.starts[0])) * self.kind.itemsize
+        _write(self.folder / RECORDS, at, records.tobytes())
 
     def confirm(self, numbers: Sequence[int], needs: Sequence[int]) -> None:
         """The records of these examples are written: now they count."""
         for number, need in zip(numbers, needs, strict=True):
-            for shelf in self.shelves:
-                if need > shelf.scored[number]:
-                    shelf.scored[number] = need
-                    _write(self.folder / shelf.marks, 4 * number, np.array([need], dtype="<u4").tobytes())
+            self.scored[number] = need
+            _write(self.folder / SCORED, 4 * number, np.array([need], dtype="<u4").tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +99,7 @@ class TopCache:
         width: int = 0,
     ) -> None:
         self.folder, self.top, self.width = folder, top, width
-        self.kinds = [(RECORDS, SCORED, record(top, vocab))]
-        if width:
-            self.kinds.append((STATES, STATED, states_record(width)))
+        self.kind = record(top, vocab, width)
         self.parts: list[Part] = []
         self.examples: list[list[Example]] = []  # of each source, with their places
         first = 0
@@ -129,9 +107,10 @@ class TopCache:
             starts = first + np.concatenate(([0], np.cumsum([len(e.tokens) for e in examples])))
             self.examples.append([replace(e, place=int(at)) for e, at in zip(examples, starts, strict=False)])
             source = {**key, "top": top, "source": Path(spec.file).name, "sha256": mark(spec.file)}
-            self.parts.append(_open(folder, plain(source), starts, self.kinds))
+            source |= {"states": width} if width else {}
+            self.parts.append(_open(folder, plain(source), starts, self.kind))
             first = int(starts[-1])
-        self._files: dict[int, list[np.ndarray]] = {}  # by shelf, of each part
+        self._files: list[np.ndarray] = []  # of each part, once they are read
 
     # -- making
 
@@ -169,14 +148,14 @@ class TopCache:
         wishes = []
         for index, examples in enumerate(self.examples):
             own, needs = needs[: len(examples)], needs[len(examples) :]
-            for number in np.flatnonzero(own > self.parts[index].known()).tolist():
+            for number in np.flatnonzero(own > self.parts[index].scored).tolist():
                 wishes.append(Wish(index, number, examples[number].tokens[: int(own[number])]))
         return sorted(wishes, key=lambda wish: len(wish.tokens))
 
     def _check_space(self, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
         there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.is_dir())
         free, tokens = shutil.disk_usage(there).free, sum(len(wish.tokens) for wish in wishes)
-        size = tokens * sum(kind.itemsize for *_, kind in self.kinds)
+        size = tokens * self.kind.itemsize
         wanted = f"{size:,} bytes ({size / 1e9:.2f} GB)"
         say(f"cache {self.folder}: {tokens:,} tokens to score, {wanted}; {free / 1e9:.2f} GB are free")
         if size > free:
@@ -195,17 +174,14 @@ class TopCache:
             if done * REPORTS // total > before * REPORTS // total:
                 say(f"cache: {done:,} of {total:,} tokens, {done / (perf_counter() - began):,.0f} a second")
 
-    def _records(self, scorer: Scorer, group: Sequence[Wish]) -> Iterator[list[np.ndarray]]:
-        """The records of each document of a group, by shelf."""
+    def _records(self, scorer: Scorer, group: Sequence[Wish]) -> list[np.ndarray]:
+        """The records of each document of a group."""
         states, said = scorer([wish.tokens for wish in group], self.top)
-        made = np.empty(len(said.ids), dtype=self.kinds[0][-1])
+        made = np.empty(len(said.ids), dtype=self.kind)
         made["ids"], made["log_probs"] = said.ids.cpu().numpy(), said.log_probs.cpu().numpy()
-        kept = [made]
         if self.width:
-            kept.append(states.cpu().to(torch.bfloat16).view(torch.uint16).numpy())
-        ends = np.cumsum([len(wish.tokens) for wish in group])[:-1]
-        for pieces in zip(*(np.split(own, ends) for own in kept), strict=True):
-            yield list(pieces)
+            made["state"] = states.cpu().to(torch.bfloat16).view(torch.uint16).numpy()
+        return np.split(made, np.cumsum([len(wish.tokens) for wish in group])[:-1])
 
     # -- reading
 
@@ -215,10 +191,7 @@ class TopCache:
         Raises:
             ConfigError: the cache has lost what a token needs.
         """
-        places = batch.places[batch.weights > 0].cpu().numpy()
-        found = self._read(0, places)
-        if not found["log_probs"].any(1).all():  # a hole: probabilities of 1 each
-            raise self._lost()
+        found = self._read(batch.places[batch.weights > 0], ["ids", "log_probs"])
         device = batch.tokens.device
         ids = torch.from_numpy(found["ids"].astype(np.int64)).to(device)
         return TargetTop(ids, torch.from_numpy(found["log_probs"].astype(np.float32)).to(device))
@@ -230,35 +203,30 @@ class TopCache:
             ConfigError: the cache has lost what a token needs.
         """
         needed = needed_states(batch)
-        found = self._read(1, batch.places[needed].cpu().numpy())
-        if not found.any(1).all():  # a hole: a state of zeros
-            raise self._lost()
-        bits = torch.from_numpy(found.view(np.int16)).to(batch.tokens.device)
+        found = self._read(batch.places[needed], ["state", "log_probs"])["state"].view(np.int16)
         states = torch.zeros(*batch.tokens.shape, self.width, device=batch.tokens.device)
-        states[needed] = bits.view(torch.bfloat16).float()
+        states[needed] = torch.from_numpy(found).to(batch.tokens.device).view(torch.bfloat16).float()
         return states
 
-    def _lost(self) -> ConfigError:
-        return ConfigError(f"cache {self.folder}", "it has lost records", "remove the folder: it is made anew")
-
-    def _read(self, shelf: int, places: np.ndarray) -> np.ndarray:
-        """[rows] records."""
+    def _read(self, rows: Tensor, names: list[str]) -> dict[str, np.ndarray]:
+        """[rows] fields of the records at these places."""
+        places = rows.cpu().numpy()
         if len(places) and places.min() < 0:
             raise ValueError("tokens that lie in no cache: of held-out data, run the target")
-        name, _, kind = self.kinds[shelf]
-        files = self._files.setdefault(shelf, [_map(part.folder / name, kind) for part in self.parts])
-        found = np.empty(len(places), dtype=kind)
+        self._files = self._files or [_map(part.folder / RECORDS, self.kind) for part in self.parts]
+        found = {name: np.empty((len(places), *self.kind[name].shape), self.kind[name].base) for name in names}
         owners = np.searchsorted([int(part.starts[0]) for part in self.parts], places, "right") - 1
         for index in np.unique(owners).tolist():
             own = owners == index
-            found[own] = files[index][places[own] - int(self.parts[index].starts[0])]
+            for name, values in found.items():
+                values[own] = self._files[index][name][places[own] - int(self.parts[index].starts[0])]
+        if not found["log_probs"].any(1).all():  # a hole: probabilities of 1 each
+            raise ConfigError(f"cache {self.folder}", "it has lost records", "remove the folder: it is made anew")
         return found
 
 
-def _open(
-    folder: Path, key: Mapping[str, Any], starts: np.ndarray, kinds: Sequence[tuple[str, str, np.dtype[Any]]]
-) -> Part:
-    """A source's part of a cache: named by its key, and made where it is not there."""
+def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> Part:
+    """A source's part of a cache: named by its key, and made where it is not there. What counts as scored must be."""
     text = json.dumps(key, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     place = folder / f"{str(key['source']).split('.')[0]}-{digest}"
@@ -268,28 +236,23 @@ def _open(
             (place / MADE).write_text(text, encoding="utf-8")
     elif (place / MADE).read_text("utf-8") != text:
         raise ConfigError(f"--cache {folder}", f"{place.name} in it is no part of a cache", "name another folder")
-    return Part(place, starts, [_shelf(place, starts, *kind) for kind in kinds])
-
-
-def _shelf(place: Path, starts: np.ndarray, records: str, marks: str, kind: np.dtype[Any]) -> Shelf:
-    """What of a kind is there; what counts as scored must be."""
     scored = np.zeros(len(starts) - 1, dtype=np.uint32)
-    if (place / marks).is_file():
-        known = np.fromfile(place / marks, dtype="<u4", count=len(scored))
+    if (place / SCORED).is_file():
+        known = np.fromfile(place / SCORED, dtype="<u4", count=len(scored))
         scored[: len(known)] = known
     ends = np.where(scored > 0, starts[:-1] - starts[0] + scored, 0)
-    there = (place / records).stat().st_size if (place / records).is_file() else 0
+    there = (place / RECORDS).stat().st_size if (place / RECORDS).is_file() else 0
     if (scored > np.diff(starts)).any() or int(ends.max(initial=0)) * kind.itemsize > there:
-        wrong = f"{records} or {marks} is cut or of other data"
+        wrong = f"{RECORDS} or {SCORED} is cut or of other data"
         raise ConfigError(f"cache {place}", wrong, "remove the folder: it is made anew")
-    return Shelf(records, marks, kind, scored)
+    return Part(place, kind, starts, scored)
 
 
 def _map(path: Path, kind: np.dtype[Any]) -> np.ndarray:
     count = path.stat().st_size // kind.itemsize if path.is_file() else 0
     if not count:
         return np.empty(0, dtype=kind)
-    return np.memmap(path, dtype=kind.base, mode="r", shape=(count, *kind.shape))
+    return np.memmap(path, dtype=kind, mode="r", shape=(count,))
 
 
 def _groups(wishes: Sequence[Wish]) -> Iterator[list[Wish]]:
