@@ -17,7 +17,7 @@ from ..bench import step as stepping
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.compare import compare as compare_reports
 from ..bench.compare import render_terminal
-from ..bench.config import MODEL_HELP, THREADS_HELP, numbers
+from ..bench.config import numbers
 from ..bench.models import materialised
 from ..bench.report import load_report, write_text
 from ..bench.report.terminal import figures_table
@@ -27,19 +27,17 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..engine.costs import CostTable
 from ..llm import LLM
-from .bench_run import DTYPE_HELP, bench
+from .bench_run import bench
 from .console import stdout
+from .options import takes
 from .session import DEFAULT_MODEL, counting, steps
 
 app = typer.Typer(add_completion=False)
 app.callback(invoke_without_command=True)(bench)
-
-ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
-DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP)]
-ThreadsOption = Annotated[int | None, typer.Option(help=THREADS_HELP)]
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
-KernelsOption = Annotated[str, typer.Option(help="auto, native (compiled for this processor) or torch.")]
-OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")]
+OPTIONS: Any = {
+    "defaults": {"model": DEFAULT_MODEL},
+    "shown": {"drafter": "the model's own drafter where the zoo names one"},
+}
 
 
 @app.command()
@@ -66,60 +64,54 @@ def compare(
 
 
 @app.command()
+@takes(llm=LLMConfig, only={"model", "drafter", "dtype", "device", "exact", "threads"}, **OPTIONS)
 def calibrate(
-    model: Annotated[str, typer.Option(help="Embedded model, folder or hub name.")] = DEFAULT_MODEL,
-    drafter: Annotated[
-        str | None,
-        typer.Option(help="Measure its draft model too; default: the model's own drafter where the zoo names one."),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Passes of each kind; medians count.")] = 15,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
-    exact: Annotated[bool, typer.Option("--exact", help="Calibrate the exact mode.")] = False,
-    threads: ThreadsOption = None,
+    repeats: Annotated[int, typer.Option(help="Passes of each kind; medians count.")] = 15, *, llm: dict[str, Any]
 ) -> None:
-    """Measure the cost of passes, for the draft budget "auto", and store it beside the model."""
+    """Measure the cost of passes, for the draft budget "auto", and store it beside the model.
+
+    Those of its drafter's draft model are measured, too.
+    """
     _positive("--repeats", repeats)
+    model, drafter = llm["model"], llm.pop("drafter")
     spec = parse_model(model)
     if spec.random:
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
     chosen = drafter_of(LLMConfig(model=model, drafter=zoo.default_drafter(model) if drafter is None else drafter))
-    llm = LLM(model, dtype=dtype, device=device, exact=exact, threads=threads)
     with steps() as progress:
-        made, file = measure_costs(llm, chosen, progress, repeats=repeats)
+        made, file = measure_costs(LLM(**llm), chosen, progress, repeats=repeats)
     console = stdout()
     console.print(_cost_table({spec.label: made.table, **made.drafts}))
     console.print(f"written to {file}", markup=False)
 
 
 @app.command()
+@takes(llm=LLMConfig, only={"model", "dtype", "device", "exact", "kernels", "threads"}, **OPTIONS)
 def step(
-    model: ModelOption = DEFAULT_MODEL,
     rows: Annotated[str, typer.Option(metavar="N,N,..", help="Rows of a pass.")] = "1,2,4,8,16,32,64",
     context: Annotated[str, typer.Option(metavar="N,N,..", help="Committed tokens before the rows.")] = "256,1024",
     repeats: Annotated[int, typer.Option(help="Passes of each kind; medians are shown.")] = 30,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
-    exact: Annotated[bool, typer.Option("--exact", help="Measure the exact mode.")] = False,
-    kernels: KernelsOption = "auto",
-    threads: ThreadsOption = None,
-    out: OutOption = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
+    *,
+    llm: dict[str, Any],
 ) -> None:
-    """Time one target pass by number of rows and context, against the machine's read bandwidth."""
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "exact": exact, "threads": threads, "kernels": kernels}
+    """Time one target pass by number of rows and context, against the machine's read bandwidth.
+
+    The model may be a random one: random:LAYERSxWIDTHxFFxVOCAB, or with xHEADSxKVHEADS behind it.
+    """
+    model, device, mode = llm["model"], llm["device"], ", exact" if llm["exact"] else ""
     counts, contexts = numbers("--rows", rows), numbers("--context", context)
     _positive("--repeats", repeats)
     _check_out(out)
     with materialised(model) as folder:
-        llm = LLM(folder, **options)
-        _check_positions(llm, max(counts), max(contexts))
+        loaded = LLM(**{**llm, "model": folder})
+        _check_positions(loaded, max(counts), max(contexts))
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", repeats + 1) as progress:
-            costs = stepping.measure(llm.decoder, counts, contexts, repeats, progress)
-    computed = str(llm.decoder.dtype)
+            costs = stepping.measure(loaded.decoder, counts, contexts, repeats, progress)
+    computed = str(loaded.decoder.dtype)
     console, label = stdout(), parse_model(model).label
-    mode = ", exact" if exact else ""
-    console.print(f"{label}, {computed.removeprefix('torch.')}, kernels: {llm.kernels}{mode}")
+    console.print(f"{label}, {computed.removeprefix('torch.')}, kernels: {loaded.kernels}{mode}")
     console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     console.print(_step_table(costs, bandwidth))
@@ -127,8 +119,8 @@ def step(
         "command": "bench step",
         "model": label,
         "dtype": computed,
-        "exact": exact,
-        "kernels": llm.kernels,
+        "exact": llm["exact"],
+        "kernels": loaded.kernels,
         "machine": machine.describe(device),
         "read_bandwidth_bytes_per_s": bandwidth,
         "repeats": repeats,

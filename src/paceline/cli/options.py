@@ -36,6 +36,7 @@ def takes(
     defaults: Mapping[str, Any] | None = None,
     shown: Mapping[str, str] | None = None,
     without: Collection[str] = (),
+    only: Collection[str] = (),
     **configs: type,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace each parameter named in ``configs`` by flags for the fields of its dataclass.
@@ -44,12 +45,14 @@ def takes(
         defaults: other defaults than the dataclass has, by field (the help shows them).
         shown: words for the help in place of a default, by field.
         without: fields for which the command has no use: they get no flag.
+        only: the fields that get one; empty: all.
         configs: dataclasses by parameter; the command receives a dict of values in its place.
     """
     groups: dict[str, list[Flag]] = {}
     for parameter, config in configs.items():
         hints = get_type_hints(config)
         specs = [spec for spec in fields(config) if spec.metadata.get("cli", True) and spec.name not in without]
+        specs = [spec for spec in specs if not only or spec.name in only]
         groups[parameter] = [_flag(spec, hints[spec.name], defaults or {}, shown or {}) for spec in specs]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ from ..planning.plan import DRAFTERS, PlanRequest, rank
 from ..planning.throughput import Parallel, Precision
 from . import plan_view
 from .console import note
+from .options import takes
 from .session import counting
 
 app = typer.Typer(add_completion=False)
@@ -32,10 +33,14 @@ MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its 
 RUNNABLE = ("float32", "bfloat16", "int8")  # of weights: what this engine runs
 ASSUMED_BYTES = 8e9  # of memory, where the system does not tell
 STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
-Count = int | None
 
 
 @app.command()
+@takes(
+    question=PlanRequest,
+    parallel=Parallel,
+    without={"target", "machine", "draft", "precision", "parallel", "acceptance", "law"},
+)
 def plan(
     target: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)],
     machine: Annotated[
@@ -49,8 +54,6 @@ def plan(
             "store what the automatic draft budget begins with.",
         ),
     ] = False,
-    batch: Annotated[int, typer.Option(metavar="N", help="Sequences decoded at once.")] = 1,
-    context: Annotated[int, typer.Option(metavar="N", help="Tokens that each of them has.")] = 1024,
     draft: Annotated[
         str | None,
         typer.Option(
@@ -63,8 +66,6 @@ def plan(
         str | None,
         typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}. Default: bfloat16."),
     ] = None,
-    devices: Annotated[int, typer.Option(metavar="N", help="Devices that share every layer (tensor parallel).")] = 1,
-    stages: Annotated[int, typer.Option(metavar="N", help="Groups of them in a pipeline.")] = 1,
     tau: Annotated[
         list[str] | None,
         typer.Option(
@@ -73,22 +74,13 @@ def plan(
             "Repeat it.",
         ),
     ] = None,
-    window: Annotated[
-        Count,
-        typer.Option(
-            metavar="N",
-            help="Keys that sparse drafts see beside the sink. Default: those that the pair was measured with, else an "
-            "eighth of the context, 64 at least.",
-        ),
-    ] = None,
-    depth: Annotated[Count, typer.Option(metavar="N", help="Tokens of a draft. Default: the best of 1 to 8.")] = None,
-    width: Annotated[
-        Count, typer.Option(metavar="N", help="Chains of a draft. Default: the best of 1, 2 and 4.")
-    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw multipliers by batch and by context (.svg or .png).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    question: dict[str, Any],
+    parallel: dict[str, Any],
 ) -> None:
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
@@ -97,6 +89,7 @@ def plan(
     How often drafts are accepted is known of pairs that were measured, else assumed, and said; --tau takes your own.
     """
     shape = resolve(target)
+    devices, stages = parallel["tensor"], parallel["stages"]
     if devices < 1:
         raise ConfigError(f"--devices {devices}", "a model lies on one device at least", "give 1 or more")
     if measured:
@@ -107,19 +100,15 @@ def plan(
     asked = PlanRequest(
         target=shape,
         machine=machines.machine(machine or _no_machine(measured)),
-        batch=batch,
-        context=context,
         draft=_draft(target, draft),
         precision=precision,
-        parallel=Parallel(tensor=devices, stages=stages),
-        window=window,
-        depth=depth,
-        width=width,
+        parallel=Parallel(**parallel),
         acceptance=acceptance.given(named_values("--tau", tau or ()), DRAFTERS),
+        **question,
     )
     drafting = _draft_name(target, draft)
     names = plan_view.ModelNames(target=_runnable(target), draft=drafting and _runnable(drafting))
-    here, stored, question = None, None, asked
+    here, stored = None, None
     if measured:
         other = (drafting, asked.network(asked.drafting)) if drafting else None
         llm, network = _runnable_here(names.target, weights), asked.network(shape)
@@ -127,14 +116,12 @@ def plan(
             here = law.measure_law(llm, network, progress)
         stored = law.store_law(llm, network, here.law, other)
         own = here.law.machine(processor("cpu"), _memory(), "cpu")
-        question = replace(asked, machine=own, law=here.law)
-    ranked = rank(question)
+        asked = replace(asked, machine=own, law=here.law)
+    ranked = rank(asked)
     if plot is not None:
-        file = plan_view.draw(question, plot)
-    if as_json:
-        plan_view.print_json(question, ranked, names, here, stored)
-    else:
-        plan_view.show(question, ranked, names, here, stored)
+        file = plan_view.draw(asked, plot)
+    tell = plan_view.print_json if as_json else plan_view.show
+    tell(asked, ranked, names, here, stored)
     if plot is not None:
         note(f"drawn: {file}")
 

@@ -221,29 +221,26 @@ def _train(job: Job, stop_after: int | None, tensorboard: bool) -> None:
 
 
 @app.command()
+@takes(config=answering.AnswerConfig)
 def answers(
     target: Annotated[str, typer.Option(metavar="MODEL", help="The model that answers.")],
     data: Annotated[list[str], typer.Option(metavar="FILE", help="Prompts to answer; repeat it for several.")],
     out: Annotated[str, typer.Option(metavar="FILE.jsonl", help="Where the answers go; what is there is kept.")],
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
-    length: Annotated[int, typer.Option(min=8, help="Most tokens of prompt and answer together.")] = 384,
-    text_prompt: Annotated[int, typer.Option(min=1, help="Tokens of a text that are given.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the answers; 0: greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the choice of prompts, and of sampling.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 64,
+    *,
+    config: dict[str, Any],
 ) -> None:
     """Generate the target's answers to the data's prompts: the best training data for drafts."""
     from ..core.sampling import SamplingParams
     from ..llm import LLM
 
+    asked = answering.AnswerConfig(**config)
+    length, temperature = asked.piece, asked.temperature
     folder = resolve_folder(target)
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise CapabilityError(f"--target {target}", "its tokenizer has no end-of-text token", "name another target")
     encoder = Encoder(tokenizer, length)
-    config = answering.AnswerConfig(
-        limit=limit, text_prompt=text_prompt, piece=length, seed=seed, temperature=temperature
-    )
     path = _answer_file(out)
     llm = LLM(target, max_sequences=batch, max_model_len=length + 8)
 
@@ -261,7 +258,7 @@ def answers(
     for name in data:
         part = path if len(data) == 1 else path.with_name(f"{path.stem}.{Path(name).name.split('.')[0]}{path.suffix}")
         try:
-            count = answering.write(part, SourceSpec(file=name), encoder, config, answer, mark, batch * 8, note)
+            count = answering.write(part, SourceSpec(file=name), encoder, asked, answer, mark, batch * 8, note)
         except KeyboardInterrupt as stop:
             again = shlex.join(["paceline", *sys.argv[1:]])
             note(f"stopped; the answers in {part} are kept, go on: {again}")

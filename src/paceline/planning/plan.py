@@ -65,7 +65,7 @@ class PlanRequest:
 
     target: ModelSizes = option(help="the target's sizes")
     machine: Machine = option(help="one device")
-    batch: int = option(1, help="sequences at once, 1 or more", minimum=1, maximum=2**30)
+    batch: int = option(1, help="sequences decoded at once, 1 or more", minimum=1, maximum=2**30)
     context: int = option(1024, help="tokens that each sequence has", minimum=1)
     draft: ModelSizes | None = option(None, help="the draft model's sizes; none: half the target's layers and width")
     precision: Precision = field(default_factory=Precision)

@@ -50,7 +50,7 @@ class Parallel:
         ConfigError: less than one device or stage.
     """
 
-    tensor: int = option(1, help="devices that share every layer (tensor parallel)", minimum=1)
+    tensor: int = option(1, help="devices that share every layer (tensor parallel)", minimum=1, flag="--devices")
     stages: int = option(1, help="groups of devices, each with a part of the layers (pipeline parallel)", minimum=1)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ConfigError
+from ..core.options import check, option
 from .data import Encoder, SourceSpec, load_source, mark
 from .files import require_same, writing
 
@@ -31,15 +32,16 @@ _REPEAT = "name another --out, or repeat the first command's settings"
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """Which prompts are taken."""
+    """Which prompts are taken, and how they are answered."""
 
-    limit: int | None = None  # of a file; None: all
-    text_prompt: int = 64  # tokens of a piece of text that are given
-    piece: int = 384  # tokens of prompt and answer together
-    seed: int = 0  # of the choice, and of sampling
-    temperature: float = 0.0  # of the answers; 0: greedy
+    limit: int | None = option(None, help="prompts of each file", minimum=1)
+    piece: int = option(384, help="most tokens of prompt and answer together", minimum=8, flag="--length")
+    text_prompt: int = option(64, help="tokens of a text that are given", minimum=1)
+    temperature: float = option(0.0, help="of the answers; 0: greedy", minimum=0)
+    seed: int = option(0, help="of the choice of prompts, and of sampling")
 
     def __post_init__(self) -> None:
+        check(self)
         if not 0 < self.text_prompt < self.piece:
             raise ConfigError(
                 f"text_prompt={self.text_prompt}, pieces of {self.piece}",

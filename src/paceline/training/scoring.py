@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,34 +31,22 @@ from .network import Network
 ROWS = 1024  # whose logits are held at a time
 
 
-class Scorer(Protocol):
-    """Scores documents."""
-
-    def __call__(self, documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
-        """Of all tokens, one document after the other: [tokens, d_model] last states, before the final norm, and the
-        ``top`` likeliest tokens after each."""
-        ...
+# Scores documents: of all their tokens, one document after the other, [tokens, d_model] last states, before the final
+# norm, and the likeliest tokens after each, as many as are asked for.
+Scorer = Callable[[Sequence[np.ndarray], int], tuple[Tensor, TargetTop]]
+Products = Callable[[], AbstractContextManager[Any]]  # a context in which products are made
 
 
-class NetworkScorer:
-    """By the network that training runs.
-
-    Args:
-        target: frozen.
-        products: context in which products are made.
-    """
-
-    def __init__(self, target: Network, products: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.target, self.products = target, products
-
-    @torch.no_grad()
-    def __call__(self, documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
-        """As `Scorer`."""
-        batch = collate([[Example(tokens)] for tokens in documents], max(map(len, documents)))
-        batch = batch.to(self.target.head_weight.device)
-        with self.products():
-            states = last_states(self.target, batch)[batch.documents >= 0]
-            return states, likeliest(self.target, self.target.final(states), top)
+@torch.no_grad()
+def network_scores(
+    target: Network, products: Products, documents: Sequence[np.ndarray], top: int
+) -> tuple[Tensor, TargetTop]:
+    """As `Scorer`, by the frozen network that training runs."""
+    batch = collate([[Example(tokens)] for tokens in documents], max(map(len, documents)))
+    batch = batch.to(target.head_weight.device)
+    with products():
+        states = last_states(target, batch)[batch.documents >= 0]
+        return states, likeliest(target, target.final(states), top)
 
 
 class CompiledScorer:
@@ -97,9 +86,7 @@ class CompiledScorer:
         return self._pool
 
 
-def make_scorer(
-    folder: Path, target: Network, precision: str, products: Callable[[], AbstractContextManager[Any]]
-) -> Scorer:
+def make_scorer(folder: Path, target: Network, precision: str, products: Products) -> Scorer:
     """The faster of the two that computes in ``precision``.
 
     Args:
@@ -110,5 +97,5 @@ def make_scorer(
     """
     kind, device = torch.bfloat16, target.head_weight.device
     if precision != "bf16" or unsupported(read_config(folder), kind, device):
-        return NetworkScorer(target, products)
+        return partial(network_scores, target, products)
     return CompiledScorer(load_model(folder, attention=make_backend("sdpa", kind), dtype=kind, native=True))
