@@ -29,6 +29,7 @@ from paceline.bench.report.markdown import bullets, table, text
 from paceline.bench.report.terminal import figures_table
 from paceline.bench.summary import Row, Summary, overall_ratio
 from paceline.core.errors import ConfigError
+from paceline.core.options import written
 
 from .applications import with_plain
 from .filled import encoded
@@ -112,6 +113,11 @@ def measure(grid: Grid, options: Options, folder: Path) -> Report:
     if report.interrupted:
         raise KeyboardInterrupt
     return report
+
+
+def show(value: Any) -> str:
+    """A setting's value as a method's text has it."""
+    return f"{value:g}" if isinstance(value, float) else written(value)
 
 
 def apart(work: Callable[..., T], *arguments: Any) -> T:

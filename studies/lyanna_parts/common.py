@@ -8,9 +8,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+from kit.grid import show
 from kit.study import Options, Study, asked
 
-from paceline.bench.methods import show
 from paceline.bench.records import Method
 from paceline.core.errors import ConfigError
 from paceline.drafters.lyanna.model import LyannaShape, read_shape

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from kit.grid import show
 from kit.study import Options, Study, asked
 from numpy.typing import NDArray
 
-from paceline.bench.methods import parse_method, show
+from paceline.bench.methods import parse_method
 from paceline.bench.records import Method, Trial
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import ConfigError

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kit.grid import show
 from kit.study import Entry, Grid, Options, Study, asked
 
-from paceline.bench.methods import show
 from paceline.bench.records import Method
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters.streams import StreamsConfig

@@ -20,7 +20,7 @@ from .. import zoo
 from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..core.options import read, suggest, type_name, written
+from ..core.options import read, suggest, type_name
 from ..drafters import registry
 from ..rounds import AUTO, ROUNDS
 from .records import PLAIN, PLAIN_MODES, Method
@@ -131,11 +131,6 @@ def _value(name: str, text: str, asked: str) -> Any:
         return read(text, hint)
     except ValueError as error:
         raise ConfigError(asked, f"{text!r} is no value for {name}", f"{name} is {type_name(hint)}") from error
-
-
-def show(value: Any) -> str:
-    """A setting's value as a user writes it."""
-    return f"{value:g}" if isinstance(value, float) else written(value)
 
 
 def drafter_config(method: Method, answers: str | None = None) -> registry.DrafterConfig | None:

@@ -108,13 +108,13 @@ def step(
         _check_positions(loaded, max(counts), max(contexts))
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", repeats + 1) as progress:
-            costs = stepping.measure(loaded.decoder, counts, contexts, repeats, progress)
+            costs = stepping.measure(loaded.decoder, counts, contexts, bandwidth, repeats, progress)
     computed = str(loaded.decoder.dtype)
     console, label = stdout(), parse_model(model).label
     console.print(f"{label}, {computed.removeprefix('torch.')}, kernels: {loaded.kernels}{mode}")
     console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
-    console.print(_step_table(costs, bandwidth))
+    console.print(_step_table(costs))
     figures = {
         "command": "bench step",
         "model": label,
@@ -124,7 +124,7 @@ def step(
         "machine": machine.describe(device),
         "read_bandwidth_bytes_per_s": bandwidth,
         "repeats": repeats,
-        "rows": [c.as_dict(bandwidth) for c in costs],
+        "rows": costs,
     }
     _write(out, figures)
 
@@ -148,16 +148,16 @@ def _cost_table(tables: Mapping[str, CostTable]) -> Table:
     return figures_table(["a pass of", *(f"{name}, ms" for name in tables)], rows)
 
 
-def _step_table(costs: Sequence[stepping.StepCost], bandwidth: float) -> Table:
+def _step_table(costs: Sequence[Mapping[str, float]]) -> Table:
     """One line a row count and context."""
-    one = {c.context: c.step_ms for c in costs if c.rows == 1}
+    one = {c["context"]: c["step_ms"] for c in costs if c["rows"] == 1}
     head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share | linear ms | linear share"
     line = (
         "{context} | {rows} | {step_ms:.2f} | {low_ms:.2f}-{high_ms:.2f} | {of_one} | {weights_gb_per_s:.1f} | "
         "{share_of_bandwidth:.0%} | {linear_ms:.2f} | {linear_share_of_bandwidth:.0%}"
     )
-    ratios = [f"{c.step_ms / one[c.context]:.2f}" if c.context in one else "" for c in costs]
-    rows = [line.format(**c.as_dict(bandwidth), of_one=r).split(" | ") for c, r in zip(costs, ratios, strict=True)]
+    ratios = [f"{c['step_ms'] / one[c['context']]:.2f}" if c["context"] in one else "" for c in costs]
+    rows = [line.format(**c, of_one=r).split(" | ") for c, r in zip(costs, ratios, strict=True)]
     return figures_table(head.split(" | "), rows, words=0)
 
 

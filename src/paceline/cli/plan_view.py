@@ -205,17 +205,9 @@ def _shape(q: PlanRequest, made: RankedDrafter) -> str:
     return "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)])
 
 
-def _streams(names: ModelNames) -> str | None:
-    """The zoo's set of streams for the target."""
-    own = parse_model(names.target or "").name
-    return next((entry.name for entry in zoo.available() if entry.role == "streams" and entry.target == own), None)
-
-
-def _spire(names: ModelNames) -> str | None:
-    """The zoo's SPIRe draft for the target."""
-    own = parse_model(names.target or "").name
-    heads = (entry for entry in zoo.available() if entry.role == "head" and entry.target == own)
-    return next((entry.name for entry in heads if (entry.path / "spire.json").is_file()), None)
+def trained(kind: str) -> Callable[[ModelNames], str | None]:
+    """The zoo's weights of a kind of drafter for the target."""
+    return lambda names: zoo.weights(kind, parse_model(names.target or "").name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,12 +225,12 @@ HOW = {
     ),
     "streams": DrafterCommand(
         options=lambda q, made: "chain=true",
-        weights=_streams,
+        weights=trained("streams"),
         advice="train a set of streams first (paceline train streams)",
     ),
     "spire": DrafterCommand(
         options=lambda q, made: f"depth={made.depth}",
-        weights=_spire,
+        weights=trained("spire"),
         advice="train a draft first (paceline train spire)",
     ),
     "draft_model": DrafterCommand(

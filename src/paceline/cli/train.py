@@ -69,6 +69,9 @@ class RowConfig:
     final_length: int | None = option(None, help="tokens a row in the last part of the run, as many tokens a step")
     final_share: float = option(0.25, help="how much of the run that part is, above 0 and below 1", above=0, below=1)
     prompt_weight: float = option(0.0, help="weight of prompt tokens in the loss")
+    cache: str | None = option(
+        None, help="folder for the target's likeliest tokens: scored once, read by later runs (with --top)"
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -83,15 +86,6 @@ class RowConfig:
             dataclasses.replace(first, until=1 - self.final_share),
             Phase(until=1.0, rows=rows, length=self.final_length),
         ]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CachedRowConfig(RowConfig):
-    """The same of a kind that can learn from what the target says on disk."""
-
-    cache: str | None = option(
-        None, help="folder for the target's likeliest tokens: scored once, read by later runs (with --top)"
-    )
 
 
 Target = Annotated[
@@ -115,10 +109,9 @@ EventFile = Annotated[bool, typer.Option(help="Write a TensorBoard log beside lo
 
 def _command(name: str, kind: RecipeKind) -> None:
     """Register the command of a kind, with its options as flags."""
-    layouts = CachedRowConfig if kind.cached else RowConfig
 
     @app.command(name=name, help=kind.about)
-    @takes(options=kind.Options, config=TrainConfig, layout=layouts)
+    @takes(options=kind.Options, config=TrainConfig, layout=RowConfig, without=() if kind.cached else ("cache",))
     def command(
         data: Data,
         out: Out,
@@ -132,8 +125,7 @@ def _command(name: str, kind: RecipeKind) -> None:
         config: dict[str, Any],
         layout: dict[str, Any],
     ) -> None:
-        rows = layouts(**_given(layout))
-        cached = rows if isinstance(rows, CachedRowConfig) else CachedRowConfig()
+        rows = RowConfig(**_given(layout))
         job = Job(
             kind=name,
             options=_given(options),
@@ -142,7 +134,7 @@ def _command(name: str, kind: RecipeKind) -> None:
             sources=[_source(text) for text in data],
             held_out=[_source(text) for text in held_out or []],
             prompt_weight=rows.prompt_weight,
-            **_places(out, target, init, cached.cache),
+            **_places(out, target, init, rows.cache),
         )
         _train(job, stop_after, tensorboard)
 

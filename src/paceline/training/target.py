@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .registry import BuildContext
 
 
+CHUNK = 1024  # rows of logits held at a time
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A Llama-family network."""
@@ -85,7 +88,6 @@ class TargetRecipe:
         network: what is trained.
         config: its config.json.
         held_out: batches by domain, for the evaluation.
-        chunk: rows of logits held at a time.
     """
 
     name = "target"
@@ -95,9 +97,8 @@ class TargetRecipe:
         network: Network,
         config: Mapping[str, Any],
         held_out: Mapping[str, Sequence[TokenBatch]] | None = None,
-        chunk: int = 1024,
     ) -> None:
-        self.module, self.config, self.held_out, self.chunk = network, dict(config), held_out or {}, chunk
+        self.module, self.config, self.held_out = network, dict(config), held_out or {}
 
     def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
         """Mean cross-entropy of the next token (nats), over the rows that carry weight."""
@@ -107,7 +108,7 @@ class TargetRecipe:
         hidden = self.module(batch)  # [B, T, d_model]
         rows = batch.weights > 0
         weights = batch.weights[rows]
-        return cross_entropy(hidden[rows], self.module.head_weight, batch.targets[rows], weights, chunk_rows=self.chunk)
+        return cross_entropy(hidden[rows], self.module.head_weight, batch.targets[rows], weights, chunk_rows=CHUNK)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Loss by domain, in nats a token."""
