@@ -71,6 +71,17 @@ def test_numbers_are_those_that_were_packed(form: str, scale: torch.dtype, tmp_p
             assert tensor.nbytes == rows.rows.nbytes
 
 
+def test_outputs_are_unpacked_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for form in FORMS:
+        folder = write(tmp_path / form, form)
+        tensors = [tensor for _, tensor in read_layout(folder, read_config(folder)).pieces if "_proj" in tensor.name]
+        whole = [(tensor.values(), tensor.stored().rows) for tensor in tensors]
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.network.group_quant._AT_ONCE", 24 * 256)
+            parts = [(tensor.values(), tensor.stored().rows) for tensor in tensors]
+        assert all(torch.equal(a[0], b[0]) and (a[1] == b[1]).all() for a, b in zip(whole, parts, strict=True))
+
+
 @EACH
 def test_plain_dtypes_are_those_of_the_numbers(form: str, tmp_path: Path) -> None:
     folder = write(tmp_path, form)
@@ -176,7 +187,7 @@ def refused(folder: Path, message: str, dtype: str = "float32") -> None:
         ("gptq", {"bits": 3}, "bits = 3"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format = True"),
-        ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "two formats"),
+        ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "checkpoint_format.*more than once"),
         ("gptq", {"pack_dtype": "int64"}, "pack_dtype = 'int64'"),
         ("gptq", {"desc_act": "yes"}, "desc_act = 'yes'"),
         ("gptq", {"sym": True}, "qzeros.*a zero is not 8"),
@@ -184,7 +195,6 @@ def refused(folder: Path, message: str, dtype: str = "float32") -> None:
         ("gptq_order", {"desc_act": False}, "g_idx.*does not say desc_act"),
         ("compressed", {"format": "nvfp4-pack-quantized"}, "format = 'nvfp4-pack-quantized'"),
         ("compressed", {"format": None}, "format = None"),
-        ("compressed", {"quantization_status": "frozen"}, "quantization_status = 'frozen'"),
         ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ("compressed", {"transform_config": {"config_groups": {}}}, "transform_config"),
         ("compressed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
@@ -274,6 +284,21 @@ def test_other_tensors_are_refused(form: str, change: Callable[[Tensors], None],
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
     refused(folder, message)
+
+
+def test_linears_with_biases(tmp_path: Path) -> None:
+    folder = write(tmp_path, "gptq")
+    generator = torch.Generator().manual_seed(1)
+    biases = {
+        f"model.layers.{layer}.self_attn.{name}_proj.bias": torch.randn(rows, generator=generator)
+        for layer in range(2)
+        for name, rows in (("q", 256), ("k", 128), ("v", 128))
+    }
+    for place in (folder, folder / "plain"):
+        save_file(load_file(place / "model.safetensors") | biases, place / "model.safetensors")
+        said = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps(said | {"model_type": "qwen2"}))
+    assert torch.equal(logits(load(folder, "float32", native=False)), logits(load(folder / "plain", native=False)))
 
 
 def test_zero_biases_of_old_writers_are_none(tmp_path: Path) -> None:

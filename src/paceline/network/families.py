@@ -14,7 +14,7 @@ from ..attention.rope import RopeConfig
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from .config_fields import Fields, Json, bad, check_integer, token_ids
-from .group_quant import GroupQuant, read_group_quant
+from .quant_config import GroupQuant, read_group_quant
 from .rotations import Rope, read_layered_ropes, read_rope
 
 MAX_HEAD_DIM = 2**16

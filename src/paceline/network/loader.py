@@ -78,7 +78,8 @@ def load_model(
     kind, quant = parse_dtype(dtype, config)
     layout = read_layout(folder, config)
     if quant == "stored" and not is_gguf(folder) and config.quantised is None:
-        raise ConfigError("dtype='stored'", f"{folder} has no weights in blocks", "name a GGUF file, or leave it out")
+        wrong = f"{folder} has no weights in blocks"
+        raise ConfigError("dtype='stored'", wrong, "name a GGUF file or a checkpoint in 4 bits, or leave it out")
     if layers is not None:
         layout, config = _part(layout, layers, words), config.part(*layers, words)
     blocks = layout.blocks(config) if quant == "stored" else None
