@@ -96,9 +96,9 @@ def our_speed(llm: LLM) -> dict[str, float]:
     return {"prompt": PROMPT / prompt, "decode": NEW / (time.perf_counter() - began)}
 
 
-def load(file: Path, dtype: str) -> dict[str, float]:
+def load(model: str, dtype: str) -> dict[str, float]:
     """Seconds from the imports' end to the first token, and megabytes above what the process had by then."""
-    said = subprocess.run([sys.executable, "-c", OURS, str(file), dtype], capture_output=True, text=True, check=True)
+    said = subprocess.run([sys.executable, "-c", OURS, model, dtype], capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(said.stdout.splitlines()[-1])
     return found
 
@@ -117,14 +117,15 @@ def llama_load(file: Path) -> dict[str, float]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("model", help="a GGUF file; beside another model llama.cpp is not run")
     parser.add_argument("--text", type=Path, help="measure perplexity over it")
     parser.add_argument("--tokens", type=int, default=20480, help="of the text")
     parser.add_argument("--rounds", type=int, default=5, help="of speed; 0: none")
     parser.add_argument("--dtype", default="auto", help="of ours")
     asked = parser.parse_args()
-    llm = LLM(str(asked.file), dtype=asked.dtype, threads=THREADS, max_model_len=1024, drafter="none")
-    print(f"{asked.file.name}, dtype {asked.dtype}: {asked.file.stat().st_size / 1e6:.0f} MB")
+    file = Path(asked.model) if asked.model.endswith(".gguf") else None
+    llm = LLM(asked.model, dtype=asked.dtype, threads=THREADS, max_model_len=1024, drafter="none")
+    print(f"{asked.model}, dtype {asked.dtype}: {llm.decoder.pass_bytes / 1e6:.0f} MB of weights in a pass")
     if asked.text is not None:
         # Of words that are special tokens llama-perplexity makes text.
         text = asked.text.read_text(encoding="utf-8").replace("<unk>", "unk")
@@ -133,22 +134,28 @@ def main() -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as cleaned:
             cleaned.write(text)
             cleaned.flush()
-            ours, theirs = perplexity(llm, ids), llama_perplexity(asked.file, Path(cleaned.name), pieces)
-        print(f"perplexity of {pieces * PIECE} tokens: {ours:.4f}, llama.cpp {theirs:.4f}: {ours / theirs - 1:+.2%}")
+            theirs = llama_perplexity(file, Path(cleaned.name), pieces) if file else None
+        ours = perplexity(llm, ids)
+        beside = "" if theirs is None else f", llama.cpp {theirs:.4f}: {ours / theirs - 1:+.2%}"
+        print(f"perplexity of {pieces * PIECE} tokens: {ours:.4f}{beside}")
     if asked.rounds:
         our_speed(llm)  # what is made at first use
-        rounds = [(our_speed(llm), llama_speed(asked.file)) for _ in range(asked.rounds)]
+        speeds = [(our_speed(llm), llama_speed(file) if file else None) for _ in range(asked.rounds)]
         for what in ("decode", "prompt"):
-            ours, theirs = (statistics.median(pair[i][what] for pair in rounds) for i in (0, 1))
-            ratio = statistics.median(mine[what] / other[what] for mine, other in rounds)
-            print(f"{what}: {ours:.1f} tokens/s, llama.cpp {theirs:.1f}: {ratio:.2f}")
-        loads = [(load(asked.file, asked.dtype), llama_load(asked.file)) for _ in range(asked.rounds)]
-        for what, text in (
-            ("first", "seconds to the first token, {:.2f} of imports before"),
-            ("mb", "megabytes at most"),
-        ):
-            ours, theirs = (statistics.median(pair[i][what] for pair in loads) for i in (0, 1))
-            print(f"{ours:.2f} {text.format(loads[0][0]['imports'])}, llama.cpp {theirs:.2f}")
+            print(f"{what}: {compared(speeds, what)} tokens/s")
+        loads = [(load(asked.model, asked.dtype), llama_load(file) if file else None) for _ in range(asked.rounds)]
+        print(f"to the first token, {loads[0][0]['imports']:.2f} s of imports before: {compared(loads, 'first')} s")
+        print(f"at most {compared(loads, 'mb')} MB")
+
+
+def compared(pairs: list[tuple[dict[str, float], dict[str, float] | None]], what: str) -> str:
+    """Medians of ours and theirs, and the median of their ratios."""
+    ours = statistics.median(mine[what] for mine, _ in pairs)
+    beside = [(mine[what], other[what]) for mine, other in pairs if other is not None]
+    if not beside:
+        return f"{ours:.2f}"
+    theirs, ratio = statistics.median(b for _, b in beside), statistics.median(a / b for a, b in beside)
+    return f"{ours:.2f}, llama.cpp {theirs:.2f} (ratio {ratio:.2f})"
 
 
 if __name__ == "__main__":
