@@ -33,9 +33,10 @@ class Arena:
         if self._used + size > len(self._piece):
             self._piece, self._used = _piece(max(size, self._next)), 0
             self._next = min(2 * self._next, LARGEST)
-        tensor = self._piece[self._used : self._used + size].view(dtype)
+        own = self._piece[self._used : self._used + size]
+        own[::PAGE] = 0  # one thread has the pages made: two that write to new pages at once take three times as long
         self._used += -(-size // 64) * 64
-        return tensor
+        return own.view(dtype)
 
 
 def give_back() -> None:
@@ -54,6 +55,4 @@ def _piece(size: int) -> Tensor:
             memory.madvise(mmap.MADV_HUGEPAGE)
     piece = torch.frombuffer(memory, dtype=torch.uint8)  # holds the mapping
     begin = -piece.data_ptr() % PAGE
-    piece = piece[begin : begin + whole]
-    piece[::PAGE] = 0  # one thread has the pages made: two that write to new pages at once take three times as long
-    return piece
+    return piece[begin : begin + whole]
