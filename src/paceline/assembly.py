@@ -55,7 +55,7 @@ from .network.streams import CONFIG_FILE
 from .planning import machines
 from .planning.costs import predicted_points
 from .planning.models import shape_of
-from .planning.throughput import Network, Precision
+from .planning.throughput import Precision, ServedModel
 from .rounds import make_round, parse_round, round_of
 from .rounds.base import Origin, Place
 from .rounds.pipeline import PipelineConfig
@@ -401,7 +401,7 @@ def _predicted(machine: str, target: LoadedModel) -> CostTable:
     """The planner's costs of this target on a machine that has a name."""
     decoder = target.decoder
     stored = Precision(weight_bytes=decoder.weight_bytes, kv_bytes=decoder.dtype.itemsize)
-    network = Network(shape=shape_of(decoder.config), precision=stored)
+    network = ServedModel(shape=shape_of(decoder.config), precision=stored)
     points = predicted_points(network, machines.machine(machine))
     return CostTable(**points, source=f"predicted by the planner for {machine}")
 

@@ -114,7 +114,7 @@ class LLMConfig:
         if self.pipeline is not None:
             object.__setattr__(self, "round", self._piped(parse_split(self.pipeline).stages))
         chosen = parse_budget(self.budget)
-        off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.never_drafts)
+        off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.size == 0)
         if not off and self.drafter is None:
             asked = f"budget={shown(self.budget)} without a drafter"
             raise ConfigError(asked, "there is no drafter", "name one: drafter='ngram'")

@@ -9,7 +9,7 @@ from paceline.drafters.streams.recipe import StreamRecipe
 from paceline.network.streams import StreamSet
 from paceline.training.ahead import Aims
 from paceline.training.data import TokenBatch
-from paceline.training.multistream import Carriers, choose_carriers, sees_streams, stream_pass
+from paceline.training.multistream import CarrierRows, choose_carriers, sees_streams, stream_pass
 from paceline.training.network import Network, attend
 
 
@@ -17,7 +17,7 @@ def eager_streams(
     network: Network,
     trained: StreamSet,
     batch: TokenBatch,
-    carriers: Carriers,
+    carriers: CarrierRows,
     most: int | None = None,
     before: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def eager_streams(
     return network.final(rows[0]), network.final(rows[1]).unflatten(0, (-1, gamma))
 
 
-def _dense_mask(batch: TokenBatch, carriers: Carriers, gamma: int, shared: bool) -> Tensor:
+def _dense_mask(batch: TokenBatch, carriers: CarrierRows, gamma: int, shared: bool) -> Tensor:
     """[rows, rows] bool over B * T main rows and R * gamma stream rows."""
     row = torch.arange(batch.tokens.numel(), device=batch.tokens.device) // batch.tokens.shape[1]
     document = row * (batch.documents.max() + 2) + batch.documents.flatten() + 1  # one number a document of a row
@@ -76,7 +76,7 @@ def _dense_mask(batch: TokenBatch, carriers: Carriers, gamma: int, shared: bool)
     return on_main | (on_streams if shared else on_streams & (step > 0)[:, None])
 
 
-def _few(q: Tensor, k: Tensor, mask: Tensor, carriers: Carriers, count: int, most: int) -> Tensor:
+def _few(q: Tensor, k: Tensor, mask: Tensor, carriers: CarrierRows, count: int, most: int) -> Tensor:
     """[rows, rows] bool: ``mask``, streams without the main keys that their carriers' weights do not choose."""
     rows, size = carriers.index, len(mask)
     heads = [x.repeat_interleave(q.shape[1] // x.shape[1], 1).detach() for x in (q, k)]

@@ -9,10 +9,10 @@ import math
 from dataclasses import replace
 
 from paceline.engine.costs import CostTable
-from paceline.planning.throughput import Cost, Network, RoundCost, Speculation, first_that, pass_cost, round_of
+from paceline.planning.throughput import Cost, RoundCost, ServedModel, Speculation, first_that, pass_cost, round_of
 
 
-def paper_cost(network: Network, batch: int, context: float, rows: int) -> Cost:
+def paper_cost(network: ServedModel, batch: int, context: float, rows: int) -> Cost:
     """What a pass computes and reads as the paper counts: without the LM head and the arithmetic of attention."""
     headless = replace(network, shape=replace(network.shape, vocab_size=0))
     return replace(pass_cost(headless, batch, context, rows), attention=0.0)
@@ -23,7 +23,7 @@ def round_cost(speculation: Speculation, batch: int, context: float, hoi: float)
     return round_of(speculation, lambda n, rows: paper_cost(n, batch, context, rows).forward(hoi))
 
 
-def critical_context(network: Network, hoi: float, rows: int) -> int | None:
+def critical_context(network: ServedModel, hoi: float, rows: int) -> int | None:
     """L_crit of section 4 and figure 3: the longest context for which some batch makes a pass compute-bound.
 
     The paper gives it as a power of two (`power_of_two`). None: at any context (a sparse view, or windows). 0: at no
@@ -38,7 +38,7 @@ def critical_context(network: Network, hoi: float, rows: int) -> int | None:
     return None if beyond is None else beyond - 1
 
 
-def critical_batch(network: Network, context: float, hoi: float, rows: int) -> int | None:
+def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) -> int | None:
     """B_crit of section 4 and figure 3: the smallest batch for which a pass is compute-bound; None: there is none."""
     return first_that(lambda batch: paper_cost(network, batch, context, rows).intensity >= hoi)
 

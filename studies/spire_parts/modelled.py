@@ -17,7 +17,7 @@ from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.planning import models
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import Network, Speculation
+from paceline.planning.throughput import ServedModel, Speculation
 from spire_parts import law
 from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, SpireFlags, study
 
@@ -43,7 +43,9 @@ def multiplier(target: ModelSizes, draft: str, batch: int, context: int, window:
     """The throughput multiplier of section 2 of one of the three drafts."""
     shapes = {VANILLA: target.halved(), MAGICDEC: target, SPIRE: target.last_layers(target.num_layers // 4)}
     keys = None if draft == VANILLA else window
-    spoken = Speculation(target=Network(shape=target), draft=Network(shape=shapes[draft], keys=keys), depth=DEPTH)
+    spoken = Speculation(
+        target=ServedModel(shape=target), draft=ServedModel(shape=shapes[draft], keys=keys), depth=DEPTH
+    )
     return law.round_cost(spoken, batch, context, hoi).multiplier(TAUS[draft])
 
 
@@ -125,7 +127,7 @@ def figure_3(ask: SpireFlags) -> Iterator[Table | None]:
     rows, panels, values = [], [], {}
     batches = [4**n for n in range(7)]
     for name in ("spire-8-layer", "llama-3-70b"):
-        network = Network(shape=target_of(name))
+        network = ServedModel(shape=target_of(name))
         longest = law.critical_context(network, hoi, DEPTH + 1)
         if not longest:
             raise ConfigError(f"--hoi {hoi:g}", f"no context makes {name} compute-bound", "give less, such as 400")

@@ -33,7 +33,7 @@ from paceline.network.loader import resolve_folder
 from paceline.planning.costs import ROWS, cost_points
 from paceline.planning.measured import errors, median_error
 from paceline.planning.models import read_shape, shape_of
-from paceline.planning.throughput import Network, Precision
+from paceline.planning.throughput import Precision, ServedModel
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,
@@ -63,14 +63,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def network_of(llm: LLM) -> Network:
+def network_of(llm: LLM) -> ServedModel:
     """The target's sizes, as it is stored."""
     decoder = llm.decoder
     stored = Precision(weight_bytes=1.0 if decoder.quant else decoder.dtype.itemsize, kv_bytes=decoder.dtype.itemsize)
-    return Network(shape=shape_of(decoder.config), precision=stored)
+    return ServedModel(shape=shape_of(decoder.config), precision=stored)
 
 
-def draft_of(ask: SpireFlags, name: str, target: Network) -> Network:
+def draft_of(ask: SpireFlags, name: str, target: ServedModel) -> ServedModel:
     """What a draft's passes are of."""
     if name == MAGICDEC:
         return replace(target, keys=ask.window + 1)
@@ -233,7 +233,9 @@ def _at_once(method: Method, dtype: str) -> Method:
     return replace(method, dtype=dtype, settings={**method.settings, "max_batch_rows": MOST_ROWS})
 
 
-def predicted_cells(found: Sequence[JudgedCell], law: MeasuredLaw, networks: Mapping[str, Network]) -> list[JudgedCell]:
+def predicted_cells(
+    found: Sequence[JudgedCell], law: MeasuredLaw, networks: Mapping[str, ServedModel]
+) -> list[JudgedCell]:
     """With what the law says of a step: its passes, and the engine's own work, which two plain cells tell."""
     target, host, made = networks[PLAIN], host_work(found, law, networks[PLAIN]), []
     fitted = {one.place for one in ends_of(found)}
@@ -254,7 +256,7 @@ def ends_of(found: Sequence[JudgedCell]) -> list[JudgedCell]:
     return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
 
 
-def host_work(found: Sequence[JudgedCell], law: MeasuredLaw, target: Network) -> tuple[float, float]:
+def host_work(found: Sequence[JudgedCell], law: MeasuredLaw, target: ServedModel) -> tuple[float, float]:
     """Seconds of a step beside its passes, and those that each sequence adds."""
     ends = ends_of(found)
     beside = [one.seconds - law.law.seconds(target, one.batch, one.context) for one in ends]

@@ -21,7 +21,7 @@ from paceline.cli.plan import resolve
 from paceline.drafters import registry
 from paceline.planning.measured import PassLaw, TimedPass
 from paceline.planning.plan import DRAFTERS, PLAIN
-from paceline.planning.throughput import Network
+from paceline.planning.throughput import ServedModel
 
 LARGE = ("--target", "llama-3-70b", "--machine", "h100", "--batch", "64", "--context", "65536")
 SMALL = ("--target", "paceline-small", "--machine", "cpu", "--context", "256")
@@ -156,7 +156,7 @@ def test_this_machine_is_measured_and_its_costs_are_kept(
 def test_the_law_and_its_errors_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     law = PassLaw(host=1e-3, row=1e-5, weight=1e-10, hoi=16.0, kv=0.0, attention=0.0)
-    network = Network(shape=resolve("paceline-small"))
+    network = ServedModel(shape=resolve("paceline-small"))
     passes = [
         TimedPass(network=network, batch=1, context=9, rows=rows, seconds=law.seconds(network, 1, 9, rows) * off)
         for rows, off in ((1, 1.0), (2, 1.0), (4, 1.25))

@@ -23,7 +23,7 @@ from paceline.core.request import (
 )
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.stats import SpecStats
-from paceline.engine.tokens import Texts
+from paceline.engine.tokens import TokenizerTexts
 
 EOS = 0
 ZOO_MODEL = Path(__file__).parents[2] / "zoo" / "paceline-small"
@@ -271,7 +271,7 @@ class TestStreaming:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(ZOO_MODEL))
-        stream = Texts(tokenizer).stream((), True)
+        stream = TokenizerTexts(tokenizer).stream((), True)
         text = "The café is open 🙂 until midnight. Then it closes."
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert len(ids) > 10

@@ -24,7 +24,7 @@ from paceline.core.tree import TokenTree
 from paceline.drafters.base import DrafterSpec
 from paceline.engine import calibration
 from paceline.engine.auto import EXPLORE, FIRST_ROWS, LISTEN_EVERY, PLAIN_EVERY, AutoBudget
-from paceline.engine.budget import AUTO, FixedBudget, StepRecord, TableBudget, parse_budget
+from paceline.engine.budget import AUTO, FixedBudget, StepRecord, parse_budget
 from paceline.engine.calibration import Calibration, Fingerprint
 from paceline.engine.chances import Chances, TextChances, judge_all, weigh_all
 from paceline.engine.costs import CostTable, DraftCosts, StepCosts, bucket, interpolate
@@ -64,10 +64,7 @@ def gain(world: World, batch: int, steps: int, cap: int = 8) -> float:
 )
 def test_forms(value: Any, wanted: Any) -> None:
     found = parse_budget(value)
-    if isinstance(found, FixedBudget):
-        assert found.size == wanted
-    else:
-        assert (found.entries if isinstance(found, TableBudget) else found) == wanted
+    assert (found.size if isinstance(found, FixedBudget) else found) == wanted
 
 
 @pytest.mark.parametrize(
@@ -82,12 +79,12 @@ def test_bad_input_is_refused(value: Any) -> None:
 
 def test_a_table_takes_the_entry_below() -> None:
     table = parse_budget("1:8,4:4,16:0")
-    assert isinstance(table, TableBudget)
+    assert isinstance(table, FixedBudget)
     assert [table.size_at(b) for b in (1, 3, 4, 15, 16, 99)] == [8, 8, 4, 4, 0, 0]
     assert table.plan([None, None], 5) == [4, 4]  # type: ignore[list-item]
     assert table.reason() is None and not table.never_drafts
     off = parse_budget("1:0,8:0")
-    assert isinstance(off, TableBudget) and off.never_drafts and "every batch size" in str(off.reason())
+    assert isinstance(off, FixedBudget) and off.never_drafts and "every batch size" in str(off.reason())
 
 
 def test_a_table_drives_the_engine() -> None:

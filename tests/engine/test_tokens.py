@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kits.byte_tokens import BYTES_VOCAB, SPECIAL, byte_id, byte_ids, byte_tokenizer, piece_id
 
 from paceline.core.errors import ConfigError
-from paceline.engine.tokens import Texts, chat_ids, encode, texts_of
+from paceline.engine.tokens import TokenizerTexts, chat_ids, encode, texts_of
 from paceline.network.loader import load_tokenizer
 
 ZOO_MODEL = Path(__file__).parents[2] / "zoo" / "paceline-small"
@@ -27,7 +27,7 @@ def zoo() -> Any:
 
 def said(tokenizer: Any, ids: Sequence[int], prompt: Sequence[int] = (), skip: bool = True) -> str:
     """The text of an answer that came token by token."""
-    stream = Texts(tokenizer).stream(prompt, skip)
+    stream = TokenizerTexts(tokenizer).stream(prompt, skip)
     return "".join(stream.push(i) for i in ids) + stream.end()
 
 
@@ -89,7 +89,7 @@ def test_what_stays_incomplete_is_said_at_the_end():
 
 
 def test_bytes_that_never_make_a_character_are_not_held_for_ever():
-    stream = Texts(byte_tokenizer()).stream([], True)
+    stream = TokenizerTexts(byte_tokenizer()).stream([], True)
     pieces = [stream.push(byte_id(0xFF)) for _ in range(50)]
     assert pieces.count("") == 3 and "".join(pieces) + stream.end() == BROKEN * 50
 
@@ -117,7 +117,7 @@ def test_special_tokens_do_not_swallow_a_space():
 
 
 def test_the_text_of_single_tokens():
-    text = Texts(byte_tokenizer()).token
+    text = TokenizerTexts(byte_tokenizer()).token
     assert [text(piece_id(p)) for p in ("▁the", "ing", "é", "▁")] == [" the", "ing", "é", " "]
     assert (text(byte_id(0xF0)), text(byte_id(0x41)), text(SPECIAL.index("</s>"))) == (BROKEN, "A", "</s>")
 

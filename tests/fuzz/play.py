@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import SequenceView
 from paceline.engine.auto import AutoBudget
-from paceline.engine.budget import DraftBudget, FixedBudget, StepRecord, TableBudget
+from paceline.engine.budget import DraftBudget, FixedBudget, StepRecord
 from paceline.engine.costs import CostTable
 from paceline.engine.engine import Engine, LiveRequest
 from paceline.rounds.verification import DEFAULT_VERIFIER
@@ -175,7 +175,7 @@ def _set_budget(engine: Engine, case: Case) -> None:
         budget = TimelessBudget.of(drafter.spec, table)
         budget.times = random.Random(case.seed)
     elif case.budget == "table":
-        budget = TableBudget(entries=((1, 8), (2, 5), (4, 0), (6, 2)))
+        budget = FixedBudget(size=((1, 8), (2, 5), (4, 0), (6, 2)))
     else:
         budget = FixedBudget(size=int(case.budget))
     engine.budget = engine.scheduler.budget = budget

@@ -15,19 +15,19 @@ from paceline.planning import models
 from paceline.planning.costs import cost_points, predicted_points
 from paceline.planning.machines import machine
 from paceline.planning.measured import PassLaw, TimedPass, errors, fit, median_error
-from paceline.planning.throughput import Network, pass_seconds
+from paceline.planning.throughput import ServedModel, pass_seconds
 
 TRUE = PassLaw(host=4e-4, row=3e-5, weight=1 / 30e9, hoi=2 ** (14 / 4), kv=1 / 12e9, attention=1 / 40e9)
 
 
-def small() -> Network:
+def small() -> ServedModel:
     """The embedded target."""
     folder = zoo.find("paceline-small")
     assert folder is not None
-    return Network(shape=models.read_shape(folder))
+    return ServedModel(shape=models.read_shape(folder))
 
 
-def timed(law: PassLaw, network: Network, sizes: tuple[tuple[int, int, int, bool], ...]) -> list[TimedPass]:
+def timed(law: PassLaw, network: ServedModel, sizes: tuple[tuple[int, int, int, bool], ...]) -> list[TimedPass]:
     quarter = replace(network, shape=network.shape.last_layers(network.shape.num_layers // 4))
     made = []
     for batch, context, rows, part in sizes:

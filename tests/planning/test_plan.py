@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.planning import acceptance, machines, models, plan, throughput
 from paceline.planning.acceptance import Acceptance
 from paceline.planning.plan import PlanRequest, RankedDrafter
-from paceline.planning.throughput import Network, Parallel, Precision
+from paceline.planning.throughput import Parallel, Precision, ServedModel
 
 
 def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) -> PlanRequest:
@@ -153,7 +153,7 @@ def test_a_measured_pair_takes_its_own_tau_draft_and_window() -> None:
         assert found[name].tau == pytest.approx(dict(stored[name]["tau"])[1984])
     config = json.loads((zoo.find("paceline-small-spire") / "spire.json").read_text("utf-8"))
     assert (stored["spire"]["layers"], stored["spire"]["window"]) == (config["layers"], config["window"])
-    own = Network(shape=asked.target.last_layers(config["layers"]), keys=config["window"] + 1)
+    own = ServedModel(shape=asked.target.last_layers(config["layers"]), keys=config["window"] + 1)
     each = throughput.pass_seconds(own, asked.machine, 64, 1984)
     assert found["spire"].round.draft == pytest.approx(4 * each)
     assert "sparse draft of 65 keys" in found["magicdec"].reason

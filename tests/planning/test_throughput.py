@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline.planning import machines, models, throughput
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import Cost, Network, Parallel, Precision, RoundCost, Speculation
+from paceline.planning.throughput import Cost, Parallel, Precision, RoundCost, ServedModel, Speculation
 
 HOI = 400.0
 
@@ -27,7 +27,7 @@ SMALL, LARGE = shape("spire-8-layer"), shape("llama-3-70b")
 
 
 def test_critical_batch_is_where_the_two_costs_cross() -> None:
-    network = Network(shape=SMALL)
+    network = ServedModel(shape=SMALL)
     found = throughput.critical_batch(network, 16, HOI, 5)
     weights = 2**26 + SMALL.head_parameters
     flops = 5 * (2 * weights + 4 * SMALL.num_heads * SMALL.head_dim * SMALL.num_layers * 16)
@@ -42,7 +42,7 @@ def test_critical_batch_is_where_the_two_costs_cross() -> None:
 def test_the_head_is_a_large_part_of_a_small_draft() -> None:
     """Three layers of the embedded target's width and vocabulary: the head is over a third of what a pass reads."""
     small = replace(SMALL, d_model=384, d_ff=1024, num_layers=3, num_heads=6, num_kv_heads=6, head_dim=64, gated=True)
-    network = Network(shape=replace(small, vocab_size=8192))
+    network = ServedModel(shape=replace(small, vocab_size=8192))
     bare = throughput.pass_cost(replace(network, shape=replace(small, vocab_size=0)), 1, 0)
     cost = throughput.pass_cost(network, 1, 0)
     assert cost.weights - bare.weights == 2 * 384 * 8192
@@ -51,15 +51,15 @@ def test_the_head_is_a_large_part_of_a_small_draft() -> None:
 
 
 def test_attention_is_four_flops_a_key_a_head_and_a_dimension() -> None:
-    network = Network(shape=LARGE)
+    network = ServedModel(shape=LARGE)
     cost = throughput.pass_cost(network, 3, 1000, 5)
     assert cost.attention == 3 * 5 * 4 * 64 * 128 * 80 * 1000
     assert cost.forward(0.0) == cost.compute + cost.attention
 
 
 def test_quantised_weights_and_caches_are_read_in_fewer_bytes() -> None:
-    whole = throughput.pass_cost(Network(shape=LARGE), 4, 1000)
-    small = throughput.pass_cost(Network(shape=LARGE, precision=Precision(weight_bytes=1, kv_bytes=0.5)), 4, 1000)
+    whole = throughput.pass_cost(ServedModel(shape=LARGE), 4, 1000)
+    small = throughput.pass_cost(ServedModel(shape=LARGE, precision=Precision(weight_bytes=1, kv_bytes=0.5)), 4, 1000)
     assert (small.weights, small.kv) == (whole.weights / 2, whole.kv / 4) and small.compute == whole.compute
 
 
@@ -68,7 +68,7 @@ def test_a_mixture_reads_the_union_of_the_experts_that_its_rows_choose() -> None
     one, all_of_them = mixed.read_parameters(1), mixed.read_parameters(10_000)
     assert one == pytest.approx(mixed.active_parameters) and all_of_them == pytest.approx(mixed.body_parameters)
     assert mixed.experts is not None and mixed.experts.touched(2) == pytest.approx(8 * (1 - 0.75**2))
-    costs = [throughput.pass_cost(Network(shape=mixed), 1, 0, rows) for rows in (1, 5)]
+    costs = [throughput.pass_cost(ServedModel(shape=mixed), 1, 0, rows) for rows in (1, 5)]
     assert costs[1].compute == pytest.approx(5 * costs[0].compute)
     assert 1.5 < costs[1].weights / costs[0].weights < 3  # so that verification costs more than one pass
 
@@ -81,7 +81,7 @@ def test_sliding_layers_see_their_window() -> None:
 
 
 def test_a_tree_pays_for_its_rows() -> None:
-    chain = Speculation(target=Network(shape=LARGE), draft=Network(shape=shape("llama-3-8b")))
+    chain = Speculation(target=ServedModel(shape=LARGE), draft=ServedModel(shape=shape("llama-3-8b")))
     wide = replace(chain, width=8)
     assert (chain.rows, wide.rows) == (5, 33)
     machine = machines.machine("h100")
@@ -94,8 +94,8 @@ def test_a_tree_pays_for_its_rows() -> None:
 
 def test_seconds_on_one_device_are_the_cost_over_its_arithmetic() -> None:
     machine = machines.machine("a100")
-    spire = Network(shape=LARGE.last_layers(20), keys=8192)
-    made = Speculation(target=Network(shape=LARGE), draft=spire)
+    spire = ServedModel(shape=LARGE.last_layers(20), keys=8192)
+    made = Speculation(target=ServedModel(shape=LARGE), draft=spire)
     seconds = throughput.round_of(made, lambda n, rows: throughput.pass_seconds(n, machine, 64, 65_536, rows))
     flops = throughput.round_of(made, lambda n, rows: throughput.pass_cost(n, 64, 65_536, rows).forward(machine.hoi))
     assert seconds.iteration_multiplier == pytest.approx(flops.iteration_multiplier)
@@ -106,7 +106,7 @@ def test_seconds_on_one_device_are_the_cost_over_its_arithmetic() -> None:
 
 
 def test_devices_share_the_work_and_talk() -> None:
-    machine, network = machines.machine("h100"), Network(shape=LARGE)
+    machine, network = machines.machine("h100"), ServedModel(shape=LARGE)
     one = throughput.pass_seconds(network, machine, 64, 4096)
     eight = throughput.pass_seconds(network, machine, 64, 4096, parallel=Parallel(tensor=8))
     fast = throughput.pass_seconds(network, replace(machine, link=1e30), 64, 4096, parallel=Parallel(tensor=8))
@@ -117,7 +117,7 @@ def test_devices_share_the_work_and_talk() -> None:
 
 def test_an_all_reduce_is_a_rings() -> None:
     """Two a layer, of 64 x 5 rows x 8,192 numbers in two bytes, on eight devices."""
-    machine, network = machines.machine("h100"), Network(shape=LARGE)
+    machine, network = machines.machine("h100"), ServedModel(shape=LARGE)
     endless = replace(machine, link=1e30)
 
     on, off = (throughput.pass_seconds(network, m, 64, 4096, 5, Parallel(tensor=8)) for m in (machine, endless))
@@ -126,7 +126,7 @@ def test_an_all_reduce_is_a_rings() -> None:
 
 
 def test_stages_work_on_parts_of_the_batch() -> None:
-    machine, network = replace(machines.machine("h100"), link=1e30), Network(shape=LARGE)
+    machine, network = replace(machines.machine("h100"), link=1e30), ServedModel(shape=LARGE)
     four = throughput.pass_seconds(network, machine, 64, 4096, parallel=Parallel(stages=4))
     assert four == pytest.approx(throughput.pass_seconds(network, machine, 16, 4096))
     alone = throughput.pass_seconds(network, machine, 1, 4096, parallel=Parallel(stages=4))
@@ -135,7 +135,7 @@ def test_stages_work_on_parts_of_the_batch() -> None:
 
 def test_devices_without_a_link_are_refused() -> None:
     with pytest.raises(ConfigError, match="no link"):
-        throughput.pass_seconds(Network(shape=SMALL), machines.machine("cpu"), 1, 8, parallel=Parallel(tensor=2))
+        throughput.pass_seconds(ServedModel(shape=SMALL), machines.machine("cpu"), 1, 8, parallel=Parallel(tensor=2))
 
 
 # -- what holds for any
@@ -147,7 +147,7 @@ BATCH, CONTEXT, ROWS = st.integers(1, 4096), st.integers(1, 131_072), st.integer
 
 @given(SHAPES, BATCH, CONTEXT, ROWS, st.floats(1.0, 10.0))
 def test_a_better_machine_is_never_slower(model: ModelSizes, batch: int, context: int, rows: int, times: float) -> None:
-    network, base = Network(shape=model), machines.machine("rtx-3090")
+    network, base = ServedModel(shape=model), machines.machine("rtx-3090")
     seconds = throughput.pass_seconds(network, base, batch, context, rows)
     for better in (replace(base, bandwidth=base.bandwidth * times), replace(base, flops=base.flops * times)):
         assert throughput.pass_seconds(network, better, batch, context, rows) <= seconds * (1 + 1e-12)
@@ -155,7 +155,7 @@ def test_a_better_machine_is_never_slower(model: ModelSizes, batch: int, context
 
 @given(SHAPES, BATCH, CONTEXT, ROWS)
 def test_more_work_never_costs_less(model: ModelSizes, batch: int, context: int, rows: int) -> None:
-    network, machine = Network(shape=model), machines.machine("l40")
+    network, machine = ServedModel(shape=model), machines.machine("l40")
     seconds = throughput.pass_seconds(network, machine, batch, context, rows)
     for more in ((batch + 1, context, rows), (batch, context + 1, rows), (batch, context, rows + 1)):
         assert throughput.pass_seconds(network, machine, *more) >= seconds * (1 - 1e-12)
@@ -165,7 +165,7 @@ def test_more_work_never_costs_less(model: ModelSizes, batch: int, context: int,
 
 @given(SHAPES, BATCH, CONTEXT)
 def test_one_pass_for_the_batch_is_cheaper_than_one_a_sequence(model: ModelSizes, batch: int, context: int) -> None:
-    network, machine = Network(shape=model), machines.machine("h200")
+    network, machine = ServedModel(shape=model), machines.machine("h200")
     together = throughput.pass_seconds(network, machine, batch, context)
     assert together <= batch * throughput.pass_seconds(network, machine, 1, context) * (1 + 1e-12)
 
@@ -186,9 +186,9 @@ def test_bounds_by_name() -> None:
     [
         (lambda: Precision(weight_bytes=-1.0), "weight_bytes must be above 0"),
         (lambda: Precision(kv_bytes=0.0), "kv_bytes must be above 0"),
-        (lambda: Network(shape=SMALL, keys=0), "keys must be 1 or more"),
-        (lambda: Speculation(target=Network(shape=SMALL), depth=0), "depth must be 1 or more"),
-        (lambda: Speculation(target=Network(shape=SMALL), width=0), "width must be 1 or more"),
+        (lambda: ServedModel(shape=SMALL, keys=0), "keys must be 1 or more"),
+        (lambda: Speculation(target=ServedModel(shape=SMALL), depth=0), "depth must be 1 or more"),
+        (lambda: Speculation(target=ServedModel(shape=SMALL), width=0), "width must be 1 or more"),
         (lambda: Parallel(tensor=0), "tensor must be 1 or more"),
         (lambda: replace(machines.machine("h100"), bandwidth=0.0), "bandwidth must be above 0"),
         (lambda: SMALL.last_layers(9), "the model has 8"),

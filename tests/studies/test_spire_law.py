@@ -14,7 +14,7 @@ from paceline.planning import models
 from paceline.planning.costs import cost_points
 from paceline.planning.measured import TimedPass, fit, median_error
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import Network, Speculation
+from paceline.planning.throughput import ServedModel, Speculation
 
 HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
 TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512
@@ -32,7 +32,7 @@ SMALL, LARGE = shape("spire-8-layer"), shape("llama-3-70b")
 def of_the_paper(target: ModelSizes, drafter: str, window: int | None) -> Speculation:
     drafts = {"spire": target.last_layers(target.num_layers // 4), "magicdec": target, "vanilla": target.halved()}
     keys = None if drafter == "vanilla" else window
-    return Speculation(target=Network(shape=target), draft=Network(shape=drafts[drafter], keys=keys))
+    return Speculation(target=ServedModel(shape=target), draft=ServedModel(shape=drafts[drafter], keys=keys))
 
 
 def multiplier(
@@ -86,15 +86,15 @@ def test_spire_with_a_dense_cache_does_not_depend_on_the_context() -> None:
 @pytest.mark.parametrize("hoi", [321, 400, 509])
 def test_critical_contexts_of_figure_3(hoi: float) -> None:
     for target, expected in ((SMALL, 32), (LARGE, 4096)):
-        longest = law.critical_context(Network(shape=target), hoi, rows=5)
+        longest = law.critical_context(ServedModel(shape=target), hoi, rows=5)
         assert longest is not None and law.power_of_two(longest) == expected
-        assert law.critical_batch(Network(shape=target), longest, hoi, 5) is not None
-        assert law.critical_batch(Network(shape=target), longest + 1, hoi, 5) is None
+        assert law.critical_batch(ServedModel(shape=target), longest, hoi, 5) is not None
+        assert law.critical_batch(ServedModel(shape=target), longest + 1, hoi, 5) is None
 
 
 @pytest.mark.parametrize(("hoi", "target", "other"), [(320, SMALL, 64), (511, LARGE, 2048)])
 def test_other_intensities_give_other_critical_contexts(hoi: float, target: ModelSizes, other: int) -> None:
-    longest = law.critical_context(Network(shape=target), hoi, rows=5)
+    longest = law.critical_context(ServedModel(shape=target), hoi, rows=5)
     assert longest is not None and law.power_of_two(longest) == other
 
 
@@ -121,9 +121,9 @@ def test_the_planners_table_chooses_within_one_node_of_a_calibrated_one() -> Non
     """Real passes of two models: a law fitted to both, and the table of the one as it was measured."""
     folder = zoo.find("paceline-small")
     assert folder is not None
-    network = Network(shape=models.read_shape(folder))
+    network = ServedModel(shape=models.read_shape(folder))
     sizes = {"d_model": 768, "d_ff": 2048, "num_heads": 12, "num_kv_heads": 12, "max_position": 4096}
-    larger = Network(shape=replace(network.shape, **sizes))
+    larger = ServedModel(shape=replace(network.shape, **sizes))
     points = [
         TimedPass(network=of, batch=1, context=context, rows=rows, seconds=ms / 1e3)
         for of, context, measured in ((network, 256, CALIBRATED), (larger, 1024, LARGER))

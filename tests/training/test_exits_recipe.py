@@ -18,7 +18,7 @@ from paceline.network.exits import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsCo
 from paceline.network.files import fingerprint
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe, build
-from paceline.training.job import Job, finish, prepare
+from paceline.training.job import TrainingJob, finish, prepare
 from paceline.training.recipe import fill, read_recipe
 from paceline.training.registry import BuildContext, kind
 from paceline.training.trainer import Phase, StepContext, TrainConfig
@@ -177,7 +177,7 @@ def test_tensors_that_are_missing_or_hold_nan_are_refused(tmp_path: Path) -> Non
         load(tmp_path / "nowhere", torch.float32)
 
 
-def job(data: Path, target: Path, out: Path, **changes: Any) -> Job:
+def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
     config = TrainConfig(steps=20, warmup=2, precision="fp32", log_every=1, evaluate_every=20, learning_rate=1e-2)
     values: dict[str, Any] = {
         "kind": "exits",
@@ -189,7 +189,7 @@ def job(data: Path, target: Path, out: Path, **changes: Any) -> Job:
         "target": target,
         "out": out,
     }
-    return Job(**values | changes)
+    return TrainingJob(**values | changes)
 
 
 def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from paceline.training import cache as caching
 from paceline.training.cache import RECORDS, SCORED, record
 from paceline.training.data import SourceSpec, collate
 from paceline.training.features import OnlineFeatures, likeliest, needed_states
-from paceline.training.job import Job, prepare
+from paceline.training.job import TrainingJob, prepare
 from paceline.training.losses import TargetHidden, TargetTop
 from paceline.training.network import Network
 from paceline.training.registry import KINDS
@@ -31,7 +31,7 @@ DRAFT = {"layers": 1, "d_model": 16, "d_ff": 24, "heads": 2, "kv_heads": 2, "voc
 PHASES = (Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96))
 
 
-def job(data: Path, target: Path, out: Path, **changes: Any) -> Job:
+def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
     settings = {"steps": 4, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0, "accumulate": 2}
     values: dict[str, Any] = {
         "kind": "draft_model",
@@ -43,10 +43,10 @@ def job(data: Path, target: Path, out: Path, **changes: Any) -> Job:
         "target": target,
         "out": out,
     }
-    return Job(**values | changes)
+    return TrainingJob(**values | changes)
 
 
-def train(made: Job) -> tuple[list[float], list[str], dict[str, torch.Tensor]]:
+def train(made: TrainingJob) -> tuple[list[float], list[str], dict[str, torch.Tensor]]:
     """Losses, what was said, and the weights in the end."""
     said: list[str] = []
     run = prepare(made, (), said.append)

@@ -17,7 +17,7 @@ from paceline.drafters.medusa.recipe import RANKS, MedusaOptions, MedusaRecipe
 from paceline.network.files import fingerprint
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures
-from paceline.training.job import Job, finish, prepare
+from paceline.training.job import TrainingJob, finish, prepare
 from paceline.training.multistream import generated
 from paceline.training.recipe import fill, read_recipe
 from paceline.training.registry import BuildContext, kind
@@ -127,7 +127,7 @@ def test_hit_rates_are_those_of_the_held_out_answers() -> None:
     assert make_recipe().calibrated().accuracies == ()
 
 
-def job(data: Path, target: Path, out: Path, **changes: Any) -> Job:
+def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
     config = TrainConfig(steps=6, warmup=1, precision="fp32", log_every=1, evaluate_every=3, learning_rate=1e-2)
     values: dict[str, Any] = {
         "kind": "medusa",
@@ -139,7 +139,7 @@ def job(data: Path, target: Path, out: Path, **changes: Any) -> Job:
         "target": target,
         "out": out,
     }
-    return Job(**values | changes)
+    return TrainingJob(**values | changes)
 
 
 def test_a_run_gives_heads_for_its_target(data: Path, target: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.training.data import STDLIB
-from paceline.training.job import Job, prepare
+from paceline.training.job import TrainingJob, prepare
 from paceline.training.recipe import fill, locate, read_recipe
 from paceline.training.registry import KINDS, kind
 from paceline.training.target import TargetOptions
@@ -166,7 +166,7 @@ def test_an_unknown_kind_gets_a_hint() -> None:
 )
 def test_a_job_that_does_not_fit_its_kind_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, TEXT.replace("grow = [0, 1]", "")))
-    job = Job.of(recipe, out=tmp_path / "out")
+    job = TrainingJob.of(recipe, out=tmp_path / "out")
     for name, value in change.items():
         setattr(job, name, value)
     with pytest.raises(ConfigError, match=message):

@@ -23,7 +23,7 @@ from paceline.drafters.spire.prefixes import Blocks, mask_of, run_blocks
 from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, _start, load_trained
 from paceline.llm import LLM
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
-from paceline.training.job import Job, prepare, run
+from paceline.training.job import TrainingJob, prepare, run
 from paceline.training.job import finish as write
 from paceline.training.network import Network
 from paceline.training.registry import kind
@@ -230,7 +230,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return data, write_target(folder / "target", data)
 
 
-def job(data: Path, target: Path | None, out: Path, **changes: Any) -> Job:
+def job(data: Path, target: Path | None, out: Path, **changes: Any) -> TrainingJob:
     settings = {"steps": 2, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0}
     values: dict[str, Any] = {
         "kind": "spire",
@@ -240,7 +240,7 @@ def job(data: Path, target: Path | None, out: Path, **changes: Any) -> Job:
         "target": target,
         "out": out,
     }
-    return Job(**values | changes)
+    return TrainingJob(**values | changes)
 
 
 @pytest.mark.parametrize(

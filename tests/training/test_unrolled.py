@@ -28,7 +28,7 @@ from paceline.drafters.vocabulary import tokenizer_mark
 from paceline.network.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures, last_states
-from paceline.training.job import Job, occurrences, prepare
+from paceline.training.job import TrainingJob, occurrences, prepare
 from paceline.training.trainer import StepContext, TrainConfig
 
 LAYER = layer_json(tiny_config())
@@ -401,7 +401,7 @@ def test_broken_configurations_are_refused(change: dict[str, Any], message: str,
 # ---- kinds
 
 
-def job(data: Path, target: Path, out: Path, kind: str, **changes: Any) -> Job:
+def job(data: Path, target: Path, out: Path, kind: str, **changes: Any) -> TrainingJob:
     settings = {"steps": 2, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0}
     values: dict[str, Any] = {
         "kind": kind,
@@ -411,7 +411,7 @@ def job(data: Path, target: Path, out: Path, kind: str, **changes: Any) -> Job:
         "target": target,
         "out": out,
     }
-    return Job(**values | changes)
+    return TrainingJob(**values | changes)
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])

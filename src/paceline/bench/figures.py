@@ -252,7 +252,7 @@ def _rows_high(panels: Sequence[Panel], inches: float) -> float:
 
 
 @dataclass(frozen=True)
-class Kind:
+class PlotKind:
     """How panels of a kind are drawn: on an axis, and how large, in inches."""
 
     draw: Callable[[Axes, Panel, int], None]
@@ -260,4 +260,7 @@ class Kind:
     down: Callable[[Sequence[Panel]], float] = lambda panels: PANEL_HEIGHT
 
 
-KINDS = {"lines": Kind(_lines), "dots": Kind(_dots, 1.5 * PANEL_WIDTH, lambda panels: _rows_high(panels, DOT_HEIGHT))}
+KINDS = {
+    "lines": PlotKind(_lines),
+    "dots": PlotKind(_dots, 1.5 * PANEL_WIDTH, lambda panels: _rows_high(panels, DOT_HEIGHT)),
+}

@@ -13,7 +13,7 @@ from ..engine.costs import CostTable
 from ..llm import LLM
 from ..planning.costs import cost_points
 from ..planning.measured import PassLaw, TimedPass, errors, fit
-from ..planning.throughput import Network
+from ..planning.throughput import ServedModel
 from .calibrate import store, time_passes
 
 REPEATS = 9  # of each pass; medians count
@@ -56,7 +56,7 @@ class MeasuredLaw:
 
 def measure_law(
     llm: LLM,
-    network: Network,
+    network: ServedModel,
     progress: Callable[[int], None] | None = None,
     *,
     fitted: Sequence[Size] = FITTED,
@@ -94,7 +94,7 @@ def measure_law(
     return MeasuredLaw(law=fit(known), fitted=known, held_out=others)
 
 
-def store_law(llm: LLM, network: Network, law: PassLaw, draft: tuple[str, Network] | None) -> Path:
+def store_law(llm: LLM, network: ServedModel, law: PassLaw, draft: tuple[str, ServedModel] | None) -> Path:
     """Write the law's table down, where the draft budget finds it.
 
     Args:
@@ -109,7 +109,7 @@ def store_law(llm: LLM, network: Network, law: PassLaw, draft: tuple[str, Networ
         ConfigError: no place to write to.
     """
 
-    def table(of: Network) -> CostTable:
+    def table(of: ServedModel) -> CostTable:
         points = cost_points(lambda *size: law.seconds(of, *size), of.shape.max_position)
         return CostTable(**points, source="the planner's law, measured now")
 

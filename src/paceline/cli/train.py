@@ -24,7 +24,7 @@ from ..network.loader import load_tokenizer, resolve_folder
 from ..network.streams import fingerprint
 from ..training import answers as answering
 from ..training.data import Encoder, SourceSpec
-from ..training.job import Job, finish, run
+from ..training.job import TrainingJob, finish, run
 from ..training.recipe import locate, read_recipe
 from ..training.registry import KINDS, RecipeKind
 from ..training.trainer import Phase, TrainConfig, require_accelerate
@@ -126,7 +126,7 @@ def _command(name: str, kind: RecipeKind) -> None:
         layout: dict[str, Any],
     ) -> None:
         rows = RowConfig(**_given(layout))
-        job = Job(
+        job = TrainingJob(
             kind=name,
             options=_given(options),
             config=TrainConfig(**_given(config)),
@@ -145,7 +145,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _places(out: str, target: str | None, init: str | None, cache: str | None) -> dict[str, Any]:
-    """Where a run's parts are, by fields of `Job`."""
+    """Where a run's parts are, by fields of `TrainingJob`."""
     return {
         "out": Path(out),
         "target": None if target is None else resolve_folder(target),
@@ -171,7 +171,7 @@ def file(
 ) -> None:
     """Run a recipe file."""
     made = locate(read_recipe(Path(recipe)), Path(data))
-    _train(Job.of(made, **_places(out, target, init, cache)), stop_after, tensorboard)
+    _train(TrainingJob.of(made, **_places(out, target, init, cache)), stop_after, tensorboard)
 
 
 def _source(text: str) -> SourceSpec:
@@ -190,7 +190,7 @@ def _size(text: str) -> float:
     return float(path.stat().st_size) if path.is_file() else 1.0
 
 
-def _train(job: Job, stop_after: int | None, tensorboard: bool) -> None:
+def _train(job: TrainingJob, stop_after: int | None, tensorboard: bool) -> None:
     require_accelerate()
     first = int(os.environ.get("RANK", "0")) == 0  # of several processes, one speaks
     bar = Bar(stderr(), job.config.steps)

@@ -29,7 +29,7 @@ from ..rounds.base import RunningSequence
 from .budget import MAX_BUDGET, DraftBudget, StepRecord
 from .chances import Chances, judge_all, weigh_all
 from .costs import NEAR, CostTable, DraftCosts, StepCosts, bucket
-from .histories import History, Kind, SourceStep
+from .histories import History, RequestKind, SourceStep
 
 EXPLORE = 0.01  # share of the time for asks that are not expected to pay
 PILOT = 3  # asks of a drafter with a network that are made for one sequence, to find out what it costs
@@ -90,7 +90,7 @@ class AutoBudget(DraftBudget):
         self._library = native.in_use()
         self._prepares, self._blind, self._spares = prepares, blind, spares
         self._late = prepares or 0  # its time is what others did not take: streams are read behind the pass
-        self._kinds: dict[str | None, Kind] = {}
+        self._kinds: dict[str | None, RequestKind] = {}
         self._histories: dict[int, History] = {}
         self._steps = self._rested = self._look_at = 0
         self._saved_ms = [0.0 for _ in sources]  # by source: time for asks that are not expected to pay
@@ -182,7 +182,7 @@ class AutoBudget(DraftBudget):
             history = self._histories.get(view.key)
             if history is None:
                 name = None if view.application is None else view.application.name
-                kind = self._kinds.setdefault(name, Kind([Chances() for _ in range(self._marks)]))
+                kind = self._kinds.setdefault(name, RequestKind([Chances() for _ in range(self._marks)]))
                 history = History(view, kind, len(self.sources), self._steps, self._rested)
                 self._histories[view.key] = history
             history.at_batch(size)

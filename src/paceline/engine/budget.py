@@ -81,78 +81,65 @@ class DraftBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedBudget(DraftBudget):
-    """The same number of nodes for every sequence in every step."""
+    """The same number of nodes for every sequence in every step, or one by batch size: the entry of the largest listed
+    batch size that is not above the current one."""
 
-    size: int
-    why: str | None = None  # said where size is 0
-
-    def __post_init__(self) -> None:
-        _check_size(self.size, f"budget={shown(self.size)}")
-
-    @property
-    def never_drafts(self) -> bool:
-        """Whether the size is 0."""
-        return self.size == 0
-
-    def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
-        """The fixed size."""
-        return [self.size] * len(sequences)
-
-    def reason(self) -> str | None:
-        """Why nothing is drafted."""
-        return (self.why or "the draft budget is 0") if self.size == 0 else None
-
-    def describe(self) -> dict[str, Any]:
-        """The size."""
-        return {"kind": "fixed", "nodes": self.size, "why": self.reason() or f"fixed at {self.size}"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableBudget(DraftBudget):
-    """Nodes by batch size: the entry of the largest listed batch size that is not above the current one."""
-
-    entries: tuple[tuple[int, int], ...]  # (batch size, nodes), ascending, from batch size 1 on
+    size: int | tuple[tuple[int, int], ...]  # nodes, or (batch size, nodes), ascending, from batch size 1 on
+    why: str | None = None  # said where the size is 0
 
     def __post_init__(self) -> None:
-        asked = f"budget={shown(dict(self.entries))}"
-        if not self.entries or self.entries[0][0] != 1:
+        if isinstance(self.size, int):
+            _check_size(self.size, f"budget={shown(self.size)}")
+            return
+        asked = f"budget={shown(dict(self.size))}"
+        if not self.size or self.size[0][0] != 1:
             raise ConfigError(asked, "a table begins at batch size 1", "write it like 1:8,4:4,16:0")
-        if any(later <= earlier for (earlier, _), (later, _) in pairwise(self.entries)):
+        if any(later <= earlier for (earlier, _), (later, _) in pairwise(self.size)):
             raise ConfigError(asked, "batch sizes must ascend, each listed once", "write it like 1:8,4:4,16:0")
-        for _, size in self.entries:
+        for _, size in self.size:
             _check_size(size, asked)
 
     def __str__(self) -> str:
-        return ",".join(f"{batch}:{size}" for batch, size in self.entries)
+        return str(self.size) if isinstance(self.size, int) else ",".join(f"{b}:{nodes}" for b, nodes in self.size)
 
     @property
     def never_drafts(self) -> bool:
-        """Whether every entry is 0."""
-        return all(size == 0 for _, size in self.entries)
+        """Whether every size is 0."""
+        return self.size == 0 if isinstance(self.size, int) else all(nodes == 0 for _, nodes in self.size)
 
     def size_at(self, batch_size: int) -> int:
         """Nodes at a batch size."""
-        return next(size for batch, size in reversed(self.entries) if batch <= max(1, batch_size))
+        if isinstance(self.size, int):
+            return self.size
+        return next(nodes for batch, nodes in reversed(self.size) if batch <= max(1, batch_size))
 
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
-        """The entry of the batch size, for all alike."""
+        """The nodes at the batch size, for all alike."""
         return [self.size_at(batch_size)] * len(sequences)
 
     def reason(self) -> str | None:
         """Why nothing is drafted at any batch size."""
-        return f"the draft budget is 0 at every batch size ({self})" if self.never_drafts else None
+        if not self.never_drafts:
+            return None
+        if isinstance(self.size, int):
+            return self.why or "the draft budget is 0"
+        return f"the draft budget is 0 at every batch size ({self})"
 
     def rested(self, sequence: RunningSequence) -> str | None:
-        """For a sequence that drafted nothing although the table allows drafts in smaller batches."""
+        """For a sequence that drafted nothing although a table allows drafts in smaller batches, too."""
+        if isinstance(self.size, int):
+            return self.reason()
         stats = sequence.state.stats
         return f"the draft budget is 0 at the batch sizes met ({self})" if stats.passes and not stats.drafted else None
 
     def describe(self) -> dict[str, Any]:
-        """The table."""
-        return {"kind": "table", "table": dict(self.entries), "why": self.reason() or f"by batch size: {self}"}
+        """The size, or the table."""
+        if isinstance(self.size, int):
+            return {"kind": "fixed", "nodes": self.size, "why": self.reason() or f"fixed at {self.size}"}
+        return {"kind": "table", "table": dict(self.size), "why": self.reason() or f"by batch size: {self}"}
 
 
-def parse_budget(value: int | str | Mapping[Any, Any] | None) -> FixedBudget | TableBudget | Literal["auto"]:
+def parse_budget(value: int | str | Mapping[Any, Any] | None) -> FixedBudget | Literal["auto"]:
     """The budget that a user asked for: a number, a table, or ``auto`` (also None).
 
     Raises:
@@ -165,7 +152,7 @@ def parse_budget(value: int | str | Mapping[Any, Any] | None) -> FixedBudget | T
     if isinstance(value, int):
         return FixedBudget(size=value, why=f"budget={shown(value)}")
     if isinstance(value, Mapping):
-        return TableBudget(entries=tuple(sorted((_whole(b, value), _whole(n, value)) for b, n in value.items())))
+        return FixedBudget(size=tuple(sorted((_whole(b, value), _whole(n, value)) for b, n in value.items())))
     text = value.strip().lower()
     if len(text) > MOST_TEXT:
         raise ConfigError(f"budget={shown(value)}", f"it has {len(text):,} characters", FORMS)
@@ -177,7 +164,7 @@ def parse_budget(value: int | str | Mapping[Any, Any] | None) -> FixedBudget | T
     pairs = [entry.split(":") for entry in text.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise ConfigError(f"budget={shown(value)}", "an entry is not of the form BATCH:NODES", FORMS)
-    return TableBudget(entries=tuple((_whole(batch, value), _whole(size, value)) for batch, size in pairs))
+    return FixedBudget(size=tuple((_whole(batch, value), _whole(size, value)) for batch, size in pairs))
 
 
 def _whole(part: Any, whole: Any) -> int:

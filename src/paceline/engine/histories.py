@@ -30,7 +30,7 @@ class AskGain:
 
 
 @dataclass(slots=True)
-class Kind:
+class RequestKind:
     """What requests of one kind (an application, or none) have in common."""
 
     chances: list[Chances]  # by source mark
@@ -40,7 +40,7 @@ class Kind:
 class History(TextChances):
     """What is known of one sequence."""
 
-    def __init__(self, view: SequenceView, kind: Kind, sources: int, born: int, rested: int) -> None:
+    def __init__(self, view: SequenceView, kind: RequestKind, sources: int, born: int, rested: int) -> None:
         super().__init__(view, kind.chances)
         self.kind, self.born, self.rested_before = kind, born, rested  # step of its first plan; rests before it
         self.bucket = -1  # of the batch sizes that `gains` are about

@@ -94,7 +94,7 @@ def chat_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str) 
     return _encode(tokenizer, _checked_text(text), add_special_tokens=False), text
 
 
-class Texts:
+class TokenizerTexts:
     """The text of prompts, answers and single tokens, by one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -122,9 +122,9 @@ class Texts:
         return partial(fast, skip_special_tokens=skip_special_tokens)
 
 
-def texts_of(tokenizer: Any) -> Texts | None:
+def texts_of(tokenizer: Any) -> TokenizerTexts | None:
     """The texts of a tokenizer; None for a model without one."""
-    return None if tokenizer is None else Texts(tokenizer)
+    return None if tokenizer is None else TokenizerTexts(tokenizer)
 
 
 def _alone(decode: Callable[[Sequence[int]], str], anchor: list[int], token: int) -> str:

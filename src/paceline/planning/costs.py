@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .machines import Machine
-from .throughput import Network, pass_seconds
+from .throughput import ServedModel, pass_seconds
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences of one row each
@@ -36,7 +36,7 @@ def cost_points(seconds: Seconds, max_position: int) -> dict[str, Any]:
     }
 
 
-def predicted_points(network: Network, machine: Machine) -> dict[str, Any]:
+def predicted_points(network: ServedModel, machine: Machine) -> dict[str, Any]:
     """The table of a machine that has a name, from its published peaks: no host work, no kernel's losses."""
 
     def seconds(batch: int, context: float, rows: int) -> float:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import ConfigError
 from .machines import Machine
-from .throughput import Network, pass_cost
+from .throughput import ServedModel, pass_cost
 
 LEAST_POINTS = 8  # timed passes that a law of six figures is fitted to
 INTENSITIES = tuple(2 ** (n / 4) for n in range(41))  # FLOPs a byte that are tried: 1 to 1,024
@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 class TimedPass:
     """A pass and what it took."""
 
-    network: Network  # with the layers that were run
+    network: ServedModel  # with the layers that were run
     batch: int
     context: int  # tokens that each sequence has in front of its rows
     rows: int  # of each sequence
@@ -48,7 +48,7 @@ class PassLaw:
     kv: float  # a byte of K/V that is read
     attention: float  # a FLOP of attention's own arithmetic
 
-    def seconds(self, network: Network, batch: int, context: float, rows: int = 1) -> float:
+    def seconds(self, network: ServedModel, batch: int, context: float, rows: int = 1) -> float:
         """A pass over ``rows`` rows of each of ``batch`` sequences with ``context`` tokens in front of them."""
         parts = _parts(network, batch, context, rows, self.hoi)
         return float(parts @ np.array([self.host, self.row, self.weight, self.kv, self.attention]))
@@ -97,7 +97,7 @@ def _fit(points: Sequence[TimedPass], hoi: float) -> PassLaw:
     return PassLaw(host=host, row=row, weight=weight, hoi=hoi, kv=kv, attention=attention)
 
 
-def _parts(network: Network, batch: int, context: float, rows: int, hoi: float) -> Floats:
+def _parts(network: ServedModel, batch: int, context: float, rows: int, hoi: float) -> Floats:
     """[5] what the law's times are multiplied with: pass, rows, bytes of weights, bytes of K/V, FLOPs of attention."""
     cost = pass_cost(network, batch, context, rows)
     return np.array([1.0, batch * rows, max(cost.weights, cost.compute / hoi), cost.kv, cost.attention])

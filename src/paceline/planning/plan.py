@@ -14,10 +14,10 @@ from .machines import Machine
 from .measured import PassLaw
 from .models import ModelSizes
 from .throughput import (
-    Network,
     Parallel,
     Precision,
     RoundCost,
+    ServedModel,
     Speculation,
     critical_batch,
     held_bytes,
@@ -116,9 +116,9 @@ class PlanRequest:
         """The draft model: the one that is named, or one as in SPIRe's comparison."""
         return self.draft or self.target.halved()
 
-    def network(self, shape: ModelSizes, keys: int | None = None) -> Network:
+    def network(self, shape: ModelSizes, keys: int | None = None) -> ServedModel:
         """A model as it is served here."""
-        return Network(shape=shape, precision=self.precision, keys=keys)
+        return ServedModel(shape=shape, precision=self.precision, keys=keys)
 
     def round_of(self, spoken: Speculation) -> RoundCost:
         """A round in seconds."""
@@ -213,7 +213,7 @@ def _candidate(
     )
 
 
-def _network(q: PlanRequest, name: str, accepted: Acceptance) -> Network | None:
+def _network(q: PlanRequest, name: str, accepted: Acceptance) -> ServedModel | None:
     drafter = DRAFTERS[name]
     if drafter.drafts == "nothing":
         return None

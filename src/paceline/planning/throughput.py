@@ -63,7 +63,7 @@ class Parallel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class ServedModel:
     """A model as it is served: its sizes, how numbers are stored, and how many keys a row sees at most.
 
     Raises:
@@ -112,7 +112,7 @@ class Cost:
         return "KV" if self.kv > self.weights else "weights"
 
 
-def pass_cost(network: Network, batch: int, context: float, rows: int = 1) -> Cost:
+def pass_cost(network: ServedModel, batch: int, context: float, rows: int = 1) -> Cost:
     """What a pass over ``rows`` tokens of each of ``batch`` sequences with ``context`` tokens computes and reads.
 
     A product of a row with a matrix is 2 FLOPs a weight. Attention is 4 FLOPs for each key, query head and dimension of
@@ -128,7 +128,7 @@ def pass_cost(network: Network, batch: int, context: float, rows: int = 1) -> Co
     )
 
 
-def held_bytes(network: Network, batch: int, context: float) -> float:
+def held_bytes(network: ServedModel, batch: int, context: float) -> float:
     """Bytes that a network holds: body, head, an embedding of its own, and the K/V of all sequences."""
     shape, precision = network.shape, network.precision
     weights = precision.weight_bytes * (shape.body_parameters + 2 * shape.head_parameters)
@@ -136,7 +136,7 @@ def held_bytes(network: Network, batch: int, context: float) -> float:
 
 
 def pass_seconds(
-    network: Network, machine: Machine, batch: int, context: float, rows: int = 1, parallel: Parallel | None = None
+    network: ServedModel, machine: Machine, batch: int, context: float, rows: int = 1, parallel: Parallel | None = None
 ) -> float:
     """Seconds of the pass of `pass_cost` on devices of one kind.
 
@@ -157,7 +157,7 @@ def pass_seconds(
     return share.forward(machine.hoi) / machine.flops + link_seconds(network, machine, batch, rows, spread)
 
 
-def link_seconds(network: Network, machine: Machine, batch: int, rows: int, parallel: Parallel) -> float:
+def link_seconds(network: ServedModel, machine: Machine, batch: int, rows: int, parallel: Parallel) -> float:
     """Of `pass_seconds` those in which devices talk: nothing is computed meanwhile (Mirror, appendix C).
 
     In an all-reduce on a ring a device sends 2 (G - 1) shares of the sums; the paper prints one.
@@ -181,8 +181,8 @@ class Speculation:
         ConfigError: a depth or width below 1.
     """
 
-    target: Network = option(help="what verifies")
-    draft: Network | None = option(None, help="what drafts; none: a look-up")
+    target: ServedModel = option(help="what verifies")
+    draft: ServedModel | None = option(None, help="what drafts; none: a look-up")
     depth: int = option(4, help="tokens of a draft, 1 or more (the paper's k)", minimum=1)
     width: int = option(1, help="chains of a draft, 1 or more", minimum=1)
     extra_rows: int = option(0, help="rows of the verifying pass beside root and draft, such as streams", minimum=0)
@@ -214,7 +214,7 @@ class RoundCost:
         return tau / self.iteration_multiplier
 
 
-def round_of(speculation: Speculation, each: Callable[[Network, int], float]) -> RoundCost:
+def round_of(speculation: Speculation, each: Callable[[ServedModel, int], float]) -> RoundCost:
     """A round whose passes over so many rows a sequence cost ``each(network, rows)``."""
     s, drafted = speculation, 0.0
     if s.draft is not None:
@@ -222,7 +222,7 @@ def round_of(speculation: Speculation, each: Callable[[Network, int], float]) ->
     return RoundCost(plain=each(s.target, 1), draft=drafted, verify=each(s.target, s.rows))
 
 
-def critical_batch(network: Network, context: float, hoi: float, rows: int) -> int | None:
+def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) -> int | None:
     """B_crit of section 4 and figure 3: the smallest batch for which a pass is compute-bound; None: there is none.
 
     Beyond it a larger batch adds latency and no throughput. The intensity rises with the batch, since weights are

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from .data import TokenBatch
-from .multistream import Carriers
+from .multistream import CarrierRows
 
 TOP = 3  # children of a node that the simulated tree counts
 EVALUATED_LOGITS = 2**21  # elements held at a time
@@ -27,7 +27,7 @@ class Aims:
     rows: int  # carriers of the whole batch
 
     @staticmethod
-    def of(batch: TokenBatch, carriers: Carriers, gamma: int, whole: Aims | None = None) -> Aims:
+    def of(batch: TokenBatch, carriers: CarrierRows, gamma: int, whole: Aims | None = None) -> Aims:
         """The aims of ``carriers``, a segment of those of ``whole``."""
         documents, tokens = batch.documents, batch.tokens.flatten()
         length = documents.shape[1]

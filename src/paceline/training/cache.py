@@ -45,7 +45,7 @@ def record(top: int, vocab: int, width: int = 0) -> np.dtype[Any]:
 
 
 @dataclass(slots=True)
-class Part:
+class CachedSource:
     """One source's share of a cache."""
 
     folder: Path
@@ -100,7 +100,7 @@ class TopCache:
     ) -> None:
         self.folder, self.top, self.width = folder, top, width
         self.kind = record(top, vocab, width)
-        self.parts: list[Part] = []
+        self.parts: list[CachedSource] = []
         self.examples: list[list[Example]] = []  # of each source, with their places
         first = 0
         for spec, examples in sources:
@@ -225,7 +225,7 @@ class TopCache:
         return found
 
 
-def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> Part:
+def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> CachedSource:
     """A source's part of a cache: named by its key, and made where it is not there. What counts as scored must be."""
     text = json.dumps(key, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -245,7 +245,7 @@ def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dty
     if (scored > np.diff(starts)).any() or int(ends.max(initial=0)) * kind.itemsize > there:
         wrong = f"{RECORDS} or {SCORED} is cut or of other data"
         raise ConfigError(f"cache {place}", wrong, "remove the folder: it is made anew")
-    return Part(place, kind, starts, scored)
+    return CachedSource(place, kind, starts, scored)
 
 
 def _map(path: Path, kind: np.dtype[Any]) -> np.ndarray:

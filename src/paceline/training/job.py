@@ -36,7 +36,7 @@ RESULT, TOKENIZER = "result", "tokenizer"
 
 
 @dataclass(kw_only=True)
-class Job(RecipeFile):
+class TrainingJob(RecipeFile):
     """One run, before anything is loaded."""
 
     target: Path | None = None  # folder of the target
@@ -46,7 +46,7 @@ class Job(RecipeFile):
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
 
     @classmethod
-    def of(cls, recipe: RecipeFile, **places: Any) -> Job:
+    def of(cls, recipe: RecipeFile, **places: Any) -> TrainingJob:
         """A recipe file's run."""
         return cls(**vars(recipe), **places)
 
@@ -56,7 +56,9 @@ class Job(RecipeFile):
         return self.target or self.init or self.out / TOKENIZER
 
 
-def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None) -> Trainer:
+def prepare(
+    job: TrainingJob, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None
+) -> Trainer:
     """Load everything and check that it fits. Written are only a cache, where one was asked for, and the tokenizer,
     where no model brings one.
 
@@ -105,12 +107,12 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
     return Trainer(made.build(options, context), mixture, job.phases, job.config, job.out, facts, watchers)
 
 
-def _mixture(job: Job, examples: Sequence[Sequence[Example]]) -> Mixture:
+def _mixture(job: TrainingJob, examples: Sequence[Sequence[Example]]) -> Mixture:
     weighted = [(spec.weight, own) for spec, own in zip(job.sources, examples, strict=True)]
     return Mixture(weighted, job.config.seed, job.prompt_weight)
 
 
-def _check(job: Job, made: RecipeKind, options: Any) -> None:
+def _check(job: TrainingJob, made: RecipeKind, options: Any) -> None:
     """What is asked for suits the kind of recipe."""
     rules = (
         (made.needs_target and not job.target, "it trains something for a target", "give --target MODEL"),
@@ -139,7 +141,7 @@ def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Call
 
 
 def _cache(
-    job: Job,
+    job: TrainingJob,
     made: RecipeKind,
     options: Any,
     target: str | None,
@@ -177,7 +179,7 @@ def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[To
     return [next(batches) for _ in range(count)]
 
 
-def _facts(job: Job, options: Any) -> dict[str, Any]:
+def _facts(job: TrainingJob, options: Any) -> dict[str, Any]:
     """What a checkpoint must agree with: options, data, target."""
     return {
         "options": asdict(options),
@@ -190,7 +192,7 @@ def _facts(job: Job, options: Any) -> dict[str, Any]:
     }
 
 
-def finish(job: Job, trainer: Trainer, outcome: Outcome) -> Path:
+def finish(job: TrainingJob, trainer: Trainer, outcome: Outcome) -> Path:
     """Write the result: what users load, the tokenizer beside a model, and ``training.json``.
 
     Raises:
@@ -205,7 +207,7 @@ def finish(job: Job, trainer: Trainer, outcome: Outcome) -> Path:
     return result
 
 
-def _write_result(job: Job, trainer: Trainer, outcome: Outcome, result: Path) -> None:
+def _write_result(job: TrainingJob, trainer: Trainer, outcome: Outcome, result: Path) -> None:
     facts = {
         **trainer.facts,
         "tokens_seen": outcome.tokens,
@@ -229,7 +231,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def run(
-    job: Job,
+    job: TrainingJob,
     watchers: Sequence[Watcher] = (),
     stop_after: int | None = None,
     say: Callable[[str], None] = lambda text: None,

@@ -43,7 +43,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Carriers:
+class CarrierRows:
     """Main rows that carry streams, in order."""
 
     index: Tensor  # [R] int64 flat
@@ -53,7 +53,7 @@ class Carriers:
     def __len__(self) -> int:
         return len(self.index)
 
-    def segments(self, size: int | None) -> Iterator[Carriers]:
+    def segments(self, size: int | None) -> Iterator[CarrierRows]:
         """The carriers, at most ``size`` at a time; None: all at once."""
         step = max(1, len(self) if size is None else size)
         for start in range(0, len(self), step):
@@ -68,7 +68,7 @@ def generated(batch: TokenBatch) -> Tensor:
     return follows & (batch.documents >= 0) & (batch.positions >= batch.prompts - 1)
 
 
-def choose_carriers(batch: TokenBatch, fraction: float = 1.0, generator: torch.Generator | None = None) -> Carriers:
+def choose_carriers(batch: TokenBatch, fraction: float = 1.0, generator: torch.Generator | None = None) -> CarrierRows:
     """All rows of `generated`, or a random ``fraction`` of them."""
     index = generated(batch).flatten().nonzero()[:, 0]
     if fraction < 1.0:
@@ -77,16 +77,16 @@ def choose_carriers(batch: TokenBatch, fraction: float = 1.0, generator: torch.G
     return make_carriers(index, batch.positions.flatten()[index])
 
 
-def make_carriers(index: Tensor, positions: Tensor) -> Carriers:
+def make_carriers(index: Tensor, positions: Tensor) -> CarrierRows:
     """Carriers at ``index`` [R] flat, ascending, with ``positions`` [R]."""
     if not len(index):
-        return Carriers(index, positions, ())
+        return CarrierRows(index, positions, ())
     starts = (index - positions).tolist()  # flat index of the document's first token
     last = index.tolist()
     cuts = [i for i in range(1, len(starts)) if starts[i] != starts[i - 1]]
     edges = zip([0, *cuts], [*cuts, len(starts)], strict=True)
     blocks = tuple(Block(slice(a, b), slice(starts[a], last[b - 1] + 1)) for a, b in edges)
-    return Carriers(index, positions, blocks)
+    return CarrierRows(index, positions, blocks)
 
 
 # -- attention of a block
@@ -145,7 +145,7 @@ def group_attention(
     q: Tensor,  # [R, G, H, D]
     main: KeyValues,
     own: KeyValues,  # [R, gamma, kv_heads, D]
-    carriers: Carriers,
+    carriers: CarrierRows,
     steps: Tensor,  # [G] 0 a main row, j stream j
     window: int | None,
 ) -> Tensor:  # [R, G, H * D]
@@ -177,7 +177,7 @@ def best_keys(
     q: Tensor,  # [R, H, D] of the carriers
     k: Tensor,  # flat main keys
     own_k: Tensor | None,  # [R, gamma, kv_heads, D] of their streams, where carriers attend to them
-    carriers: Carriers,
+    carriers: CarrierRows,
     window: int | None,
     most: int,
 ) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ def few_attention(
     q: Tensor,  # [R, gamma, H, D]
     main: KeyValues,
     own: KeyValues,  # [R, gamma, kv_heads, D]
-    carriers: Carriers,
+    carriers: CarrierRows,
     chosen: tuple[Tensor, Tensor],  # [R, most], see `best_keys`
     window: int | None,
 ) -> Tensor:  # [R, gamma, H * D]
@@ -265,7 +265,7 @@ class StreamPass:
 
     network: Network
     trained: StreamSet
-    carriers: Carriers
+    carriers: CarrierRows
     rotation: Rotation  # of the stream rows' queries and keys [R, gamma, 1, dim]
     of_values: tuple[Tensor, Tensor] | None  # their `value_rotation` [gamma, 1, 1]
     most: int | None = None  # main keys that a stream attends to; None: all that its carrier sees
@@ -312,7 +312,7 @@ class StreamPass:
         return net.finish_layer(index, hidden, rows, self.delta), attended[:, :extra].flatten(1)
 
 
-def stream_pass(network: Network, trained: StreamSet, carriers: Carriers, most: int | None = None) -> StreamPass:
+def stream_pass(network: Network, trained: StreamSet, carriers: CarrierRows, most: int | None = None) -> StreamPass:
     """Rotations of the streams of ``carriers``: stream j of a row at t is at position t + j."""
     gamma, angle = trained.config.gamma, trained.config.value_rotation
     steps = torch.arange(1, gamma + 1, device=carriers.index.device)
@@ -360,7 +360,7 @@ def _before(inputs: Sequence[Tensor], layers: Collection[int]) -> dict[int, Tens
 
 
 def lossless_streams(
-    network: Network, trained: StreamSet, main: MainPass, carriers: Carriers, most: int | None = None
+    network: Network, trained: StreamSet, main: MainPass, carriers: CarrierRows, most: int | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Streams of ``carriers`` over the main rows of `main_pass`.
 
@@ -399,7 +399,7 @@ def shared_pass(
     network: Network,
     trained: StreamSet,
     batch: TokenBatch,
-    carriers: Carriers,
+    carriers: CarrierRows,
     segment: int | None = None,
     most: int | None = None,
     exits: Collection[int] = (),

@@ -21,7 +21,7 @@ from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states
 from ...training.losses import SoftTarget, TargetHidden, TargetTop, distilled
-from ...training.multistream import Carriers, choose_carriers
+from ...training.multistream import CarrierRows, choose_carriers
 from ...training.network import Network
 from ...training.trainer import StepContext
 from .heads import MOST_HEADS, Heads, HeadsConfig, load
@@ -101,7 +101,7 @@ class MedusaRecipe:
         means = (parts.unflatten(1, (-1, count)) * weights).sum(1) / sums  # [2, heads]
         return loss, _figures("kl", means[0]) | _figures("ce", means[1])
 
-    def _normed(self, states: Tensor, carriers: Carriers) -> Tensor:
+    def _normed(self, states: Tensor, carriers: CarrierRows) -> Tensor:
         """[R, d_model] the carriers' states behind the final norm."""
         with torch.no_grad():
             return self.target.final(states.flatten(0, 1)[carriers.index])

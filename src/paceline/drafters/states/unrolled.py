@@ -35,7 +35,7 @@ from ...core.options import check, option
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states
 from ...training.losses import SoftTarget, TargetHidden, TargetTop, mse_cross_entropy
-from ...training.multistream import Carriers, group_attention, make_carriers
+from ...training.multistream import CarrierRows, group_attention, make_carriers
 from ...training.network import Network, Rotation, attend, finish, project, visible
 from ...training.trainer import StepContext
 from .head import StateHead
@@ -100,7 +100,7 @@ class UnrollOptions:
 # -- which rows, and what lies ahead of them
 
 
-def choose_anchors(batch: TokenBatch, share: float = 1.0, generator: torch.Generator | None = None) -> Carriers:
+def choose_anchors(batch: TokenBatch, share: float = 1.0, generator: torch.Generator | None = None) -> CarrierRows:
     """Rows from which a first step has something to learn: a weight one place on, in the same document.
 
     Args:
@@ -145,7 +145,7 @@ def unroll(
     model: Unrollable,
     features: Tensor,
     batch: TokenBatch,
-    anchors: Carriers,
+    anchors: CarrierRows,
     steps: int,
     embed: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:

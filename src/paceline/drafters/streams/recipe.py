@@ -26,7 +26,7 @@ from ...training.data import TokenBatch
 from ...training.features import likeliest
 from ...training.losses import SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled, ngram
 from ...training.multistream import (
-    Carriers,
+    CarrierRows,
     MainPass,
     choose_carriers,
     lossless_streams,
@@ -211,7 +211,7 @@ class StreamRecipe:
 
     # -- lossless mode
 
-    def _lossless(self, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, dict[str, float]]:
+    def _lossless(self, batch: TokenBatch, carriers: CarrierRows) -> tuple[Tensor, dict[str, float]]:
         """Each segment forward and backward on its own; the returned loss passes on the gradients computed so far."""
         main = main_pass(self.network, batch, self.module.config.insertion, self.module.config.exits)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
@@ -233,7 +233,7 @@ class StreamRecipe:
         return total, dict(figures)
 
     def _segment(
-        self, batch: TokenBatch, main: MainPass, part: Carriers, aims: Aims, said: Said | None
+        self, batch: TokenBatch, main: MainPass, part: CarrierRows, aims: Aims, said: Said | None
     ) -> tuple[Tensor, dict[str, float]]:
         streams, _ = lossless_streams(self.network, self.module, main, part, self.options.attention_limit)
         own = Aims.of(batch, part, streams.shape[1], aims)
@@ -277,7 +277,9 @@ class StreamRecipe:
         figures = _by_stream(torch.where(aims.exists.any(0), hard, torch.nan)) if share < 1 else {}
         return loss, figures | {"kl": float(soft.sum()) / gamma}
 
-    def _exit_loss(self, before: Mapping[int, Tensor], part: Carriers, aims: Aims) -> tuple[Tensor, dict[str, float]]:
+    def _exit_loss(
+        self, before: Mapping[int, Tensor], part: CarrierRows, aims: Aims
+    ) -> tuple[Tensor, dict[str, float]]:
         """Sum over exits of CE of head(norm(M + up down M)) with the next token.
 
         M is detached, so that it trains nothing else.
@@ -346,7 +348,7 @@ class StreamRecipe:
                 self._tally(tally, final, streams, Aims.of(batch, carriers, self.module.config.gamma))
         return tally.figures()
 
-    def _outputs(self, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, Tensor]:
+    def _outputs(self, batch: TokenBatch, carriers: CarrierRows) -> tuple[Tensor, Tensor]:
         """Main rows [B * T, d] and streams [R, gamma, d] after the final norm."""
         most = self.options.attention_limit
         if self.options.mode == "shared":
