@@ -382,8 +382,9 @@ class TestCommands:
         plain, drafted, once = (LLM("paceline-small", drafter=name, budget=b, threads=1) for name, b in DEMO_SIDES)
         [alone] = once.generate([{"prompt_token_ids": demo._token_ids(once, prompt)}], demo._params(prompt))
         told = demo._compare(plain, drafted, prompt, repeats=2)
-        assert told.identical and told.speculative.token_ids == alone.outputs[0].token_ids
-        assert told.speculative.output.stats.passes == alone.stats.passes < len(told.speculative.token_ids)
+        ids = told.outputs[1].outputs[0].token_ids
+        assert told.identical and ids == alone.outputs[0].token_ids
+        assert told.outputs[1].stats.passes == alone.stats.passes < len(ids)
 
     def test_demo_is_exact_unless_told_otherwise(self, monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
         from paceline.cli import demo

@@ -43,33 +43,22 @@ class DemoPrompt(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """A prompt's answer one way."""
-
-    output: RequestOutput
-    rate: float  # tokens a second of the whole request, prompt included
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.output.outputs[0].token_ids
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt, answered both ways in turns; the first answers, and the medians of the rates."""
+    """One prompt, answered plainly and speculatively in turns."""
 
     prompt: DemoPrompt
-    plain: Side
-    speculative: Side
+    outputs: list[RequestOutput]  # the first answer of each
+    rates: list[float]  # tokens a second of the whole request, prompt included: medians
 
     @property
     def identical(self) -> bool:
-        return self.plain.token_ids == self.speculative.token_ids
+        plain, speculative = (output.outputs[0].token_ids for output in self.outputs)
+        return plain == speculative
 
     @property
     def ratio(self) -> float:
         """Speculative over plain."""
-        return self.speculative.rate / self.plain.rate
+        return self.rates[1] / self.rates[0]
 
 
 @app.command()
@@ -127,18 +116,16 @@ def _compare(plain: LLM, speculative: LLM, prompt: DemoPrompt, repeats: int) -> 
     Short answers get more turns than asked for, since a few milliseconds say little. Every turn is asked as if it were
     the first; what is done once (memory touched, costs estimated) is done in a round that is not measured.
     """
-    _ask(plain, prompt), _ask(speculative, prompt)
-    turns: list[tuple[Side, Side]] = []
+    models, params = (plain, speculative), _params(prompt)
+    asked = [_token_ids(plain, prompt)]
+    turns: list[list[tuple[list[RequestOutput], float]]] = [[ask(model, asked, params) for model in models]]
     began = time.perf_counter()
-    while len(turns) < repeats or (time.perf_counter() - began < SETTLE_S and len(turns) < MAX_TURNS):
-        turns.append((_ask(plain, prompt), _ask(speculative, prompt)))
-    sides = (Side(side[0].output, statistics.median(one.rate for one in side)) for side in zip(*turns, strict=True))
-    return Comparison(prompt, *sides)
-
-
-def _ask(model: LLM, prompt: DemoPrompt) -> Side:
-    [output], seconds = ask(model, [_token_ids(model, prompt)], _params(prompt))
-    return Side(output, len(output.outputs[0].token_ids) / seconds)
+    while len(turns) <= repeats or (time.perf_counter() - began < SETTLE_S and len(turns) <= MAX_TURNS):
+        turns.append([ask(model, asked, params) for model in models])
+    outputs = [output for [output], _ in turns[1]]
+    seconds = [statistics.median(taken for _, taken in side) for side in zip(*turns[1:], strict=True)]
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    return Comparison(prompt, outputs, [count / taken for count, taken in zip(counts, seconds, strict=True)])
 
 
 def _params(prompt: DemoPrompt) -> SamplingParams:
@@ -159,13 +146,13 @@ def _token_ids(model: LLM, prompt: DemoPrompt) -> list[int]:
 def _show_answers(console: Console, model: LLM, first: Comparison) -> None:
     console.print(Text(first.prompt["text"], style="dim"))
     console.print(legend())
-    for name, side in (("plain", first.plain), ("speculative", first.speculative)):
-        answer = side.output.outputs[0]
-        painter = Painter(model.tokenizer, side.output.prompt_token_ids)
+    for name, output, rate in zip(("plain", "speculative"), first.outputs, first.rates, strict=True):
+        answer = output.outputs[0]
+        painter = Painter(model.tokenizer, output.prompt_token_ids)
         painter.feed(answer.token_ids, answer.origins)
-        console.print(Text.assemble((f"{name:<12}", "bold"), f"{side.rate:6.0f} tokens/s"))
+        console.print(Text.assemble((f"{name:<12}", "bold"), f"{rate:6.0f} tokens/s"))
         console.print(painter.take(answer.text))
-        console.print(figures(side.output), style="dim")
+        console.print(figures(output), style="dim")
     console.print()
 
 
@@ -176,11 +163,10 @@ def _table(comparisons: list[Comparison]) -> Table:
     for one in comparisons:
         table.add_row(
             one.prompt["domain"],
-            str(len(one.plain.token_ids)),
-            f"{one.plain.rate:.0f}",
-            f"{one.speculative.rate:.0f}",
+            str(len(one.outputs[0].outputs[0].token_ids)),
+            *(f"{rate:.0f}" for rate in one.rates),
             f"{one.ratio:.2f}",
-            f"{one.speculative.output.stats.mean_accepted_length:.2f}",
+            f"{one.outputs[1].stats.mean_accepted_length:.2f}",
             "yes" if one.identical else Text("NO", style="bold red"),
         )
     return table
