@@ -6,7 +6,6 @@ A recipe file (``*.toml``) takes the place of the kind: ``paceline train zoo/rec
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.options import check, option
+from ..core.options import check, option, suggest
 from ..network.loader import load_tokenizer, resolve_folder
 from ..network.streams import fingerprint
 from ..training import answers as answering
@@ -43,10 +42,7 @@ class RecipeGroup(TyperGroup):
         if args and args[0].endswith(SUFFIX):
             return "file", self.get_command(ctx, "file"), args
         if args and args[0] not in self.commands:
-            known = [*KINDS, "answers"]
-            close = difflib.get_close_matches(args[0], known, n=1)
-            hint = f"did you mean {close[0]!r}? Otherwise " if close else ""
-            remedy = f"{hint}use {', '.join(known)}, or a recipe file (*.toml)"
+            remedy = suggest(args[0], [*KINDS, "answers"], "kind") + ", or a recipe file (*.toml)"
             raise ConfigError(f"recipe {args[0]!r}", "there is no such recipe", remedy)
         return super().resolve_command(ctx, args)
 

@@ -6,7 +6,6 @@ licence and how it is made from that source; the folder that holds the files is 
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..core.errors import ConfigError
+from ..core.options import suggest
 from .data import STDLIB, SourceSpec, sha256
 from .trainer import Phase, TrainConfig
 
@@ -101,10 +101,8 @@ def fill(kind: type[Any], values: Mapping[str, Any], where: Path) -> Any:
     """
     known = [f.name for f in fields(kind)]
     if unknown := sorted(values.keys() - known):
-        close = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        remedy = f"{hint}known: {', '.join(sorted(known))}"
-        raise ConfigError(f"recipe {where}", f"{kind.__name__} has no {unknown[0]!r}", remedy)
+        wrong = f"{kind.__name__} has no {unknown[0]!r}"
+        raise ConfigError(f"recipe {where}", wrong, suggest(unknown[0], sorted(known), "option"))
     try:
         # As JSON: strict, but for lists, which are all that TOML and JSON have in place of tuples.
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)

@@ -7,7 +7,6 @@ frozen dataclass with help texts), which a recipe file's ``[options]`` or flags 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.options import suggest
 from .data import TokenBatch
 from .features import Features
 from .network import Network
@@ -141,7 +141,5 @@ def kind(name: str) -> RecipeKind:
         ConfigError: there is none.
     """
     if name not in KINDS:
-        close = difflib.get_close_matches(name, KINDS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"recipe kind {name!r}", "there is no such kind", f"{hint}known kinds: {', '.join(KINDS)}")
+        raise ConfigError(f"recipe kind {name!r}", "there is no such kind", suggest(name, KINDS, "kind"))
     return KINDS[name]
