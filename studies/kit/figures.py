@@ -11,7 +11,6 @@ from paceline.bench.figures import (
     PANEL_HEIGHT,
     PANEL_WIDTH,
     Panel,
-    PlotKind,
     finish_axis,
     lines,
     named_rows,
@@ -77,10 +76,10 @@ def _rows_high(panels: Sequence[Panel]) -> float:
     return 1.0 + ROW_HEIGHT * len({x for series in panels[0].series for x in series.x})
 
 
-KINDS["points"] = PlotKind(_points, 1.5 * PANEL_WIDTH, lambda panels: 1.4 * PANEL_HEIGHT)
-KINDS["bars"] = PlotKind(_bars, PANEL_WIDTH, _bars_high)
-KINDS["stacked"] = PlotKind(_stacked, 1.5 * PANEL_WIDTH, _rows_high)
-KINDS["spans"] = PlotKind(_spans, 2 * PANEL_WIDTH, _rows_high)
+KINDS["points"] = (_points, 1.5 * PANEL_WIDTH, lambda panels: 1.4 * PANEL_HEIGHT)
+KINDS["bars"] = (_bars, PANEL_WIDTH, _bars_high)
+KINDS["stacked"] = (_stacked, 1.5 * PANEL_WIDTH, _rows_high)
+KINDS["spans"] = (_spans, 2 * PANEL_WIDTH, _rows_high)
 spans = partial(lines, kind="spans")  # bars from ``low`` to ``high`` in the rows that ``x`` names
 points = partial(lines, kind="points")  # that no line joins
 bars = partial(lines, kind="bars")  # horizontal: words ``x`` at the left, the first on top, a bar for each series

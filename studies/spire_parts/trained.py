@@ -18,7 +18,6 @@ from paceline.training.data import Example, TokenBatch, collate
 from paceline.training.losses import TargetHidden, mixed
 from paceline.training.network import Network
 from paceline.training.registry import BuildContext
-from paceline.training.trainer import StepContext
 from spire_parts.common import DEPTH, SpireFlags, study, verdict
 
 WANTED = 0.8  # of the plain network's tokens a second
@@ -83,10 +82,10 @@ def training_throughput(ask: SpireFlags) -> Iterator[Table | None]:
 def _times(recipe: SpireRecipe, target: Network, batch: TokenBatch, repeats: int, omega: float) -> dict[str, float]:
     """Median seconds of a step of each kind, in turns; the first turn is not counted."""
     network, found = recipe.module.network, {"k passes": [], "plain": [], "target": []}  # type: ignore[var-annotated]
-    context = StepContext(step=0, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
     for turn in range(repeats + 1):
         taken = {
-            "k passes": _timed(lambda: recipe.loss(batch, context)[0], recipe.module),
+            "k passes": _timed(lambda: recipe.loss(batch, generator)[0], recipe.module),
             "plain": _timed(lambda: plain_loss(network, target, batch, omega), recipe.module),
         }
         began = perf_counter()

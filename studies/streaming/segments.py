@@ -26,7 +26,6 @@ from paceline.network.loader import resolve_folder
 from paceline.network.streams import StreamSet
 from paceline.training.data import Example, TokenBatch, collate
 from paceline.training.network import Network
-from paceline.training.trainer import StepContext
 from streaming.common import StreamingFlags, study
 
 SEGMENT = {"gamma": 4, "layers": 4, "rank": 8, "rows": 4, "length": 512, "prompt": 128, "steps": 3, "limit": 0}
@@ -115,6 +114,6 @@ def _step(recipe: StreamRecipe, batch: TokenBatch, way: str) -> float:
             with sdpa_kernel(SDPBackend.MATH):
                 loss = eager_loss(recipe, batch)
         else:
-            loss = recipe.loss(batch, StepContext(0, torch.Generator().manual_seed(0)))[0]
+            loss = recipe.loss(batch, torch.Generator().manual_seed(0))[0]
     loss.backward()
     return float(loss.detach())  # waits for a GPU

@@ -21,7 +21,7 @@ from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe, build
 from paceline.training.job import TrainingJob, finish, prepare
 from paceline.training.recipe import fill, read_recipe
 from paceline.training.registry import BuildContext, kind
-from paceline.training.trainer import Phase, StepContext, TrainConfig
+from paceline.training.trainer import Phase, TrainConfig
 
 LAYERS = (1, 2)
 RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
@@ -51,8 +51,8 @@ def make_recipe(held_out: Any = None, **options: Any) -> ExitRecipe:
     return ExitRecipe(heads, target, ExitOptions(**options), held_out)
 
 
-def context() -> StepContext:
-    return StepContext(0, torch.Generator().manual_seed(0))
+def context() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def logits_at(recipe: ExitRecipe, batch: TokenBatch, layer: int) -> torch.Tensor:

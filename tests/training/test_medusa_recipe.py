@@ -21,7 +21,7 @@ from paceline.training.job import TrainingJob, finish, prepare
 from paceline.training.multistream import generated
 from paceline.training.recipe import fill, read_recipe
 from paceline.training.registry import BuildContext, kind
-from paceline.training.trainer import Phase, StepContext, TrainConfig
+from paceline.training.trainer import Phase, TrainConfig
 
 K = 3
 RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
@@ -51,8 +51,8 @@ def make_recipe(noise: float = 0.2, held_out: Any = None, **options: Any) -> Med
     return MedusaRecipe(heads, target, MedusaOptions(heads=K, **options), held_out)
 
 
-def context(seed: int = 0) -> StepContext:
-    return StepContext(0, torch.Generator().manual_seed(seed))
+def context(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def dense(recipe: MedusaRecipe, batch: TokenBatch) -> torch.Tensor:

@@ -27,7 +27,7 @@ from paceline.training.job import TrainingJob, prepare, run
 from paceline.training.job import finish as write
 from paceline.training.network import Network
 from paceline.training.registry import kind
-from paceline.training.trainer import StepContext, TrainConfig
+from paceline.training.trainer import TrainConfig
 
 WHOLE = (None, None, None)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,8 +62,8 @@ def recipe(target: Network | None = None, held_out: Any = None, start: str = "pr
     return SpireRecipe(SpireModule(draft, shape), target, shape, made, {}, held_out or {})
 
 
-def context(seed: int = 0) -> StepContext:
-    return StepContext(0, torch.Generator().manual_seed(seed))
+def context(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)

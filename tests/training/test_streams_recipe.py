@@ -32,7 +32,7 @@ from paceline.training.multistream import (
 from paceline.training.network import Network
 from paceline.training.recipe import fill, read_recipe
 from paceline.training.registry import BuildContext
-from paceline.training.trainer import Phase, StepContext, TrainConfig, Trainer
+from paceline.training.trainer import Phase, TrainConfig, Trainer
 
 GAMMA = 3
 RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
@@ -71,8 +71,8 @@ def make_batch() -> TokenBatch:
     return collate(rows, 32)
 
 
-def context(seed: int = 0) -> StepContext:
-    return StepContext(0, torch.Generator().manual_seed(seed))
+def context(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def gradients(recipe: StreamRecipe, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:

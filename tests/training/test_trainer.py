@@ -24,7 +24,7 @@ from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
 from paceline.training import losses as formulas
 from paceline.training.data import Mixture, TokenBatch, collate
 from paceline.training.target import TargetRecipe
-from paceline.training.trainer import CHECKPOINT, Phase, StepContext, TrainConfig, plan
+from paceline.training.trainer import CHECKPOINT, Phase, TrainConfig, plan
 
 
 def draft(seed: int = 1, **options: Any) -> DraftModelRecipe:
@@ -80,7 +80,7 @@ def test_a_recipe_computes_what_the_eager_formulas_say(distance: str, options: d
     recipe = draft(distance=distance, distill=0.6, **options)
     rounded = 1e-3 if "top" in options else 1e-6
     batch = collate([examples(3), examples(2, seed=5)], 96, 0.1)
-    loss, _ = recipe.loss(batch, StepContext(0, torch.Generator()))
+    loss, _ = recipe.loss(batch, torch.Generator())
     loss.backward()
     fused = {n: p.grad.clone() for n, p in recipe.module.named_parameters() if p.grad is not None}
     recipe.module.zero_grad()

@@ -29,7 +29,7 @@ from paceline.network.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures, last_states
 from paceline.training.job import TrainingJob, occurrences, prepare
-from paceline.training.trainer import StepContext, TrainConfig
+from paceline.training.trainer import TrainConfig
 
 LAYER = layer_json(tiny_config())
 HOT = torch.arange(0, VOCAB, 3)
@@ -152,8 +152,8 @@ def recipe(
     return UnrolledRecipe("states", model, *given, save=lambda folder: None)
 
 
-def context(seed: int = 0) -> StepContext:
-    return StepContext(0, torch.Generator().manual_seed(seed))
+def context(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("form", ["lyanna", "no token-info", "hot", "eagle"])

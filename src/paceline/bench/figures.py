@@ -149,15 +149,15 @@ def figure(panels: Sequence[Panel], kind: str, width: float = 1.0) -> Figure:
     """The drawn panels, in whatever style is in force."""
     from matplotlib.figure import Figure
 
-    how = KINDS[kind]
-    size = (width * how.across * len(panels), how.down(panels))
+    draw, across, down = KINDS[kind]
+    size = (width * across * len(panels), down(panels))
     made = Figure(figsize=size, layout="constrained")
     axes = made.subplots(1, len(panels), squeeze=False)[0]
     for place, (panel, axis) in enumerate(zip(panels, axes, strict=True)):
         axis.set_title(panel.title, loc="left")
         axis.set_xlabel(panel.x_label)
         axis.set_ylabel(panel.y_label)
-        how.draw(axis, panel, place)
+        draw(axis, panel, place)
     _legend(made, axes[0], panels[0])
     return made
 
@@ -251,16 +251,9 @@ def _rows_high(panels: Sequence[Panel], inches: float) -> float:
     return 1.1 + inches * marks
 
 
-@dataclass(frozen=True)
-class PlotKind:
-    """How panels of a kind are drawn: on an axis, and how large, in inches."""
-
-    draw: Callable[[Axes, Panel, int], None]
-    across: float = PANEL_WIDTH
-    down: Callable[[Sequence[Panel]], float] = lambda panels: PANEL_HEIGHT
-
-
-KINDS = {
-    "lines": PlotKind(_lines),
-    "dots": PlotKind(_dots, 1.5 * PANEL_WIDTH, lambda panels: _rows_high(panels, DOT_HEIGHT)),
+# How panels of a kind are drawn on an axis, their width in inches, and their height by what is in them.
+PlotKind = tuple[Callable[["Axes", Panel, int], None], float, Callable[[Sequence[Panel]], float]]
+KINDS: dict[str, PlotKind] = {
+    "lines": (_lines, PANEL_WIDTH, lambda panels: PANEL_HEIGHT),
+    "dots": (_dots, 1.5 * PANEL_WIDTH, lambda panels: _rows_high(panels, DOT_HEIGHT)),
 }

@@ -7,7 +7,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from importlib import resources
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,15 +31,7 @@ app = typer.Typer(add_completion=False)
 
 SETTLE_S = 1.0  # each prompt is asked for at least this long, both ways together
 MAX_TURNS = 15
-
-
-class DemoPrompt(TypedDict):
-    """One line of ``data/demo_prompts.jsonl`` (where they are from: ``data/SOURCES.md``)."""
-
-    domain: str
-    chat: bool  # a user's turn, for the chat template; else text to be continued
-    text: str
-    max_tokens: int
+DemoPrompt = dict[str, Any]  # a line of ``data/demo_prompts.jsonl``: domain, chat (a user's turn), text, max_tokens
 
 
 @dataclass(frozen=True, slots=True)

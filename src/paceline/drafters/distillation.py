@@ -19,7 +19,6 @@ from ..training.features import Features, OnlineFeatures
 from ..training.losses import cross_entropy, distilled, kl, mixed, reverse_kl
 from ..training.network import Network
 from ..training.target import ModelShape
-from ..training.trainer import StepContext
 
 if TYPE_CHECKING:
     from ..training.registry import BuildContext
@@ -88,7 +87,7 @@ class DraftModelRecipe:
         self.features = features or OnlineFeatures(target, options.top)
         self._says: dict[str, list[Tensor]] = {}  # what the target says on held-out data, by domain
 
-    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """The mean over the rows that carry weight, and its two parts."""
         rows, o = batch.weights > 0, self.options
         weights = batch.weights[rows]

@@ -105,14 +105,6 @@ class Calibration:
         return replace(self, table=replace(self.table, source=source), drafts=drafts)
 
 
-@dataclass(frozen=True)
-class CalibrationFile:
-    """What lies in a file."""
-
-    schema: int
-    entries: list[Calibration]
-
-
 # -- files
 
 
@@ -170,15 +162,16 @@ def save(folder: Path, calibration: Calibration) -> Path:
 
 def _read(path: Path) -> list[Calibration]:
     try:
-        found = TypeAdapter(CalibrationFile).validate_json(path.read_bytes())
-        if found.schema != SCHEMA:
-            raise ValueError(f"schema {found.schema}, this version reads {SCHEMA}")
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["schema"] != SCHEMA:
+            raise ValueError(f"schema {values['schema']!r}, this version reads {SCHEMA}")
+        entries = TypeAdapter(list[Calibration]).validate_python(values["entries"])
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(str(path), f"not readable ({error!r})", "run paceline bench calibrate again") from error
     # The source goes into reports, which name no place on a machine.
-    return [entry.read_from(f"{path.parent.name}/{path.name}") for entry in found.entries]
+    return [entry.read_from(f"{path.parent.name}/{path.name}") for entry in entries]
 
 
 def _write(path: Path, calibration: Calibration) -> None:
@@ -186,7 +179,7 @@ def _write(path: Path, calibration: Calibration) -> None:
         kept = [e for e in _read(path) if e.fingerprint != calibration.fingerprint] if path.is_file() else []
     except ConfigError:  # unreadable, so useless to everybody: start a new one
         kept = []
-    values = asdict(CalibrationFile(SCHEMA, [*kept, calibration]))
+    values = {"schema": SCHEMA, "entries": [asdict(entry) for entry in (*kept, calibration)]}
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     fresh.replace(path)  # a reader sees the old file or the new one

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from .data import TokenBatch
 from .losses import TargetHidden, distilled
 from .network import Network
 from .registry import BuildContext
-from .trainer import StepContext
 
 KAPPAS = (1, 4, 8)  # candidates whose overlap mass is logged (eq. 9)
 
@@ -46,15 +45,6 @@ class ExitOptions:
         if not 0 < len(self.depths) <= MOST_EXITS or not all(0 < depth < 1 for depth in self.depths):
             asked = f"depths={self.depths}"
             raise ConfigError(asked, f"1 to {MOST_EXITS} shares between 0 and 1 are wanted", "use 0.25, 0.5, 0.75")
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Held-out figures of one domain, of every exit."""
-
-    rows: int = 0
-    hits: Tensor = field(default_factory=lambda: torch.zeros(2))  # [2, K] of the text, of the target
-    mass: Tensor = field(default_factory=lambda: torch.zeros(1))  # [kappas, K]
 
 
 class ExitRecipe:
@@ -88,7 +78,7 @@ class ExitRecipe:
             found.append(hidden[rows])
         return found
 
-    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """The mean over the exits, and each one's parts (nats)."""
         *states, last = self.states(batch)
         rows, count = batch.weights > 0, len(states)
@@ -123,29 +113,30 @@ class ExitRecipe:
         the target's own probability of the kappa likeliest (overlap mass, eq. 9, at every position)."""
         figures: dict[str, float] = {}
         for domain, batches in self.held_out.items():
-            sums = self._sums(batches)
+            rows, hits, masses = self._sums(batches)
             for place, layer in enumerate(self.module.config.layers):
                 where = f"{domain}/{layer}"
-                figures[f"accuracy/{where}"] = float(sums.hits[0, place]) / max(1, sums.rows)
-                figures[f"agreement/{where}"] = float(sums.hits[1, place]) / max(1, sums.rows)
-                for kappa, mass in zip(KAPPAS, sums.mass[:, place].tolist(), strict=True):
-                    figures[f"mass_{kappa}/{where}"] = mass / max(1, sums.rows)
+                figures[f"accuracy/{where}"] = float(hits[0, place]) / max(1, rows)
+                figures[f"agreement/{where}"] = float(hits[1, place]) / max(1, rows)
+                for kappa, mass in zip(KAPPAS, masses[:, place].tolist(), strict=True):
+                    figures[f"mass_{kappa}/{where}"] = mass / max(1, rows)
         return figures
 
-    def _sums(self, batches: Sequence[TokenBatch]) -> _Sums:
+    def _sums(self, batches: Sequence[TokenBatch]) -> tuple[int, Tensor, Tensor]:
+        """Of one domain: rows; [2, K] hits of the text and of the target; [kappas, K] masses."""
         count = len(self.module.config.layers)
-        sums = _Sums(0, torch.zeros(2, count), torch.zeros(len(KAPPAS), count))
+        total, hits, masses = 0, torch.zeros(2, count), torch.zeros(len(KAPPAS), count)
         for batch in batches:
             for states, last, tokens in self._parts(batch.to(self.target.head_weight.device)):
                 p = self.target.logits(self.target.final(last)).float().softmax(-1)
                 for place, hidden in enumerate(states):
                     said = self.target.logits(self._normed(place, hidden)).topk(min(max(KAPPAS), p.shape[-1])).indices
                     both = torch.stack((tokens, p.argmax(-1)))
-                    sums.hits[:, place] += (said[:, 0] == both).sum(-1).cpu()
+                    hits[:, place] += (said[:, 0] == both).sum(-1).cpu()
                     mass = p.gather(-1, said).cumsum(-1).sum(0).cpu()
-                    sums.mass[:, place] += torch.stack([mass[min(kappa, len(mass)) - 1] for kappa in KAPPAS])
-                sums.rows += len(tokens)
-        return sums
+                    masses[:, place] += torch.stack([mass[min(kappa, len(mass)) - 1] for kappa in KAPPAS])
+                total += len(tokens)
+        return total, hits, masses
 
     def _parts(self, batch: TokenBatch) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
         """States of the exits, last states and the text's next tokens, some rows at a time."""

@@ -17,7 +17,7 @@ from ..network.loader import load_weights
 from .data import TokenBatch
 from .losses import cross_entropy
 from .network import Network
-from .trainer import StepContext, setting
+from .trainer import setting
 
 if TYPE_CHECKING:
     from .registry import BuildContext
@@ -100,7 +100,7 @@ class TargetRecipe:
     ) -> None:
         self.module, self.config, self.held_out = network, dict(config), held_out or {}
 
-    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """Mean cross-entropy of the next token (nats), over the rows that carry weight."""
         return self._mean(batch), {}
 

@@ -85,22 +85,17 @@ class TrainConfig:
         return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * left)
 
 
-@dataclass(slots=True)
-class StepContext:
-    """What a recipe's loss may depend on, beside its batch."""
-
-    step: int
-    generator: torch.Generator  # seeded by run seed, step and part: the recipe's own draws
-
-
 class Recipe(Protocol):
     """What is trained, and on what loss."""
 
     name: str
     module: nn.Module  # its trainable parameters are the run's
 
-    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch (a mean), and its parts for the log."""
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a batch (a mean), and its parts for the log.
+
+        ``generator``, seeded by run seed, step and part, is for the recipe's own draws.
+        """
         ...
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -224,9 +219,8 @@ class Trainer:
 
     def _backward(self, part: TokenBatch, index: int, share: float) -> dict[str, float]:
         """Add ``share`` of a batch's gradients. Returns its loss and the loss's parts."""
-        context = StepContext(self.step, self._generator(index))
         with products(self.config.precision, self.accelerator.device):
-            loss, figures = self.recipe.loss(part.to(self.accelerator.device), context)
+            loss, figures = self.recipe.loss(part.to(self.accelerator.device), self._generator(index))
         self.accelerator.backward(loss * share)
         return {"loss": float(loss.detach()), **figures}
 

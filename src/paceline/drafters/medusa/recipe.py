@@ -23,7 +23,6 @@ from ...training.features import Features, OnlineFeatures, last_states
 from ...training.losses import SoftTarget, TargetHidden, TargetTop, distilled
 from ...training.multistream import CarrierRows, choose_carriers
 from ...training.network import Network
-from ...training.trainer import StepContext
 from .heads import MOST_HEADS, Heads, HeadsConfig, load
 
 if TYPE_CHECKING:
@@ -81,9 +80,9 @@ class MedusaRecipe:
         self.module, self.target, self.options, self.held_out = heads, target, options, held_out or {}
         self.features = features or OnlineFeatures(target, options.top)
 
-    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """The weighted mean over the heads' tokens, and each head's part of it (nats)."""
-        carriers = choose_carriers(batch, self.options.positions, context.generator)
+        carriers = choose_carriers(batch, self.options.positions, generator)
         aims, count = Aims.of(batch, carriers, self.module.config.heads), self.module.config.heads
         weights = aims.exists * batch.weights.flatten()[aims.main]  # [R, heads] of the tokens aimed at
         sums = weights.sum(0)

@@ -20,7 +20,6 @@ from ...network.weights import weight_map
 from ...training.data import TokenBatch
 from ...training.losses import TargetHidden, cross_entropy, mixed
 from ...training.network import Network
-from ...training.trainer import StepContext
 from .model import Ends, Past, SpireShape, read_memory, read_shape, save_shape
 from .prefixes import Blocks, run_blocks
 
@@ -146,9 +145,9 @@ class SpireRecipe:
         self.module, self.target, self.shape, self.options = module, target, shape, options
         self.config, self.held_out = config, held_out
 
-    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """The weighted mean over the rows of all passes, and that of each pass."""
-        offset = int(torch.randint(self.shape.depth, (1,), generator=context.generator))
+        offset = int(torch.randint(self.shape.depth, (1,), generator=generator))
         needed = self.shape.past != "embedding" or self.options.loss == "mixed"
         known = self.know(batch) if needed else Known(None, None)
         rows = list(self._rows(batch, offset, known))

@@ -37,7 +37,6 @@ from ...training.features import Features, OnlineFeatures, last_states
 from ...training.losses import SoftTarget, TargetHidden, TargetTop, mse_cross_entropy
 from ...training.multistream import CarrierRows, group_attention, make_carriers
 from ...training.network import Network, Rotation, attend, finish, project, visible
-from ...training.trainer import StepContext
 from .head import StateHead
 
 BRANCHES = 4  # children of a node that the held-out figures count (Lyanna, Table 1)
@@ -227,16 +226,16 @@ class UnrolledRecipe:
         """[.., d] the target's embedding table at ``tokens``."""
         return F.embedding(tokens, self.target.decoder.embedding)
 
-    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """Weighted mean over steps of ``alpha MSE + beta CE``, each a mean over its rows; and both parts of each
         step."""
-        o, anchors = self.options, choose_anchors(batch, self.options.anchors, context.generator)
+        o, anchors = self.options, choose_anchors(batch, self.options.anchors, generator)
         if not len(anchors):
             return sum((p.sum() * 0.0 for p in self.module.parameters()), start=torch.zeros(())), {}
         with torch.no_grad():
             true = self.target.final(self.features.states(batch))  # [B, T, d]
         said, places = self.features.said(batch), (batch.weights.flatten() > 0).cumsum(0) - 1
-        states = unroll(self.model, self._noised(true, context.generator), batch, anchors, o.depth, self.embed)
+        states = unroll(self.model, self._noised(true, generator), batch, anchors, o.depth, self.embed)
         shares = [o.decay**step for step in range(o.depth)]
         total, figures = true.new_zeros(()), {}
         for step, (state, share) in enumerate(zip(states, shares, strict=True), 1):

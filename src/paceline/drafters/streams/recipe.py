@@ -34,7 +34,7 @@ from ...training.multistream import (
     shared_pass,
 )
 from ...training.network import Network
-from ...training.trainer import StepContext, setting
+from ...training.trainer import setting
 
 if TYPE_CHECKING:
     from ...training.registry import BuildContext
@@ -198,7 +198,7 @@ class StreamRecipe:
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
 
-    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """alpha_0 CE(main) + sum_j alpha_j CE(stream j) + CE(early exit), each a mean over its rows (nats).
 
         Returns:
@@ -206,7 +206,7 @@ class StreamRecipe:
         """
         if self.options.mode == "shared":
             return self._shared(batch)
-        carriers = choose_carriers(batch, self.options.positions, context.generator)
+        carriers = choose_carriers(batch, self.options.positions, generator)
         return self._lossless(batch, carriers)
 
     # -- lossless mode
