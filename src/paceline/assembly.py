@@ -53,9 +53,8 @@ from .network.native import unsupported
 from .network.padding import cache_shape
 from .network.streams import CONFIG_FILE
 from .planning import machines
-from .planning.costs import predicted_points
 from .planning.models import shape_of
-from .planning.throughput import Precision, ServedModel
+from .planning.throughput import Precision, ServedModel, predicted_points
 from .rounds import make_round, parse_round, round_of
 from .rounds.base import Origin, Place
 from .rounds.pipeline import PipelineConfig

@@ -30,10 +30,9 @@ from paceline.drafters.spire.model import read_shape as read_draft
 from paceline.engine.costs import CostTable
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
-from paceline.planning.costs import ROWS, cost_points
 from paceline.planning.measured import errors, median_error
 from paceline.planning.models import read_shape, shape_of
-from paceline.planning.throughput import Precision, ServedModel
+from paceline.planning.throughput import ROWS, Precision, ServedModel, cost_points
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,

@@ -12,10 +12,9 @@ from paceline.bench.law import FITTED, HELD_OUT
 from paceline.core.errors import ConfigError
 from paceline.engine.costs import CostTable
 from paceline.planning import models
-from paceline.planning.costs import cost_points, predicted_points
 from paceline.planning.machines import machine
 from paceline.planning.measured import PassLaw, TimedPass, errors, fit, median_error
-from paceline.planning.throughput import ServedModel, pass_seconds
+from paceline.planning.throughput import ServedModel, cost_points, pass_seconds, predicted_points
 
 TRUE = PassLaw(host=4e-4, row=3e-5, weight=1 / 30e9, hoi=2 ** (14 / 4), kv=1 / 12e9, attention=1 / 40e9)
 

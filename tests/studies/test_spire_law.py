@@ -11,10 +11,9 @@ from spire_parts import law
 from paceline import zoo
 from paceline.engine.costs import CostTable
 from paceline.planning import models
-from paceline.planning.costs import cost_points
 from paceline.planning.measured import TimedPass, fit, median_error
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import ServedModel, Speculation
+from paceline.planning.throughput import ServedModel, Speculation, cost_points
 
 HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
 TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512

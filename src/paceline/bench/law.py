@@ -11,9 +11,8 @@ from typing import Any
 from ..assembly import draft_key
 from ..engine.costs import CostTable
 from ..llm import LLM
-from ..planning.costs import cost_points
 from ..planning.measured import PassLaw, TimedPass, errors, fit
-from ..planning.throughput import ServedModel
+from ..planning.throughput import ServedModel, cost_points
 from .calibrate import store, time_passes
 
 REPEATS = 9  # of each pass; medians count

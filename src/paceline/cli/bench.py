@@ -1,43 +1,105 @@
-"""``paceline bench``: speed-ups on this machine (see `bench_run`), and the cost of single operations."""
+"""``paceline bench``: speed-ups on this machine, reports, and the cost of passes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from click.core import ParameterSource
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .. import zoo
 from ..assembly import drafter_of
-from ..bench import machine
-from ..bench import step as stepping
+from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
+from ..bench.calibrate import measure_steps
 from ..bench.compare import compare as compare_reports
 from ..bench.compare import render_terminal
-from ..bench.config import numbers
+from ..bench.config import BenchConfig, log_lines, numbers
+from ..bench.config import Progress as Told
 from ..bench.models import materialised
-from ..bench.report import load_report, write_text
-from ..bench.report.terminal import figures_table
+from ..bench.report import FILES, load_report, write_text
+from ..bench.report.terminal import figures_table, render
+from ..bench.run import Run
+from ..bench.summary import Summary
 from ..bench.workloads import available
 from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..engine.costs import CostTable
 from ..llm import LLM
-from .bench_run import bench
-from .console import stdout
+from . import INTERRUPTED
+from .console import stderr, stdout
 from .options import takes
 from .session import DEFAULT_MODEL, counting, steps
 
 app = typer.Typer(add_completion=False)
-app.callback(invoke_without_command=True)(bench)
+QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": (48,), "time_limit_s": 110.0}  # where the user does not say
 OPTIONS: Any = {
     "defaults": {"model": DEFAULT_MODEL},
     "shown": {"drafter": "the model's own drafter where the zoo names one"},
 }
+
+
+@app.callback(invoke_without_command=True)
+@takes(config=BenchConfig, defaults={"model": DEFAULT_MODEL})
+def bench(
+    context: typer.Context,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DRAFTER[;OPTION=VALUE]..",
+            help="A drafter with its settings, such as 'fast=ngram,depth=4;budget=8'; repeat it. Plain decoding always "
+            "runs. Default: every drafter that fits the model.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64, int8, q8_0 or q4_0.")
+    ] = "auto",
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help=f"{QUICK['prompts']} prompts, {QUICK['repeats']} repeats, 48 new tokens: done within three minutes.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write report.json, report.html and report.md there.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again where --out holds a report.")] = False,
+    *,
+    config: dict[str, Any],
+) -> None:
+    """Measure the speed-up on this machine: per task and method, against the memory bandwidth.
+
+    Without a subcommand, all methods run interleaved on the same prompts, and a table with paired speed-ups and their
+    95 % intervals is shown; with --out a page with plots is written. Ctrl-C keeps the trials so far.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if quick:
+        config |= {n: v for n, v in QUICK.items() if context.get_parameter_source(n) in (None, ParameterSource.DEFAULT)}
+    chosen = methods.parse_methods(method, dtype) if method else methods.default_methods(config["model"], dtype)
+    asked = BenchConfig(methods=tuple(methods.with_plain(chosen)), **{**config, "workloads": config["workloads"] or ()})
+    console = stdout()
+    command = ["paceline", *(a for a in sys.argv[1:] if a != "--overwrite")]
+    with watching() as progress:
+        report = Run(asked, out=out, overwrite=overwrite, command=command, progress=progress).execute()
+    if report.trials:
+        console.print(render(Summary(report)))
+    for name in FILES if out else ():
+        console.print(f"{out}/{name}", markup=False, highlight=False)
+    if report.interrupted:
+        stderr().print("interrupted: this is what was measured so far", style="yellow", markup=False)
+        raise typer.Exit(INTERRUPTED)
+    if any(not e.passed and report.is_own(e.method) for e in report.exactness):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -108,7 +170,7 @@ def step(
         _check_positions(loaded, max(counts), max(contexts))
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", repeats + 1) as progress:
-            costs = stepping.measure(loaded.decoder, counts, contexts, bandwidth, repeats, progress)
+            costs = measure_steps(loaded.decoder, counts, contexts, bandwidth, repeats, progress)
     computed = str(loaded.decoder.dtype)
     console, label = stdout(), parse_model(model).label
     console.print(f"{label}, {computed.removeprefix('torch.')}, kernels: {loaded.kernels}{mode}")
@@ -127,6 +189,25 @@ def step(
         "rows": costs,
     }
     _write(out, figures)
+
+
+@contextmanager
+def watching() -> Iterator[Told]:
+    """A bar on stderr, or lines where stderr is no terminal."""
+    console = stderr()
+    if not console.is_terminal:
+        yield log_lines(console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Drawn between trials alone: a thread that draws would take time from what is measured.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def tell(text: str, trials: tuple[int, int] | None) -> None:
+            done, total = trials or (None, None)
+            bar.update(task, description=text, completed=done, total=total, refresh=True)
+
+        yield tell
 
 
 def _check_positions(llm: LLM, rows: int, context: int) -> None:

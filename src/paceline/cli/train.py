@@ -27,11 +27,11 @@ from ..training.job import TrainingJob, finish, run
 from ..training.recipe import locate, read_recipe
 from ..training.registry import KINDS, RecipeKind
 from ..training.trainer import Phase, TrainConfig, require_accelerate
+from . import INTERRUPTED
 from .console import note, stderr, stdout
 from .options import takes
 from .train_progress import Bar, event_file
 
-INTERRUPTED = 130
 SUFFIX = ".toml"
 
 
