@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import ClassVar
 
 import torch
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..core.errors import ConfigError
 from ..core.folders import user_cache
@@ -166,10 +166,10 @@ def _read(path: Path) -> list[Calibration]:
         if values["schema"] != SCHEMA:
             raise ValueError(f"schema {values['schema']!r}, this version reads {SCHEMA}")
         entries = TypeAdapter(list[Calibration]).validate_python(values["entries"])
-    except ConfigError:
-        raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(str(path), f"not readable ({error!r})", "run paceline bench calibrate again") from error
+        fault = error.errors()[0] if isinstance(error, ValidationError) else None
+        why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" if fault else repr(error)
+        raise ConfigError(str(path), f"not readable ({why})", "run paceline bench calibrate again") from error
     # The source goes into reports, which name no place on a machine.
     return [entry.read_from(f"{path.parent.name}/{path.name}") for entry in entries]
 
