@@ -26,7 +26,7 @@ from paceline.engine import calibration
 from paceline.engine.auto import EXPLORE, FIRST_ROWS, LISTEN_EVERY, PLAIN_EVERY, AutoBudget
 from paceline.engine.budget import AUTO, FixedBudget, StepRecord, parse_budget
 from paceline.engine.calibration import Calibration, Fingerprint
-from paceline.engine.chances import Chances, TextChances, judge_all, weigh_all
+from paceline.engine.chances import Chances, History, RequestKind, judge_all, weigh_all
 from paceline.engine.costs import CostTable, DraftCosts, StepCosts, bucket, interpolate
 
 PLAIN = FixedBudget(size=0)
@@ -235,12 +235,12 @@ def test_a_first_call_for_a_short_text_does_not_price_a_drafter_out() -> None:
 # -- honest chances
 
 
-def _text(chances: list[Chances]) -> TextChances:
+def _text(chances: list[Chances]) -> History:
     view: Any = SimpleNamespace(key=0, tokens=[1])
-    return TextChances(view, chances)
+    return History(view, RequestKind(chances), len(chances), 0, 0)
 
 
-def _weigh(text: TextChances, tokens: list[int], parents: list[int], scores: list[float]) -> tuple[Any, Any]:
+def _weigh(text: History, tokens: list[int], parents: list[int], scores: list[float]) -> tuple[Any, Any]:
     """The chances of a tree's nodes given their parents, and those of the paths to them."""
     count = len(parents)
     weigh_all(None, [text], TokenTree([tokens], [parents], [[0] * count], [count]), [scores], count)
@@ -249,13 +249,13 @@ def _weigh(text: TextChances, tokens: list[int], parents: list[int], scores: lis
     return chances[:count], chances[count:]
 
 
-def _chain(text: TextChances, proposal: list[int], odds: float) -> tuple[Any, Any]:
+def _chain(text: History, proposal: list[int], odds: float) -> tuple[Any, Any]:
     """The same of a chain whose drafter gives every node the same odds."""
     count, step = len(proposal), math.log(odds / (1 + odds))
     return _weigh(text, [1, *proposal], [-1, *range(count)], [step * i for i in range(count + 1)])
 
 
-def _follow(text: TextChances, tokens: list[int]) -> None:
+def _follow(text: History, tokens: list[int]) -> None:
     """The text goes on."""
     text.view.tokens += tokens
     judge_all(None, [text])

@@ -15,7 +15,7 @@ from kits.native import needs_kernels
 from paceline import native
 from paceline.core.tree import TokenTree
 from paceline.engine.auto import AutoBudget
-from paceline.engine.chances import UNKNOWN, Chances, TextChances, judge_all, odds_of, weigh_all
+from paceline.engine.chances import UNKNOWN, Chances, History, RequestKind, judge_all, odds_of, weigh_all
 from paceline.engine.costs import DraftCosts
 
 pytestmark = needs_kernels
@@ -35,7 +35,7 @@ def histories() -> list[Any]:
     """Three sequences of two kinds of requests."""
     kinds = [[Chances() for _ in range(KINDS)] for _ in range(2)]
     views: list[Any] = [SimpleNamespace(key=key, tokens=[0, 1]) for key in range(3)]
-    return [TextChances(view, kinds[view.key // 2]) for view in views]
+    return [History(view, RequestKind(kinds[view.key // 2]), len(kinds[0]), 0, 0) for view in views]
 
 
 def trees(made: list[list[tuple[int, int, int, float]]], own: list[Any]) -> TokenTree:

@@ -28,7 +28,7 @@ from paceline.attention.base import Segment
 from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
-from paceline.engine.chances import Chances, TextChances, judge_all, weigh_all
+from paceline.engine.chances import Chances, History, RequestKind, judge_all, weigh_all
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.native.lookup import NgramTexts, SuffixTexts
@@ -480,7 +480,7 @@ def look_ups(draw: random.Random) -> None:
     suffixes = SuffixTexts(1, draw.randint(1, 9), draw.choice([0.5, 4.0]), 0.1, draw.choice([0, 40, 400]))
     chances = [Chances(), Chances()]
     views: list[Any] = [SimpleNamespace(key=key, tokens=text) for key, text in enumerate(texts)]
-    histories = [TextChances(view, chances) for view in views]
+    histories = [History(view, RequestKind(chances), len(chances), 0, 0) for view in views]
     for _ in range(60):
         for text in texts:
             text += draw.choices(range(3), k=draw.choice([1, 1, 2, 9]))

@@ -27,9 +27,8 @@ from ..core.tree import TokenTree
 from ..drafters.base import DrafterSpec, SequenceView
 from ..rounds.base import RunningSequence
 from .budget import MAX_BUDGET, DraftBudget, StepRecord
-from .chances import Chances, judge_all, weigh_all
+from .chances import Chances, History, RequestKind, SourceStep, judge_all, weigh_all
 from .costs import NEAR, CostTable, DraftCosts, StepCosts, bucket
-from .histories import History, RequestKind, SourceStep
 
 EXPLORE = 0.01  # share of the time for asks that are not expected to pay
 PILOT = 3  # asks of a drafter with a network that are made for one sequence, to find out what it costs

@@ -5,7 +5,8 @@ proposed them, by their depth and by their estimate given their parent; for each
 node whose parent was right was right itself. One set of counts belongs to a kind of request (an application); a
 sequence shifts from it by a factor on the odds that follows its own text.
 
-A proposal is compared with the text that followed: a node that the target never checked is counted as well.
+A proposal is compared with the text that followed: a node that the target never checked is counted as well. What asks
+of a source brought is kept beside it, for a sequence and for its kind of request.
 
 All nodes of a step are weighed in one compiled call, and judged in another, where there are compiled kernels;
 `_weigh` and `_judge` give the same numbers without them.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from math import exp
 from typing import Any
@@ -35,6 +36,10 @@ MEMORY = 0.995  # weight of the past at every observation of a class: about two 
 SHIFT = 0.25  # how far one observation moves a sequence's log odds
 FADE = 0.98  # of a sequence's shift, at every observation: a text changes its nature
 MOST_SHIFT = 3.0
+FIRST_GAIN = 2.5  # tokens that the first ask of a source is taken to bring: hopeful enough for a try
+TRUSTED = 16  # asks of its kind that a new request's own are added to, at most: few of them mislead
+QUICKEST = 0.08  # least weight of an ask in what its sequence's asks bring
+KIND_RATE = 1 / 256  # least weight of an ask in what a kind's asks bring: several requests, not the last text
 _NUMBERS = array("d", (UNKNOWN, MEMORY, SHIFT, FADE, MOST_SHIFT, *EDGES))
 
 Ranked = list[tuple[float, int, int]]  # chance of a node's path, its tree, its node; the chances fall
@@ -81,18 +86,52 @@ def odds_of(log_chance: float) -> float:
     return chance / max(1 - chance, 1e-4)
 
 
-class TextChances:
-    """The chances of drafts for one sequence, and its last proposal until the text tells what that was worth."""
+@dataclass(slots=True)
+class AskGain:
+    """Running means of what asking a source brings: for a sequence, or for a kind of requests at a batch size."""
 
-    __slots__ = ("chances", "counts_at", "odds_at", "proposal", "shift", "view")
+    gain: float = FIRST_GAIN  # tokens of an ask beyond the price of their rows
+    open: float = 1.0  # chance that the sources before it had not the next token
+    asks: int = 0
 
-    def __init__(self, view: SequenceView, chances: Sequence[Chances]) -> None:
-        self.view, self.chances = view, chances  # by source
-        self.shift = array("d", [0.0] * len(chances))  # by source: log odds against those of the kind of request
-        # Addresses for compiled code, by source: of hits, tries and odds; and of odds alone.
-        self.counts_at = [place for source in chances for place in source.addresses]
+    def learn(self, gain: float, open_: float, slowest: float) -> None:
+        """Take in one ask."""
+        rate = max(slowest, 2 / (self.asks + 2))  # later ones count more: the chances behind them are known better
+        self.gain += rate * (gain - self.gain)
+        self.open += rate * (open_ - self.open)
+        self.asks += 1
+
+
+@dataclass(slots=True)
+class RequestKind:
+    """What requests of one kind (an application, or none) have in common."""
+
+    chances: list[Chances]  # by source mark
+    gains: dict[tuple[int, int], AskGain] = field(default_factory=dict)  # by source and bucket of batch sizes
+
+
+class History:
+    """What is known of one sequence: the chances of its drafts, its last proposal until the text tells what that was
+    worth, and what asking each source brought."""
+
+    __slots__ = (
+        *("asked_at", "begun", "born", "bucket", "chances", "counts_at", "gains", "kind", "odds_at", "proposal"),
+        *("rested_before", "seen", "shift", "view"),
+    )
+
+    def __init__(self, view: SequenceView, kind: RequestKind, sources: int, born: int, rested: int) -> None:
+        self.view, self.kind, self.chances = view, kind, kind.chances  # by source mark
+        self.shift = array("d", [0.0] * len(kind.chances))  # by source mark: log odds against those of the kind
+        # Addresses for compiled code, by source mark: of hits, tries and odds; and of odds alone.
+        self.counts_at = [place for source in kind.chances for place in source.addresses]
         self.odds_at = self.counts_at[2::3]
         self.proposal: tuple[Proposals, int] | None = None
+        self.born, self.rested_before = born, rested  # step of its first plan; rests before it
+        self.bucket = -1  # of the batch sizes that `gains` are about
+        self.gains: list[AskGain] = []  # by source; until it was asked for this sequence, that of the kind
+        self.seen = [0] * sources  # tokens of the text that each source has processed
+        self.asked_at = [-1] * sources  # step of the last ask
+        self.begun = [False] * sources  # the last ask only prepared the next one
 
     def first(self, source: int, log_scores: Iterable[float]) -> float:
         """The chance that one of the first tokens that a source proposes is right."""
@@ -104,6 +143,30 @@ class TextChances:
         """Chances of the paths of a chain of which its drafter says nothing, by depth."""
         odds = [self.chances[0].odds[cell_of(UNKNOWN, d)] for d in range(1, depth + 1)]
         return [*accumulate((o / (1 + o) for o in odds), lambda path, chance: path * chance)]
+
+    def at_batch(self, size: int) -> None:
+        """The batch sizes are now those of a bucket, in which asks are worth something else."""
+        if self.bucket != size:
+            self.bucket, known = size, self.kind.gains
+            self.gains = [known.setdefault((source, size), AskGain()) for source in range(len(self.seen))]
+
+    def learn(self, source: int, gain: float, open_: float) -> None:
+        """An ask brought so many tokens; the sequence's own means begin with its first."""
+        known = self.kind.gains[source, self.bucket]
+        if self.gains[source] is known:
+            self.gains[source] = replace(known, asks=min(known.asks, TRUSTED))
+        self.gains[source].learn(gain, open_, QUICKEST)
+        known.learn(gain, open_, KIND_RATE)
+
+
+@dataclass(slots=True)
+class SourceStep:
+    """One source in the coming step."""
+
+    opens: dict[int, float] = field(default_factory=dict)  # sequence -> chance that it is needed; of those asked for
+    unseen: int = 0  # tokens that it had to process first
+    ms: float = 0.0  # that it took, where it was told
+    passes: int = 0  # of its network; as many as its deepest proposal has levels, where it does not say
 
 
 @dataclass(slots=True)
@@ -136,7 +199,7 @@ class Proposals:
 
 
 def weigh_all(
-    library: Any, texts: Sequence[TextChances], tree: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
+    library: Any, texts: Sequence[History], tree: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
 ) -> tuple[Ranked, int]:
     """Weigh the proposals for several sequences, and note them for `judge_all`.
 
@@ -169,7 +232,7 @@ def weigh_all(
 
 
 def _weigh_compiled(
-    library: Any, texts: Sequence[TextChances], made: Proposals, own: array[float] | None, most: int
+    library: Any, texts: Sequence[History], made: Proposals, own: array[float] | None, most: int
 ) -> tuple[Ranked, int]:
     numbers = [len(texts), len(texts[0].shift), DEPTHS, len(EDGES), most]
     for b, text in enumerate(texts):
@@ -184,7 +247,7 @@ def _weigh_compiled(
     return [*zip(best.tolist(), places[:most].tolist(), places[most:].tolist(), strict=True)], deepest
 
 
-def _weigh(texts: Sequence[TextChances], made: Proposals, scores: array[float] | None, most: int) -> tuple[Ranked, int]:
+def _weigh(texts: Sequence[History], made: Proposals, scores: array[float] | None, most: int) -> tuple[Ranked, int]:
     ranked: Ranked = []
     deepest, total = 0, made.starts[-1]
     for b, text in enumerate(texts):
@@ -207,7 +270,7 @@ def _weigh(texts: Sequence[TextChances], made: Proposals, scores: array[float] |
     return ranked[:most], deepest
 
 
-def judge_all(library: Any, texts: Iterable[TextChances]) -> None:
+def judge_all(library: Any, texts: Iterable[History]) -> None:
     """Compare the last proposals for these sequences with what followed, and count every node whose parent turned out
     right and whose place in the text is known."""
     numbers: list[int] = []
@@ -234,7 +297,7 @@ def judge_all(library: Any, texts: Iterable[TextChances]) -> None:
         library.pl_judge(given.buffer_info()[0], _NUMBERS.buffer_info()[0])
 
 
-def _judge(text: TextChances, made: Proposals, b: int, new: Sequence[int]) -> None:
+def _judge(text: History, made: Proposals, b: int, new: Sequence[int]) -> None:
     tokens, parents, sources = made.columns(b)
     start, shift = made.starts[b], text.shift
     places = {0: 0}  # by node that was right: the place of its children in ``new``
