@@ -128,7 +128,7 @@ def test_the_loss_is_its_formula(options: dict[str, Any]) -> None:
     data, made = batch(), recipe(**options)
     with torch.no_grad():
         loss, figures = made.loss(data, context())
-        offset = int(torch.randint(4, (1,), generator=context().generator))
+        offset = int(torch.randint(4, (1,), generator=context()))
         known = made.know(data)
         rows = [*made._rows(data, offset, known)]
         hidden, places = torch.cat([r.hidden for r in rows]), torch.cat([r.places for r in rows])
