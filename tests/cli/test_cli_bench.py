@@ -17,6 +17,7 @@ from paceline import zoo
 from paceline.bench.config import LINE_EVERY_S, duration, log_lines
 from paceline.bench.report import load_report
 from paceline.cli import app
+from paceline.core.errors import ConfigError
 
 SMALL = ("--workload", "wikisql", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "8", "--threads", "1")
 
@@ -54,6 +55,25 @@ def test_without_out_nothing_is_written(run: Any, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     result = run(*SMALL, "--method", "plain", "--no-check")
     assert result.exit_code == 0 and not list(tmp_path.iterdir())
+
+
+def test_quick_runs_are_small_where_the_user_does_not_say(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.cli import bench
+
+    seen: list[Any] = []
+
+    def stop(config: Any, **options: Any) -> None:
+        seen.append((config.prompts, config.repeats, config.max_new_tokens, config.time_limit_s, config.batches))
+        raise ConfigError("a run", "not needed here", "look at the settings")
+
+    monkeypatch.setattr(bench, "Run", stop)
+    for flags in ([], ["--quick"], ["--quick", "--prompts", "20", "--max-new-tokens", "7,9", "--batch", "1,4"]):
+        assert run(*flags).exit_code == 2
+    assert seen == [
+        (20, 3, (None,), None, (1,)),
+        (8, 2, (48,), 110.0, (1,)),
+        (20, 2, (7, 9), 110.0, (1, 4)),
+    ]
 
 
 def test_reports_are_compared(run: Any, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -84,7 +83,8 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     if quick:
-        config |= {n: v for n, v in QUICK.items() if context.get_parameter_source(n) in (None, ParameterSource.DEFAULT)}
+        sources = {name: context.get_parameter_source(name) for name in QUICK}  # None: there is no such flag
+        config |= {n: QUICK[n] for n, source in sources.items() if source is None or source.name == "DEFAULT"}
     chosen = methods.parse_methods(method, dtype) if method else methods.default_methods(config["model"], dtype)
     asked = BenchConfig(methods=tuple(methods.with_plain(chosen)), **{**config, "workloads": config["workloads"] or ()})
     console = stdout()
