@@ -21,6 +21,7 @@ from paceline.network.gguf_tokenizer import PRE_TOKENIZERS, load_gguf_tokenizer,
 
 # Of each string the ids that llama.cpp's tokenizer gives with special tokens parsed, on both files.
 KNOWN = json.loads((Path(__file__).parents[1] / "kits" / "llama_cpp_ids.json").read_text())
+CHATS = json.loads((Path(__file__).parents[1] / "kits" / "llama_cpp_chats.json").read_text())["chats"]
 BYTES = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
 BYTES += [chr(256 + i) for i in range(256 - len(BYTES))]  # GPT-2's names of bytes
 
@@ -258,3 +259,11 @@ def test_scores_must_be_there(tmp_path: Path) -> None:
 
 def test_no_tokens_is_no_tokenizer(tmp_path: Path) -> None:
     assert load_gguf_tokenizer(write(tmp_path / "m.gguf", {"ggml.model": "gpt2"})) is None
+
+
+def test_chats_are_written_as_llama_cpp_writes_them() -> None:
+    tokenizer = load_gguf_tokenizer(read_gguf(weights.smollm2()))
+    written = [tokenizer.apply_chat_template(c["messages"], tokenize=False, add_generation_prompt=True) for c in CHATS]
+    assert written == [chat["prompt"] for chat in CHATS] and len(CHATS) == 30
+    plain = tokenizer.apply_chat_template(CHATS[0]["messages"], tokenize=False)
+    assert plain != written[0]
