@@ -38,7 +38,7 @@ def plain_loss(network: Network, target: Network, batch: TokenBatch, omega: floa
     kept = (batch.weights > 0).flatten()
     hidden = network(batch).flatten(0, 1)[kept]
     whole = TargetHidden(says[kept], target.head_weight)
-    return mixed(hidden, network.head_weight, whole, batch.weights.flatten()[kept], check=False, omega=omega)
+    return mixed(hidden, network.head_weight, whole, batch.weights.flatten()[kept], omega=omega)
 
 
 def _timed(step: Callable[[], Tensor], module: torch.nn.Module) -> float:
