@@ -119,7 +119,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf")
     assert resolve_folder(tmp_path) == resolve_folder(file) == file
     write(tmp_path / "n.gguf")
-    with pytest.raises(ConfigError, match=r"holds 2 models: m.gguf, n.gguf"):
+    with pytest.raises(ConfigError, match=r"^model folder .* it holds 2 models: m.gguf, n.gguf. Name"):
         resolve_folder(tmp_path)
     with pytest.raises(ConfigError, match="no such file"):
         resolve_folder(tmp_path / "o.gguf")

@@ -25,6 +25,8 @@ def local(name: str) -> Path | None:
         if not place.exists():
             return None
         return gguf_of(place, lambda folder: is_file(folder / "config.json")) or place
+    except ConfigError:  # says itself what is wrong
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"model {shown(name)}", f"it cannot be looked at ({first_line(error)})", "check the path"
