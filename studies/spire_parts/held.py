@@ -60,7 +60,7 @@ def counted(llm: Any, name: str, context: int) -> tuple[int, int, int]:
         each = slot_bytes(drafter.ring.k)
         own, seen = written(drafter.ring.k) * each, min(position, drafter.ring.view.keys) * each
     else:
-        own = seen = written(drafter._pool.k) * slot_bytes(drafter._pool.k)  # it reads all that it holds
+        own = seen = written(drafter.model.pool.k) * slot_bytes(drafter.model.pool.k)  # it reads all that it holds
     engine.abort(request)
     return whole, own, seen
 

@@ -7,19 +7,57 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Table
+from torch import Tensor
 
 from paceline.bench import figures, workloads
 from paceline.bench.figures import COLOURS, Panel, Series
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.streams.recipe import similarity
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 from paceline.network.streams import StreamSet
-from paceline.training.data import Example, collate
+from paceline.training.ahead import Aims
+from paceline.training.data import Example, TokenBatch, collate
+from paceline.training.multistream import choose_carriers, lossless_streams, main_pass, shared_pass
 from paceline.training.network import Network
 from streaming.common import StreamingFlags, TrainedSet, study
+
+
+@torch.no_grad()
+def similarity(network: Network, trained: StreamSet, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Cosine similarity of stream j's state of row t with main row t + j, layer by layer.
+
+    Args:
+        network: the target.
+        trained: the set.
+        batch: on the network's device.
+
+    Returns:
+        Mean cosine similarity [1 + Ns, gamma], before the first MSA layer and after each; and the same of main row t
+        itself, the line that a stream starts near.
+
+    Source: fig. 5 (section 3.2).
+    """
+    carriers = choose_carriers(batch)
+    aims = Aims.of(batch, carriers, trained.config.gamma)
+    if trained.config.mode == "shared":
+        run = shared_pass(network, trained, batch, carriers)
+        main, streams = (run.entering, *run.states), run.stream_states
+    else:
+        frozen = main_pass(network, batch, trained.config.insertion)
+        main = (frozen.entering, *frozen.states)
+        streams = tuple(lossless_streams(network, trained, frozen, carriers)[1])
+    own = [_cosine(s, m[aims.main], aims.exists) for s, m in zip(streams, main, strict=True)]
+    still = [_cosine(m[carriers.index][:, None], m[aims.main], aims.exists) for m in main]
+    return torch.stack(own), torch.stack(still)
+
+
+def _cosine(states: Tensor, later: Tensor, exists: Tensor) -> Tensor:
+    """[gamma] mean over the rows that exist."""
+    found = F.cosine_similarity(states.float(), later.float(), dim=-1) * exists
+    return found.sum(0) / exists.sum(0).clamp(min=1)
 
 
 def states(ask: StreamingFlags, trained: TrainedSet) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:

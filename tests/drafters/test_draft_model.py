@@ -15,6 +15,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import SequenceView
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
+from paceline.drafters.sessions import ROOT
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -70,11 +71,10 @@ def test_trees_fit_and_the_k_v_follows_what_was_accepted(shape: str) -> None:
             path = draw.choice([(), *found])
             accepted.add(len(path))
             sequence.tokens += [*path, draw.randrange(VOCAB)]
-        assert drafter._pool is not None
-        drafter._pool.check_integrity()
+        drafter.model.pool.check_integrity()
     assert accepted >= {0, 1, 2}
     drafter.release([v.key for v in views] + [99])  # a key that was never seen is no fault
-    drafter._pool.check_idle()
+    drafter.model.pool.check_idle()
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.startswith("dynamic")])
@@ -119,16 +119,14 @@ def test_a_ranked_away_node_that_comes_true_is_known_too() -> None:
     drafter = bound(draft_model(topk=3, depth=3, nodes=9))
     sequence = view(text(25))
     kept = paths_of(drafter.propose(want([sequence], 2)))
-    state = drafter._states[0]
-    draft = state.draft
-    hidden = [
-        n for n in range(1, state.forwarded + 1) if draft.parents[n - 1] == 0 and (draft.tokens[n - 1],) not in kept
-    ]
+    session = drafter.model.follow(sequence)
+    nodes = [node for node in session.nodes.values() if node.row >= 0 and node.parent == ROOT]
+    hidden = [node.token for node in nodes if (node.token,) not in kept]
     assert hidden
-    sequence.tokens += [draft.tokens[hidden[0] - 1], 5]
-    before = state.cache.committed
-    drafter._settle(state, sequence.tokens)
-    assert state.cache.committed == before + 1
+    before = session.cache.committed
+    sequence.tokens += [hidden[0], 5]
+    drafter.model.follow(sequence)
+    assert session.cache.committed == before + 1
     check_scores(drafter, sequence, paths_of(drafter.propose(want([sequence]))))
 
 
@@ -156,8 +154,7 @@ def test_the_draft_stops_at_the_end_of_its_context_and_stays_sound(shape: str) -
         assert max(map(len, paths_of(tree, 0)), default=0) <= max(0, 32 - length)
         assert tree.counts[1] > 1
         other.tokens += [3]
-    assert drafter._pool is not None
-    drafter._pool.check_integrity()
+    drafter.model.pool.check_integrity()
 
 
 def test_a_small_budget_cuts_the_first_level_before_the_draw() -> None:

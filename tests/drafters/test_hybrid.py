@@ -125,11 +125,10 @@ def test_trees_fit_whatever_is_accepted(shape: str) -> None:
             met |= {*tree.sources[b][1:]}
             path = draw.choice([(), *found])
             told(drafter, sequence, [*path, draw.choice(sequence.tokens)], len(path))
-        drafter.parts[1]._pool.check_integrity()  # type: ignore[attr-defined]
+        drafter.parts[1].model.pool.check_integrity()  # type: ignore[attr-defined]
     assert met == {DRAFT, SUFFIX}
     drafter.release([1, 2, 3])
-    assert not drafter.parts[1]._states  # type: ignore[attr-defined]
-    drafter.parts[1]._pool.check_idle()  # type: ignore[attr-defined]
+    drafter.parts[1].model.pool.check_idle()  # type: ignore[attr-defined]
 
 
 def test_a_tree_holds_both() -> None:

@@ -376,8 +376,7 @@ def test_a_draft_that_was_interrupted_holds_nothing(target: Decoder, monkeypatch
     engine = assemble(drafter, decoder=target)
     order = [engine.submit(prompt, WARM) for prompt in prompts()]
     engine.step()
-    pool = drafter._pool
-    assert pool is not None
+    pool = drafter.model.pool
     allocate = pool.allocator.allocate
     with monkeypatch.context() as patch:
 

@@ -86,10 +86,10 @@ def test_a_sequence_with_a_token_that_the_draft_lacks_is_left_alone(compiled: bo
         assert [bool(n > 1) for n in drafter.propose(want([fine, bad, later])).counts] == [True, False, False]
         for sequence in (bad, later):
             sequence.tokens += [3]
-    assert drafter._pool is not None
-    assert {id(s) for s in drafter._pool.sequences} == {id(drafter._states[1].cache)}, "its K/V is given back"
+    left = {id(sequence) for sequence in drafter.model.pool.sequences}
+    assert left == {id(drafter.model.follow(fine).cache)}, "its K/V is given back"
     drafter.release([1, 2, 3])
-    drafter._pool.check_idle()
+    drafter.model.pool.check_idle()
     assert drafter.propose(want([view(known(5), 2)])).counts[0] > 1, "a key may come again"
 
 

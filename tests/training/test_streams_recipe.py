@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.attention.rope import RopeTable
 from paceline.core.errors import ConfigError
-from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, build, similarity
+from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, build
 from paceline.network.adapters import linear_shapes
 from paceline.network.files import fingerprint
 from paceline.network.streams import StreamSet
@@ -417,18 +417,6 @@ def test_held_out_figures_by_hand() -> None:
     _, parts = recipe.loss(batch, context())
     for j in range(1, GAMMA + 1):
         assert figures[f"loss/toy/stream_{j}"] == pytest.approx(parts[f"stream_{j}"], rel=1e-5)
-
-
-def test_similarity_compares_streams_with_the_states_that_come() -> None:
-    network, batch = make_network(), make_batch()
-    recipe = make_recipe(network, noise=0.0)
-    found, still = similarity(network, recipe.module, batch)
-    assert found.shape == still.shape == (3, GAMMA)
-    recipe.module.embeddings.data.zero_()  # type: ignore[union-attr]
-    start, _ = similarity(network, recipe.module, batch)
-    torch.testing.assert_close(start[0], still[0])  # a stream without an embedding starts as its main row
-    assert bool((found.abs() <= 1).all())
-    assert not torch.allclose(found, still)
 
 
 # ---- runs

@@ -24,31 +24,28 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ..core.errors import CapabilityError, ConfigError, PoolFullError
+from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference
 from ..core.tree import TokenTree
-from ..kv.pool import KVPool, SequenceCache
-from ..network.base import ForwardState
+from ..kv.pool import KVPool
 from ..network.files import check_target, fingerprint
 from ..network.native import Stack
 from ..network.native_calls import ChainStart, TreeStart
-from ..network.packing import RowPacker
 from ..network.streams import StreamSet, read_config
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
-from .growth import Grower, Growth, compiles, drawn_from, pack_frontier
-from .model_sessions import ModelSessions
+from .growth import Grower, Growth, compiles, drawn_from
+from .model_sessions import Expansion, ModelSessions, Session
 from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
+from .sessions import ROOT
 from .streaming_sessions import MAX_CARRIERS, StreamingSessions
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from ..network.decoder import Decoder, TargetInfo
 
-PREFILL_ROWS = 512  # rows of one draft pass over a long prompt
 MAX_NODES = 256
 
 
@@ -150,26 +147,11 @@ def _own_streams(config: DraftModelConfig, loaded: Any, context: DrafterContext)
 
 
 @dataclass(slots=True)
-class _State:
-    """What the draft has computed of one sequence."""
-
-    cache: SequenceCache
-    base: int = 0  # committed length below which the drafted nodes hang
-    draft: Proposal = field(default_factory=Proposal)  # the last one
-    forwarded: int = 0  # the first so many of its nodes have K/V
-    read: int = 0  # leading tokens of the text that the draft has an embedding for
-
-
-@dataclass(slots=True)
 class _Growth(Growth):
-    """A tree while it grows, and the draft's state of its sequence."""
+    """A tree while it grows, and the session of its sequence."""
 
-    state: _State = field(kw_only=True)
-
-    @property
-    def pending(self) -> int:
-        """Tokens of the text without K/V."""
-        return len(self.sequence.tokens) - self.state.cache.committed
+    session: Session = field(kw_only=True)
+    numbers: dict[int, int] = field(default_factory=lambda: {0: ROOT})  # node -> its number in the session
 
 
 class DraftModel(Drafter):
@@ -198,8 +180,7 @@ class DraftModel(Drafter):
             observes=False,
             tree=not config.is_chain,
         )
-        self._states: dict[int, _State] = {}
-        self._pool: KVPool | None = None
+        self._model: ModelSessions | None = None  # texts and K/V of the sequences that it proposes for
         self._vocab, self._eos_ids = 0, tuple[int, ...]()
         self._size = 0, 0, self.decoder.device  # sequences, tokens of the target's pool, device
         self._grower = Grower(config.factors, config.topk, config.beam or config.topk, config.proposes)
@@ -211,47 +192,45 @@ class DraftModel(Drafter):
         check_vocabulary(target, self.tokenizer, self.decoder.config.vocab_size, self.name)
         self._vocab, self._eos_ids = target.vocab_size, target.eos_ids
         self._size = max_sequences, pool_tokens, device
-        if self.streams is None:
-            self._pool = self._make_pool(self.config.num_nodes)
-        else:
-            self._begin()
+        self._model = self._make(self.config.num_nodes)
+        if self.streams is not None:
+            self.own_sessions, self._lengths = self._model, {}
 
-    def _make_pool(self, rows: int) -> KVPool:
-        """A pool for texts as long as the target's, and so many drafted rows of each sequence."""
+    @property
+    def model(self) -> ModelSessions:
+        """Texts and K/V of the sequences that it proposes for."""
+        assert self._model is not None, "bind comes before propose, and `sessions` stand in its place"
+        return self._model
+
+    def sessions(self, rows: int) -> ModelSessions:
+        """See `Drafter`: over K/V of their own."""
+        assert self._vocab and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
+        self._model = self.own_sessions = None
+        return self._make(rows)
+
+    def _make(self, rows: int) -> ModelSessions:
+        """Sessions with K/V for texts as long as the target's, and so many drafted rows of each sequence."""
         sequences, tokens, device = self._size
         gamma = 0 if self.streams is None else self.streams.config.gamma
         room = rows * (1 + gamma) + 32  # guesses that were wrong stay until the next cut
         scratch = gamma * min(sequences * rows, MAX_CARRIERS)
         shape = self.decoder.cache_shape
-        return KVPool(*shape, tokens + sequences * room, self.decoder.dtype, device, scratch_slots=scratch)
-
-    def sessions(self, rows: int) -> ModelSessions:
-        """See `Drafter`: over K/V of their own."""
-        assert self._vocab and self.config.proposes != "sampled", "bind comes first; see `DrafterSpec.ahead`"
-        self._pool = self.own_sessions = None
-        given = self._of_sessions(rows)
-        return ModelSessions(*given) if self.streams is None else StreamingSessions(self.streams, *given)
-
-    def _of_sessions(self, rows: int) -> tuple[Any, ...]:
-        """The arguments of `ModelSessions`."""
+        pool = KVPool(*shape, tokens + sequences * room, self.decoder.dtype, device, scratch_slots=scratch)
         floor = math.log(self.config.min_prob) if self.config.min_prob else -math.inf
-        return self.decoder, self._make_pool(rows), self._vocab, self._eos_ids, self.config.proposes, floor
+        given = self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled", floor
+        return ModelSessions(*given) if self.streams is None else StreamingSessions(self.streams, *given)
 
     def release(self, keys: Sequence[int]) -> None:
         """Free the K/V of ended or preempted sequences (their blocks remain in the prefix cache)."""
         super().release(keys)
-        for key in keys:
-            state = self._states.pop(key, None)
-            if state is not None:
-                state.cache.release()
-        if self._pool is not None and not self._states and not self._pool.idle:
-            self._pool.reset()  # a draft or a release ended in its middle
+        if self._model is not None:
+            for key in keys:
+                self._model.close(key)
 
     def forget(self) -> None:
         """Forget the K/V of ended sequences."""
-        super().forget()
-        if self._pool is not None:
-            self._pool.forget()
+        if self._model is not None:
+            self._model.forget()
 
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence, level by level, all sequences together."""
@@ -272,210 +251,85 @@ class DraftModel(Drafter):
         able = [g for g in growths if g.budget > 0]
         stack = self.decoder.stack
         if able and stack is not None and compiles(able, self.config.proposes):
-            if self.config.is_chain:
-                self._roll(able, stack)
-            else:
-                self._sprout(able, stack)
-        elif able:
-            logits: Tensor | None = self._catch_up(able)
+            (self._roll if self.config.is_chain else self._sprout)(able, stack)
+        else:
             level = 0
-            while logits is not None:
+            while (logits := self._forward(able)) is not None:
                 self._grower.expand(able, logits, level)
                 level += 1
-                logits = self._forward_frontier(able)
-        for growth in able:
-            growth.state.draft, growth.state.forwarded = growth.draft, growth.forwarded
         return growths
 
     def _roll(self, growths: Sequence[_Growth], stack: Stack) -> None:
-        """What `_catch_up`, `_expand` and `_forward_frontier` do level by level, for chains."""
-        assert self._pool is not None
+        """Grow chains in one compiled call."""
         chains = []
         for growth in growths:
-            self._shorten(growth)
-            cache, tokens = growth.state.cache, growth.sequence.tokens
+            cache, tokens = growth.session.cache, growth.sequence.tokens
             steps = min(growth.max_depth, growth.budget)
             keys = cache.slots(0, len(tokens) + steps - 1)
             chains.append(
                 ChainStart(tokens[cache.committed :], cache.committed, steps, keys, self._grower.floor, growth.rules)
             )
-        found = stack.roll(chains, self._pool, self._vocab)
-        self._settled(growths, [len(chain.pending) for chain in chains])
-        for growth, drafted in zip(growths, found, strict=True):
+        for growth, drafted in zip(growths, stack.roll(chains, self.model.pool, self._vocab), strict=True):
             for node, (token, log_q) in enumerate(drafted):
                 growth.add(node, token, log_q)
-            growth.state.base = growth.state.cache.committed
-            growth.forwarded = len(drafted) - 1
+            self.model.computed(growth.session, growth.draft, len(drafted) - 1)
 
     def _sprout(self, growths: Sequence[_Growth], stack: Stack) -> None:
         """The same for trees."""
-        assert self._pool is not None
         config, seeds = self.config, []
         beam = config.beam or config.topk
         for growth in growths:
-            self._shorten(growth)
-            cache, tokens, levels = growth.state.cache, growth.sequence.tokens, growth.max_depth
+            cache, tokens, levels = growth.session.cache, growth.sequence.tokens, growth.max_depth
             most = config.topk * (1 + beam * (levels - 1)) if config.topk > 1 else config.nodes_of(levels)
-            room, first = self._room(growth), cache.committed
+            room, first = self._room(levels), cache.committed
             keys = cache.slots(0, len(tokens) + room)
             seeds.append(TreeStart(tokens[first:], first, room, keys, growth.budget, levels, most, growth.rules))
-        grown = stack.grow(seeds, config.factors, config.topk, beam, self._grower.floor, self._pool, self._vocab)
-        self._settled(growths, [len(seed.pending) for seed in seeds])
+        pool, floor = self.model.pool, self._grower.floor
+        grown = stack.grow(seeds, config.factors, config.topk, beam, floor, pool, self._vocab)
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
-            growth.state.base = growth.state.cache.committed
-            growth.forwarded = tree.forwarded
+            self.model.computed(growth.session, growth.draft, tree.forwarded)
 
-    def _shorten(self, growth: _Growth) -> None:
-        """Leave at most `PREFILL_ROWS` pending tokens."""
-        while growth.pending > PREFILL_ROWS:
-            self._forward_pending([growth])
+    def _forward(self, growths: Sequence[_Growth]) -> Tensor | None:
+        """K/V and logits [frontier nodes of all, V] of the next level; None where nothing is left to expand."""
+        parts = []
+        for growth in growths:
+            session, numbers = growth.session, growth.numbers
+            if growth.frontier == [0]:
+                session.cache.reserve(session.pending)
+                parts.append(Expansion(session, [ROOT], []))
+            elif growth.frontier:
+                growth.compact()
+                session.cache.reserve(len(growth.frontier))  # in blocks that are there
+                for node in growth.frontier:
+                    parent, token = growth.draft.parents[node - 1], growth.draft.tokens[node - 1]
+                    numbers[node] = session.add(numbers[parent], token, 0.0)
+                nodes = [numbers[node] for node in growth.frontier]
+                parts.append(Expansion(session, nodes, nodes))
+        return self.model.compute(parts) if parts else None
 
-    def _proposal(self, growth: _Growth) -> Proposal:
-        """The drafted nodes; of a dynamic tree the best ones (a node's score is never above its parent's)."""
-        return growth.draft.best(growth.budget) if self.config.topk > 1 else growth.draft
-
-    # -- catching up with the committed tokens
-
-    def _start(self, sequence: SequenceView, budget: int, max_depth: int) -> _Growth:
-        assert self._pool is not None, "bind comes before propose"
-        state = self._states.get(sequence.key)
-        if state is None:
-            state = self._states[sequence.key] = _State(self._open(sequence))
-        growth = _Growth(sequence, 0, self._depth(sequence, max_depth), state=state)  # the target goes on alone
-        if not self._reads(state, sequence.tokens):
-            state.cache.release()  # of no use any more: the text will keep that token
+    def _start(self, view: SequenceView, budget: int, max_depth: int) -> _Growth:
+        """A tree that is still empty; its budget is 0 where the target goes on alone."""
+        session = self.model.follow(view)
+        growth = _Growth(view, 0, self._depth(view, max_depth), session=session)
+        if not self.model.reads(session):
+            session.cache.release()  # of no use any more: the text will keep that token
             return growth
-        self._settle(state, sequence.tokens)
-        if budget > 0 and growth.max_depth > 0 and self._reserve(growth):
+        wanted = min(budget, growth.max_depth, session.pending) > 0
+        if wanted and self.model.make_room(session, self._room(growth.max_depth)):
             growth.budget = budget
         return growth
-
-    def _reads(self, state: _State, tokens: Sequence[int]) -> bool:
-        """Whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
-
-        Heads of one family often differ in how far they are padded. A target whose head is the wider one may be
-        given, and may say, ids that the draft lacks.
-        """
-        known = self.decoder.config.vocab_size
-        if known >= self._vocab:
-            return True
-        while state.read < len(tokens) and tokens[state.read] < known:
-            state.read += 1
-        return state.read == len(tokens)
 
     def _depth(self, sequence: SequenceView, max_depth: int) -> int:
         """Levels that can be drafted; 0 or less where the sequence fills the draft's context."""
         return min(max_depth, len(self.config.factors), self.decoder.config.max_position - len(sequence.tokens))
 
-    def _reserve(self, growth: _Growth) -> bool:
-        """Room for the pending tokens and for every node that may be expanded; False if the pool is full."""
-        try:
-            growth.state.cache.reserve(growth.pending + self._room(growth))
-        except PoolFullError:
-            return False
-        return True
-
-    def _open(self, sequence: SequenceView) -> SequenceCache:
-        assert self._pool is not None
-        expected = None if sequence.max_len is None else sequence.max_len + self.config.num_nodes
-        return self._pool.open(sequence.tokens, expected=expected)
-
-    def _room(self, growth: _Growth) -> int:
-        """Rows that a tree may take in the speculative region: nodes above its last level, which is not expanded."""
-        levels = growth.max_depth - 1
+    def _room(self, depth: int) -> int:
+        """Rows of a tree of so many levels: nodes above its last one, which is not expanded."""
         if self.config.topk > 1:
-            return (self.config.beam or self.config.topk) * levels
-        return self.config.nodes_of(levels)
+            return (self.config.beam or self.config.topk) * (depth - 1)
+        return self.config.nodes_of(depth - 1)
 
-    def _settle(self, state: _State, tokens: Sequence[int]) -> None:
-        """Keep the K/V of drafted nodes that became part of the answer.
-
-        Never that of the last token, even if it is there: the next draft needs the logits after it.
-        """
-        assert self._pool is not None
-        nodes = zip(state.draft.parents, state.draft.tokens, range(1, state.forwarded + 1), strict=False)
-        children = {(parent, token): node for parent, token, node in nodes}
-        kept: list[int] = []
-        node = 0
-        for token in tokens[state.base : -1]:
-            node = children.get((node, token), 0)
-            if node == 0:
-                break
-            kept.append(node - 1)
-        if state.cache.reserved:
-            self._pool.commit([(state.cache, kept)])
-            state.cache.publish(tokens)
-        state.forwarded = 0
-
-    def _catch_up(self, growths: Sequence[_Growth]) -> Tensor:
-        """Compute the K/V of all committed tokens. Returns the logits [B, V] after them."""
-        for growth in growths:
-            self._shorten(growth)
-        logits = self._logits(*self._forward_pending(growths))
-        for growth in growths:
-            growth.state.base = growth.state.cache.committed
-        return logits
-
-    def _forward_pending(self, growths: Sequence[_Growth]) -> tuple[ForwardState, list[int]]:
-        """One pass over the first `PREFILL_ROWS` pending tokens of each; it, and the last row of each."""
-        packer = RowPacker(self.decoder, self.decoder.device)
-        last: list[int] = []
-        counts: list[int] = []
-        for growth in growths:
-            cache = growth.state.cache
-            first = cache.committed
-            rows = min(growth.pending, PREFILL_ROWS)
-            stop = first + rows
-            packer.add(
-                growth.sequence.tokens[first:stop],
-                range(first, stop),
-                [-1] * rows,
-                slots=cache.slots(first, stop),
-                keys=cache.slots(0, stop),
-                num_keys=stop,
-                prefix=first,
-            )
-            last.append(packer.rows - 1)
-            counts.append(rows)
-        state = self._run(packer)
-        self._settled(growths, counts)
-        return state, last
-
-    def _settled(self, growths: Sequence[_Growth], counts: Sequence[int]) -> None:
-        """The first so many reserved rows of each are part of the text; what is left stays reserved."""
-        assert self._pool is not None
-        caches = [growth.state.cache for growth in growths]
-        room = [cache.reserved for cache in caches]
-        self._pool.commit([(cache, range(count)) for cache, count in zip(caches, counts, strict=True)])
-        for growth, cache, reserved, count in zip(growths, caches, room, counts, strict=True):
-            cache.publish(growth.sequence.tokens)
-            cache.reserve(reserved - count)
-
-    def _run(self, packer: RowPacker) -> ForwardState:
-        """One pass over all layers."""
-        assert self._pool is not None
-        state = self.decoder.embed(packer.batch())
-        return self.decoder.run_layers(state, 0, self.decoder.num_layers, self._pool)
-
-    def _logits(self, state: ForwardState, rows: list[int]) -> Tensor:
-        """[len(rows), V] logits over the target's vocabulary.
-
-        Heads of one family often differ in how far they are padded: rows beyond the target's are cut, missing
-        ones are impossible.
-        """
-        whole = len(rows) == state.hidden.shape[0]
-        chosen = None if whole else torch.tensor(rows, device=state.hidden.device)
-        logits = self.decoder.logits(state, chosen)[:, : self._vocab]
-        missing = self._vocab - logits.shape[-1]
-        return pad(logits, (0, missing), value=-math.inf) if missing else logits
-
-    # -- growing
-
-    def _forward_frontier(self, growths: Sequence[_Growth]) -> Tensor | None:
-        """K/V and logits of all frontier nodes; None where nothing is left to expand."""
-        packer = RowPacker(self.decoder, self.decoder.device)
-        for growth in growths:
-            if growth.frontier:
-                pack_frontier(packer, growth, growth.state.cache)
-        return self._logits(self._run(packer), [*range(packer.rows)]) if packer.rows else None
+    def _proposal(self, growth: _Growth) -> Proposal:
+        """The drafted nodes; of a dynamic tree the best ones (a node's score is never above its parent's)."""
+        return growth.draft.best(growth.budget) if self.config.topk > 1 else growth.draft

@@ -66,11 +66,14 @@ class Growth:
         return self.depths[node - 1] if node else 0
 
     def compact(self) -> None:
-        """Move the frontier in front of the nodes that will never be expanded.
+        """The frontier gets K/V: move it in front of the nodes that will never be expanded.
 
         A node's K/V slot is its index, so the forwarded nodes must be the first ones.
         """
         done, old = self.forwarded, self.draft
+        if self.frontier == [*range(done + 1, len(old) + 1)]:
+            self.forwarded = len(old)
+            return
         rest = set(range(done + 1, len(old) + 1)) - set(self.frontier)
         order = [*range(1, done + 1), *self.frontier, *sorted(rest)]
         moved = {0: 0} | {node: new for new, node in enumerate(order, start=1)}
@@ -193,13 +196,8 @@ def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache) -> No
     Args:
         cache: of the sequence, from its first row on; the tree's nodes lie in its speculative region.
     """
-    base, count, first = cache.committed, len(growth.draft), growth.frontier[0]
-    if growth.frontier == [*range(first, count + 1)] and first == growth.forwarded + 1:
-        growth.forwarded = count
-    else:
-        growth.compact()
-        first = growth.forwarded - len(growth.frontier) + 1
-    stop = base + growth.forwarded
+    growth.compact()
+    base, first, stop = cache.committed, growth.frontier[0], cache.committed + growth.forwarded
     before = base - 1  # position of the root's row
     chain = len(growth.frontier) == 1 and growth.depth(growth.frontier[0]) == growth.forwarded
     packer.add(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from ..kv.pool import KVPool, SequenceCache
 from ..network.decoder import Decoder
 from ..network.packing import RowPacker
 from .base import SequenceView
+from .proposal import Proposal
 from .sessions import ROOT, Ask, Grown, Opening
 from .text_sessions import opened
 
@@ -50,6 +50,7 @@ class Session:
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
     fresh: int = ROOT + 1  # the next number
     read: int = 0  # leading tokens of the text that the draft has an embedding for
+    known: int = 0  # tokens of the text that the tree hangs below
 
     @property
     def pending(self) -> int:
@@ -111,12 +112,18 @@ class Session:
 
 
 @dataclass(slots=True)
-class Ready:
+class Expansion:
     """One sequence's part of a pass."""
 
     session: Session
     wanted: list[int]  # nodes to expand
     computed: list[int]  # nodes without K/V that the pass computes, parents first
+
+
+@dataclass(slots=True)
+class Ready(Expansion):
+    """The same, of a level that was asked for."""
+
     ask: Ask
     grown: Grown  # the answer
 
@@ -128,7 +135,7 @@ class ModelSessions:
         decoder: the draft.
         pool: its K/V.
         vocab_size, eos_ids: of the target.
-        proposes: children are the likeliest tokens, or those that the target's own noise favours.
+        coupled: children are those that the target's own noise favours; else the likeliest tokens.
         floor: log of the chance of a path below which nothing is expanded.
     """
 
@@ -138,19 +145,32 @@ class ModelSessions:
         pool: KVPool,
         vocab_size: int,
         eos_ids: tuple[int, ...],
-        proposes: Literal["point", "coupled"],
+        coupled: bool,
         floor: float,
     ) -> None:
         self.decoder, self.pool = decoder, pool
         self._vocab, self._eos_ids = vocab_size, eos_ids
-        self._proposes, self._floor = proposes, floor
+        self._coupled, self._floor = coupled, floor
         self._open: dict[int, Session] = {}
 
     def open(self, opening: Opening) -> None:
         """See `DraftSessions`."""
         self.close(opening.key)
-        view = opened(opening, self._vocab, self._eos_ids)
-        self._open[opening.key] = Session(view, self.pool.open(view.tokens, expected=opening.max_len))
+        self._begin(opened(opening, self._vocab, self._eos_ids))
+
+    def _begin(self, view: SequenceView) -> Session:
+        cache = self.pool.open(view.tokens, expected=view.max_len)
+        session = self._open[view.key] = Session(view, cache, known=len(view.tokens))
+        return session
+
+    def follow(self, view: SequenceView) -> Session:
+        """The session of a sequence whose own view it reads, brought up to its text; opened where it is new."""
+        session = self._open.get(view.key)
+        if session is None:
+            return self._begin(view)
+        if len(view.tokens) > session.known:
+            self._settle(session, view.tokens[session.known :])
+        return session
 
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
@@ -188,27 +208,38 @@ class ModelSessions:
         """See `DraftSessions`."""
         session = self._open[key]
         said = [session.nodes[number].token for number in session.path(node)]
-        rows, done = session.cut(node)
-        self._go_on(session, said, rows, done)
+        kept = session.cut(node)
+        self._say(session, said)
+        self._keep(session, *kept)
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
-        """See `DraftSessions`. K/V of drafted nodes that became text is kept, but for the last token: what is drafted
-        next needs the logits behind it."""
-        session, node = self._open[key], ROOT
-        rows: list[int] = []
-        for token in tokens[:-1]:
+        """See `DraftSessions`."""
+        session = self._open[key]
+        self._say(session, tokens)
+        self._settle(session, tokens)
+
+    def _settle(self, session: Session, said: Sequence[int]) -> None:
+        """The text has gone on with these tokens: drop all nodes. K/V of those that became text is kept, but for the
+        last token: what is drafted next needs the logits behind it."""
+        node, rows = ROOT, list[int]()
+        for token in said[:-1]:
             node = session.children.get((node, token), -1)
             if node < 0 or session.nodes[node].row < 0:
                 break
             rows.append(session.nodes[node].row)
         session.nodes, session.children = {}, {}
-        self._go_on(session, tokens, rows, len(rows))
+        self._keep(session, rows, len(rows))
 
-    def _go_on(self, session: Session, said: Sequence[int], rows: Sequence[int], done: int) -> None:
+    @staticmethod
+    def _say(session: Session, tokens: Sequence[int]) -> None:
+        session.view.tokens += tokens
+        session.view.sampler.commit(tokens)
+
+    def _keep(self, session: Session, rows: Sequence[int], done: int) -> None:
+        """Keep these rows of K/V, of which the first are of the text."""
         self.pool.settle([(session.cache, rows, done)])
-        session.view.tokens += said
-        session.view.sampler.commit(said)
         session.cache.publish(session.view.tokens)
+        session.known = len(session.view.tokens)
 
     # -- growing
 
@@ -223,7 +254,7 @@ class ModelSessions:
             wanted = [node for node in [*grown[index].given, *ask.expand] if self._may_expand(session, node)]
             wanted = [*dict.fromkeys(wanted)]
             computed = session.uncomputed(wanted)
-            if wanted and self._make_room(session, len(computed)):
+            if wanted and self.make_room(session, len(computed)):
                 ready.append(Ready(session, wanted, computed, ask, grown[index]))
         if ready:
             self._expand(ready)
@@ -236,17 +267,26 @@ class ModelSessions:
         """
         if node == ROOT and not session.pending:
             return False
-        known = self.decoder.config.vocab_size
-        tokens = session.view.tokens
-        while session.read < len(tokens) and tokens[session.read] < known:
-            session.read += 1
-        path = session.path(node)
-        if session.read < len(tokens) or any(session.nodes[n].token >= known for n in path):
+        known, path = self.decoder.config.vocab_size, session.path(node)
+        if not self.reads(session) or any(session.nodes[n].token >= known for n in path):
             return False
-        fits = len(tokens) + len(path) <= self.decoder.config.max_position
+        fits = len(session.view.tokens) + len(path) <= self.decoder.config.max_position
         return fits and (node == ROOT or session.nodes[node].score >= self._floor)
 
-    def _make_room(self, session: Session, rows: int) -> bool:
+    def reads(self, session: Session) -> bool:
+        """Whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
+
+        Heads of one family often differ in how far they are padded. A target whose head is the wider one may be
+        given, and may say, ids that the draft lacks.
+        """
+        known, tokens = self.decoder.config.vocab_size, session.view.tokens
+        if known >= self._vocab:
+            return True
+        while session.read < len(tokens) and tokens[session.read] < known:
+            session.read += 1
+        return session.read == len(tokens)
+
+    def make_room(self, session: Session, rows: int) -> bool:
         """Compute all but the last part of a long text, and reserve rows; False: the pool is full."""
         try:
             while session.pending > PREFILL_ROWS:
@@ -263,13 +303,29 @@ class ModelSessions:
 
     def _expand(self, ready: Sequence[Ready]) -> None:
         """One pass over all that is to be computed, and the children from its logits."""
-        packer, rows = self._lay_out(ready)
-        logits = self._logits(self._run(packer), rows)
+        logits = self.compute(ready)
         for one, said in zip(ready, logits.split([len(one.wanted) for one in ready]), strict=True):
-            self._entered(one.session, one.computed)
             self._add_children(one.session, one.wanted, said, one.ask.width, one.grown)
 
-    def _lay_out(self, ready: Sequence[Ready]) -> tuple[RowPacker, list[int]]:
+    def compute(self, parts: Sequence[Expansion]) -> Tensor:
+        """[wanted nodes of all, V] logits; every sequence has just the rows of this pass reserved."""
+        packer, rows = self._lay_out(parts)
+        logits = self._logits(self._run(packer), rows)
+        for one in parts:
+            self._entered(one.session, one.computed)
+        return logits
+
+    def computed(self, session: Session, draft: Proposal, forwarded: int) -> None:
+        """Note what compiled code did: K/V of the text's pending tokens, then of the first nodes of a draft."""
+        numbers = [ROOT]
+        for row, parent in enumerate(draft.parents[:forwarded]):
+            numbers.append(session.add(numbers[parent], draft.tokens[row], 0.0))
+            session.nodes[numbers[-1]].row = row
+        session.cache.enter()
+        self.pool.settle([(session.cache, range(session.cache.ahead), session.pending)])
+        session.cache.publish(session.view.tokens)
+
+    def _lay_out(self, ready: Sequence[Expansion]) -> tuple[RowPacker, list[int]]:
         """The rows of a pass, and those of the wanted nodes, session by session."""
         packer = RowPacker(self.decoder, self.decoder.device)
         rows: list[int] = []
@@ -291,7 +347,9 @@ class ModelSessions:
             if node.row >= 0:
                 ahead[node.row] = root + node.depth
         places = [*range(base, base + pending), *(root + nodes[n].depth for n in computed)]
-        chain = not computed and not ahead
+        chain = not computed and not ahead  # rows that see all that lies before them
+        if not pending and len(computed) == 1:
+            chain = nodes[computed[0]].depth == len(ahead) + 1
         packer.add(
             [*tokens[base : base + pending], *(nodes[n].token for n in computed)],
             places,
@@ -299,7 +357,7 @@ class ModelSessions:
             slots=cache.slots(first, stop),
             keys=cache.slots(0, stop),
             num_keys=stop,
-            prefix=base,
+            prefix=stop - 1 if chain and not pending else base,
             visible=None if chain else self._visible(session, pending, computed, len(ahead)),
             block_positions=None if chain else [*ahead, *places],
         )
@@ -373,11 +431,10 @@ class ModelSessions:
         below = [path + [-1] * (width - len(path)) for path in paths]
         drafted = torch.tensor(below, device=logits.device) if width else None
         places = [len(session.view.tokens) + len(path) for path in paths]
-        coupled = self._proposes == "coupled"
         try:
             if width > 1:
-                return sampler.candidates(logits, drafted, places, coupled)
-            return sampler.scores(logits, drafted, places) if coupled else sampler.process(logits, drafted)
+                return sampler.candidates(logits, drafted, places, self._coupled)
+            return sampler.scores(logits, drafted, places) if self._coupled else sampler.process(logits, drafted)
         except Exception:
             if sampler.fault is None:
                 raise

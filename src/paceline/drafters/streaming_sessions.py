@@ -264,7 +264,6 @@ class StreamingSessions(ModelSessions):
             carriers: whose streams they are.
             logits: [carriers * gamma, V].
         """
-        coupled = self._proposes == "coupled"
         for carrier, said in zip(carriers, logits.split(self.gamma), strict=True):
             session, sampler = carrier.session, carrier.session.view.sampler
             if sampler.plain:
@@ -275,7 +274,7 @@ class StreamingSessions(ModelSessions):
                 first = len(session.view.tokens) + len(path)
                 try:
                     ahead = [*range(first, first + self.gamma)]
-                    scores = sampler.scores(said, below, ahead) if coupled else sampler.process(said, below)
+                    scores = sampler.scores(said, below, ahead) if self._coupled else sampler.process(said, below)
                 except Exception:
                     if sampler.fault is None:
                         raise

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError
@@ -408,44 +407,6 @@ def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
 def _nothing(parameters: Sequence[nn.Parameter]) -> Tensor:
     """A zero that every parameter is part of: a batch without answers."""
     return sum((p.sum() * 0.0 for p in parameters), start=parameters[0].new_zeros(()))
-
-
-# -- states of streams beside those that they run ahead of (fig. 5)
-
-
-@torch.no_grad()
-def similarity(network: Network, trained: StreamSet, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Cosine similarity of stream j's state of row t with main row t + j, layer by layer.
-
-    Args:
-        network: the target.
-        trained: the set.
-        batch: on the network's device.
-
-    Returns:
-        Mean cosine similarity [1 + Ns, gamma], before the first MSA layer and after each; and the same of main row t
-        itself, the line that a stream starts near.
-
-    Source: fig. 5 (section 3.2).
-    """
-    carriers = choose_carriers(batch)
-    aims = Aims.of(batch, carriers, trained.config.gamma)
-    if trained.config.mode == "shared":
-        run = shared_pass(network, trained, batch, carriers)
-        main, streams = (run.entering, *run.states), run.stream_states
-    else:
-        frozen = main_pass(network, batch, trained.config.insertion)
-        main = (frozen.entering, *frozen.states)
-        streams = tuple(lossless_streams(network, trained, frozen, carriers)[1])
-    own = [_cosine(s, m[aims.main], aims.exists) for s, m in zip(streams, main, strict=True)]
-    still = [_cosine(m[carriers.index][:, None], m[aims.main], aims.exists) for m in main]
-    return torch.stack(own), torch.stack(still)
-
-
-def _cosine(states: Tensor, later: Tensor, exists: Tensor) -> Tensor:
-    """[gamma] mean over the rows that exist."""
-    found = F.cosine_similarity(states.float(), later.float(), dim=-1) * exists
-    return found.sum(0) / exists.sum(0).clamp(min=1)
 
 
 def build(options: StreamOptions, context: BuildContext) -> StreamRecipe:

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from kits.tiny import tiny_config
+from streaming.states import similarity
 from torch import Tensor
 
 from paceline.attention.rope import RopeTable
-from paceline.drafters.streams.recipe import similarity
 from paceline.network.adapters import AdapterConfig, linear_shapes
 from paceline.network.streams import StreamConfig, StreamSet
 from paceline.training.data import Example, collate
