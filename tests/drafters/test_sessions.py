@@ -17,7 +17,7 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.hybrid_sessions import HybridSessions, LookUps
 from paceline.drafters.model_sessions import ModelSessions
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
-from paceline.drafters.text_sessions import opened
+from paceline.drafters.tree_sessions import opened
 
 TARGET = tiny_decoder()
 GREEDY = SamplingParams(temperature=0, max_tokens=64)

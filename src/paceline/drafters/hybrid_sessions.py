@@ -95,10 +95,7 @@ class HybridSessions:
 
     def _put(self, key: int, parent: int, found: Found, grown: Grown) -> None:
         for token, log_q in found:
-            grown.parents.append(parent)
-            grown.nodes.append(self._model.add(key, parent, token, log_q))
-            grown.tokens.append(token)
-            grown.log_q.append(log_q)
+            grown.add(parent, self._model.add(key, parent, token, log_q), token, log_q)
 
     def reroot(self, key: int, node: int) -> None:
         """See `DraftSessions`."""

@@ -23,32 +23,17 @@ from ..network.decoder import Decoder
 from ..network.packing import RowPacker
 from .base import SequenceView
 from .proposal import Proposal
-from .sessions import ROOT, Ask, Grown, Opening
-from .text_sessions import opened
+from .sessions import ROOT, Ask, Grown
+from .tree_sessions import DraftTree, TreeSessions
 
 PREFILL_ROWS = 512  # rows of one pass over a long text
 
 
 @dataclass(slots=True)
-class Node:
-    """A node of a session's tree."""
+class Session(DraftTree):
+    """A sequence's text and tree, and what is computed of both."""
 
-    parent: int
-    token: int
-    depth: int  # below the root, as of now
-    score: float = 0.0  # log q of the drafted tokens behind the last given one
-    row: int = -1  # of its K/V, behind the text's; -1: not computed
-
-
-@dataclass(slots=True)
-class Session:
-    """One sequence: its text, its tree, and what is computed of both."""
-
-    view: SequenceView
-    cache: SequenceCache
-    nodes: dict[int, Node] = field(default_factory=dict)
-    children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
-    fresh: int = ROOT + 1  # the next number
+    cache: SequenceCache = field(kw_only=True)
     read: int = 0  # leading tokens of the text that the draft has an embedding for
     known: int = 0  # tokens of the text that the tree hangs below
 
@@ -57,58 +42,10 @@ class Session:
         """Tokens of the text without K/V."""
         return len(self.view.tokens) - self.cache.committed
 
-    def add(self, parent: int, token: int, score: float) -> int:
-        """A child of a node, new or there already."""
-        found = self.children.get((parent, token))
-        if found is not None:
-            return found
-        if parent != ROOT and parent not in self.nodes:
-            raise KeyError(f"node {parent} of sequence {self.view.key}")
-        number, self.fresh = self.fresh, self.fresh + 1
-        self.nodes[number] = Node(parent, token, self.depth(parent) + 1, score)
-        self.children[parent, token] = number
-        return number
-
-    def depth(self, node: int) -> int:
-        """Of a node; the root's is 0."""
-        return self.nodes[node].depth if node != ROOT else 0
-
-    def path(self, node: int) -> list[int]:
-        """Nodes from below the root to ``node``."""
-        found: list[int] = []
-        while node != ROOT:
-            found.append(node)
-            node = self.nodes[node].parent
-        return found[::-1]
-
     def uncomputed(self, wanted: Iterable[int]) -> list[int]:
         """The nodes to compute so that the wanted ones have logits: these, and ancestors without K/V; parents first."""
         found = {node for end in wanted for node in self.path(end) if node == end or self.nodes[node].row < 0}
         return sorted(found, key=lambda node: (self.nodes[node].depth, node))
-
-    def cut(self, root: int) -> tuple[list[int], int]:
-        """Make a node the root and drop all that is not below it.
-
-        Returns:
-            Rows that stay, ascending, and how many of them, the first ones, are of the text now.
-        """
-        path, depth = self.path(root), self.depth(root)
-        below = {root}
-        for number in sorted(self.nodes):  # children have higher numbers than their parents
-            if self.nodes[number].parent in below:
-                below.add(number)
-        stays = [number for number in [*path, *sorted(below - {root})] if self.nodes[number].row >= 0]
-        done = sum(self.nodes[number].row >= 0 for number in path)
-        rows = sorted(self.nodes[number].row for number in stays)
-        moved = {row: place - done for place, row in enumerate(rows)}
-        kept = {number: self.nodes[number] for number in below - {root}}
-        for node in kept.values():
-            node.depth -= depth
-            node.parent = ROOT if node.parent == root else node.parent
-            node.row = moved.get(node.row, -1)
-        self.nodes = kept
-        self.children = {(node.parent, node.token): number for number, node in kept.items()}
-        return rows, done
 
 
 @dataclass(slots=True)
@@ -128,7 +65,7 @@ class Ready(Expansion):
     grown: Grown  # the answer
 
 
-class ModelSessions:
+class ModelSessions(TreeSessions[Session]):
     """Sessions of one draft model over a K/V pool of their own.
 
     Args:
@@ -148,28 +85,21 @@ class ModelSessions:
         coupled: bool,
         floor: float,
     ) -> None:
+        super().__init__(vocab_size, eos_ids)
         self.decoder, self.pool = decoder, pool
-        self._vocab, self._eos_ids = vocab_size, eos_ids
         self._coupled, self._floor = coupled, floor
-        self._open: dict[int, Session] = {}
 
-    def open(self, opening: Opening) -> None:
-        """See `DraftSessions`."""
-        self.close(opening.key)
-        self._begin(opened(opening, self._vocab, self._eos_ids))
-
-    def _begin(self, view: SequenceView) -> Session:
-        cache = self.pool.open(view.tokens, expected=view.max_len)
-        session = self._open[view.key] = Session(view, cache, known=len(view.tokens))
-        return session
+    def begin(self, view: SequenceView) -> Session:
+        """See `TreeSessions`."""
+        return Session(view, cache=self.pool.open(view.tokens, expected=view.max_len), known=len(view.tokens))
 
     def follow(self, view: SequenceView) -> Session:
         """The session of a sequence whose own view it reads, brought up to its text; opened where it is new."""
         session = self._open.get(view.key)
         if session is None:
-            return self._begin(view)
+            session = self._open[view.key] = self.begin(view)
         if len(view.tokens) > session.known:
-            self._settle(session, view.tokens[session.known :])
+            self.clear(session, view.tokens[session.known :])
         return session
 
     def close(self, key: int) -> None:
@@ -202,44 +132,25 @@ class ModelSessions:
     def text(self, key: int, node: int) -> tuple[SequenceView, list[int]]:
         """A sequence, and the drafted tokens from below its root to a node."""
         session = self._open[key]
-        return session.view, [session.nodes[number].token for number in session.path(node)]
+        return session.view, session.tokens(node)
 
-    def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`."""
-        session = self._open[key]
-        said = [session.nodes[number].token for number in session.path(node)]
-        kept = session.cut(node)
-        self._say(session, said)
-        self._keep(session, *kept)
-
-    def commit(self, key: int, tokens: Sequence[int]) -> None:
-        """See `DraftSessions`."""
-        session = self._open[key]
-        self._say(session, tokens)
-        self._settle(session, tokens)
-
-    def _settle(self, session: Session, said: Sequence[int]) -> None:
-        """The text has gone on with these tokens: drop all nodes. K/V of those that became text is kept, but for the
-        last token: what is drafted next needs the logits behind it."""
+    def clear(self, tree: Session, said: Sequence[int]) -> None:
+        """See `TreeSessions`. K/V of drafted nodes that became text is kept, but for the last token: what is drafted
+        next needs the logits behind it."""
         node, rows = ROOT, list[int]()
         for token in said[:-1]:
-            node = session.children.get((node, token), -1)
-            if node < 0 or session.nodes[node].row < 0:
+            node = tree.children.get((node, token), -1)
+            if node < 0 or tree.nodes[node].row < 0:
                 break
-            rows.append(session.nodes[node].row)
-        session.nodes, session.children = {}, {}
-        self._keep(session, rows, len(rows))
+            rows.append(tree.nodes[node].row)
+        super().clear(tree, said)
+        self.keep(tree, rows, len(rows))
 
-    @staticmethod
-    def _say(session: Session, tokens: Sequence[int]) -> None:
-        session.view.tokens += tokens
-        session.view.sampler.commit(tokens)
-
-    def _keep(self, session: Session, rows: Sequence[int], done: int) -> None:
-        """Keep these rows of K/V, of which the first are of the text."""
-        self.pool.settle([(session.cache, rows, done)])
-        session.cache.publish(session.view.tokens)
-        session.known = len(session.view.tokens)
+    def keep(self, tree: Session, rows: Sequence[int], done: int) -> None:
+        """See `TreeSessions`."""
+        self.pool.settle([(tree.cache, rows, done)])
+        tree.cache.publish(tree.view.tokens)
+        tree.known = len(tree.view.tokens)
 
     # -- growing
 
@@ -413,10 +324,7 @@ class ModelSessions:
             for value, token in zip(values, tokens, strict=True):
                 if value == -math.inf:  # a rule forbids it
                     break
-                grown.parents.append(parent)
-                grown.nodes.append(session.add(parent, token, above + value))
-                grown.tokens.append(token)
-                grown.log_q.append(value)
+                grown.add(parent, session.add(parent, token, above + value), token, value)
 
     def _scores(self, session: Session, wanted: Sequence[int], logits: Tensor, width: int) -> Tensor | None:
         """What children are ranked by; None: the request's own rules fail, and will end it.
@@ -426,7 +334,7 @@ class ModelSessions:
         sampler = session.view.sampler
         if sampler.plain:
             return logits
-        paths = [[session.nodes[n].token for n in session.path(node)] for node in wanted]
+        paths = [session.tokens(node) for node in wanted]
         width = max(map(len, paths))
         below = [path + [-1] * (width - len(path)) for path in paths]
         drafted = torch.tensor(below, device=logits.device) if width else None

@@ -75,6 +75,12 @@ class Grown:
     tokens: list[int] = field(default_factory=list)
     log_q: list[float] = field(default_factory=list)  # of its token, among those that the sequence's rules allow
 
+    def add(self, parent: int, node: int, token: int, log_q: float) -> None:
+        """Append a drafted child."""
+        for column, value in ((self.parents, parent), (self.nodes, node), (self.tokens, token)):
+            column.append(value)
+        self.log_q.append(log_q)
+
 
 class DraftSessions(Protocol):
     """Sessions of several sequences, which grow together. A level costs one pass, whatever the number of nodes."""

@@ -176,10 +176,7 @@ class StreamingSessions(ModelSessions):
                     left = []
                 node = left.pop(0) if right else session.add(parent, token, above + value)
                 session.nodes[node].score = above + value
-                for part, found in zip(
-                    ("parents", "nodes", "tokens", "log_q"), (parent, node, token, value), strict=True
-                ):
-                    getattr(one.grown, part).append(found)
+                one.grown.add(parent, node, token, value)
                 chain.found, chain.head, parent = chain.found + 1, parent, node
                 if not right or chain.found == chain.most or session.nodes[node].score < self._floor:
                     break
@@ -269,7 +266,7 @@ class StreamingSessions(ModelSessions):
             if sampler.plain:
                 scores = said
             else:
-                path = [session.nodes[node].token for node in session.path(carrier.child)]
+                path = session.tokens(carrier.child)
                 below = torch.tensor([path] * self.gamma, device=said.device)
                 first = len(session.view.tokens) + len(path)
                 try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..core.sampling import SequenceSampler
 from .base import Drafter, DraftRequest, SequenceView
 from .proposal import Proposal
-from .sessions import ROOT, Ask, Grown, Opening
+from .sessions import Ask, Grown
+from .tree_sessions import DraftTree, TreeSessions
 
 if TYPE_CHECKING:
     import torch
@@ -54,59 +53,7 @@ class LookUp(Drafter):
         return TextSessions(self, self.target.vocab_size, self.target.eos_ids)
 
 
-def opened(opening: Opening, vocab_size: int, eos_ids: tuple[int, ...]) -> SequenceView:
-    """A sequence with a sampler of its own, for a target of so many tokens."""
-    tokens, prompt = [*opening.tokens], [*opening.tokens[: opening.prompt_len]]
-    sampler = SequenceSampler(
-        opening.params,
-        prompt,
-        seed=opening.seed,
-        sample_index=opening.sample_index,
-        vocab_size=vocab_size,
-        eos_ids=eos_ids,
-    )
-    sampler.commit(tokens[opening.prompt_len :])
-    return SequenceView(opening.key, tokens, opening.prompt_len, sampler, opening.max_len)
-
-
-@dataclass(slots=True)
-class _Tree:
-    """One sequence, and the nodes below its root by their number."""
-
-    view: SequenceView
-    nodes: dict[int, tuple[int, int]] = field(default_factory=dict)  # parent and token
-    numbers: dict[tuple[int, int], int] = field(default_factory=dict)  # the inverse
-    fresh: int = ROOT + 1
-
-    def add(self, parent: int, token: int) -> int:
-        """A child of a node, new or there already."""
-        if parent != ROOT and parent not in self.nodes:
-            raise KeyError(f"node {parent} of sequence {self.view.key}")
-        number = self.numbers.get((parent, token))
-        if number is None:
-            number, self.fresh = self.fresh, self.fresh + 1
-            self.nodes[number], self.numbers[parent, token] = (parent, token), number
-        return number
-
-    def path(self, node: int) -> list[int]:
-        """Tokens from below the root to a node."""
-        found = []
-        while node != ROOT:
-            node, token = self.nodes[node]
-            found.append(token)
-        return found[::-1]
-
-    def cut(self, root: int) -> None:
-        """Make a node the root, and keep what is below it."""
-        below, kept = {root}, {}
-        for number, (parent, token) in self.nodes.items():  # parents come first
-            if parent in below:
-                below.add(number)
-                kept[number] = ROOT if parent == root else parent, token
-        self.nodes, self.numbers = kept, {place: number for number, place in kept.items()}
-
-
-class TextSessions:
+class TextSessions(TreeSessions[DraftTree]):
     """Sessions of one drafter of this kind.
 
     Args:
@@ -115,13 +62,12 @@ class TextSessions:
     """
 
     def __init__(self, drafter: LookUp, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
-        self._drafter, self._target = drafter, (vocab_size, eos_ids)
-        self._open: dict[int, _Tree] = {}
+        super().__init__(vocab_size, eos_ids)
+        self._drafter = drafter
 
-    def open(self, opening: Opening) -> None:
-        """See `DraftSessions`."""
-        self.close(opening.key)
-        self._open[opening.key] = _Tree(opened(opening, *self._target))
+    def begin(self, view: SequenceView) -> DraftTree:
+        """See `TreeSessions`."""
+        return DraftTree(view)
 
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`."""
@@ -131,30 +77,9 @@ class TextSessions:
         tree = self._open[ask.key]
         grown = Grown([tree.add(*one) for one in ask.given])
         for parent in dict.fromkeys([*grown.given, *ask.expand]):
-            for token, log_q in self._drafter.continuations(tree.view, tree.path(parent), ask.width):
-                grown.parents.append(parent)
-                grown.nodes.append(tree.add(parent, token))
-                grown.tokens.append(token)
-                grown.log_q.append(log_q)
+            for token, log_q in self._drafter.continuations(tree.view, tree.tokens(parent), ask.width):
+                grown.add(parent, tree.add(parent, token), token, log_q)
         return grown
-
-    def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`."""
-        tree = self._open[key]
-        said = tree.path(node)
-        tree.cut(node)
-        self._go_on(tree, said)
-
-    def commit(self, key: int, tokens: Sequence[int]) -> None:
-        """See `DraftSessions`."""
-        tree = self._open[key]
-        tree.nodes, tree.numbers = {}, {}
-        self._go_on(tree, tokens)
-
-    @staticmethod
-    def _go_on(tree: _Tree, said: Sequence[int]) -> None:
-        tree.view.tokens += said
-        tree.view.sampler.commit(said)
 
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
