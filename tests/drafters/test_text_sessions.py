@@ -65,16 +65,17 @@ def lives(config: Any, seed: int) -> Any:
         for place in dict.fromkeys([*grown.given, node]):
             rows = zip(grown.parents, grown.tokens, grown.log_q, strict=True)
             said = [(token, log_q) for parent, token, log_q in rows if parent == place]
-            yield texts[key], tree.path(place), ask.width, said
-        assert all(tree.nodes[n] == (p, t) for n, p, t in zip(grown.nodes, grown.parents, grown.tokens, strict=True))
+            yield texts[key], tree.tokens(place), ask.width, said
+        drafted = [(tree.nodes[node].parent, tree.nodes[node].token) for node in grown.nodes]
+        assert drafted == [*zip(grown.parents, grown.tokens, strict=True)]
         if turn % 5 == 0:
             root = draw.choice([*tree.nodes])
-            texts[key] += tree.path(root)
-            above = tree.path(root)
-            paths = {n: tree.path(n) for n in tree.nodes}
+            texts[key] += tree.tokens(root)
+            above = tree.tokens(root)
+            paths = {n: tree.tokens(n) for n in tree.nodes}
             below = {n: path[len(above) :] for n, path in paths.items() if path[: len(above)] == above and n != root}
             served.reroot(key, root)
-            assert {n: tree.path(n) for n in tree.nodes} == below
+            assert {n: tree.tokens(n) for n in tree.nodes} == below
         elif turn % 7 == 0:
             texts[key] += [5, 4]
             served.commit(key, [5, 4])
