@@ -421,7 +421,7 @@ def test_drafters_that_need_last_states_are_refused_with_the_reason() -> None:
     assert config is not None
     for name in ("lyanna", "eagle", "medusa"):
         reason = config.refusal(DrafterSpec(name=name, taps=(-1,), past=None))
-        assert reason is not None and "the target's states of a pass" in reason[0]
+        assert reason is not None and "drafts from the target's states" in reason[0]
     reason = config.refusal(DrafterSpec(name="table"))
     assert reason is not None and "it has no draft sessions" in reason[0]
 
