@@ -92,12 +92,13 @@ template <class F, int R> void block_product(const uint8_t* w, int64_t k, const 
   const int32_t *x = in.x, *start[] = {in.start[start_of<F>(0)], in.start[start_of<F>(1)]};
   const float *scale = in.scale, *sums = in.sum;
   constexpr int LINES = 8 / F::PARTS, SHARE = (P::BYTES + P::STEPS - 1) / P::STEPS;  // bytes of 32 inputs
+  constexpr int AHEAD = ASKED_AHEAD + (P::STEPS > 1 ? P::SCALES : 0);  // the first step needs the scales of all
   __m512 sum[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
   for (int64_t b = k / F::VALUES; b; b--, w += P::BYTES)
     for (int step = 0; step < P::STEPS; step++, x += 8 * R, scale += R, sums += R) {
-      for (int i = 0; i < SHARE; i += 64) __builtin_prefetch(w + ASKED_AHEAD + step * SHARE + i, 0, 3);
+      for (int i = 0; i < SHARE; i += 64) __builtin_prefetch(w + AHEAD + step * SHARE + i, 0, 3);
       const Codes codes = codes_of<F>(w + step * P::STEP);
 #pragma GCC unroll 2
       for (int part = 0; part < F::PARTS; part++) {
