@@ -12,6 +12,8 @@ from kits.gguf_files import write
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.network.gguf import TENSOR_TYPES, read_gguf
+from paceline.network.gguf_layout import read_gguf_config
+from paceline.network.gguf_tokenizer import load_gguf_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +138,9 @@ def test_no_file_is_said(tmp_path: Path) -> None:
         read_gguf(tmp_path / "none.gguf")
 
 
-def test_random_damage_is_refused_or_read(plain: Path, tmp_path: Path) -> None:
-    """No crash, no hang, and nothing larger than the file: 400 headers with a few bytes changed."""
+def test_random_damage_is_refused_or_read(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No crash, no hang, and nothing larger than the file: 400 damaged headers, tokenizers included."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     whole, rng = plain.read_bytes(), np.random.default_rng(11)
     header = _entry(plain, "blk.1.ffn_down.weight") + 40
     refused = 0
@@ -154,6 +157,8 @@ def test_random_damage_is_refused_or_read(plain: Path, tmp_path: Path) -> None:
             for key in model.metadata:
                 assert model.metadata[key] is not None
             assert model.nbytes <= len(whole)
+            read_gguf_config(file)
+            load_gguf_tokenizer(model)
         except ConfigError:
             refused += 1
         file.unlink()

@@ -153,12 +153,38 @@ def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
         ({"general.architecture": "gpt-oss"}, "mixture of experts"),
         ({"general.architecture": "clip"}, "vision"),
         ({"general.architecture": "nonesuch"}, "'nonesuch' is not known here"),
+        ({"general.architecture": "bert"}, "bert"),
+        ({"llama.rope.scaling.type": 3}, "rope.scaling.type' is 3, and must be a text"),
+        ({"tokenizer.ggml.eos_token_id": 320}, "eos_token_id is 320, and there are 320 tokens"),
+        ({"tokenizer.ggml.eot_token_id": "end"}, "eot_token_id' is 'end', and must be a whole number"),
+        ({"tokenizer.ggml.add_bos_token": 1}, "add_bos_token' is 1, and must be true or false"),
+        ({"tokenizer.ggml.tokens": 5}, "tokens' is 5, and must be a list of texts"),
+        ({"tokenizer.ggml.token_type": ["one"] * 320}, "token_type' is a list, and must be a list of numbers"),
+        ({"tokenizer.ggml.pre": [1, 2]}, "pre' is a list, and must be a text"),
+        ({"tokenizer.chat_template": 7}, "chat_template' is 7, and must be a text"),
+        ({"split.tensors.count": [1, 2]}, "count' is a list, and must be a whole number"),
     ],
 )
 def test_metadata_that_cannot_be_are_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", changed=changed)
     with pytest.raises(ConfigError, match=words):
         load(file, "float32", native=False)
+
+
+def test_ends_of_turns_stop(tmp_path: Path) -> None:
+    """Those that keys name, and where none is named the first that llama.cpp would take."""
+    tokens = [f"<{i}>" for i in range(318)] + ["<end_of_turn>", "<|im_end|>"]
+    named = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 7}
+    for number, (keys, ends) in enumerate(
+        [
+            ({}, (7, 319)),
+            ({"tokenizer.ggml.eot_token_id": 9}, (7, 9)),
+            ({"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 11}, (7, 11)),
+            ({"tokenizer.ggml.eos_token_id": 2**32 - 1}, (319,)),
+        ]
+    ):
+        file = write(tmp_path / f"{number}.gguf", changed=named | keys)
+        assert read_config(file).eos_ids == ends
 
 
 def test_tokens_and_embedding_must_agree(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +33,7 @@ _NAME_BYTES = 65_535  # of a key; tensors' names are shorter
 # Values of metadata: struct's letters, by number. Texts and arrays have numbers of their own.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
+NO_TOKEN = 2**32 - 1  # where an id would stand
 
 # Types of tensors: name, values of a block, bytes of a block; see ggml's ``ggml.c``. Those of `blocks` come from there.
 _OTHERS = """0 f32 1 4, 1 f16 1 2, 30 bf16 1 2, 28 f64 1 8, 24 i8 1 1, 25 i16 1 2, 26 i32 1 4, 27 i64 1 8, 9 q8_1 32 40,
@@ -168,6 +169,24 @@ class _Array:
     stop: int
 
 
+# What the keys that are read here must be; arrays of numbers are checked where they are used.
+_RULES = {
+    re.compile(r"tokenizer\.ggml\.(tokens|merges)"): "a list of texts",
+    re.compile(r"tokenizer\.ggml\.(token_type|scores)"): "a list of numbers",
+    re.compile(r"tokenizer\.(ggml\.(model|pre)|chat_template)"): "a text",
+    re.compile(r"general\.(architecture|name)|\w+\.rope\.scaling\.type"): "a text",
+    re.compile(r"tokenizer\.ggml\.\w+_token_id|split\.(no|count|tensors\.count)|general\.alignment"): "a whole number",
+    re.compile(r"tokenizer\.ggml\.add_\w+"): "true or false",
+}
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "a list of texts": lambda value: isinstance(value, _Array) and value.kind == _TEXT,
+    "a list of numbers": lambda value: isinstance(value, _Array) and value.kind != _TEXT,
+    "a text": lambda value: isinstance(value, str),
+    "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "true or false": lambda value: isinstance(value, bool),
+}
+
+
 class Metadata(Mapping[str, Any]):
     """Keys and values; an array is made into a list, numbers into a numpy array, at its first use."""
 
@@ -191,10 +210,14 @@ class Metadata(Mapping[str, Any]):
         """One more entry.
 
         Raises:
-            ConfigError: it is there already.
+            ConfigError: it is there already, or of a type that this key cannot have.
         """
         if key in self._values:
             self._file.refuse(f"key {shown(key)} is there twice")
+        for pattern, rule in _RULES.items():
+            if pattern.fullmatch(key) and not _FITS[rule](value):
+                said = "a list" if isinstance(value, _Array) else shown(value)
+                self._file.refuse(f"key {shown(key)} is {said}, and must be {rule}")
         self._values[key] = value
 
 

@@ -22,7 +22,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from .blocks import BY_NUMBER, StoredRows, dequantise
 from .families import refuse_unbuilt
-from .gguf import GGUF, TensorPlace, TensorType
+from .gguf import GGUF, NO_TOKEN, TensorPlace, TensorType
 
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 STORED = "stored"  # as a dtype: the types that the file has its weights in
@@ -228,8 +228,8 @@ def config_of(model: GGUF) -> dict[str, Any]:
         "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": said.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in model.tensors,
-        "bos_token_id": said.token("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _stop_ids(said),
+        "bos_token_id": _token(model, "bos"),
+        "eos_token_id": _stop_ids(model),
         "dtype": _dtype(model),
     }
     if (turned := said.integer("rope.dimension_count", head_dim)) != head_dim:
@@ -266,19 +266,38 @@ class _Said:
         # 32 bits in the file: what people would write for it.
         return float(f"{value:.7g}")
 
-    def token(self, key: str) -> int | None:
-        """An id; None: there is none."""
-        value = self.model.metadata.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
     def _bad(self, key: str, value: Any, rule: str) -> None:
         wrong = "is missing" if value is None else f"is {shown(value)}; it must be {rule}"
         raise ConfigError(self.asked, f"{self.prefix}{key} {wrong}", "download the file again, or convert it again")
 
 
-def _stop_ids(said: _Said) -> list[int]:
+# Ends of a turn, of which llama.cpp takes the first that there is where no key says which it is.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "<end_of_utterance>")
+
+
+def _token(model: GGUF, role: str) -> int | None:
+    """The id that the file gives a role; None: it gives none.
+
+    Raises:
+        ConfigError: an id that no token has.
+    """
+    key = f"tokenizer.ggml.{role}_token_id"
+    token: int = model.metadata.get(key, NO_TOKEN)
+    if token == NO_TOKEN:
+        return None
+    count = len(model.metadata.get("tokenizer.ggml.tokens", ()))
+    if not 0 <= token < count:
+        wrong = f"{key} is {token}, and there are {count:,} tokens"
+        raise ConfigError(f"GGUF file {model.path}", wrong, "download the file again, or convert it again")
+    return token
+
+
+def _stop_ids(model: GGUF) -> list[int]:
     """Ends of a text, of a turn and of a message."""
-    found = (said.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    found = [_token(model, role) for role in ("eos", "eot", "eom")]
+    if found[1] is None:
+        tokens = model.metadata.get("tokenizer.ggml.tokens", [])
+        found[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
@@ -295,10 +314,8 @@ def _vocabulary(model: GGUF) -> int:
 
 
 def _dtype(model: GGUF) -> str:
-    """`STORED` where products' weights are in blocks, else their plain type.
-
-    Raises:
-        CapabilityError: never here; a type without products is refused where no plain dtype is asked for.
+    """`STORED` where products' weights are in blocks, else their plain type. A type without products is refused later,
+    where no plain dtype is asked for.
     """
     kinds = {t.type.name for n, t in model.tensors.items() if n.startswith("blk.") and len(t.shape) == 2}
     plain = [name for name in ("f16", "bf16", "f32", "f64") if name in kinds]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from .gguf import GGUF
+from .gguf import GGUF, NO_TOKEN
 from .memory import give_back
 
 FORM = 2  # of what is kept in the cache; a change of this module that changes ids makes it another
@@ -219,8 +219,6 @@ class _Maker:
         found = self.metadata.get(f"tokenizer.ggml.{name}")
         if found is None:
             return None
-        if not hasattr(found, "__len__") or isinstance(found, str):
-            self._refuse(f"tokenizer.ggml.{name} is {shown(found)}, no list")
         if count is not None and len(found) != count:
             self._refuse(f"it has {count:,} tokens, and {len(found):,} entries in tokenizer.ggml.{name}")
         return list(found)
@@ -248,10 +246,10 @@ class _Maker:
         Raises:
             ConfigError: an id that no token has.
         """
-        token = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if token is None or token == 2**32 - 1:
+        token = self.metadata.get(f"tokenizer.ggml.{name}_token_id", NO_TOKEN)
+        if token == NO_TOKEN:
             return None
-        if not isinstance(token, int) or not 0 <= token < len(self.tokens):
+        if not 0 <= token < len(self.tokens):
             self._refuse(f"tokenizer.ggml.{name}_token_id is {shown(token)}, and there are {len(self.tokens):,} tokens")
         return self.tokens[token]
 
