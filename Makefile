@@ -45,7 +45,7 @@ WORKERS := studies/kit/peer_workers
 .PHONY: help demo weights test test-all install lint format clean check-python peers bench fuzz soak sanitize
 
 help:
-	@echo 'make demo      set up .venv and answer prompts plainly and speculatively'
+	@echo 'make demo      set up .venv, fetch SmolLM2 135M (98 MB) and answer prompts plainly and speculatively'
 	@echo 'make test      set up .venv and run the checks and the test suite'
 	@echo 'make test-all  the same with the full grids (long)'
 	@echo 'make install   only set up .venv'
@@ -62,6 +62,7 @@ help:
 	@echo 'TORCH="..." chooses the torch build (see the top of the Makefile), PYTHON=... the interpreter'
 
 demo: $(RUN_STAMP)
+	@$(BIN)/python tools/get_weights.py || echo 'without a network the embedded model is shown'
 	$(BIN)/paceline demo
 
 bench: $(RUN_STAMP)

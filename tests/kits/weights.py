@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from paceline.published import cache as cache_folder
+
 TOOL = Path(__file__).parents[2] / "tools" / "get_weights.py"
 
 
@@ -39,7 +41,7 @@ def gemma() -> Path:
 def _whole(name: str) -> bool:
     known = tool()
     [weights] = [w for w in (known.SMOLLM2, known.GEMMA) if w.file == name]
-    found: bool = known.is_whole(known.folder() / name, weights)
+    found: bool = known.is_whole(cache_folder() / name, weights)
     return found
 
 
@@ -47,5 +49,5 @@ def _there(weights: object, command: str) -> Path:
     name: str = weights.file  # type: ignore[attr-defined]
     if not _whole(name):
         pytest.skip(f"{name} is not there: {command}")
-    place: Path = tool().folder() / name
+    place: Path = cache_folder() / name
     return place

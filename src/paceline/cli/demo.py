@@ -22,7 +22,7 @@ from ..core.model_spec import parse_model
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
-from .console import Painter, legend, stdout
+from .console import Painter, legend, stderr, stdout
 from .options import takes
 from .session import DEFAULT_MODEL, Color, counting, figures, open_llm
 
@@ -31,7 +31,8 @@ app = typer.Typer(add_completion=False)
 
 SETTLE_S = 1.0  # each prompt is asked for at least this long, both ways together
 MAX_TURNS = 15
-DemoPrompt = dict[str, Any]  # a line of ``data/demo_prompts.jsonl``: domain, chat (a user's turn), text, max_tokens
+SHOWN = "smollm2-135m"  # where its weights are on this machine; else the embedded model
+DemoPrompt = dict[str, Any]  # a line of the files in ``data``: domain, chat (a user's turn), text, max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,17 @@ class Comparison:
 @app.command()
 @takes(
     llm=LLMConfig,
-    defaults={"model": DEFAULT_MODEL, "exact": True},
-    shown={"drafter": "the model's own drafter, which the zoo names"},
+    defaults={"model": None, "exact": True},
+    shown={
+        "model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}",
+        "drafter": "the model's own drafter, which the zoo names",
+    },
     without={"applications"},
 )
 def demo(
-    prompts: Annotated[int, typer.Option(help="Prompts to compare, of the 20 that come with Paceline.")] = 20,
+    prompts: Annotated[
+        int | None, typer.Option(help="Prompts to compare, of those that come with Paceline.", show_default="all")
+    ] = None,
     repeats: Annotated[
         int, typer.Option(help="Times each prompt is answered each way, at least; medians are shown.")
     ] = 3,
@@ -74,7 +80,8 @@ def demo(
     In bfloat16 a pass over many rows may round differently from a pass over one; --exact, the default here, prevents
     that, so the tokens must be the same: if they are not, the exit status is 1.
     """
-    chosen = _load(prompts)
+    llm["model"] = llm["model"] or _model()
+    chosen = _load(llm["model"], prompts)
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats}", "nothing would be measured", "give 1 or more")
     if llm["drafter"] is None and zoo.default_drafter(llm["model"]) is None:
@@ -95,9 +102,18 @@ def demo(
         raise typer.Exit(1)
 
 
-def _load(count: int) -> list[DemoPrompt]:
-    lines = resources.files("paceline").joinpath("data/demo_prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    if not 1 <= count <= len(lines):
+def _model() -> str:
+    if any(entry.name == SHOWN and entry.path is not None for entry in zoo.available()):
+        return SHOWN
+    stderr().print(f"{SHOWN} is not on this machine (paceline models get {SHOWN}): {DEFAULT_MODEL} is shown instead")
+    return DEFAULT_MODEL
+
+
+def _load(model: str, count: int | None) -> list[DemoPrompt]:
+    """The first prompts of those that suit the model: a chat model's, or those of the embedded model's five domains."""
+    name = "demo_prompts" if parse_model(model).name == DEFAULT_MODEL else "chat_prompts"
+    lines = resources.files("paceline").joinpath(f"data/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    if count is not None and not 1 <= count <= len(lines):
         raise ConfigError(f"--prompts {count}", f"there are {len(lines)} of them", f"give 1 to {len(lines)}")
     return [json.loads(line) for line in lines[:count]]
 

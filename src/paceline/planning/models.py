@@ -13,6 +13,8 @@ from ..core.errors import ConfigError
 from ..core.options import shown, suggest
 from ..network.families import DecoderConfig, decoder_config
 from ..network.files import read_json
+from ..network.gguf import is_gguf
+from ..network.gguf_layout import read_gguf_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +172,13 @@ def unknown(name: str, more: list[str]) -> ConfigError:
 
 
 def read_shape(path: Path) -> ModelSizes:
-    """The model of a ``config.json``, or of the folder that holds one, as the engine reads it.
+    """The model of a ``config.json``, of the folder that holds one, or of a GGUF file, as the engine reads it.
 
     Raises:
         ConfigError: a file that cannot be read, an architecture that the engine does not have.
     """
+    if is_gguf(path):
+        return replace(shape_of(read_gguf_config(path), path.stem), source=str(path))
     file = path / "config.json" if path.is_dir() else path
     shape = shape_of(
         decoder_config(read_json(file, "name a Hugging Face config.json")), path.name if path.is_dir() else str(path)
