@@ -30,6 +30,7 @@ from ..core.inference import inference
 from ..core.tree import TokenTree
 from ..kv.pool import KVPool
 from ..network.files import check_target, fingerprint
+from ..network.hot import load_hot
 from ..network.native import Stack
 from ..network.native_calls import ChainStart, TreeStart
 from ..network.streams import StreamSet, read_config
@@ -125,6 +126,8 @@ class DraftModelConfig(DrafterConfig):
                 f"drafter {self.kind}:{self.model}", "no model loader was given", "build it through LLM(...)"
             )
         loaded = context.load_model(self.model, self.dtype)
+        if not self.streams:  # which ride in passes whose choices are over all tokens
+            loaded.decoder.cut(load_hot(loaded.folder, loaded.decoder.config.vocab_size))
         return DraftModel(self, loaded, _own_streams(self, loaded, context) if self.streams else None)
 
 

@@ -52,7 +52,9 @@ class CLayer(Struct):
 
 class CModel(Struct):
     _fields_ = _fields(
-        "int64_t d_model heads kv_heads head_dim own_head_dim d_ff rotated vocab wide_activations",
+        "int64_t d_model heads kv_heads head_dim own_head_dim d_ff rotated tokens vocab",
+        "pointer of_output",
+        "int64_t wide_activations",
         "float eps scale",
         "pointer layers norm",
         "Linear head",

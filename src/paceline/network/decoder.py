@@ -21,6 +21,7 @@ from .base import Batch, ForwardState, KVCache, Taps
 from .blocks import BY_NAME, StoredWeights
 from .families import DecoderConfig, linear_shapes
 from .handle import TargetHandle
+from .hot import masked
 from .layers import Layer, Norm
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
 from .native import Stack
@@ -100,6 +101,7 @@ class Decoder(nn.Module):
         self._head: LinearOp | None = None
         self._native = native
         self._stack: Stack | None = None
+        self._hot: Tensor | None = None  # the only tokens that the head is computed for; None: all
 
     def in_order(self) -> list[Layer]:
         """Every layer of a pass; a list, since an nn.ModuleList is slow to index."""
@@ -174,6 +176,14 @@ class Decoder(nn.Module):
         self.head = None
         self.scale_embedding()
         return self
+
+    def cut(self, hot: Tensor | None) -> None:
+        """Give no chance to tokens other than ``hot`` [H] int64, ascending (`network.hot`); None: to all. Once, behind
+        `finish`."""
+        if hot is not None and self._stack is not None:
+            self._stack.cut(hot)
+            self._head = self._stack.head
+        self._hot = hot
 
     def scale_embedding(self) -> None:
         """Scale the table of embeddings, once for all who look tokens up. A tied head is made of it before."""
@@ -313,9 +323,11 @@ class Decoder(nn.Module):
             return self._stack.logits(hidden)
         if self.norm is None:
             assert self.lender is not None, "no norm of its own"
-            return self.lender.logits(hidden, self.normed)
-        logits = self.head_product(self.norm(hidden))  # [rows, vocab]
-        return logits if logits.dtype == torch.float64 else logits.float()
+            logits = self.lender.logits(hidden, self.normed)
+        else:
+            logits = self.head_product(self.norm(hidden))  # [rows, vocab]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits if self._hot is None else masked(logits, self._hot)
 
     def _rotations(self, state: ForwardState) -> list[tuple[Tensor, Tensor] | None]:
         """Of each table cos and signed sin [rows, 1, dim] of the state's rows, looked up once a pass."""

@@ -30,6 +30,7 @@ from .adapters import LINEARS, AdapterRange, LowRank
 from .base import ForwardState, KVCache
 from .blocks import StoredWeights
 from .families import DecoderConfig
+from .hot import HotHead
 from .linear import LinearOp
 from .native_calls import (
     ChainStart,
@@ -102,6 +103,7 @@ class Stack:
             own_head_dim=c.head_dim,
             d_ff=padded(c.d_ff),
             rotated=next(rope.dim for rope in c.rotations if rope),
+            tokens=c.vocab_size,
             vocab=c.vocab_size,
             wide_activations=decoder.dtype == torch.float32,
             eps=c.norm_eps,
@@ -126,16 +128,32 @@ class Stack:
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
         self.embedding_at = ctypes.addressof(self.weights.words)
+        self._hot: HotHead | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Vocabulary and width."""
+        """Outputs of the head and width of states."""
         return self._model.vocab, self._model.d_model
 
     @property
     def norm_at(self) -> tuple[int | None, float]:
         """Where the weights of the final norm lie, float32 (None: there is none), and its eps."""
         return self._model.norm, self._model.eps
+
+    def cut(self, hot: Tensor) -> None:
+        """Compute the head for the tokens ``hot`` [H] int64, ascending, alone; others have no chance from now on."""
+        self._hot = HotHead(self.head, hot, self._model.d_model, self.dtype)
+        self.head = self.weights.head = self._hot.linear
+        self._hot.fill(self._model)
+
+    def ends(self, hot: Tensor | None) -> tuple[abi.CModel, HotHead | None]:
+        """The model for calls that read its final norm and head alone: the whole head, or a copy that is cut, and what
+        must live as long as that."""
+        if hot is None:
+            return self._model, None
+        made, head = abi.CModel.from_buffer_copy(self._model), HotHead(self.head, hot, self._model.d_model, self.dtype)
+        head.fill(made)
+        return made, head
 
     def _own_linears(self) -> list[NativeLinear]:
         """Of the layers that have numbers."""
@@ -361,8 +379,8 @@ class Stack:
         if not self._embedding.is_meta:
             return F.embedding(tokens, self._embedding)
         tokens = tokens.contiguous()
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._model.vocab:
-            raise IndexError(f"a token id outside 0 .. {self._model.vocab - 1}")
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._model.tokens:
+            raise IndexError(f"a token id outside 0 .. {self._model.tokens - 1}")
         out = torch.empty(*tokens.shape, self._model.d_model, dtype=self.dtype)
         library = native.library()
         assert library is not None
@@ -377,12 +395,14 @@ class Stack:
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab] float32: final norm and head."""
+        """[rows, vocab] float32: final norm and head; -inf for tokens that are not hot."""
         hidden = self.states(hidden)
         rows, threads = hidden.shape[0], torch.get_num_threads()
         out = torch.empty(rows, self._model.vocab)
         require(self._logits(self.reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
-        return out
+        if self._hot is None:
+            return out
+        return torch.full((rows, self._model.tokens), -torch.inf).index_copy_(1, self._hot.tokens, out)
 
     def roll(self, chains: Sequence[ChainStart], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
         """Catch up with every chain's pending tokens and continue it, a token a pass, all in each pass.

@@ -23,12 +23,15 @@ class NativeHeads:
         matrices: [heads * d_model, d_model] of the blocks, one below the other.
         bias: [heads, d_model] of them.
         own: [heads, vocab, d_model] output heads; None: the target's serves all.
+        hot: [H] int64, the only tokens that the target's head is computed for; None: all.
 
     Raises:
         ValueError: shapes that are not the target's.
     """
 
-    def __init__(self, stack: Stack, matrices: Tensor, bias: Tensor, own: Tensor | None = None) -> None:
+    def __init__(
+        self, stack: Stack, matrices: Tensor, bias: Tensor, own: Tensor | None = None, hot: Tensor | None = None
+    ) -> None:
         self.stack, self.count = stack, len(bias)
         vocab, width = stack.shape
         if matrices.shape != (self.count * width, width) or (own is not None and own.shape[1:] != (vocab, width)):
@@ -39,6 +42,7 @@ class NativeHeads:
         own_at = ctypes.addressof(self._table) if self.own else None
         self._struct = abi.CHeads(count=self.count, blocks=self.blocks.struct, own=own_at)
         self._reference = ctypes.byref(self._struct)
+        self._ends, self._hot = stack.ends(hot)
         library = native.library()
         assert library is not None, "the stack has it, too"
         self._call = library.pl_heads
@@ -66,6 +70,6 @@ class NativeHeads:
             raise ValueError(f"{len(places)} positions and {len(rules or b'')} bytes of rules for {rows} states")
         out = tokens.buffer_info()[0], log_q.buffer_info()[0], torch.get_num_threads()
         given = states.data_ptr(), rows, k, rules, places.buffer_info()[0], int(noisy)
-        require(self._call(self.stack.reference, self._reference, *given, *out))
+        require(self._call(ctypes.byref(self._ends), self._reference, *given, *out))
         starts = [[head * size + row * k for head in range(self.count)] for row in range(rows)]
         return [([tokens[i : i + k].tolist() for i in own], [log_q[i : i + k].tolist() for i in own]) for own in starts]

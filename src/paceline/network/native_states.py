@@ -56,13 +56,13 @@ class NativeTokenInfo:
 
     Args:
         factors: [V, r] of every token, in the dtype of states.
-        table: [r -> V] that they are multiplied with, of the same dtype.
+        table: [r -> outputs of the head] that they are multiplied with, of the same dtype.
     """
 
     def __init__(self, factors: Tensor, table: NativeLinear) -> None:
-        vocab, rank = table.shape
+        shape = len(factors), table.shape[1]
         self._held: list[Any] = [table]
-        self._struct = abi.CTokenInfo(table=table.struct, factors=hold(factors, (vocab, rank), self._held, table.dtype))
+        self._struct = abi.CTokenInfo(table=table.struct, factors=hold(factors, shape, self._held, table.dtype))
         self.reference = ctypes.byref(self._struct)
 
 
@@ -79,7 +79,7 @@ class SampleStart(NamedTuple):
     root: int
     place: int  # position that the root's children will have in the text
     rules: bytes | None  # as of a `ChainStart`
-    left: Tensor | None = None  # [levels, vocab] float32, contiguous; None: nothing is re-sampled
+    left: Tensor | None = None  # [levels, outputs of the head] float32, contiguous; None: nothing is re-sampled
     states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
     most: tuple[int, int] = (MANY, MANY)  # nodes wanted of the new tree, and of the other: the best
 
@@ -104,7 +104,7 @@ def sample(
         cache: K and V; every pending token and every step but the last gets its own.
 
     Returns:
-        [steps of all, vocab] raw logits; and for each its new tree and the one of the logits left over.
+        [steps of all, outputs of the head] raw logits; and for each its new tree and the one of the logits left over.
 
     Raises:
         ValueError: as `Stack.grow`; nothing was computed.

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...network.files import fingerprint
+from ...network.hot import load_hot
 from ...network.loader import read_config
 from ...network.native_calls import TreeStart
 from ..base import Drafter, DrafterSpec, DraftRequest, StepFeatures
@@ -78,7 +79,9 @@ class EagleConfig(DrafterConfig):
             marks = {"fingerprint": facts.fingerprint}, {"fingerprint": fingerprint(context.target_folder)}
             check_fit(f"drafter={self.kind}:{self.path}", facts.target, *marks, context.target)
         layers = None if context.target_folder is None else read_config(context.target_folder).num_layers
-        return EagleDrafter(self, load_head(folder), layers)
+        model = load_head(folder)
+        hot = load_hot(folder, model.head.config.vocab_size) if isinstance(model, EagleModel) else None
+        return EagleDrafter(self, model, layers, hot)
 
 
 @dataclass(slots=True)
@@ -95,6 +98,7 @@ class EagleDrafter(Drafter):
         config: shape of the drafts.
         model: the head.
         num_layers: of the target, of which an EAGLE-3 head reads three; None: not known.
+        hot: [H] int64, the only tokens that it drafts; None: all that the head knows.
 
     Raises:
         CapabilityError: an EAGLE-3 head, and a target that is not known or lacks the layers that it reads.
@@ -102,8 +106,14 @@ class EagleDrafter(Drafter):
 
     trusted = True
 
-    def __init__(self, config: EagleConfig, model: EagleModel | Eagle3Model, num_layers: int | None = None) -> None:
-        self.config, self.model = config, model
+    def __init__(
+        self,
+        config: EagleConfig,
+        model: EagleModel | Eagle3Model,
+        num_layers: int | None = None,
+        hot: Tensor | None = None,
+    ) -> None:
+        self.config, self.model, self._hot = config, model, hot
         steps = model.facts.steps if isinstance(model, EagleModel) else 0
         self.depth = config.depth or steps or USUAL_DEPTH
         taps: tuple[int, ...] = (LAST,)
@@ -143,7 +153,7 @@ class EagleDrafter(Drafter):
         size = Size(room, self.config.past, max_sequences, pool_tokens)
         network: StateNetwork
         if isinstance(model, EagleModel):
-            network = HeadNetwork(model.head, target.handle, device)
+            network = HeadNetwork(model.head, target.handle, device, hot=self._hot)
         else:
             network = Eagle3Network(model, model.taps(target.num_layers), target.handle, device)
         self._body = StateBody(network, target.handle, size, device)

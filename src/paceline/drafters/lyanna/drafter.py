@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...core.inference import inference
 from ...network.files import fingerprint
+from ...network.hot import load_hot
 from ...network.native_linear import NativeLinear
 from ...network.native_states import NativeTokenInfo, SampleStart, sample
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
@@ -92,7 +93,8 @@ class LyannaConfig(DrafterConfig):
         if shape.fingerprint and context.target_folder is not None:
             marks = {"fingerprint": shape.fingerprint}, {"fingerprint": fingerprint(context.target_folder)}
             check_fit(f"drafter={self.kind}:{self.path}", shape.target, *marks, context.target)
-        return LyannaDrafter(self, LyannaModel.load(folder))
+        model = LyannaModel.load(folder)
+        return LyannaDrafter(self, model, load_hot(folder, model.head.config.vocab_size))
 
 
 class LyannaDrafter(Drafter):
@@ -101,6 +103,7 @@ class LyannaDrafter(Drafter):
     Args:
         config: shape of the drafts.
         model: the trained drafter.
+        hot: [H] int64, the only tokens that it drafts; None: all.
 
     Raises:
         ConfigError: a threshold deeper than the draft, no fresh node left.
@@ -108,8 +111,8 @@ class LyannaDrafter(Drafter):
 
     trusted = True
 
-    def __init__(self, config: LyannaConfig, model: LyannaModel) -> None:
-        self.config, self.model = config, model
+    def __init__(self, config: LyannaConfig, model: LyannaModel, hot: Tensor | None = None) -> None:
+        self.config, self.model, self._hot = config, model, hot
         self.depth = config.depth or model.shape.steps
         self._resampling = Resampling(config, config.nodes, self.depth)
         self.spec = DrafterSpec(
@@ -140,12 +143,13 @@ class LyannaDrafter(Drafter):
         check_fit(asked, shape.target, ours, theirs, target.name)
         size = Size(self.depth, self.config.past, max_sequences, pool_tokens)
         reads = self.model.reads_tokens
-        network = HeadNetwork(self.model.head, target.handle, device, reads)
+        network = HeadNetwork(self.model.head, target.handle, device, reads, self._hot)
         self._body = StateBody(network, target.handle, size, device, reads)
         info = _token_info(self.model, target.handle, device)
         self._bias = _bias(info)
         if info is not None and self._body.fuse is not None:
-            self._info = NativeTokenInfo(info[0], NativeLinear(info[1], None))
+            table = info[1] if self._hot is None else info[1][self._hot]
+            self._info = NativeTokenInfo(info[0], NativeLinear(table, None))
 
     @inference
     def observe(self, step: StepFeatures) -> None:

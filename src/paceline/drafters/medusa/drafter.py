@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...network.files import check_target, fingerprint
+from ...network.hot import FILE, load_hot, masked
 from ...network.linear import LinearOp, make_linear
 from ...network.native_calls import join
 from ...network.native_heads import NativeHeads
@@ -77,7 +79,12 @@ class MedusaConfig(DrafterConfig):
         config, asked = read_config(folder), f"drafter={self.kind}:{self.path}"
         if config is not None and config.fingerprint and context.target_folder is not None:
             check_target(asked, config, context.target or "this target", mark=fingerprint(context.target_folder))
-        return MedusaDrafter(self, load(folder, context.dtype, context.device or "cpu"))
+        heads = load(folder, context.dtype, context.device or "cpu")
+        hot = load_hot(folder, heads.config.vocab_size)
+        if hot is not None and heads.own is not None:
+            wrong = "its folder names hot tokens, and its heads are its own, over all tokens"
+            raise CapabilityError(asked, wrong, f"remove {FILE} from it")
+        return MedusaDrafter(self, heads, hot)
 
 
 class MedusaDrafter(Drafter):
@@ -93,8 +100,8 @@ class MedusaDrafter(Drafter):
 
     trusted = True
 
-    def __init__(self, config: MedusaConfig, heads: Heads) -> None:
-        self.config, self.heads = config, heads
+    def __init__(self, config: MedusaConfig, heads: Heads, hot: Tensor | None = None) -> None:
+        self.config, self.heads, self._hot = config, heads, hot
         trained = heads.config.heads
         config.require("depth", (config.depth or 1) <= trained, f"is more than the {trained} heads that were trained")
         self.trees = static_trees(
@@ -123,7 +130,7 @@ class MedusaDrafter(Drafter):
         config = self.heads.config
         check_target(f"Medusa heads for {config.target or 'another target'}", config, target.name, target)
         self._k = min(self._k, target.vocab_size)
-        self._pass = HeadPass(self.heads, target.handle, len(self.trees))
+        self._pass = HeadPass(self.heads, target.handle, len(self.trees), self._hot)
 
     def observe(self, step: StepFeatures) -> None:
         """Note where each sequence's last state is."""
@@ -208,14 +215,15 @@ class HeadPass:
         heads: trained heads.
         handle: of the target.
         count: heads that are used, the first ones.
+        hot: [H] int64, the only tokens that they say; None: all.
     """
 
-    def __init__(self, heads: Heads, handle: TargetHandle, count: int) -> None:
+    def __init__(self, heads: Heads, handle: TargetHandle, count: int, hot: Tensor | None = None) -> None:
         dtype, width = handle.dtype, heads.config.d_model
         matrices, bias = heads.matrices()[: count * width].to(dtype), heads.bias.detach()[:count].to(dtype)
         own = None if heads.own is None else heads.own.detach()[:count].to(dtype)
-        self.handle, self.count = handle, count
-        self.native = None if handle.stack is None else NativeHeads(handle.stack, matrices, bias, own)
+        self.handle, self.count, self._hot = handle, count, hot
+        self.native = None if handle.stack is None else NativeHeads(handle.stack, matrices, bias, own, hot)
         self.blocks: LinearOp
         self.own: Sequence[LinearOp] | None
         if self.native is not None:
@@ -226,6 +234,10 @@ class HeadPass:
 
     def logits(self, states: Tensor) -> Tensor:
         """[rows, heads, V] float32 or wider, from raw states [rows, d_model]: the reference of `NativeHeads.best`."""
+        said = self._said(states)
+        return said if self._hot is None else masked(said, self._hot)
+
+    def _said(self, states: Tensor) -> Tensor:
         normed = self.handle.final(states)
         inner = self.blocks.wide(normed).unflatten(1, (self.count, -1))  # [rows, heads, d_model]
         made = (normed.to(inner.dtype)[:, None] + torch.nn.functional.silu(inner)).to(normed.dtype)

@@ -29,6 +29,7 @@ from ...network.applications import adapter_ranges
 from ...network.base import Taps
 from ...network.decoder import Decoder
 from ...network.files import fingerprint
+from ...network.hot import load_hot
 from ...network.loader import load_weights, read_config
 from ...network.native import unsupported
 from ...network.native_memory import RingChain
@@ -152,6 +153,7 @@ class SpireDrafter(Drafter):
         theirs = {"d_model": target.d_model, "vocab_size": target.vocab_size}
         check_fit(self._asked, self.shape.target, ours, theirs, target.name)
         self._network = SpireNetwork(decoder, memory)
+        decoder.cut(load_hot(self._source, c.vocab_size) if isinstance(self._source, Path) else None)
         view = SinkWindow(self.shape.sinks, self.shape.window)
         shape = self._network.decoder.cache_shape
         self._ring = RingCache(shape, view, self.depth, max_sequences, target.dtype, device)

@@ -33,12 +33,20 @@ class HeadNetwork:
         handle: of the target.
         device: where the target runs.
         reads_tokens: whether the rows of a text see the token that follows them.
+        hot: [H] int64, the only tokens that it drafts; None: all.
 
     Raises:
         CapabilityError: a head of another width or vocabulary than the target's.
     """
 
-    def __init__(self, head: StateHead, handle: TargetHandle, device: torch.device, reads_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        head: StateHead,
+        handle: TargetHandle,
+        device: torch.device,
+        reads_tokens: bool = True,
+        hot: Tensor | None = None,
+    ) -> None:
         c, self.handle = head.config, handle
         native = handle.stack is not None and unsupported(c, handle.dtype, device) is None
         attention = make_backend("reference" if handle.dtype == torch.float64 else "sdpa", handle.dtype)
@@ -47,7 +55,7 @@ class HeadNetwork:
         parameters = dict(self.decoder.named_parameters())
         for name, value in head.layer.named_parameters():
             parameters[f"layers.0.{name}"].data.copy_(value.data)
-        self.decoder.finish()
+        self.decoder.finish().cut(hot)
         self.stack, self.cache_shape = self.decoder.stack, self.decoder.cache_shape
         make = _compiled if native else make_linear
         self._fuse_all, self._fuse_state, self._constant = _fusing(head, handle.dtype, device, make)
@@ -77,7 +85,7 @@ class HeadNetwork:
 
     def logits(self, states: Tensor) -> Tensor:
         """As `StateNetwork.logits`: by the target's own head."""
-        return self.handle.logits(states, normed=True)
+        return self.decoder.read(states)
 
     def _fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:
         """As `StateHead.fuse`."""

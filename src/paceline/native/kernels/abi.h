@@ -45,7 +45,10 @@ PL_STRUCT(Model,
   int64_t d_model, heads, kv_heads;
   int64_t head_dim, own_head_dim;  // a multiple of LANES, zero behind the model's own
   int64_t d_ff;                    // likewise
-  int64_t rotated, vocab;
+  int64_t rotated;
+  int64_t tokens;            // that rows may be of
+  int64_t vocab;             // outputs of the head
+  const int64_t* of_output;  // [vocab, padded to 16] the token of each output; null: output i is token i
   int64_t wide_activations;  // 1: float32 activations and cache, 0: bf16
   float eps, scale;
   Layer* layers;

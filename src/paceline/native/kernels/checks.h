@@ -120,7 +120,7 @@ Refusal check_chain(const Model& m, const Pass& p, const Chain& c) {
   if (c.position > slots || c.num_pending > slots || c.steps > slots) return BAD_SLOT;  // else their sum may overflow
   const int64_t keys = c.position + c.num_pending + c.steps - 1;
   if (m.rotated && keys > p.num_positions) return BAD_POSITION;
-  if (!all_within(c.pending, c.num_pending, 0, m.vocab)) return BAD_TOKEN;
+  if (!all_within(c.pending, c.num_pending, 0, m.tokens)) return BAD_TOKEN;
   if (!keys_within(c.base, c.keys, keys, slots)) return BAD_SLOT;
   return c.view ? check_view(m, *c.view, c, slots, keys) : DONE;
 }

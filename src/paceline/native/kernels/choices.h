@@ -21,10 +21,12 @@ template <class F> void for_rows(int64_t rows, int64_t n, int64_t threads, F f) 
 }
 
 // The k best tokens of n logits and their log-softmax, by a sequence's rules where they are given and can be applied.
-void top_by(const float* logits, int64_t n, const Rules* rules, int64_t position, bool noisy, int64_t k,
+void top_by(const Model& m, const float* logits, int64_t n, const Rules* rules, int64_t position, bool noisy, int64_t k,
             int64_t* tokens, float* log_q) {
-  const float* y = rules && rules->temperature > 0 ? scored(logits, n, *rules, position, noisy) : nullptr;
+  const bool draws = rules && rules->temperature > 0;
+  const float* y = draws ? scored(logits, n, *rules, position, noisy, m.of_output) : nullptr;
   top(y ? y : logits, n, k, tokens, log_q);
+  name_tokens(m, tokens, k);
 }
 
 // Logits of several rows and the k best tokens of each with their log-softmax, in one job: a thread that has made a
@@ -38,6 +40,7 @@ struct Ranked {
 template <class A> struct Ranking final : Job {
   static constexpr int64_t GROUP = BLOCKS * LANES;
 
+  const Model& m;
   const Linear& l;
   const A* x;
   const int64_t stride, limit, k;  // limit: tokens at and above it are not chosen
@@ -48,9 +51,10 @@ template <class A> struct Ranking final : Job {
   const int64_t groups;   // of a row
   float *logits, *most;   // [rows, n], [rows, groups]
 
-  Ranking(const Linear& head, const A* in, int64_t step, int64_t end, int64_t best, bool noise,
+  Ranking(const Model& model, const Linear& head, const A* in, int64_t step, int64_t end, int64_t best, bool noise,
           const std::vector<Ranked>& of, int64_t* to, float* chances)
-      : l(head),
+      : m(model),
+        l(head),
         x(in),
         stride(step),
         limit(end),
@@ -102,10 +106,15 @@ template <class A> struct Ranking final : Job {
   }
 
   void rank(int64_t r) {
+    outputs_of(r);
+    name_tokens(m, tokens + r * k, k);
+  }
+
+  void outputs_of(int64_t r) {
     const Ranked& row = rows[r];
     const float *y = logits + r * l.n, *of_group = most + r * groups;
     if (row.rules && row.rules->temperature > 0)
-      if (const float* drawn = scored(y, limit, *row.rules, row.position, noisy))
+      if (const float* drawn = scored(y, limit, *row.rules, row.position, noisy, m.of_output))
         return top(drawn, limit, k, tokens + r * k, log_q + r * k);
     Ranks best{k, tokens + r * k, log_q + r * k};
     for (int64_t first = 0; first < limit; first += GROUP)
@@ -120,10 +129,10 @@ void rank(const Model& m, const Linear& l, const float* norm, const void* x, int
           const std::vector<Ranked>& rows, int64_t* tokens, float* log_q, int64_t threads) {
   const int64_t stride = up(l.k, K_STEP), count = rows.size();
   if (m.wide_activations)
-    Ranking<float>(l, prepared((const float*)x, count, l.k, norm, m.eps), stride, limit, k, noisy, rows, tokens, log_q)
+    Ranking<float>(m, l, prepared((const float*)x, count, l.k, norm, m.eps), stride, limit, k, noisy, rows, tokens, log_q)
         .run(threads);
   else
-    Ranking<bf16>(l, prepared((const bf16*)x, count, l.k, norm, m.eps), stride, limit, k, noisy, rows, tokens, log_q)
+    Ranking<bf16>(m, l, prepared((const bf16*)x, count, l.k, norm, m.eps), stride, limit, k, noisy, rows, tokens, log_q)
         .run(threads);
 }
 

@@ -33,7 +33,7 @@ struct WholePass {
     if (t.rows < 1 || !all_within(t.wanted, t.num_wanted, 0, t.rows)) return BAD_COUNT;
     for (int64_t i = 1; i < t.num_wanted; i++)
       if (t.wanted[i] <= t.wanted[i - 1]) return BAD_COUNT;  // ascending, so that states can move up in place
-    if (!all_within(t.tokens, t.rows, 0, m.vocab)) return BAD_TOKEN;
+    if (!all_within(t.tokens, t.rows, 0, m.tokens)) return BAD_TOKEN;
     masks.assign(bytes_of_masks, 0);
     return check_pass(m, pass, 0, (int)p.layers);
   }

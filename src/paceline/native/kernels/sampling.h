@@ -63,10 +63,11 @@ inline uint64_t mixed(uint64_t x) {
 }
 
 // Gumbel noise of tokens first .. first + 15: core/noise.py, `gumbel`.
-inline v16 gumbel16(uint64_t key, int64_t first) {
+inline v16 gumbel16(uint64_t key, int64_t first, const int64_t* of_output) {
   float u[16];
   for (int j = 0; j < 16; j++) {
-    uint64_t bits = key + (uint64_t)(first + j + 1) * GAMMA;
+    const int64_t token = of_output ? of_output[first + j] : first + j;
+    uint64_t bits = key + (uint64_t)(token + 1) * GAMMA;
     bits = (bits ^ (bits >> 30)) * MIX[0];
     bits = (bits ^ (bits >> 27)) * MIX[1];
     u[j] = (float)(int64_t)((bits & 0x7fffffffffffffffu) | 1);
@@ -164,7 +165,8 @@ bool keep_nucleus(float* y, int64_t n, int64_t padded, double p) {
 
 // What these rules, which draw, make of a row of n logits, with the noise of a position where it is wanted; valid until
 // the next call. Null where what is kept hangs on a rounding, and for what is no number.
-float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, bool noisy = true) {
+float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, bool noisy = true,
+              const int64_t* of_output = nullptr) {
   static thread_local std::vector<float> room;
   const int64_t padded = up(n, 16), whole = n / 16 * 16;
   grow(room, padded);
@@ -184,7 +186,7 @@ float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, 
   if (r.min_p <= 0) mask_below(y, padded, largest(y, padded) + (float)r.min_p);
   if (!noisy) return y;
   const uint64_t key = mixed(mixed((r.key ^ (uint64_t)position) + GAMMA) + GAMMA);
-  for (int64_t i = 0; i < padded; i += 16) save(y + i, load(y + i) + gumbel16(key, i));
+  for (int64_t i = 0; i < padded; i += 16) save(y + i, load(y + i) + gumbel16(key, i, of_output));
   return y;
 }
 
@@ -213,11 +215,19 @@ int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position) 
   return at;
 }
 
+// Puts tokens in place of outputs of the head.
+inline void name_tokens(const Model& m, int64_t* outputs, int64_t count) {
+  if (m.of_output)
+    for (int64_t i = 0; i < count; i++) outputs[i] = m.of_output[outputs[i]];
+}
+
 // A draft's token and its chance of being the one that is drawn: its log-softmax among the scores, or among the logits
 // where no rules are given or can be applied.
-void guess(const float* logits, int64_t n, const Rules* rules, int64_t position, int64_t* token, float* log_q) {
-  const float* y = rules && rules->temperature > 0 ? scored(logits, n, *rules, position, true) : nullptr;
+void guess(const Model& m, const float* logits, int64_t n, const Rules* rules, int64_t position, int64_t* token,
+           float* log_q) {
+  const float* y = rules && rules->temperature > 0 ? scored(logits, n, *rules, position, true, m.of_output) : nullptr;
   best(y ? y : logits, n, token, log_q);
+  name_tokens(m, token, 1);
 }
 
 }  // namespace

@@ -55,7 +55,7 @@ int pl_heads(const Model* m, const Heads* h, const void* states, int64_t rows, i
   const float* logits = t_logits.data();  // this thread's
   for_rows(h->count * rows, n, threads, [&](int64_t i) {  // head by head
     const int64_t s = i % rows;
-    top_by(logits + i * n, n, rules ? rules + s : nullptr, positions[s] + i / rows, noisy != 0, k,
+    top_by(*m, logits + i * n, n, rules ? rules + s : nullptr, positions[s] + i / rows, noisy != 0, k,
            tokens + i * k, log_q + i * k);
   });
   return DONE;

@@ -65,7 +65,7 @@ void choose(const Model& m, const void* states, int64_t limit, const std::vector
   head(m, states, rows, t_logits.data(), (int)threads);
   for_rows(rows, m.vocab, threads, [&](int64_t i) {
     const Choice& c = choices[i];
-    guess(logits + i * m.vocab, limit, c.rules, c.position, c.token, c.log_q);
+    guess(m, logits + i * m.vocab, limit, c.rules, c.position, c.token, c.log_q);
   });
 }
 

@@ -25,7 +25,7 @@ Refusal check_ring_chain(const Model& m, const Pass& p, const RingShape& r, cons
     return BAD_POSITION;
   if (c.start < 0 || c.start > c.position) return BAD_POSITION;
   if (feedback && (c.position == 0 || (r.sinks == 0 && c.start == c.position))) return BAD_POSITION;  // nothing is seen
-  if (c.root < 0 || c.root >= m.vocab) return BAD_TOKEN;
+  if (c.root < 0 || c.root >= m.tokens) return BAD_TOKEN;
   return c.ring >= 0 && c.ring < slots / (r.sinks + r.span) ? DONE : BAD_SLOT;
 }
 

@@ -39,7 +39,7 @@ void sample_trees(const Model& m, const TokenInfo* info, int64_t limit, int64_t 
     else
       for_rows(rows, m.vocab, threads, [&](int64_t i) {
         const Ranked& row = nodes[i];
-        top_by(row.more, limit, row.rules, row.position, noisy, k, tokens.data() + i * k, log_q.data() + i * k);
+        top_by(m, row.more, limit, row.rules, row.position, noisy, k, tokens.data() + i * k, log_q.data() + i * k);
       });
     int64_t at = 0;
     for (Sampling& t : trees) {
@@ -83,7 +83,7 @@ int pl_sample(const Model* m, const Pass* p, const Linear* words, int64_t limit,
   for (int64_t i = 0; i < count; i++) {
     SampleStart& s = starts[i];
     const int64_t steps = s.fresh.levels;
-    if (s.root < 0 || s.root >= m->vocab || (steps && !s.states)) return BAD_COUNT;
+    if (s.root < 0 || s.root >= m->tokens || (steps && !s.states)) return BAD_COUNT;
     if (steps) {
       given.push_back(s.states);
       Chain& chain = chains.emplace_back();

@@ -1,0 +1,107 @@
+"""Hot tokens: the part of the vocabulary that a draft's head is computed for.
+
+A text is made of few of the tokens that there are, and a draft's head is read once a drafted token: over the likeliest
+quarter of the vocabulary it takes a quarter of the time. Tokens that are not hot are never drafted; the target still
+says them. Sources: Lyanna, section 6.1; FR-Spec (Zhao et al. 2025), section 3, which found it for EAGLE's head.
+
+A drafter's folder names its hot tokens in ``hot.json``: ``{"tokens": [ids]}``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from .files import is_file, read_json
+from .linear import LinearOp
+from .native_linear import NativeLinear
+
+FILE = "hot.json"
+UNITS = 64  # inputs whose weights are read off a head at once
+_REMEDY = "restore the file, or remove it: all tokens are drafted then"
+
+
+def load_hot(folder: Path | None, vocab: int) -> Tensor | None:
+    """[H] int64, ascending: the hot tokens that a drafter's folder names; None: it names none.
+
+    Args:
+        folder: of the drafter; None: it has none.
+        vocab: tokens that there are.
+
+    Raises:
+        ConfigError: a file that cannot be read, that names no token, one twice, or one that there is not.
+    """
+    if folder is None or not is_file(folder / FILE):
+        return None
+    found = read_json(folder / FILE, _REMEDY)
+    ids = found.get("tokens") if isinstance(found, dict) else None
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocab for i in ids):
+        raise ConfigError(str(folder / FILE), f"tokens is no list of ids from 0 to {vocab - 1}", _REMEDY)
+    hot = torch.tensor(ids).unique()
+    if len(hot) != len(ids):
+        raise ConfigError(str(folder / FILE), "it names a token twice", _REMEDY)
+    return hot
+
+
+def save_hot(tokens: Tensor, folder: Path) -> None:
+    """Write `FILE`."""
+    (folder / FILE).write_text(json.dumps({"tokens": sorted(tokens.tolist())}) + "\n", encoding="utf-8")
+
+
+def most_frequent(occurrences: Any, count: int) -> Tensor:
+    """[count] int64, ascending: the tokens that occur most often, of equals the first ones.
+
+    Args:
+        occurrences: [V] of every token, counts or shares.
+        count: how many are hot.
+    """
+    return torch.as_tensor(occurrences).argsort(descending=True, stable=True)[:count].sort().values
+
+
+def hot_rows(head: LinearOp, tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """[H, width] the head's weights of these tokens, whatever form it is kept in: read off by unit vectors.
+
+    Args:
+        head: of states [.., width] (behind its own width, zeros).
+        tokens: [H] their rows.
+        width: of a state.
+        dtype: of states.
+    """
+    rows = torch.empty(len(tokens), width)
+    inputs = head.struct.k if isinstance(head, NativeLinear) else width
+    for first in range(0, width, UNITS):
+        units = F.one_hot(torch.arange(first, min(first + UNITS, width)), inputs).to(dtype)
+        rows[:, first : first + len(units)] = head.wide(units)[:, tokens].t()
+    return rows
+
+
+class HotHead:
+    """A head over hot tokens alone, for compiled layers; its weights are bytes beside bf16 states.
+
+    Args:
+        head: the whole one.
+        tokens: [H] int64, ascending.
+        width: of a state.
+        dtype: of states.
+    """
+
+    def __init__(self, head: NativeLinear, tokens: Tensor, width: int, dtype: torch.dtype) -> None:
+        rows = hot_rows(head, tokens, width, dtype).to(dtype)
+        self.linear = NativeLinear(rows, None, "int8" if dtype == torch.bfloat16 else None)
+        self.tokens = tokens
+        self._named = F.pad(tokens, (0, -len(tokens) % 16))
+
+    def fill(self, model: Any) -> None:
+        """Make it the head of an `abi.CModel`, which must not outlive it."""
+        model.head, model.vocab, model.of_output = self.linear.struct, len(self.tokens), self._named.data_ptr()
+
+
+def masked(logits: Tensor, hot: Tensor) -> Tensor:
+    """[.., V] the same with -inf for tokens that are not hot."""
+    return torch.full_like(logits, -torch.inf).index_copy_(-1, hot, logits[..., hot])

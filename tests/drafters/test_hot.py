@@ -1,0 +1,152 @@
+"""Hot tokens: a drafter's head is computed for them alone, by compiled code as by torch's, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import LLM, SamplingParams, native, zoo
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.network.hot import FILE, hot_rows, load_hot, masked, most_frequent, save_hot
+from paceline.network.linear import make_linear
+from paceline.network.native_linear import NativeLinear
+
+MODEL = "paceline-small"
+VOCAB = 8192
+DRAFTERS = ["eagle", "lyanna", "medusa", "spire", "draft_model"]
+PROMPT = "Write a sentence for the meaning representation.\nname[The Cricketers], eatType[restaurant]\nText:"
+compiled_only = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+
+@pytest.fixture(scope="module")
+def said() -> list[int]:
+    """What the target says, and so the tokens that drafts can be right about."""
+    return LLM(MODEL, dtype="float32", threads=1).generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+DRAWN = SamplingParams(temperature=0.8, top_k=40, seed=5, max_tokens=48)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[str, list[int] | None], str]:
+    """A copy of the zoo's drafter of a kind with the hot tokens given, as ``--drafter`` takes it."""
+
+    def copy(kind: str, tokens: list[int] | None) -> str:
+        source = zoo.find(str(zoo.weights(kind, MODEL)))
+        assert source is not None
+        folder = tmp_path / f"{kind}-{0 if tokens is None else len(tokens)}"
+        shutil.copytree(source, folder)
+        if tokens is not None:
+            save_hot(torch.tensor(tokens), folder)
+        return f"{kind}:{folder}"
+
+    return copy
+
+
+def answer(drafter: str, params: SamplingParams, **options: Any) -> tuple[list[int], list[int], int]:
+    """Tokens, which of them were drafted, and the passes."""
+    llm = LLM(MODEL, drafter=drafter, threads=1, budget=4, **options)
+    [found] = llm.generate([PROMPT], params)
+    drafted = [i for i, origin in enumerate(found.outputs[0].origins) if origin == "drafted"]
+    return found.outputs[0].token_ids, drafted, found.stats.passes
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_only_hot_tokens_are_drafted(
+    kind: str, params: SamplingParams, copied: Callable[..., str], said: list[int]
+) -> None:
+    """Every second token of the answer is hot: no other is ever drafted, and the answer is what it was."""
+    hot = sorted({*said[::2]})
+    plain = LLM(MODEL, dtype="float32", threads=1).generate([PROMPT], params)[0].outputs[0].token_ids
+    tokens, drafted, _ = answer(copied(kind, hot), params, dtype="float32")
+    assert tokens == plain
+    assert {tokens[i] for i in drafted} <= {*hot}
+    if params is GREEDY:
+        assert drafted
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_all_tokens_hot_is_no_difference(kind: str, params: SamplingParams, copied: Callable[..., str]) -> None:
+    """The same drafts as without, chosen and drawn: the noise of a token is its own, wherever it stands in the head."""
+    whole, cut = (answer(copied(kind, hot), params, dtype="float32") for hot in (None, [*range(VOCAB)]))
+    assert cut == whole and cut[2] < len(cut[0])
+
+
+@compiled_only
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_compiled_code_and_torch_draft_the_same(
+    kind: str, params: SamplingParams, copied: Callable[..., str], said: list[int]
+) -> None:
+    hot = sorted({*said, *range(0, VOCAB, 7)})
+    drafter = copied(kind, hot)
+    ours, torchs = (answer(drafter, params, dtype="float32", kernels=k) for k in ("native", "torch"))
+    assert ours == torchs
+
+
+@compiled_only
+def test_beside_bytes_and_sixteen_bits(copied: Callable[..., str], said: list[int]) -> None:
+    drafter = copied("eagle", sorted({*said}))
+    for dtype in ("bfloat16", "int8", "q4_0"):
+        tokens, drafted, passes = answer(drafter, GREEDY, dtype=dtype, exact=True)
+        plain = LLM(MODEL, dtype=dtype, exact=True, threads=1).generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+        assert tokens == plain and drafted and passes < len(tokens)
+
+
+@compiled_only
+@pytest.mark.parametrize("quant", [None, "int8", "q4_0", "q8_0"])
+def test_rows_are_read_off_a_head(quant: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(96, 160, generator=generator)
+    dtype = torch.float32 if quant is None else torch.bfloat16
+    head = NativeLinear(weight.to(dtype), None, quant)
+    tokens = torch.tensor([0, 1, 17, 50, 95])
+    found = hot_rows(head, tokens, 160, dtype)
+    close = {None: 1e-6, "int8": 0.03, "q8_0": 0.03, "q4_0": 0.45}[quant]
+    assert torch.allclose(found, weight[tokens], atol=close)
+    assert torch.equal(hot_rows(make_linear(weight, None), tokens, 160, torch.float32), weight[tokens])
+
+
+def test_files(tmp_path: Path) -> None:
+    assert load_hot(None, 10) is None and load_hot(tmp_path, 10) is None
+    save_hot(most_frequent([3, 9, 1, 9, 0], 3), tmp_path)
+    found = load_hot(tmp_path, 5)
+    assert found is not None and found.tolist() == [0, 1, 3]
+    for text, wrong in (
+        ("[1]", "no list of ids"),
+        ('{"tokens": []}', "no list of ids"),
+        ('{"tokens": [5]}', "no list of ids from 0 to 4"),
+        ('{"tokens": [true]}', "no list of ids"),
+        ('{"tokens": [1, 1]}', "names a token twice"),
+        ("{", "JSON"),
+    ):
+        (tmp_path / FILE).write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=wrong):
+            load_hot(tmp_path, 5)
+
+
+def test_medusa_with_heads_of_its_own_is_refused(tmp_path: Path) -> None:
+    from paceline.drafters.medusa.heads import Heads, HeadsConfig
+
+    config = HeadsConfig(heads=1, d_model=384, vocab_size=VOCAB, own=True, accuracies=((0.5, 0.1),))
+    heads = Heads(config)
+    for value in heads.parameters():
+        value.data.zero_()
+    heads.save(tmp_path)
+    (tmp_path / FILE).write_text(json.dumps({"tokens": [1, 2]}), encoding="utf-8")
+    with pytest.raises(CapabilityError, match="names hot tokens, and its heads are its own"):
+        LLM(MODEL, drafter=f"medusa:{tmp_path}", threads=1)
+
+
+def test_masked() -> None:
+    found = masked(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([0, 2]))
+    assert found.tolist() == [[1.0, -torch.inf, 3.0]]
