@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from paceline.drafters.lyanna.token_info import TokenInfo
 from paceline.drafters.states.head import layer_json
 from paceline.drafters.states.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
 from paceline.drafters.vocabulary import tokenizer_mark
+from paceline.network.hot import load_hot
 from paceline.network.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
-from paceline.training.features import OnlineFeatures, last_states
+from paceline.training.features import OnlineFeatures, last_states, likeliest
 from paceline.training.job import TrainingJob, occurrences, prepare
 from paceline.training.trainer import TrainConfig
 
@@ -195,6 +197,63 @@ def test_the_loss_is_its_formula(form: str) -> None:
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
     assert all(p.grad is None for p in target.parameters())
+
+
+@pytest.mark.parametrize("form", [lyanna, eagle])
+def test_the_loss_over_hot_tokens_is_its_formula(form: Any) -> None:
+    """The cross-entropy of the target's likeliest tokens that are hot, and of all others, with the draft over hot ones;
+    value and gradients."""
+    few, alive = torch.arange(0, VOCAB, 3), torch.zeros(VOCAB, dtype=torch.bool)
+    alive[few] = True
+    model, target, data = wide(form()), network(2, frozen=True).double(), batch(0.3)
+    known = OnlineFeatures(target, 12)
+    given = target, UnrollOptions(alpha=0.0, top=12, hot_head=0.3), {}, known
+    own = UnrolledRecipe("states", model, *given, save=lambda folder: None, hot=few)
+    loss, _ = own.loss(data, context())
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    true, anchors = target.final(last_states(target, data)), choose_anchors(data)
+    total = 0.0
+    for step, state in enumerate(unroll(model, true, data, anchors, 3, own.embed), 1):
+        ahead = Ahead.of(data, anchors.index, step)
+        logits = state @ target.head_weight.t()
+        if getattr(model, "info", None) is not None:
+            logits = logits + model.info.eager(own.embed(ahead.tokens), ahead.tokens)
+        q = logits.masked_fill(~alive, -torch.inf).softmax(-1)
+        said = likeliest(target, true.flatten(0, 1)[ahead.rows], 12)
+        summed, count = 0.0, ahead.weights.sum()
+        for row, weight in enumerate(ahead.weights.tolist()):
+            ids, p = said.ids[row], said.log_probs[row].double().exp()
+            hot = alive[ids]
+            p = torch.cat((p[:-1][hot], p[-1:]))
+            rest = q[row].clone()
+            rest[ids] = 0.0
+            outcomes = torch.cat((q[row, ids[hot]], rest.sum()[None]))
+            summed = summed - weight * (p / p.sum() * outcomes.log()).sum()
+        total = total + summed / count / 3
+    torch.testing.assert_close(loss, total, rtol=1e-6, atol=0)
+    total.backward()
+    for name, grad in grads.items():
+        wanted = model.get_parameter(name).grad
+        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_held_out_figures_count_hot_tokens_alone() -> None:
+    target, data, model = network(2, frozen=True), batch(0.3), eagle()
+    held = {"x": [data]}
+    counted = []
+    for hot in (None, torch.arange(VOCAB), torch.tensor([0])):
+        given = target, UnrollOptions(top=8), held, None
+        figures = UnrolledRecipe("states", model, *given, save=lambda folder: None, hot=hot).evaluate(0)
+        counted.append(figures["acceptance_top4/x/1"])
+    assert counted[0] == counted[1] > counted[2]
+
+
+def test_hot_tokens_need_likeliest_ones() -> None:
+    with pytest.raises(ConfigError, match="hot_head=0.25, top=0: .* of which there are none"):
+        UnrollOptions(hot_head=0.25)
 
 
 def test_noise_is_drawn_by_the_step_and_moves_features_alone() -> None:
@@ -438,6 +497,20 @@ def test_a_run_with_a_cache_is_the_run_without(kind: str, data: Path, target: Pa
     again = prepare(job(data, target, tmp_path / "d", kind, init=results[0]))
     begun = dict(again.recipe.module.named_parameters())  # type: ignore[attr-defined]
     assert torch.equal(begun["head.fc.weight"].data, found.head.fc.weight)
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa", "spire", "draft_model"])
+def test_a_result_names_its_hot_tokens(kind: str, data: Path, target: Path, tmp_path: Path) -> None:
+    from paceline.training.job import finish as write
+    from paceline.training.job import run
+
+    made = job(data, target, tmp_path / "out", kind)
+    own = {"draft_model": {"layers": 1, "d_model": 16, "heads": 2, "kv_heads": 2, "d_ff": 16}, "medusa": {"heads": 2}}
+    options = own.get(kind) or {"depth": 2} | ({"top": 8} if kind != "spire" else {})
+    made = replace(made, options={**options, "hot_head": 0.2})
+    trained, outcome = run(made)
+    hot = load_hot(write(made, trained, outcome), 300)
+    assert hot is not None and len(hot) == 60 and made.hot is not None and torch.equal(hot, made.hot)
 
 
 @pytest.mark.parametrize("inside", [True, False])

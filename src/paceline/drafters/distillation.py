@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.options import check, option
 from ..network.families import decoder_config
+from ..network.hot import hot_share
 from ..network.loader import load_weights
 from ..training.data import TokenBatch
 from ..training.features import Features, OnlineFeatures
@@ -31,6 +32,7 @@ DISTANCES = {"kl": kl, "reverse_kl": reverse_kl, "mixed": mixed}
 class DraftModelOptions(ModelShape):
     """A small Llama-family model, and how it learns from the target."""
 
+    hot_head: float = hot_share()
     distance: Literal["kl", "reverse_kl", "mixed"] = option(
         "kl", help="from the target's distribution; see training.losses"
     )

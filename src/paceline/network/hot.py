@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.options import option
 from .files import is_file, read_json
 from .linear import LinearOp
 from .native_linear import NativeLinear
@@ -25,6 +26,14 @@ from .native_linear import NativeLinear
 FILE = "hot.json"
 UNITS = 64  # inputs whose weights are read off a head at once
 _REMEDY = "restore the file, or remove it: all tokens are drafted then"
+
+
+def hot_share() -> float:
+    """The field of a recipe's options that says how much of the vocabulary is hot."""
+    share: float = option(
+        0.0, help="share of the vocabulary, most frequent first, that is drafted; 0: all of it", minimum=0, below=1
+    )
+    return share
 
 
 def load_hot(folder: Path | None, vocab: int) -> Tensor | None:

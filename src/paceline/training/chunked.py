@@ -64,6 +64,20 @@ class TargetTop:
         """The tokens [chunk, k] of some rows, and log p [chunk, k + 1], whose sum is 1 up to rounding of ``dtype``."""
         return self.ids[rows], self.log_probs[rows].detach().to(dtype).log_softmax(-1)
 
+    def within(self, places: Tensor) -> TargetTop:
+        """The same over a part of the vocabulary, of H tokens: those outside have no chance.
+
+        Args:
+            places: [V] int64 of each token in that part; H of those outside. Row H of a head is their stand-in: it is
+                among the ids of every row, with no chance.
+        """
+        ids = places[self.ids]
+        outside = int(places.max())
+        found = self.log_probs.clone()
+        found[:, :-1].masked_fill_(ids == outside, -torch.inf)
+        none, stand_in = found.new_full((len(ids), 1), -torch.inf), ids.new_full((len(ids), 1), outside)
+        return TargetTop(torch.cat((stand_in, ids), 1), torch.cat((none, found), 1))
+
 
 SoftTarget: TypeAlias = "TargetHidden | TargetTop"
 

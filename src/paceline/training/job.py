@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..network.hot import most_frequent, save_hot
 from ..network.loader import load_tokenizer
 from ..network.streams import fingerprint
 from .answers import answered_by
@@ -44,6 +45,7 @@ class TrainingJob(RecipeFile):
     out: Path
     cache: Path | None = None  # folder for the target's likeliest tokens; None: the target is run on each batch
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
+    hot: Tensor | None = None  # [H] int64, likewise: the only tokens that are to be drafted; None: all
 
     @classmethod
     def of(cls, recipe: RecipeFile, **places: Any) -> TrainingJob:
@@ -96,6 +98,9 @@ def prepare(
         init=job.init,
         occurrences=partial(occurrences, job.sources, examples, len(tokenizer)),
     )
+    share = getattr(options, "hot_head", 0.0)
+    if share and context.occurrences is not None:
+        job.hot = context.hot = most_frequent(context.occurrences(), max(1, round(share * len(tokenizer))))
     facts = _facts(job, options)
     if made.imitates(options):
         _name_strangers(job.sources, facts["target"], say)
@@ -217,6 +222,8 @@ def _write_result(job: TrainingJob, trainer: Trainer, outcome: Outcome, result: 
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     trainer.recipe.export(result, facts)
+    if job.hot is not None:
+        save_hot(job.hot, result)
     if (result / "config.json").is_file():
         _copy_tokenizer(job.tokenizer_folder, result)
     record = result / "training.json"

@@ -45,6 +45,9 @@ __all__ = [
 ]
 
 
+NONE = -1e9  # a logit without a chance, whose product with a chance of 0 is 0
+
+
 # -- cross-entropy with tokens
 
 
@@ -119,6 +122,7 @@ class SoftLoss:
             def of_outcomes(logits: Tensor, rows: Rows) -> Tensor:
                 ids, log_p = target.of(rows, dtype)
                 outcomes, _ = _Outcomes.apply(logits, ids, ids[:, 0])
+                outcomes = outcomes.masked_fill(log_p == -torch.inf, NONE)  # outside of the draft's vocabulary
                 return self.formula(log_p, outcomes.log_softmax(-1), 1.0, **factors)
 
             return of_outcomes

@@ -38,6 +38,7 @@ class BuildContext:
     init: Path | None = None  # folder whose weights the run starts from
     features: Features | None = None  # of the target, from a cache; None: it is run on each batch
     occurrences: Callable[[], Tensor] | None = None  # [V] float64 share of each token in the run's data
+    hot: Tensor | None = None  # [H] int64, ascending: the only tokens that are to be drafted; None: all
 
     def subject(self) -> tuple[Network, Path]:
         """The target that something is trained for, and its folder.

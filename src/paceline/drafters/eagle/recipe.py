@@ -38,4 +38,4 @@ def build(options: EagleOptions, context: BuildContext) -> UnrolledRecipe:
     if context.init is not None:
         made.resume(context.init)
     given = target, options, context.held_out, context.features
-    return UnrolledRecipe("eagle", made, *given, save=made.save)
+    return UnrolledRecipe("eagle", made, *given, save=made.save, hot=context.hot)

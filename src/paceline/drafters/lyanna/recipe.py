@@ -70,7 +70,7 @@ def build(options: LyannaOptions, context: BuildContext) -> UnrolledRecipe:
         made.resume(context.init)
     save = made.save if hot is None or trained is not None else partial(_save_cut, made, hot)
     given = target, options, context.held_out, context.features
-    return UnrolledRecipe("lyanna", made, *given, save=save)
+    return UnrolledRecipe("lyanna", made, *given, save=save, hot=context.hot)
 
 
 def _save_cut(model: LyannaModel, hot: Tensor, folder: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...network.files import fingerprint
+from ...network.hot import hot_share
 from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states
@@ -35,6 +36,7 @@ RANKS = 10  # of each head's likeliest tokens, whose hit rates are kept
 class MedusaOptions:
     """How many heads, and what they learn from."""
 
+    hot_head: float = hot_share()
     heads: int = option(4, help="tokens drafted ahead", minimum=1, maximum=MOST_HEADS)
     rank: int = option(0, help="of each head's matrix; 0: a full one", minimum=0)
     decay: float = option(

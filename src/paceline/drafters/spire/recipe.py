@@ -15,6 +15,7 @@ from ...core.errors import CapabilityError, ConfigError
 from ...core.options import check, option
 from ...network.families import DecoderConfig, decoder_config
 from ...network.files import fingerprint
+from ...network.hot import hot_share
 from ...network.loader import load_weights, read_config
 from ...network.weights import weight_map
 from ...training.data import TokenBatch
@@ -33,6 +34,7 @@ _EVALUATED_LOGITS = 2**21  # elements held at a time
 class SpireOptions:
     """What is trained, and on what loss. The defaults are SPIRe's; figure 5's ablations are one option each."""
 
+    hot_head: float = hot_share()
     layers: int = option(0, help="of the draft, the target's last ones; 0: a quarter of the target's", minimum=0)
     window: int = option(64, help="last tokens that a row sees; as many as the context: K/V is not sparse", minimum=1)
     sinks: int = option(1, help="first tokens that a row sees beside them", minimum=0)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from ...core.errors import ConfigError
 from ...core.options import check, option
+from ...network.hot import hot_share, masked
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states
 from ...training.losses import SoftTarget, TargetHidden, TargetTop, mse_cross_entropy
@@ -88,12 +89,16 @@ class UnrollOptions:
     anchors: float = option(
         1.0, help="share of the tokens that steps start from, above 0 and at most 1", above=0, maximum=1
     )
+    hot_head: float = hot_share()
     top: int = option(0, help="likeliest tokens of the target that are learned, all others as one; 0: all", minimum=0)
 
     def __post_init__(self) -> None:
         check(self)
         if not self.alpha and not self.beta:
             raise ConfigError("alpha=0, beta=0", "there is nothing to learn", "give one of them a weight")
+        if self.hot_head and not self.top:
+            wrong = "the target's likeliest tokens are learned by their ids, of which there are none"
+            raise ConfigError(f"hot_head={self.hot_head:g}, top=0", wrong, "set top, to 32 for example")
 
 
 # -- which rows, and what lies ahead of them
@@ -200,6 +205,7 @@ class UnrolledRecipe:
         held_out: batches by domain.
         features: the target's words and states; None: it is run on each batch.
         save: writes what users load into a folder.
+        hot: [H] int64, ascending: the only tokens that are drafted, for which alone the head is computed; None: all.
     """
 
     def __init__(
@@ -212,8 +218,14 @@ class UnrolledRecipe:
         features: Features | None = None,
         *,
         save: Callable[[Path], None],
+        hot: Tensor | None = None,
     ) -> None:
         self.save = save
+        self.hot = None if hot is None else hot.to(target.head_weight.device)
+        self._places = torch.empty(0)  # [V] of each token among the hot ones; of the others their number
+        if self.hot is not None:
+            self._places = torch.full((len(target.head_weight),), len(self.hot), device=self.hot.device)
+            self._places[self.hot] = torch.arange(len(self.hot), device=self.hot.device)
         self.name, self.target, self.options, self.held_out = name, target, options, held_out
         self.module: nn.Module = module
         self.model: Unrollable = module
@@ -254,6 +266,9 @@ class UnrolledRecipe:
         hidden, head, frozen = self.model.logit_factors(
             state, self.embed(ahead.tokens), ahead.tokens, self.target.head_weight
         )
+        if self.hot is not None:
+            assert isinstance(said, TargetTop), "the options ask for likeliest tokens"
+            head, said = F.pad(head[self.hot], (0, 0, 0, 1)), said.within(self._places)
         loss = mse_cross_entropy(state, true, hidden, head, said, weights, alpha=o.alpha, beta=o.beta, frozen=frozen)
         with torch.no_grad():
             errors = (state.float() - true.float()).square().mean(-1)
@@ -324,9 +339,10 @@ class UnrolledRecipe:
         found, losses = [], []
         for part in torch.arange(len(state), device=state.device).split(max(1, _EVALUATED_LOGITS // len(weight))):
             logits = F.linear(hidden[part].to(head.dtype), head).float()
+            losses.append(F.cross_entropy(logits, text[part], reduction="none"))
+            logits = logits if self.hot is None else masked(logits, self.hot)
             best = logits.topk(min(BRANCHES, len(weight)), dim=-1).indices == says[part, None]
             found.append(torch.stack((best[:, 0], best.any(-1))))
-            losses.append(F.cross_entropy(logits, text[part], reduction="none"))
         return torch.cat(found, 1), torch.cat(losses)
 
     def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
