@@ -109,7 +109,7 @@ def merged(world: World, application: str | None) -> Decoder:
 @cache
 def draft(world: World, noise: float) -> Any:
     """A noised copy of the target, as a drafter expects a loaded model."""
-    return SimpleNamespace(decoder=_decoder(world, noise=noise), tokenizer=None, name="tiny-draft")
+    return SimpleNamespace(decoder=_decoder(world, noise=noise), tokenizer=None, name="tiny-draft", folder=None)
 
 
 @cache

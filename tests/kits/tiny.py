@@ -250,7 +250,7 @@ def draft_model(*, noise: float = 0.03, target: dict[str, Any] | None = None, **
         options: of `DraftModelConfig`.
     """
     decoder = tiny_decoder(**{**(target or {}), "noise": noise, "exact": False})
-    loaded = SimpleNamespace(decoder=decoder, tokenizer=None, name="tiny-draft")
+    loaded = SimpleNamespace(decoder=decoder, tokenizer=None, name="tiny-draft", folder=None)
     return DraftModel(DraftModelConfig(model="tiny-draft", **options), loaded)
 
 
@@ -277,7 +277,7 @@ def hybrid(
         options: of `HybridConfig`.
     """
     decoder = tiny_decoder(**{**(target or {}), "noise": noise, "exact": False})
-    loaded = SimpleNamespace(decoder=decoder, tokenizer=None, name="tiny-draft")
+    loaded = SimpleNamespace(decoder=decoder, tokenizer=None, name="tiny-draft", folder=None)
     context = DrafterContext(
         load_model=lambda name, dtype: loaded, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None
     )

@@ -271,7 +271,9 @@ def prompts(name: str) -> list[list[int]]:
 def _draft(name: str, dtype: str, **options: Any) -> DraftModel:
     if name in SHAPES:
         return draft_model(target={"config": tiny_config(**SHAPES[name]), "dtype": KINDS[dtype]}, **options)
-    loaded = SimpleNamespace(decoder=model("paceline-small-draft", dtype, exact=False), tokenizer=None, name="draft")
+    loaded = SimpleNamespace(
+        decoder=model("paceline-small-draft", dtype, exact=False), tokenizer=None, name="draft", folder=None
+    )
     return DraftModel(DraftModelConfig(model="draft", **options), loaded)
 
 

@@ -48,7 +48,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 def narrow_draft(compiled: bool) -> Any:
     config = tiny_config(head_dim=16, vocab_size=PIECES)
     return SimpleNamespace(
-        decoder=tiny_decoder(config, dtype=torch.float32, compiled=compiled), tokenizer=TOKENIZER, name="narrow"
+        folder=None,
+        decoder=tiny_decoder(config, dtype=torch.float32, compiled=compiled),
+        tokenizer=TOKENIZER,
+        name="narrow",
     )
 
 

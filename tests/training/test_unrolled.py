@@ -505,7 +505,10 @@ def test_a_result_names_its_hot_tokens(kind: str, data: Path, target: Path, tmp_
     from paceline.training.job import run
 
     made = job(data, target, tmp_path / "out", kind)
-    own = {"draft_model": {"layers": 1, "d_model": 16, "heads": 2, "kv_heads": 2, "d_ff": 16}, "medusa": {"heads": 2}}
+    own = {
+        "draft_model": {"vocab_size": 300, "layers": 1, "d_model": 16, "heads": 2, "kv_heads": 2, "d_ff": 16},
+        "medusa": {"heads": 2},
+    }
     options = own.get(kind) or {"depth": 2} | ({"top": 8} if kind != "spire" else {})
     made = replace(made, options={**options, "hot_head": 0.2})
     trained, outcome = run(made)
