@@ -27,7 +27,7 @@ from paceline.llm import LLM
 
 # part -> names in a round's module
 FUNCTIONS = {
-    "pack": ("lay_out", "pack", "main_adapters", "choose_carriers"),
+    "pack": ("lay_out", "embed", "choose_carriers"),
     "head": ("read_logits",),
     "verdict": ("decide",),
     "pass and verdict": ("decide_compiled", "decide_streams_compiled"),
@@ -39,7 +39,6 @@ METHODS = {
     "schedule": ("scheduler.schedule",),
     "budget": ("budget.plan", "budget.observe"),
     "propose": ("round.guard.propose", "round.sessions.grow"),
-    "pack": ("round.target.embed",),
     "passes": ("round.target.run_layers",),
     "emit": ("round.emitter.emit",),
     "observe": ("round.guard.observe",),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kits.verdicts import choices, match
 
 from paceline.bench import machine
 from paceline.bench.measure import EngineRunner, Group
@@ -17,7 +18,6 @@ from paceline.bench.records import Exactness, Report, Trial
 from paceline.bench.run import BenchConfig, Run
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted
-from paceline.rounds import verification
 from paceline.rounds.verification import DEFAULT_VERIFIER, VERIFIERS, VerifierKind
 
 MODEL = "random:2x64x128x512"
@@ -100,13 +100,12 @@ class OneWrongToken:
         return trial
 
     def verify(self, sequences: Any, tree: TokenTree, logits: torch.Tensor) -> list[Accepted]:
-        outcome = verification.match(sequences, tree, logits)
+        outcome = match(sequences, tree, logits)
         refused = not outcome[0][0] and tree.counts[0] > 1
         if not (self.armed and refused and len(sequences[0].sampler.output_ids) > 1):
             return outcome
         self.armed = False
-        chosen = verification.choose_packed(sequences, tree.counts, logits, tree)
-        return [([1], int(chosen[1])), *outcome[1:]]
+        return [([1], choices(sequences, tree, logits)[0][1]), *outcome[1:]]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 from asks import Ask, make_ask
 from campaign import Finding, examine
 from guests import GUESTS
+from kits.verdicts import match
 from oracle import answer, foreseen
 from play import Play, make_case
 from texts_fuzz import said
@@ -149,7 +150,7 @@ def fresh_oracle() -> Iterator[None]:
 
 def gullible(sequences: Any, tree: TokenTree, logits: Tensor) -> list[Accepted]:
     """The verifier takes the first child, whatever it is."""
-    outcome = verification.match(sequences, tree, logits)
+    outcome = match(sequences, tree, logits)
     return [(path or [1] * (count > 1), token) for (path, token), count in zip(outcome, tree.counts, strict=True)]
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from paceline.core.tree import TokenTree
-from paceline.core.verify import Accepted
-from paceline.drafters.base import DraftRule, SequenceView
+from paceline.drafters.base import DraftRule
 from paceline.engine.engine import Engine
 from paceline.rounds.base import StepResult, Work
+from paceline.rounds.passes import Pass
 from paceline.rounds.pipeline.records import Tick
 from paceline.rounds.pipeline.round import PipelineRound
 
@@ -32,17 +28,15 @@ class Witness:
         if isinstance(round_, PipelineRound):
             round_.on_tick = self._saw_tick
             return
-        judge = getattr(round_, "guard", round_)  # who has the verifier
-        step, verify = round_.step, judge.verifier.verify
+        step, emit = round_.step, round_.emitter.emit
         paths: dict[int, int] = {}
 
-        def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
-            outcome = verify(sequences, tree, logits)
-            for b, view in enumerate(sequences):
-                path = outcome[b][0]
-                paths[view.key] = len(path)
-                self._saw_path(path, tree.parents[b])
-            return outcome
+        def watched_emit(p: Pass) -> None:
+            for i in p.generating:
+                if p.spans[i].tree_index >= 0 and p.tree is not None:
+                    paths[p.works[i].sequence.view.key] = len(p.paths[i])
+                    self._saw_path(p.paths[i], p.tree.parents[p.spans[i].tree_index])
+            emit(p)
 
         def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
             paths.clear()
@@ -55,7 +49,7 @@ class Witness:
             return result
 
         round_.step = watched_step
-        judge.verifier = replace(judge.verifier, verify=watched_verify)
+        round_.emitter.emit = watched_emit
 
     def _saw_tick(self, tick: Tick) -> None:
         self.met["pipelines' hits"] += tick.hits

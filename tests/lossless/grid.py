@@ -11,7 +11,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
@@ -44,7 +44,6 @@ from paceline.attention.rope import RopeConfig
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
-from paceline.core.verify import Accepted
 from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, DraftRule, SequenceView
 from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.magicdec import MagicDec, MagicDecConfig
@@ -56,6 +55,7 @@ from paceline.network.adapters import AdapterConfig
 from paceline.network.decoder import Decoder
 from paceline.network.families import DecoderConfig
 from paceline.rounds.base import RunningSequence, StepResult, Work
+from paceline.rounds.passes import Pass
 from paceline.rounds.pipeline.records import Tick
 from paceline.rounds.pipeline.round import PipelineRound
 
@@ -614,19 +614,18 @@ class Witness:
         if isinstance(round_, PipelineRound):
             self._watch_pipeline(engine, round_)
             return
-        judge = getattr(round_, "guard", round_)  # who has the verifier
-        step, verify = round_.step, judge.verifier.verify
+        step, emit = round_.step, round_.emitter.emit
         paths: dict[int, list[int]] = {}
 
-        def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
-            outcome = verify(sequences, tree, logits)
-            for b, view in enumerate(sequences):
-                path = outcome[b][0]
-                paths[view.key] = path
-                self._saw_path(path, tree.parents[b])
-                if any(tree.sources[b][n] for n in path):
-                    self.marks.add("a node of a second source")
-            return outcome
+        def watched_emit(p: Pass) -> None:
+            for i in p.generating:
+                b, path = p.spans[i].tree_index, p.paths[i]
+                if b >= 0 and p.tree is not None:
+                    paths[p.works[i].sequence.view.key] = path
+                    self._saw_path(path, p.tree.parents[b])
+                    if any(p.tree.sources[b][n] for n in path):
+                        self.marks.add("a node of a second source")
+            emit(p)
 
         def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
             paths.clear()
@@ -641,7 +640,7 @@ class Witness:
             return result
 
         round_.step = watched_step
-        judge.verifier = replace(judge.verifier, verify=watched_verify)
+        round_.emitter.emit = watched_emit
 
     def _watch_pipeline(self, engine: Engine, round_: PipelineRound) -> None:
         """See every step of a pipeline, and what its ticks tell."""

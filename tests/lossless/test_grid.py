@@ -29,6 +29,7 @@ from grid import (
     target,
 )
 from kits.tiny import assemble, run
+from kits.verdicts import match
 
 from paceline.core.sampling import SamplingParams
 from paceline.network.families import DecoderConfig
@@ -186,10 +187,8 @@ def test_a_wrong_verifier_would_be_found(monkeypatch: pytest.MonkeyPatch) -> Non
     """The grid has teeth: a verifier that takes every first child is caught at once."""
     from paceline.rounds import verification
 
-    right = verification.match
-
     def gullible(sequences, tree, logits):  # type: ignore[no-untyped-def]
-        outcome = right(sequences, tree, logits)
+        outcome = match(sequences, tree, logits)
         # Accept node 1, whatever it is.
         return [(path or [1] * (count > 1), token) for (path, token), count in zip(outcome, tree.counts, strict=True)]
 

@@ -1,6 +1,6 @@
 """A fused pass in one compiled call: verdict and the streams' next drafts.
 
-In place of `passes.pack`, the layers, `read_logits`, `decide` and `stream_reading.read_streams`, which remain the
+In place of `passes.embed`, the layers, `read_logits`, `decide` and `stream_reading.read_streams`, which remain the
 reference: main rows and streams get the same numbers, and of the streams' logits come the few that drafts need.
 What a sampled draft's tokens are scored with is computed anew here, not by torch: it can differ in its last bits.
 """
@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ..drafters.base import Levels, StreamRules
 from ..kv.pool import KVPool
 from ..network.decoder import Decoder
 from ..network.native_streams import CarrierRows, StreamRun, StreamTokens
-from .compiled import asked, decide_compiled, room_for, rules_of, settle, taken, wants
+from .compiled import decide_compiled
 from .passes import Pass
 from .riders import choose_riders, frontier_chances
 from .stream_reading import most_accepted
@@ -59,24 +57,15 @@ def decide_streams_compiled(
         carriers: who carries streams.
         tapped: rows whose states are taken in the same call.
     """
-    if not carriers:
-        return StreamDrafts((), (), (), 0.0) if decide_compiled(p, target, pool, tapped) else None
-    stack, wanted = target.stack, wants(p)
-    if stack is None or wanted is None or not _plain_streams(carriers) or not _walkable(p, carriers):
+    streams = None
+    if carriers:
+        if target.stack is None or not _plain_streams(carriers) or not _walkable(p, carriers):
+            return None
+        streams = _riding(p, carriers, rules, pool, target.stack.free_rows, target.config.vocab_size)
+    found = decide_compiled(p, target, pool, tapped, streams)
+    if found is None:
         return None
-    given = asked(p)
-    riding = _riding(p, carriers, rules, pool, stack.free_rows, target.config.vocab_size)
-    if wanted == "logits":
-        rows = len(given.wanted)
-        logits = torch.empty(rows + riding.rows, target.config.vocab_size)
-        p.logits = logits[:rows]
-        given = given._replace(rules=rules_of(p), logits=logits)
-    taps = None if tapped is None else room_for(tapped, p, target)
-    chosen, told, late_ms = stack.decide_streams(given, riding, pool, taps)
-    settle(p, chosen, wanted == "choices")
-    if tapped is not None and taps is not None:
-        taken(tapped, taps, target)
-    return StreamDrafts(carriers, riding.carriers, told, late_ms)
+    return StreamDrafts(carriers, () if streams is None else streams.carriers, *found)
 
 
 def _walkable(p: Pass, carriers: Sequence[Carriers]) -> bool:
@@ -87,8 +76,6 @@ def _walkable(p: Pass, carriers: Sequence[Carriers]) -> bool:
 
 def _plain_streams(carriers: Sequence[Carriers]) -> bool:
     """Whether all streams are of one lossless set that begins as state and embedding."""
-    if not carriers:
-        return True
     streams = carriers[0].streams
     for c in carriers:
         if c.streams is not streams or c.shared:

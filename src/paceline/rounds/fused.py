@@ -24,12 +24,12 @@ from .base import UNKNOWN, Origin, Round, RoundConfig, Serve, StepResult, Work
 from .compiled_streams import StreamDrafts, count_stream_drafts, decide_streams_compiled
 from .drafting import GuardedDrafter, GuardedRound
 from .outcome import Emitter, keep
-from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
+from .passes import Pass, decide, embed, lay_out, read_logits
 from .pruning import prune
 from .stream_reading import count_streams, read_streams
 from .stream_rows import Carriers, StreamInsertion, choose_carriers
 from .taps import Shown, Tapped, show
-from .verification import DEFAULT_VERIFIER, match
+from .verification import DEFAULT_VERIFIER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class FusedRound(GuardedRound):
         if target.stack is not None and self.rules.rotates:
             raise _needs_torch("streams that rotate values", "they rotate no values")
         # Whether a pass that prunes nothing may be one compiled call: the default verdict, no drafts that are drawn.
-        self.compiled = self.guard.verifier.verify is match and self.rules.k > 0
+        self.compiled = self.guard.verifier.verify is None and self.rules.k > 0
         self._make_room(self.rules.gamma)
 
     def admit(self, streams: StreamSet) -> None:
@@ -178,8 +178,7 @@ class FusedRound(GuardedRound):
 
     def _run(self, p: Pass, carriers: Sequence[Carriers], prunes: bool, taps: Taps | None) -> None:
         """All layers, with pruning and insertion where each set wants them."""
-        p.state = self.target.embed(pack(p, self.target))
-        p.state.adapters = main_adapters(p)
+        embed(p, self.target)
         insertion = StreamInsertion(p, self.target, self.pool, self.rules)
         pruned_at = [self.rules.prunes_before(c.streams.config) if prunes else -1 for c in carriers]
         done = 0

@@ -1,6 +1,6 @@
 """One target pass, from rows to accepted tokens: the parts that rounds are made of.
 
-    lay_out -> pack -> (the target's layers) -> read_logits -> decide -> `outcome.Emitter.emit` -> `outcome.keep`
+    lay_out -> embed -> (the target's layers) -> read_logits -> decide -> `outcome.Emitter.emit` -> `outcome.keep`
 
 Each part reads and fills a `Pass`. A round that runs the layers in pieces, on other workers or in compiled code uses
 the same record.
@@ -8,22 +8,23 @@ the same record.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.request import token_logprobs
 from ..core.tree import TokenTree
+from ..core.verify import walk
 from ..network.adapters import AdapterRange
 from ..network.applications import adapter_ranges
-from ..network.base import Batch, ForwardState
+from ..network.base import ForwardState
 from ..network.decoder import Decoder
+from ..network.native_calls import RowSpan, TokenPass
 from ..network.packing import RowPacker
 from .base import RunningSequence, StepResult, Work
-from .verification import Verifier, choose_packed
+from .verification import Verifier, choose_nodes, likeliest
 
 
 @dataclass(slots=True)
@@ -101,31 +102,21 @@ def lay_out(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | N
     return Pass(works, spans, tree, generating)
 
 
-class Rows(NamedTuple):
-    """One sequence's rows of a pass: pending tokens, then drafted nodes."""
-
-    first: int  # position of the first of them: tokens in front of it are committed
-    tokens: list[int]
-    positions: Sequence[int]
-    keys: slice | Tensor  # K/V slots of the text and of these rows
-    parents: list[int] | None  # of the drafted nodes, the last pending row being node 0; None: they are a chain
-
-    @property
-    def slots(self) -> slice | Tensor:
-        """K/V slots of these rows."""
-        keys, first = self.keys, self.first
-        return slice(keys.start + first, keys.stop) if isinstance(keys, slice) else keys[first:]
-
-
-def rows_of(p: Pass) -> Iterator[Rows]:
-    """The rows of every work."""
+def token_pass(p: Pass) -> TokenPass:
+    """The rows of all sequences, one after the other: pending tokens, then drafted nodes. A choice is wanted after the
+    root and every node of those that generate."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[slice | Tensor] = []
+    wanted: list[int] = []
+    spans = []
     for work, span in zip(p.works, p.spans, strict=True):
         cache = work.sequence.cache
         assert cache is not None
         first = cache.committed
         stop = first + span.stop - span.start
-        tokens = work.sequence.view.tokens[first : first + work.rows]
-        positions: Sequence[int] = range(first, stop)
+        tokens += work.sequence.view.tokens[first : first + work.rows]
+        places: Sequence[int] = range(first, stop)
         parents = None
         if p.tree is not None and span.tree_index >= 0:
             tokens += p.tree.tokens[span.tree_index][1:]
@@ -134,31 +125,47 @@ def rows_of(p: Pass) -> Iterator[Rows]:
                 parents = None
             else:
                 root = first + work.rows - 1
-                positions = [*range(first, root), *(root + depth for depth in p.tree.depths()[span.tree_index])]
-        yield Rows(first, tokens, positions, cache.slots(0, stop), parents)
+                places = [*range(first, root), *(root + depth for depth in p.tree.depths()[span.tree_index])]
+        positions += places
+        keys = cache.slots(0, stop)
+        slots.append(slice(keys.start + first, keys.stop) if isinstance(keys, slice) else keys[first:])
+        spans.append(RowSpan(span.start, span.stop, first, keys, parents))
+        if work.generates:
+            wanted += range(span.root, span.stop)
+    where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _numbers(slots)
+    return TokenPass(tokens, positions, where, spans, wanted, main_adapters(p))
 
 
-def pack(p: Pass, target: Decoder) -> Batch:
-    """Rows of all sequences, one after the other."""
+def _numbers(slots: Sequence[slice | Tensor]) -> list[int]:
+    found: list[int] = []
+    for part in slots:
+        found += range(part.start, part.stop) if isinstance(part, slice) else part.tolist()
+    return found
+
+
+def embed(p: Pass, target: Decoder) -> None:
+    """Sets `Pass.state`: all rows in front of the first layer."""
+    given = token_pass(p)
     packer = RowPacker(target, target.device)
-    for work, span, rows in zip(p.works, p.spans, rows_of(p), strict=True):
+    for work, span, rows in zip(p.works, p.spans, given.spans, strict=True):
+        positions, keys = given.positions[span.start : span.stop], rows.keys
         visible = None
         if rows.parents is not None:
             assert p.tree is not None
             visible = _block_mask(p.tree.ancestor_mask(span.tree_index), work.rows)
-        stop = rows.first + len(rows.tokens)
         packer.add(
-            rows.tokens,
-            rows.positions,
+            given.tokens[span.start : span.stop],
+            positions,
             [-1] * (work.rows - 1) + ([*range(span.nodes)] if work.generates else [-1]),
-            slots=rows.slots,
-            keys=rows.keys,
-            num_keys=stop,
-            prefix=rows.first,
+            slots=slice(keys.start + rows.prefix, keys.stop) if isinstance(keys, slice) else keys[rows.prefix :],
+            keys=keys,
+            num_keys=rows.prefix + len(positions),
+            prefix=rows.prefix,
             visible=visible,
-            block_positions=None if visible is None else rows.positions,
+            block_positions=None if visible is None else positions,
         )
-    return packer.batch()
+    p.state = target.embed(packer.batch())
+    p.state.adapters = tuple(given.adapters)
 
 
 def _block_mask(ancestors: Tensor, pending: int) -> Tensor:
@@ -182,7 +189,7 @@ def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
 
 
 def read_logits(p: Pass, target: Decoder) -> None:
-    """Sets `Pass.logits` and `Pass.rows` from the last layer; records prompt log-probabilities, too."""
+    """Sets `Pass.logits` from the last layer; records prompt log-probabilities, too."""
     for work, span in zip(p.works, p.spans, strict=True):
         if work.sequence.params.prompt_logprobs is not None:
             try:
@@ -193,9 +200,7 @@ def read_logits(p: Pass, target: Decoder) -> None:
                 work.sequence.view.fault = error
     rows: list[int] = []
     for i in p.generating:
-        begin = len(rows)
         rows += range(p.spans[i].root, p.spans[i].stop)
-        p.rows[i] = slice(begin, len(rows))
     hidden = p.state.hidden
     if not rows:
         p.logits = hidden.new_empty((0, target.config.vocab_size))
@@ -230,17 +235,32 @@ def record_prompt(sequence: RunningSequence, first: int, hidden: Tensor, target:
     sequence.prompt_logprobs += token_logprobs(logits, actual, wanted, sequence.state.token_text)
 
 
-def decide(p: Pass, verify: Verifier) -> None:
-    """Sets `Pass.tokens` and `Pass.paths`: the target's own choice after bare roots, the verifier's result on trees."""
-    plain = [i for i in p.generating if p.spans[i].tree_index < 0]
-    treed = [i for i in p.generating if p.spans[i].tree_index >= 0]
-    if plain:
-        rows = p.logits if not treed else p.logits[[p.rows[i].start for i in plain]]
-        views = [p.works[i].sequence.view for i in plain]
-        for i, token in zip(plain, choose_packed(views, [1] * len(plain), rows, None).tolist(), strict=True):
-            p.accept(i, [], token)
-    if treed and p.tree is not None:
-        rows = p.logits if not plain else torch.cat([p.logits[p.rows[i]] for i in treed])
-        verdicts = verify([p.works[i].sequence.view for i in treed], p.tree, rows)
+def decide(p: Pass, verify: Verifier | None, chosen: Sequence[int] | None = None) -> None:
+    """Sets `Pass.tokens`, `Pass.paths` and `Pass.rows`: of each generating work the accepted nodes and the next token.
+
+    Args:
+        verify: decides on trees; None, and for bare roots: the target's own choices are followed.
+        chosen: the target's choices after all nodes, as far as compiled code made them; -1: the logits are to be asked.
+    """
+    begin = 0
+    for i in p.generating:
+        p.rows[i] = slice(begin, begin + p.spans[i].nodes)
+        begin = p.rows[i].stop
+    own = [i for i in p.generating if verify is None or p.spans[i].tree_index < 0]
+    treed = [i for i in p.generating if verify is not None and p.spans[i].tree_index >= 0]
+    if treed and verify is not None and p.tree is not None:
+        logits = torch.cat([p.logits[p.rows[i]] for i in treed]) if own else p.logits
+        verdicts = verify([p.works[i].sequence.view for i in treed], p.tree, logits)
         for i, (path, token) in zip(treed, verdicts, strict=True):
             p.accept(i, path, token)
+    if chosen is None:
+        plain = own and all(p.works[i].sequence.view.sampler.plain for i in own)
+        chosen = likeliest(p.logits).tolist() if plain else [-1] * begin
+    for i in own:
+        index, picks = p.spans[i].tree_index, chosen[p.rows[i]]
+        if -1 in picks:
+            picks = choose_nodes(p.works[i].sequence.view, p.logits[p.rows[i]], p.tree, index).tolist()
+        if p.tree is None or index < 0:
+            p.accept(i, [], picks[0])
+        else:
+            p.accept(i, *walk(p.tree.tokens[index], p.tree.parents[index], picks))

@@ -19,9 +19,9 @@ from .base import UNKNOWN, Origin, Round, RoundConfig, Serve, StepResult, Work
 from .compiled import decide_compiled
 from .drafting import GuardedDrafter, GuardedRound
 from .outcome import Emitter, keep
-from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
+from .passes import Pass, decide, embed, lay_out, read_logits
 from .taps import Tapped, show
-from .verification import DEFAULT_VERIFIER, match
+from .verification import DEFAULT_VERIFIER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class SerialRound(GuardedRound):
         self.guard = GuardedDrafter(drafter, verifier, target.config.vocab_size)
         self.emitter = Emitter(target.num_layers, drafter.spec if drafter else None)
         # Whether a pass may be one compiled call: its verdict is the default one.
-        self.compiled = self.guard.verifier.verify is match
+        self.compiled = self.guard.verifier.verify is None
 
     @inference
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
@@ -78,7 +78,7 @@ class SerialRound(GuardedRound):
         drafted = perf_counter()
         p = lay_out(works, drafting, tree)
         tapped = self.guard.tapped(p)
-        if not (self.compiled and decide_compiled(p, self.target, self.pool, tapped)):
+        if not self.compiled or decide_compiled(p, self.target, self.pool, tapped) is None:
             self._decide(p, tapped)
         checked = perf_counter()
         self.emitter.emit(p)
@@ -96,10 +96,9 @@ class SerialRound(GuardedRound):
 
     def _decide(self, p: Pass, tapped: Tapped | None) -> None:
         """The pass and the verdict, part by part."""
-        state = self.target.embed(pack(p, self.target))
-        state.adapters = main_adapters(p)
+        embed(p, self.target)
         taps = None if tapped is None else Taps(tapped.layers)
-        p.state = self.target.run_layers(state, 0, self.target.num_layers, self.pool, taps)
+        self.target.run_layers(p.state, 0, self.target.num_layers, self.pool, taps)
         if tapped is not None and taps is not None:
             tapped.source = taps.hidden
         read_logits(p, self.target)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,26 +18,6 @@ from ..drafters.base import DrafterSpec, SequenceView
 Verifier = Callable[[Sequence[SequenceView], TokenTree, Tensor], list[Accepted]]
 
 
-def choose_packed(
-    sequences: Sequence[SequenceView], counts: Sequence[int], logits: Tensor, tree: TokenTree | None
-) -> Tensor:
-    """The target's own choice after every row, as plain decoding would make it.
-
-    Args:
-        sequences: [B].
-        counts: [B] rows (nodes) of each.
-        logits: [sum of counts, V] raw.
-        tree: the nodes' ancestors; None where every sequence has its root alone.
-
-    Returns:
-        [sum of counts] int64.
-    """
-    if all(s.sampler.plain for s in sequences):
-        return _likeliest(logits)
-    rows = zip(sequences, logits.split([*counts]), strict=True)
-    return torch.cat([choose_nodes(sequence, own, tree, b) for b, (sequence, own) in enumerate(rows)])
-
-
 def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None, b: int) -> Tensor:
     """[n] int64: one sequence's own choice after each of its nodes, as plain decoding would make it.
 
@@ -49,6 +28,8 @@ def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None,
         logits: [n, V] raw.
         tree, b: the nodes' tree; None, or below 0: the root alone.
     """
+    if sequence.sampler.plain:
+        return likeliest(logits)
     depths, paths = [0], None
     if tree is not None and b >= 0:
         depths, paths = tree.depths()[b], tree.path_tokens(b)
@@ -56,21 +37,14 @@ def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None,
         return sequence.sampler.choose(logits, paths, [len(sequence.tokens) + depth for depth in depths])
     except Exception as error:
         sequence.fault = error
-        return _likeliest(logits)  # placeholders: none of them is emitted
+        return likeliest(logits)  # placeholders: none of them is emitted
 
 
-def _likeliest(logits: Tensor) -> Tensor:
+def likeliest(logits: Tensor) -> Tensor:
     """[rows] int64: the first of the largest logits of each row [rows, V]."""
     if logits.device.type == "cpu":  # numpy's takes a quarter of the time of torch's, which would wake the threads
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.max(dim=-1).indices
-
-
-def match(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
-    """Sample from the target at every node, then walk the tree along the samples."""
-    picks = choose_packed(sequences, tree.counts, logits, tree).tolist()
-    ends = [*accumulate(tree.counts)]
-    return verify.sample_and_match(tree, [picks[end - n : end] for n, end in zip(tree.counts, ends, strict=True)])
 
 
 def _against_q(rule: Callable[..., list[Accepted]]) -> Verifier:
@@ -104,7 +78,7 @@ def _against_q(rule: Callable[..., list[Accepted]]) -> Verifier:
 class VerifierKind:
     """A verifier and what it asks of the drafts."""
 
-    verify: Verifier
+    verify: Verifier | None = None  # None: the target's own choices are followed along the tree
     needs_q: bool = False  # weighs p against the q that the drafts were drawn from: ids depend on the drafter
     chains_only: bool = False
     lossy: bool = False  # the output is not the target's distribution; the word is in its name
@@ -118,7 +92,7 @@ class VerifierKind:
 
 DEFAULT_VERIFIER = "sample_and_match"
 VERIFIERS: dict[str, VerifierKind] = {
-    DEFAULT_VERIFIER: VerifierKind(match),
+    DEFAULT_VERIFIER: VerifierKind(),
     "rejection": VerifierKind(_against_q(verify.rejection), needs_q=True),
     "block": VerifierKind(_against_q(verify.block), needs_q=True, chains_only=True),
     "lossy_stream_rejection": VerifierKind(_against_q(verify.lossy_stream_rejection), lossy=True, reads_streams=True),

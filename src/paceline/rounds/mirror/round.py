@@ -27,7 +27,7 @@ from ...network.decoder import Decoder
 from ...network.exits import ExitHead
 from ..base import RunningSequence, StepResult, Work
 from ..outcome import Emitter, keep
-from ..passes import Pass, decide, lay_out, main_adapters, pack, read_logits
+from ..passes import Pass, decide, embed, lay_out, read_logits
 from ..verification import make_verifier
 from .channel import Message, outcome_chances, overlap, speak
 from .records import StepTimes, Verdict
@@ -105,8 +105,7 @@ class MirrorRound:
         p = lay_out(works, drafting, self._trees(drafting))
         windows = {i: self._window(p.works[i]) if p.spans[i].tree_index >= 0 else Chain() for i in p.generating}
         drafted = perf_counter()
-        p.state = self.target.embed(pack(p, self.target))
-        p.state.adapters = main_adapters(p)
+        embed(p, self.target)
         self.target.run_layers(p.state, 0, self.exit.layer, self.pool)
         halfway = perf_counter()
         told = self._speak(p, windows)

@@ -17,7 +17,7 @@ from ...network.decoder import Decoder
 from ...network.stages import Stage, StagesInTurn, even_cuts
 from ..ahead import AheadConfig
 from ..base import UNKNOWN, Origin, Serve
-from ..verification import make_verifier, match
+from ..verification import make_verifier
 from . import lossy
 from .round import Filling, PipelineRound
 from .source import Levels, Source, levels_of
@@ -176,7 +176,7 @@ class PipelineConfig(AheadConfig):
 
     @staticmethod
     def _fit(verifier: str, drafter: Drafter | None) -> None:
-        if make_verifier(verifier, None if drafter is None else drafter.spec).verify is not match:
+        if make_verifier(verifier, None if drafter is None else drafter.spec).verify is not None:
             wrong = "what the target says itself decides here, and nothing else"
             raise CapabilityError(f"verifier={verifier!r} with round='pipeline'", wrong, "leave out the verifier")
 

@@ -30,7 +30,7 @@ from ...network.stages import TEXT, Frame, StageRows
 from ..base import RunningSequence, StepResult, Work
 from ..outcome import logprobs_of
 from ..passes import record_prompt
-from ..verification import choose_packed
+from ..verification import choose_nodes
 from .flight import Flight, Offer, Verdict
 from .lossy import Accept
 from .records import Filling, PendingMoves, Running, Tick
@@ -451,7 +451,7 @@ class PipelineRound:
 
     def _choose(self, view: SequenceView, flight: Flight, logits: Tensor) -> int:
         """The token behind the root: the target's own choice, unless a lossy rule is asked for and finds another."""
-        token = int(choose_packed([view], [1], logits, None)[0])
+        token = int(choose_nodes(view, logits, None, 0)[0])
         if self.accept is None or view.fault is not None:
             return token
         found = self.accept(view.sampler.process(logits)[0], flight.in_flight())

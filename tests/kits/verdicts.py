@@ -1,0 +1,23 @@
+"""The default verdict as a verifier of its own, for tests that plant a fault in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from paceline.core.tree import TokenTree
+from paceline.core.verify import Accepted, sample_and_match
+from paceline.drafters.base import SequenceView
+from paceline.rounds.verification import choose_nodes
+
+
+def choices(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[list[int]]:
+    """[B][nodes] the target's own choice after every node."""
+    rows = zip(sequences, logits.split(tree.counts), strict=True)
+    return [choose_nodes(sequence, own, tree, b).tolist() for b, (sequence, own) in enumerate(rows)]
+
+
+def match(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
+    """Follow each tree along the target's own choices."""
+    return sample_and_match(tree, choices(sequences, tree, logits))
