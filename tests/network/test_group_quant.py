@@ -19,7 +19,7 @@ from paceline.attention.base import Segment
 from paceline.core.errors import ConfigError
 from paceline.kv.pool import KVPool
 from paceline.network.base import Batch
-from paceline.network.blocks import dequantise
+from paceline.network.blocks import BY_NAME, GROUPED, dequantise
 from paceline.network.decoder import Decoder
 from paceline.network.files import fingerprint
 from paceline.network.loader import load_model, parse_dtype, read_config, read_layout
@@ -64,11 +64,21 @@ def test_numbers_are_those_that_were_packed(form: str, scale: torch.dtype, tmp_p
         assert torch.equal(tensor.values(), packed[name]), name
         if scale != torch.float32:
             rows = tensor.stored()
-            assert rows.type.name == ("q4_0" if form in ("gptq_sym", "compressed", "compressed_order") else "q5_0")
+            size, symmetric = GROUPS.get(form, 64), form in ("gptq_sym", "compressed", "compressed_order")
+            assert rows.type is GROUPED[128 if size == -1 else size, not symmetric]
             assert (rows.inputs is not None) == ("order" in form)
             columns = slice(None) if rows.inputs is None else rows.inputs
             assert torch.equal(torch.from_numpy(dequantise(rows.type, rows.rows)), packed[name][:, columns]), name
             assert tensor.nbytes == rows.rows.nbytes
+
+
+@pytest.mark.parametrize(("group", "bits"), [(32, 4.5), (64, 4.25), (128, 4.125), (256, 4.125)])
+def test_scales_and_zeros_are_stored_once_for_a_group(group: int, bits: float, tmp_path: Path) -> None:
+    for form, more in (("gptq_sym", 0), ("awq", 8 / min(group, 128))):
+        tensors = read_layout(folder := write(tmp_path / form, form, group), read_config(folder)).pieces
+        for tensor in [tensor for _, tensor in tensors if "_proj" in tensor.name]:
+            assert 8 * tensor.nbytes == (bits + more) * tensor.shape[0] * tensor.shape[1]
+            assert (tensor.type == BY_NAME["q4_0"]) == (group == 32 and form == "gptq_sym")
 
 
 def test_outputs_are_unpacked_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

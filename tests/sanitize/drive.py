@@ -19,6 +19,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from kits.tiny import tiny_config, tiny_decoder, tiny_streams, tiny_weights
 from torch import Tensor
@@ -34,6 +35,7 @@ from paceline.kv.views import SinkWindow
 from paceline.native.lookup import NgramTexts, SuffixTexts
 from paceline.network.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.network.base import ForwardState
+from paceline.network.blocks import GROUPED, StoredRows
 from paceline.network.decoder import Decoder
 from paceline.network.memory import Arena
 from paceline.network.native_calls import ChainStart, NativeTaps, NativeView, RowSpan, TokenPass, TreeStart
@@ -520,6 +522,15 @@ def products(draw: random.Random) -> int:
             )
             for rows in (0, 1, 2, 3, 4, 5, 15, 16, 17, 33):
                 x = torch.randn(rows, inputs).to(dtype)
+                alone(lambda linear=linear, x=x: linear(x))  # type: ignore[misc]
+                count += 1
+    for group in GROUPED.values():
+        for outputs, inputs in ((1, 128), (37, 384)):
+            blocks = np.zeros((outputs, group.row_bytes(inputs)), np.uint8)
+            plain = torch.empty(outputs, inputs, dtype=torch.bfloat16)
+            linear = NativeLinear(plain, None, "stored", parts=[StoredRows(group, blocks, torch.arange(outputs))])
+            for width in (1, 2, 4, 6, 8, 17):
+                x = torch.randn(width, inputs).bfloat16()
                 alone(lambda linear=linear, x=x: linear(x))  # type: ignore[misc]
                 count += 1
     return count

@@ -35,7 +35,7 @@ class BlockType:
     """One type of block."""
 
     name: str
-    number: int  # its type in a GGUF file
+    number: int  # its type in a GGUF file; those of `GROUPED` are in none
     values: int  # of a block
     bytes: int  # of a block
     unpack: Callable[[Raw], Unpacked]
@@ -208,6 +208,16 @@ def _mxfp4(raw: Raw) -> Unpacked:
     return Unpacked(FP4_VALUES[_nibbles(raw[:, 1:], 16)][:, None], bits.astype(np.uint32).view(np.float32)[:, :, None])
 
 
+def _grouped(zeros: bool) -> Callable[[Raw], Unpacked]:
+    """A scale, a zero in a byte, four bits of each code, 32 after 32 as in Q4_0."""
+
+    def unpack(raw: Raw) -> Unpacked:
+        codes = _nibbles(raw[:, 2 + zeros :], 16).view(np.int8) - (raw[:, 2:3].view(np.int8) if zeros else np.int8(8))
+        return Unpacked(codes[:, None], _halves(raw[:, :2])[:, :, None])
+
+    return unpack
+
+
 TYPES = (
     BlockType("q4_0", 2, 32, 18, _simple(least=False, fifth=False)),
     BlockType("q4_1", 3, 32, 20, _simple(least=True, fifth=False), (0, 2)),
@@ -221,6 +231,17 @@ TYPES = (
     BlockType("iq4_xs", 23, 256, 136, _iq4_xs),
     BlockType("mxfp4", 39, 32, 17, _mxfp4, ()),
 )
+# Of checkpoints quantised in groups: a scale and the codes of 32, 64 or 128 inputs; with a zero of its own, or 8.
+GROUPED = {
+    (values, zeros): BlockType(
+        f"int4_g{values}{'_zeros' * zeros}",
+        128 + values // 16 + zeros,
+        values,
+        2 + zeros + values // 2,
+        _grouped(zeros),
+    )
+    for values, zeros in ((64, False), (128, False), (32, True), (64, True), (128, True))
+}
 BY_NAME = {kind.name: kind for kind in TYPES}
 BY_NUMBER = {kind.number: kind for kind in TYPES}
 

@@ -1,8 +1,8 @@
 """Safetensors checkpoints in 4 bits, quantised in groups of inputs: AWQ, GPTQ and compressed-tensors `pack-quantized`.
 
 All three say ``w = (q - z) * s``: a code q and a zero z of 4 bits, and a scale s of each output and group of inputs.
-They differ in how codes lie in words of 32 bits. In blocks of 32 inputs such weights stay what they are, to the bit: as
-Q4_0 where every zero is 8, else as Q5_0, whose codes q - z + 16 have five bits.
+They differ in how codes lie in words of 32 bits. In blocks such weights stay what they are, to the bit: the codes, and
+of 32, 64 or 128 inputs, as many as a group allows, one scale and, unless every zero is 8, the zero.
 
 Source: AutoAWQ's ``packing_utils.py`` (`gemm`); GPTQModel's ``convert_gptq_v1_to_v2_format`` (what a stored zero
 lacks); compressed-tensors' ``pack_quantized``.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
-from .blocks import BY_NAME, BlockType, StoredRows
+from .blocks import BY_NAME, GROUPED, BlockType, StoredRows
 from .files import StoredTensor, get_tensor, opened
 from .quant_config import BLOCK, NAMES, ORIGINAL, GroupQuant
 
@@ -39,7 +39,13 @@ class GroupTensor:
     @property
     def type(self) -> BlockType:
         """The blocks that hold it exactly."""
-        return BY_NAME["q4_0" if self.quant.symmetric else "q5_0"]
+        values = next(values for values in (128, 64, BLOCK) if self._group % values == 0)
+        return GROUPED.get((values, not self.quant.symmetric), BY_NAME["q4_0"])
+
+    @property
+    def _group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] if self.quant.group_size == -1 else self.quant.group_size
 
     @property
     def nbytes(self) -> int:
@@ -61,20 +67,19 @@ class GroupTensor:
             ConfigError: as of `values`, or a scale that is no number of 16 bits.
         """
         (n, k), source, order = self.shape, f"tensor {self.name}", self._order()
-        rows, five = np.empty((n, self.type.row_bytes(k)), np.uint8), self.type.name == "q5_0"
-        for some, codes, scale in self._numbers(order):
+        kind, rows = self.type, np.empty((n, self.type.row_bytes(k)), np.uint8)
+        blocks = self._group // kind.values  # of a group
+        for some, codes, zeros, scale in self._numbers(order):
             halves = scale.half()
             if not torch.equal(halves.float(), scale):
                 wrong = f"its scale {float(scale[halves.float() != scale][0]):g} is no float16, as blocks hold scales"
                 raise CapabilityError(source, wrong, "load it with dtype='bfloat16', 'float32' or 'int8'")
-            blocks = k // scale.shape[1] // BLOCK  # of a group
-            parts = [halves.repeat_interleave(blocks, 1).unsqueeze(-1).view(torch.uint8).numpy()]
-            whole = (codes + (16 if five else 8)).view(torch.uint8).reshape(len(codes), -1, BLOCK)
-            if five:
-                parts.append(np.packbits(whole.numpy() >> 4, axis=-1, bitorder="little"))
-            lower = whole & 15
-            parts.append((lower[..., :16] | lower[..., 16:] << 4).numpy())
-            rows[some] = np.concatenate(parts, -1).reshape(len(codes), -1)
+            parts = [halves.repeat_interleave(blocks, 1).unsqueeze(-1).view(torch.uint8)]  # [outputs, blocks, bytes]
+            if not self.quant.symmetric:
+                parts.append(zeros.repeat_interleave(blocks, 1).unsqueeze(-1))
+            steps = codes.reshape(len(codes), -1, 2, 16)
+            parts.append((steps[:, :, 0] | steps[:, :, 1] << 4).reshape(len(codes), -1, kind.values // 2))
+            rows[some] = torch.cat(parts, -1).flatten(1).numpy()
         inputs = None if order is None else order.int()
         return StoredRows(self.type, rows, torch.arange(n), source, inputs=inputs)
 
@@ -85,16 +90,18 @@ class GroupTensor:
             ConfigError: a tensor that cannot be read, a scale that is no finite number, or parts that contradict.
         """
         weight, order = torch.empty(self.shape), self._order()
-        for some, codes, scale in self._numbers(order):
-            numbers = (codes * scale[:, :, None]).flatten(1)
+        for some, codes, zeros, scale in self._numbers(order):
+            whole = codes.view(torch.int8) - zeros.view(torch.int8)[:, :, None]
+            numbers = (whole * scale[:, :, None]).flatten(1)
             weight[some] = numbers if order is None else torch.empty_like(numbers).index_copy_(1, order, numbers)
         return weight
 
     def forget(self) -> None:
         """Nothing of its files is held."""
 
-    def _numbers(self, order: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of some outputs after others ``q - z`` [outputs, groups, inputs] int8 and scales [outputs, groups] float32.
+    def _numbers(self, order: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Of some outputs after others codes [outputs, groups, inputs], zeros [outputs, groups], both uint8, and scales
+        [outputs, groups] float32.
 
         Args:
             order: which input comes first, second, ...
@@ -119,13 +126,12 @@ class GroupTensor:
             else:
                 codes = _nibbles(words[some])
             codes = codes if order is None else codes[:, order]
-            groups = codes.reshape(len(codes), scales.shape[1], -1).view(torch.int8)
-            yield some, groups - zeros[some, :, None], scales[some]
+            yield some, codes.reshape(len(codes), scales.shape[1], -1), zeros[some], scales[some]
 
     def _zeros(self) -> Tensor:
-        """[n, groups] int8, or [1, 1] of what all are."""
+        """[n, groups] uint8, or [1, 1] of what all are."""
         if "zeros" not in self.parts:
-            return torch.full((1, 1), 8, dtype=torch.int8)
+            return torch.full((1, 1), 8, dtype=torch.uint8)
         words = self._read("zeros")
         if self.quant.method == "compressed-tensors":
             zeros = _nibbles(words.T)
@@ -136,14 +142,14 @@ class GroupTensor:
             zeros = _nibbles(torch.from_numpy(whole.view(np.int32)), interleaved=self.quant.method == "awq")
         if self.quant.symmetric and (zeros != 8).any():
             self._refuse("zeros", "a zero is not 8, and quantization_config says sym")
-        return zeros[:, : self.shape[0]].T.view(torch.int8)
+        return zeros[:, : self.shape[0]].T
 
     def _order(self) -> Tensor | None:
         """[k] inputs sorted by their group; None: they are sorted, or a writer has left the table at -1."""
         if "groups" not in self.parts:
             return None
         own, k = self._read("groups").long(), self.shape[1]
-        size = k if self.quant.group_size == -1 else self.quant.group_size
+        size = self._group
         in_order = torch.arange(k) // size
         if torch.equal(own, in_order) or (self.quant.method == "compressed-tensors" and (own == -1).any()):
             return None

@@ -10,7 +10,7 @@ namespace {
 
 template <class F> constexpr Bytes::Start start_of(int part) {
   if (F::PARTS == 2) return part ? Bytes::SECOND_BY_32 : Bytes::FIRST_BY_32;
-  return F::SHIFT == 4 ? Bytes::BY_8 : F::SHIFT == 3 ? Bytes::BY_16 : Bytes::BY_128;
+  return F::ZERO ? Bytes::BY_1 : F::SHIFT == 4 ? Bytes::BY_8 : F::SHIFT == 3 ? Bytes::BY_16 : Bytes::BY_128;
 }
 
 #if PL_VNNI
@@ -68,7 +68,7 @@ template <class F> [[gnu::always_inline]] inline Codes codes_of(const uint8_t* w
 // Of step `step` of a block.
 template <class F> [[gnu::always_inline]] inline __m512 scale_of(const uint8_t* block, int step, int part) {
   using P = Packed<F>;
-  const uint8_t* at = block + P::SCALES + (step * F::PARTS + part) * P::WIDTH;
+  const uint8_t* at = block + P::scales(step, part);
   if constexpr (F::SCALE == HALF) return halves16(at);
   else if constexpr (F::SCALE == EXPONENT) return exponents16(at);
   else return _mm512_mul_ps(halves16(block + P::FACTORS), bytes16(at, F::SCALE == SIGNED));
@@ -81,6 +81,12 @@ template <class F> [[gnu::always_inline]] inline __m512 least_of(const uint8_t* 
     const __m512 below = _mm512_mul_ps(halves16(block + P::FACTORS + 2 * LANES), bytes16(at, false));
     return _mm512_sub_ps(_mm512_setzero_ps(), below);
   }
+}
+
+// The zeros of a block: times a row's negative sum, which both fit 16 bits.
+template <class F> [[gnu::always_inline]] inline __m512i zeros_of(const uint8_t* block) {
+  if constexpr (!F::ZERO) return _mm512_setzero_si512();
+  else return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(block + Packed<F>::ZEROS)));
 }
 
 constexpr int ASKED_AHEAD = 2304;  // bytes before their use, weights are asked for: measured, eight blocks of Q4_0
@@ -100,12 +106,15 @@ template <class F, int R> void block_product(const uint8_t* w, int64_t k, const 
     for (int step = 0; step < P::STEPS; step++, x += 8 * R, scale += R, sums += R) {
       for (int i = 0; i < SHARE; i += 64) __builtin_prefetch(w + AHEAD + step * SHARE + i, 0, 3);
       const Codes codes = codes_of<F>(w + step * P::STEP);
+      const __m512i zeros = zeros_of<F>(w);
 #pragma GCC unroll 2
       for (int part = 0; part < F::PARTS; part++) {
         __m512i whole[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-          whole[r] = F::SHIFT < 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(start[part][r]);
+        for (int r = 0; r < R; r++) {
+          whole[r] = F::SHIFT < 0 && !F::ZERO ? _mm512_setzero_si512() : _mm512_set1_epi32(start[part][r]);
+          if (F::ZERO) whole[r] = _mm512_madd_epi16(zeros, whole[r]);
+        }
         start[part] += R;
 #pragma GCC unroll 8
         for (int i = part * LINES; i < (part + 1) * LINES; i++)
@@ -134,7 +143,7 @@ inline __m256 bytes8(const uint8_t* p, bool sign) {
 }
 template <class F> [[gnu::always_inline]] inline __m256 scale_of(const uint8_t* block, int step, int part, int half) {
   using P = Packed<F>;
-  const uint8_t* at = block + P::SCALES + (step * F::PARTS + part) * P::WIDTH;
+  const uint8_t* at = block + P::scales(step, part);
   if constexpr (F::SCALE == HALF) return halves8(at + half * 16);
   else if constexpr (F::SCALE == EXPONENT) {
     float scales[8];
@@ -152,6 +161,11 @@ template <class F> [[gnu::always_inline]] inline __m256 least_of(const uint8_t* 
         _mm256_mul_ps(halves8(block + P::FACTORS + 2 * LANES + half * 16), bytes8(at + half * 8, false));
     return _mm256_sub_ps(_mm256_setzero_ps(), below);
   }
+}
+
+// The zeros of a block: times a row's negative sum, which both fit 16 bits.
+template <class F> [[gnu::always_inline]] inline __m256i zeros_of(const uint8_t* block, int half) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(block + Packed<F>::ZEROS + half * 8)));
 }
 
 // Line `i` of a step: codes of 0 and more.
@@ -208,9 +222,12 @@ void block_product(const uint8_t* w, int64_t k, const Panel& in, int row, int ha
     for (int step = 0; step < P::STEPS; step++, x += 8 * width, at += width) {
       for (int part = 0; part < F::PARTS; part++) {
         __m256i whole[R];
-        for (int r = 0; r < R; r++)
-          whole[r] = F::SHIFT < 0 || SIGNED_CODES<F> ? _mm256_setzero_si256()
-                                                     : _mm256_set1_epi32(in.start[start_of<F>(part)][at + r]);
+        for (int r = 0; r < R; r++) {
+          whole[r] = (F::SHIFT < 0 && !F::ZERO) || SIGNED_CODES<F>
+                         ? _mm256_setzero_si256()
+                         : _mm256_set1_epi32(in.start[start_of<F>(part)][at + r]);
+          if (F::ZERO) whole[r] = _mm256_madd_epi16(zeros_of<F>(w, half), whole[r]);
+        }
 #pragma GCC unroll 8
         for (int i = part * LINES; i < (part + 1) * LINES; i += FEW) {
 #if defined(__AVXVNNI__)
@@ -260,7 +277,7 @@ void block_product(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, in
       int8_t codes[LANES][I8_BLOCK];
       float scales[F::PARTS][LANES], leasts[LANES];
       for (int lane = 0; lane < LANES; lane++) {
-        for (int i = 0; i < I8_BLOCK; i++) codes[lane][i] = code_at<F>(w + step * P::STEP, lane, i);
+        for (int i = 0; i < I8_BLOCK; i++) codes[lane][i] = code_at<F>(w, step, lane, i);
         for (int part = 0; part < F::PARTS; part++) scales[part][lane] = scale_at<F>(w, step, part, lane);
         if (F::LEAST) leasts[lane] = least_at<F>(w, step, lane);
       }

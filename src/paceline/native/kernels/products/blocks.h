@@ -1,13 +1,13 @@
-// Products with weights in blocks of inputs that have scales of their own, as GGUF files have them.
+// Products with weights in blocks of inputs that have scales of their own, as GGUF files have them, and AWQ and GPTQ.
 //
 // Packed are [outputs / 16][k / VALUES] blocks of 16 outputs. A block begins with its codes, 32 inputs after 32, in
 // lines of 64 bytes: a line is [16 outputs][4 inputs]. Four lines hold the lower four bits, those of inputs 0 .. 15 in
 // their lower halves and those of 16 .. 31 in their upper ones. A fifth bit stands in 64 bits for each four inputs; a
-// fifth and a sixth stand in two lines. Behind all codes come the scales, the least values and the factors, 16 outputs
-// side by side.
+// fifth and a sixth stand in two lines. Behind all codes come the scales, the least values, the factors and the zeros, 16
+// outputs side by side.
 //
 // Same bits everywhere. Rows of x are rounded to bytes by blocks of 32 (`round_rows`). The products of the codes that
-// share a scale make an exact integer; then, in this order over k and nowhere contracted otherwise,
+// share a scale, less the zero times the sum of their x, make an exact integer; then, in this order over k and nowhere contracted otherwise,
 //   sum = fma((float)whole, scale_w * scale_x, sum), and with least values sum = fma(least, scale_x * sum_x, sum).
 // So neither the number of rows nor the instructions change a bit.
 
@@ -33,8 +33,9 @@ inline float half(uint16_t h) {
 constexpr int LINE = 64;  // bytes: four inputs of 16 outputs
 
 // The formats. FILE: bytes of a block in a file. BITS: of a code. SHIFT: zero is code 128 >> SHIFT, or 0 below 0.
-// SCALE: what a scale is. PARTS: scales of 32 inputs. LEAST: whether there are least values. codes(b, step, i): in a
-// byte each, codes 4 i .. 4 i + 3 of these 32 inputs.
+// SCALE: what a scale is. PARTS: scales of 32 inputs. WHOLE: a block has one scale. LEAST: whether there are least
+// values. ZERO: whether a block has the code that stands for zero, below 16. codes(b, step, i): in a byte each, codes
+// 4 i .. 4 i + 3 of these 32 inputs.
 enum Scale { HALF, SIX_BITS, SIGNED, EXPONENT };  // all but the first and last have a factor, a half, beside them
 
 constexpr uint8_t NL_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
@@ -55,7 +56,7 @@ inline uint32_t fifths(const uint8_t* p, int i) {
 struct Q4_0 {
   static constexpr int TYPE = 2, VALUES = 32, FILE = 18, BITS = 4, SHIFT = 4, PARTS = 1;
   static constexpr Scale SCALE = HALF;
-  static constexpr bool LEAST = false;
+  static constexpr bool LEAST = false, WHOLE = false, ZERO = false;
   static constexpr const uint8_t* TABLE = nullptr;
   static uint32_t codes(const uint8_t* b, int, int i) { return nibbles(b + 2, i); }
 };
@@ -127,6 +128,15 @@ struct Q6_K : Q4_0 {
   static uint8_t scale(const uint8_t* b, int j) { return b[192 + j]; }
 };
 
+// Of checkpoints that are quantised in groups of inputs: a scale, where ZEROS the zero in a byte, and the codes as in
+// Q4_0, 32 inputs after 32. No file has these.
+template <int GROUP, bool ZEROS> struct Grouped : Q4_0 {
+  static constexpr int TYPE = 128 + GROUP / 16 + ZEROS, VALUES = GROUP, HEAD = 2 + ZEROS, FILE = HEAD + GROUP / 2;
+  static constexpr int SHIFT = ZEROS ? -1 : 4;
+  static constexpr bool WHOLE = true, ZERO = ZEROS;
+  static uint32_t codes(const uint8_t* b, int step, int i) { return nibbles(b + HEAD + step * 16, i); }
+};
+
 // Bytes of a packed block, and where its parts begin.
 template <class F> struct Packed {
   static constexpr int STEPS = F::VALUES / I8_BLOCK;  // of 32 inputs
@@ -134,10 +144,14 @@ template <class F> struct Packed {
   static constexpr int STEP = UPPER + (F::BITS == 5 ? LINE : F::BITS == 6 ? 2 * LINE : 0);
   static constexpr int WIDTH = F::SCALE == HALF ? 2 * LANES : LANES;  // bytes of 16 scales
   static constexpr int SCALES = STEPS * STEP;
-  static constexpr int LEASTS = SCALES + STEPS * F::PARTS * WIDTH;
+  static constexpr int LEASTS = SCALES + (F::WHOLE ? 1 : STEPS * F::PARTS) * WIDTH;
   static constexpr int FACTORS = LEASTS + (F::LEAST ? STEPS * WIDTH : 0);
   static constexpr bool HAS_FACTORS = F::SCALE == SIX_BITS || F::SCALE == SIGNED;
-  static constexpr int BYTES = FACTORS + (HAS_FACTORS ? (F::LEAST ? 4 : 2) * LANES : 0);
+  static constexpr int ZEROS = FACTORS + (HAS_FACTORS ? (F::LEAST ? 4 : 2) * LANES : 0);
+  static constexpr int BYTES = ZEROS + (F::ZERO ? LANES : 0);
+  static constexpr int scales(int step, int part) {
+    return SCALES + (F::WHOLE ? 0 : (step * F::PARTS + part) * WIDTH);
+  }
 };
 
 // Sixteen rows of a file, one block of each, as a packed block. False: a scale is no finite number.
@@ -175,6 +189,7 @@ template <class F> bool pack_block(const uint8_t* const from[LANES], uint8_t* to
     if constexpr (F::SCALE == HALF) {
       halves(P::SCALES, lane, 0);
       if (F::LEAST) halves(P::LEASTS, lane, 2);
+      if (F::ZERO) to[P::ZEROS + lane] = from[lane][2];
     } else {
       for (int j = 0; j < P::STEPS * F::PARTS; j++)
         to[P::SCALES + j * LANES + lane] = F::scale(from[lane], j);
@@ -189,9 +204,11 @@ template <class F> bool pack_block(const uint8_t* const from[LANES], uint8_t* to
   return finite;
 }
 
-// Code `i` of 32, less what stands for zero.
-template <class F> inline int8_t code_at(const uint8_t* w, int lane, int i) {
-  const int at = i / 4 * LINE + lane * 4 + i % 4, less = F::SHIFT < 0 ? 0 : 128 >> std::max(F::SHIFT, 0);
+// Code `i` of the 32 of a step, less what stands for zero.
+template <class F> inline int8_t code_at(const uint8_t* block, int step, int lane, int i) {
+  const uint8_t* w = block + step * Packed<F>::STEP;
+  const int at = i / 4 * LINE + lane * 4 + i % 4;
+  const int less = F::ZERO ? block[Packed<F>::ZEROS + lane] : F::SHIFT < 0 ? 0 : 128 >> std::max(F::SHIFT, 0);
   if (F::BITS == 8) return (int8_t)(w[at] - less);
   int code = w[at % (4 * LINE)] >> i / 16 * 4 & 15;
   if (F::TABLE) code = F::TABLE[code];
@@ -206,7 +223,7 @@ inline float half_at(const uint8_t* p, int lane) {
 }
 template <class F> inline float scale_at(const uint8_t* block, int step, int part, int lane) {
   using P = Packed<F>;
-  const uint8_t* at = block + P::SCALES + (step * F::PARTS + part) * P::WIDTH;
+  const uint8_t* at = block + P::scales(step, part);
   if (F::SCALE == HALF) return half_at(at, lane);
   if (F::SCALE == EXPONENT) {
     const uint32_t bits = at[lane] < 2 ? 0x200000u << at[lane] : (uint32_t)(at[lane] - 1) << 23;
@@ -228,7 +245,7 @@ template <class F> void unpack_lane(const uint8_t* w, int lane, int64_t k, float
     for (int step = 0; step < Packed<F>::STEPS; step++)
       for (int i = 0; i < I8_BLOCK; i++) {
         const float scale = scale_at<F>(w, step, i * F::PARTS / I8_BLOCK, lane);
-        const float value = scale * (float)code_at<F>(w + step * Packed<F>::STEP, lane, i);
+        const float value = scale * (float)code_at<F>(w, step, lane, i);
         *out++ = F::LEAST ? value + least_at<F>(w, step, lane) : value;
       }
 }
@@ -246,6 +263,11 @@ template <class R, class Fn> R of_format(int64_t kind, Fn f) {
     case IQ4_NL::TYPE: return f(IQ4_NL{});
     case IQ4_XS::TYPE: return f(IQ4_XS{});
     case MXFP4::TYPE: return f(MXFP4{});
+    case Grouped<64, false>::TYPE: return f(Grouped<64, false>{});
+    case Grouped<128, false>::TYPE: return f(Grouped<128, false>{});
+    case Grouped<32, true>::TYPE: return f(Grouped<32, true>{});
+    case Grouped<64, true>::TYPE: return f(Grouped<64, true>{});
+    case Grouped<128, true>::TYPE: return f(Grouped<128, true>{});
     default: return f(Q8_0{});
   }
 }

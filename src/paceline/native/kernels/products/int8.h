@@ -71,8 +71,9 @@ void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, const in
           y.scale[at] = 0;
         }
         y.start[Bytes::BY_128][at] = -128 * total, y.start[Bytes::BY_16][at] = -16 * total;
-        y.start[Bytes::BY_8][at] = -8 * total, y.start[Bytes::FIRST_BY_32][at] = -32 * first;
-        y.start[Bytes::SECOND_BY_32][at] = -32 * (total - first), y.sum[at] = y.scale[at] * (float)total;
+        y.start[Bytes::BY_8][at] = -8 * total, y.start[Bytes::BY_1][at] = -total;
+        y.start[Bytes::FIRST_BY_32][at] = -32 * first, y.start[Bytes::SECOND_BY_32][at] = -32 * (total - first);
+        y.sum[at] = y.scale[at] * (float)total;
       }
   }
 }

@@ -13,9 +13,9 @@ inline int panel_width(int64_t rows) { return rows > 6 ? 8 : rows > 4 ? 6 : rows
 // Rows of x rounded to bytes, for products with int8 weights and with those in blocks: eight rows together in a panel,
 // so that a product of R rows reads its x side by side.
 struct Bytes {
-  // What stored codes are too large by, 128 >> (0, 3, 4), times the block's sum, negative; for codes that are 32 too
-  // large, the sums of the block's two halves.
-  enum Start { BY_128, BY_16, BY_8, FIRST_BY_32, SECOND_BY_32, STARTS };
+  // What stored codes are too large by, 128 >> (0, 3, 4, 7), times the block's sum, negative; for codes that are 32
+  // too large, the sums of the block's two halves.
+  enum Start { BY_128, BY_16, BY_8, BY_1, FIRST_BY_32, SECOND_BY_32, STARTS };
   std::vector<int32_t> x;              // [panel][k / 4][width] four bytes each
   std::vector<int32_t> start[STARTS];  // [panel][k / I8_BLOCK][width]
   std::vector<float> scale, sum;       // likewise; the scale, and the scale times the block's sum
