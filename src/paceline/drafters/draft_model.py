@@ -27,7 +27,6 @@ from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference
-from ..core.tree import TokenTree
 from ..kv.pool import KVPool
 from ..network.files import check_target, fingerprint
 from ..network.hot import load_hot
@@ -35,9 +34,9 @@ from ..network.native import Stack
 from ..network.native_calls import ChainStart, TreeStart
 from ..network.streams import StreamSet, read_config
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
-from .growth import Grower, Growth, compiles, drawn_from
+from .growth import Grower, Growth, compiles
 from .model_sessions import Expansion, ModelSessions, Session
-from .proposal import Proposal, to_tree
+from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
 from .sessions import ROOT
@@ -235,19 +234,12 @@ class DraftModel(Drafter):
         if self._model is not None:
             self._model.forget()
 
-    def propose(self, want: DraftRequest) -> TokenTree:
+    @inference
+    def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence, level by level, all sequences together."""
         if self.streams is not None:  # several tokens a pass
             depths = [self._depth(sequence, max_depth) for sequence, _, max_depth in want.rows()]
-            return super().propose(replace(want, max_depths=depths))
-        growths = self._grow(want)
-        tree = to_tree(want.roots(), [self._proposal(g) for g in growths], trusted=True)
-        if self.config.proposes == "sampled":
-            tree.q = drawn_from(growths, self._vocab)
-        return tree
-
-    @inference
-    def _grow(self, want: DraftRequest) -> list[_Growth]:
+            return super().draft(replace(want, max_depths=depths))
         least = max(self.config.min_prob, 0.0 if self.config.proposes == "sampled" else min(want.floor, 1.0))
         self._grower = replace(self._grower, floor=math.log(least) if least > 0 else -math.inf)
         growths = [self._start(*row) for row in want.rows()]
@@ -260,7 +252,8 @@ class DraftModel(Drafter):
             while (logits := self._forward(able)) is not None:
                 self._grower.expand(able, logits, level)
                 level += 1
-        return growths
+        # Of a dynamic tree the best nodes: a node's score is never above its parent's.
+        return [g.draft.best(g.budget) if self.config.topk > 1 else g.draft for g in growths]
 
     def _roll(self, growths: Sequence[_Growth], stack: Stack) -> None:
         """Grow chains in one compiled call."""
@@ -332,7 +325,3 @@ class DraftModel(Drafter):
         if self.config.topk > 1:
             return (self.config.beam or self.config.topk) * (depth - 1)
         return self.config.nodes_of(depth - 1)
-
-    def _proposal(self, growth: _Growth) -> Proposal:
-        """The drafted nodes; of a dynamic tree the best ones (a node's score is never above its parent's)."""
-        return growth.draft.best(growth.budget) if self.config.topk > 1 else growth.draft

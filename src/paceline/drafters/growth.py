@@ -35,7 +35,6 @@ class Growth:
     draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
     depths: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
-    q_rows: dict[int, Tensor] = field(default_factory=dict)  # node -> [V], for sampled drafts
     forwarded: int = 0  # the first so many nodes have K/V
 
     @property
@@ -81,9 +80,9 @@ class Growth:
             tokens=[old.tokens[node - 1] for node in order],
             parents=[moved[old.parents[node - 1]] for node in order],
             log_scores=[old.log_scores[node - 1] for node in order],
+            q={moved[node]: row for node, row in old.q.items()},
         )
         self.depths = [self.depths[node - 1] for node in order]
-        self.q_rows = {moved[node]: row for node, row in self.q_rows.items()}
         self.frontier = [moved[node] for node in self.frontier]
         self.forwarded = done + len(self.frontier)
 
@@ -149,7 +148,7 @@ class Grower:
         if self.proposes == "point":
             return sampler.process(logits, paths)
         probs = sampler.probs(logits, paths)  # [n, V]
-        growth.q_rows.update(zip(growth.frontier, probs, strict=True))
+        growth.draft.q.update(zip(growth.frontier, probs, strict=True))
         return probs.log() + sampler.draft_noise(positions, growth.frontier, logits.device)
 
     def _next_frontier(self, growth: Growth, fresh: list[int], level: int) -> list[int]:
@@ -178,16 +177,6 @@ def compiles(growths: Sequence[Growth], proposes: str) -> bool:
     """Whether compiled code can choose the drafts' tokens: likeliest ones, or coupled ones."""
     samplers = [growth.sequence.sampler for growth in growths]
     return proposes != "sampled" and all(s.plain or (s.draws and proposes == "coupled") for s in samplers)
-
-
-def drawn_from(growths: Sequence[Growth], vocab: int) -> Tensor:
-    """[B, N, V] what the nodes of sampled trees were drawn from, over ``vocab`` tokens; see `TokenTree.q`."""
-    rows = [(b, node, row) for b, growth in enumerate(growths) for node, row in growth.q_rows.items()]
-    width = 1 + max(len(growth.draft) for growth in growths)
-    probs = torch.zeros(len(growths), width, vocab, dtype=rows[0][2].dtype if rows else torch.float32)
-    for b, node, row in rows:
-        probs[b, node] = row
-    return probs
 
 
 def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference
-from ..core.tree import TokenTree
 from ..kv.pool import KVPool, SequenceCache
 from ..kv.views import PoolView, SinkWindow
 from ..network.applications import adapter_ranges
@@ -29,8 +28,8 @@ from ..network.native import Stack
 from ..network.native_calls import ChainStart, NativeView
 from ..network.packing import RowPacker
 from .base import Drafter, DrafterSpec, DraftRequest
-from .growth import Grower, Growth, compiles, drawn_from
-from .proposal import to_tree
+from .growth import Grower, Growth, compiles
+from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
 
@@ -70,6 +69,8 @@ class MagicDec(Drafter):
     Args:
         config: the view, and how long drafts are.
     """
+
+    trusted = True
 
     def __init__(self, config: MagicDecConfig) -> None:
         self.config = config
@@ -112,13 +113,24 @@ class MagicDec(Drafter):
         self._decoder = target.decoder
         self._view = PoolView(self.shape, shape.rope, target.max_position, target.dtype, device)
 
-    def propose(self, want: DraftRequest) -> TokenTree:
+    @inference
+    def draft(self, want: DraftRequest) -> list[Proposal]:
         """One chain a sequence, a token a pass, all sequences together."""
-        growths = self._grow(want)
-        tree = to_tree(want.roots(), [g.draft for g in growths], trusted=True)
-        if self.config.proposes == "sampled":
-            tree.q = drawn_from(growths, self.decoder.config.vocab_size)
-        return tree
+        growths = [_Growth(*row) for row in want.rows()]
+        for growth, cache in zip(growths, want.caches, strict=True):
+            growth.cache = cache
+            # A drafted token's K/V lies where verification will put it.
+            growth.max_depth = min(growth.max_depth, growth.budget, self.config.depth, cache.reserved)
+        able = [growth for growth in growths if growth.max_depth > 0]
+        sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
+        floor = -math.inf if sampled or want.floor <= 0 else math.log(min(want.floor, 1.0))
+        stack = self.decoder.stack
+        adapted = any(growth.sequence.application is not None for growth in able)
+        if able and stack is not None and not adapted and compiles(able, self.config.proposes):
+            self._roll(able, stack, floor)
+        elif able:
+            self._crawl(able, replace(self._grower, floor=floor))
+        return [growth.draft for growth in growths]
 
     # -- its parts
 
@@ -133,24 +145,6 @@ class MagicDec(Drafter):
         """What drafting passes see."""
         assert self._view is not None, "bind comes first"
         return self._view
-
-    @inference
-    def _grow(self, want: DraftRequest) -> list[_Growth]:
-        growths = [_Growth(*row) for row in want.rows()]
-        for growth, cache in zip(growths, want.caches, strict=True):
-            growth.cache = cache
-            # A drafted token's K/V lies where verification will put it.
-            growth.max_depth = min(growth.max_depth, growth.budget, self.config.depth, cache.reserved)
-        able = [growth for growth in growths if growth.max_depth > 0]
-        sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
-        floor = -math.inf if sampled or want.floor <= 0 else math.log(min(want.floor, 1.0))
-        grower, stack = replace(self._grower, floor=floor), self.decoder.stack
-        adapted = any(growth.sequence.application is not None for growth in able)
-        if able and stack is not None and not adapted and compiles(able, self.config.proposes):
-            self._roll(able, stack, floor)
-        elif able:
-            self._crawl(able, grower)
-        return growths
 
     def _roll(self, growths: Sequence[_Growth], stack: Stack, floor: float) -> None:
         """The same as `_crawl`, in one compiled call."""

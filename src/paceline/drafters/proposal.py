@@ -1,4 +1,4 @@
-"""The draft of a drafter that works on token ids, in plain Python, before the batch's tree is built.
+"""The draft of a drafter, in plain Python, before the batch's tree is built.
 
 One `Proposal` a sequence; `to_tree` turns a batch of them into one `TokenTree`. Proposals of several
 drafters can be compared by `expected_accepted` before any tensor exists.
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf, log
 
+import torch
+from torch import Tensor
+
 from ..core.tree import TokenTree
 
 
@@ -24,6 +27,7 @@ class Proposal:
     log_scores: list[float] = field(default_factory=list)  # log of the estimated chance that the path is accepted
     matched: int = 0  # tokens of context that the proposal rests on, where that is counted
     sources: list[int] = field(default_factory=list)  # who proposed each node; empty: source 0 all of them
+    q: dict[int, Tensor] = field(default_factory=dict)  # tree index -> [V] what its child was drawn from, if it was
 
     @staticmethod
     def chain(tokens: list[int], chance: float) -> Proposal:
@@ -105,7 +109,15 @@ def to_tree(root_tokens: Sequence[int], proposals: Sequence[Proposal], *, truste
     """
     columns = [p.parents for p in proposals], [p.tokens for p in proposals]
     sources = [p.sources or [0] * len(p.tokens) for p in proposals]
-    return TokenTree.from_parents(root_tokens, *columns, sources, [p.log_scores for p in proposals], trusted=trusted)
+    scores = [p.log_scores for p in proposals]
+    tree = TokenTree.from_parents(root_tokens, *columns, sources, scores, trusted=trusted)
+    drawn = next((row for p in proposals for row in p.q.values()), None)
+    if drawn is not None:
+        tree.q = torch.zeros(len(tree.counts), max(tree.counts), len(drawn), dtype=drawn.dtype)
+        for b, p in enumerate(proposals):
+            for node, row in p.q.items():
+                tree.q[b, node] = row
+    return tree
 
 
 def best_nodes(

@@ -23,7 +23,6 @@ import torch
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.sampling import SamplingParams
-from ..core.tree import TokenTree
 from .base import DrafterSpec, DraftRequest, SequenceView
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
@@ -217,14 +216,14 @@ class SyntheticDrafter(LookUp):
                 "ask for fewer branches",
             )
 
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """[B, N] trees on the CPU; takes ``cost_ms``, where anything is drafted."""
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """Takes ``cost_ms``, where anything is drafted."""
         until = perf_counter() + self.config.cost_ms * 1e-3
-        tree = super().propose(want)
-        if max(tree.counts) > 1:
+        drafts = super().draft(want)
+        if any(map(len, drafts)):
             while perf_counter() < until:  # busy, as a drafter would be
                 pass
-        return tree
+        return drafts
 
     def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
         """Level by level, on each level the branch that may be right first."""

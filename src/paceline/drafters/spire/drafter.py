@@ -21,7 +21,6 @@ from torch import Tensor
 from ...attention import make_backend
 from ...core.errors import CapabilityError
 from ...core.inference import inference
-from ...core.tree import TokenTree
 from ...kv.pool import KVPool
 from ...kv.ring import RingCache
 from ...kv.views import SinkWindow
@@ -35,8 +34,8 @@ from ...network.native import unsupported
 from ...network.native_memory import RingChain
 from ...network.packing import RowPacker
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from ..growth import Grower, Growth, compiles, drawn_from
-from ..proposal import to_tree
+from ..growth import Grower, Growth, compiles
+from ..proposal import Proposal
 from ..registry import DrafterConfig, DrafterContext, option
 from ..resampling import REFUSED
 from ..states.head import check_fit
@@ -104,6 +103,8 @@ class SpireDrafter(Drafter):
     Raises:
         CapabilityError: a target that is not known, or too small for the draft.
     """
+
+    trusted = True
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class SpireDrafter(Drafter):
             self.network.write(self.ring, [step.hidden[tap] for tap in self._taps], rows, places, slots)
 
     @inference
-    def propose(self, want: DraftRequest) -> TokenTree:
+    def draft(self, want: DraftRequest) -> list[Proposal]:
         """One chain a sequence, a token a pass, all sequences together."""
         growths = [Growth(*row) for row in want.rows()]
         last = self.network.decoder.config.max_position
@@ -223,10 +224,7 @@ class SpireDrafter(Drafter):
             want.passes = self._roll(able, floor)
         else:
             want.passes = self._grow(able, replace(self._grower, floor=floor))
-        tree = to_tree(want.roots(), [g.draft for g in growths], trusted=True)
-        if sampled:
-            tree.q = drawn_from(growths, self.network.decoder.config.vocab_size)
-        return tree
+        return [g.draft for g in growths]
 
     # -- its parts
 

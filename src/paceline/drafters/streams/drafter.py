@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ConfigError
-from ...core.tree import TokenTree
 from ...network.files import check_target, fingerprint
 from ...network.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, read_config
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
 from ..levels import Said, count, cut, product_trees
-from ..proposal import Proposal, to_tree
+from ..proposal import Proposal
 from ..registry import DrafterConfig, DrafterContext, option
 from ..resampling import (
     Resample,
@@ -220,17 +219,16 @@ class StreamsDrafter(Drafter):
         for key in keys:
             self._heard.pop(key, None)
 
-    def propose(self, want: DraftRequest) -> TokenTree:
+    def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence; the root alone where its last node carried no streams."""
         depths = [self._depth(*row) for row in want.rows()]
         if self.config.proposes == "sampled":
-            return self._drawn(want, depths)
+            return [self._drawn(view, depth) for view, depth in zip(want.sequences, depths, strict=True)]
         batch = sum(depth > 0 for depth in depths) >= self.config.best_path_batch
         left = [self._resampling.take(*row) for row in want.rows()]
         if batch:  # the best path alone
             left = [None] * len(left)
-        merged = self._merged(want, depths, left, 1 if batch or self.config.is_chain else self.config.k)
-        return to_tree(want.roots(), merged)
+        return self._merged(want, depths, left, 1 if batch or self.config.is_chain else self.config.k)
 
     # -- the tree
 
@@ -270,31 +268,16 @@ class StreamsDrafter(Drafter):
 
     # -- drawn chains
 
-    def _drawn(self, want: DraftRequest, depths: Sequence[int]) -> TokenTree:
+    def _drawn(self, sequence: SequenceView, depth: int) -> Proposal:
         """One token from each stream, drawn with noise of its own, and the distributions they came from."""
-        heard = [self._heard.get(s.key) for s in want.sequences]
-        parts = [h[:depth] if depth and isinstance(h, Tensor) else None for h, depth in zip(heard, depths, strict=True)]
-        drawn = [_draw(s, part) for s, part in zip(want.sequences, parts, strict=True)]
-        tree = to_tree(want.roots(), [proposal for proposal, _ in drawn])
-        known = next((q for _, q in drawn if q is not None), None)
-        if known is None:
-            return tree
-        tree.q = torch.zeros(len(tree.counts), max(tree.counts), known.shape[1], dtype=known.dtype)  # [B, N, V]
-        for b, (_, q) in enumerate(drawn):
-            if q is not None:
-                tree.q[b, : len(q)] = q
-        return tree
-
-
-def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tensor | None]:
-    """A drawn chain and the distributions [depth, V] it came from; an empty one where there are no logits."""
-    if logits is None:
-        return Proposal(), None
-    first, sampler = len(sequence.tokens), sequence.sampler
-    q = sampler.probs(logits)  # [depth, V]
-    tokens = sampler.draw(q, [*range(first, first + len(logits))])
-    log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
-    return Proposal(tokens.tolist(), [*range(len(logits))], [*accumulate(log_q)]), q
+        heard = self._heard.get(sequence.key)
+        if not depth or not isinstance(heard, Tensor):
+            return Proposal()
+        first, sampler = len(sequence.tokens), sequence.sampler
+        q = sampler.probs(heard[:depth])  # [depth, V]
+        tokens = sampler.draw(q, [*range(first, first + len(q))])
+        log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
+        return Proposal(tokens.tolist(), [*range(len(q))], [*accumulate(log_q)], q=dict(enumerate(q)))
 
 
 def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
