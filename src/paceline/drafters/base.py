@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, log
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
@@ -157,6 +158,11 @@ class DraftRequest:
     def rows(self) -> Iterator[tuple[SequenceView, int, int]]:
         """Sequence, budget and depth of each."""
         return zip(self.sequences, self.budgets, self.max_depths, strict=True)
+
+    @property
+    def log_floor(self) -> float:
+        """Log of `floor`, for scores of paths."""
+        return log(min(self.floor, 1.0)) if self.floor > 0 else -inf
 
     def roots(self) -> list[int]:
         """[B] tokens of the roots."""

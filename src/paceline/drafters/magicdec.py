@@ -123,7 +123,7 @@ class MagicDec(Drafter):
             growth.max_depth = min(growth.max_depth, growth.budget, self.config.depth, cache.reserved)
         able = [growth for growth in growths if growth.max_depth > 0]
         sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
-        floor = -math.inf if sampled or want.floor <= 0 else math.log(min(want.floor, 1.0))
+        floor = -math.inf if sampled else want.log_floor
         stack = self.decoder.stack
         adapted = any(growth.sequence.application is not None for growth in able)
         if able and stack is not None and not adapted and compiles(able, self.config.proposes):

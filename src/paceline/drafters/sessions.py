@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, log
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..core.sampling import SamplingParams
@@ -172,7 +171,7 @@ def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Pro
     for place, (view, budget, max_depth) in enumerate(want.rows()):
         if (wanted := min(budget, max_depth, levels)) > 0:
             left[view.key] = place, ROOT, wanted
-    floor = log(min(want.floor, 1.0)) if want.floor > 0 else -inf
+    floor = want.log_floor
     while left:
         asks = [Ask(key, expand=[tip], most=[wanted]) for key, (_, tip, wanted) in left.items()]
         for ask, grown in zip(asks, sessions.grow(asks), strict=True):

@@ -9,7 +9,6 @@ Sources: EAGLE (Li et al. 2024a), section 4.1; EAGLE-2 (Li et al. 2024b), sectio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +23,12 @@ from ...network.files import fingerprint
 from ...network.hot import load_hot
 from ...network.loader import read_config
 from ...network.native_calls import TreeStart
-from ..base import Drafter, DrafterSpec, DraftRequest, StepFeatures
+from ..base import DrafterSpec, DraftRequest
 from ..growth import Grower, Growth, compiles, pack_frontier
 from ..proposal import Proposal
 from ..registry import DrafterConfig, DrafterContext, option
 from ..resampling import REFUSED
-from ..states.body import Size, StateBody, StateNetwork
+from ..states.body import Size, StateBody, StateDrafter, StateNetwork
 from ..states.head import check_fit
 from ..states.network import LAST, HeadNetwork
 from .eagle3 import Eagle3Model, Eagle3Network
@@ -91,7 +90,7 @@ class _Growth(Growth):
     states: dict[int, Tensor] | None = None  # node -> [d]; of the root and of nodes with K/V
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(StateDrafter):
     """Drafts with an EAGLE head.
 
     Args:
@@ -103,8 +102,6 @@ class EagleDrafter(Drafter):
     Raises:
         CapabilityError: an EAGLE-3 head, and a target that is not known or lacks the layers that it reads.
     """
-
-    trusted = True
 
     def __init__(
         self,
@@ -134,7 +131,6 @@ class EagleDrafter(Drafter):
             tree=config.topk > 1,
         )
         self._grower = Grower((1,) * self.depth, config.topk, config.topk, config.proposes)
-        self._body: StateBody | None = None
 
     # -- the contract
 
@@ -159,34 +155,17 @@ class EagleDrafter(Drafter):
         self._body = StateBody(network, target.handle, size, device)
 
     @inference
-    def observe(self, step: StepFeatures) -> None:
-        """Note the states that a pass showed."""
-        self.body.observe(step)
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Drop the state of ended or preempted sequences."""
-        if self._body is not None:
-            self._body.drop(keys)
-
-    @property
-    def body(self) -> StateBody:
-        """The layer at work."""
-        assert self._body is not None, "bind comes first"
-        return self._body
-
-    @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence, level by level, all sequences together."""
         growths = [_Growth(*row) for row in want.rows()]
         able = [g for g in growths if min(g.budget, g.max_depth) > 0 and self.body.ready(g.sequence)]
-        want.passes = self._grow(able, want.floor) if able else 0
+        want.passes = self._grow(able, want.log_floor) if able else 0
         return [growth.draft.best(growth.budget) for growth in growths]
 
     # -- its parts
 
-    def _grow(self, growths: Sequence[_Growth], chance: float) -> int:
+    def _grow(self, growths: Sequence[_Growth], floor: float) -> int:
         """Grow all trees; returns the passes that it took."""
-        floor = math.log(min(chance, 1.0)) if chance > 0 else -math.inf
         for growth in growths:
             growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
         if self.body.fuse is not None and compiles(growths, self.config.proposes):

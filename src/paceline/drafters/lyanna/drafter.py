@@ -23,7 +23,7 @@ from ...network.files import fingerprint
 from ...network.hot import load_hot
 from ...network.native_linear import NativeLinear
 from ...network.native_states import NativeTokenInfo, SampleStart, sample
-from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..base import DrafterSpec, DraftRequest, SequenceView
 from ..proposal import Proposal
 from ..registry import DrafterConfig, DrafterContext, option
 from ..resampling import (
@@ -35,7 +35,7 @@ from ..resampling import (
     resample_option,
     threshold_option,
 )
-from ..states.body import Size, StateBody
+from ..states.body import Size, StateBody, StateDrafter
 from ..states.head import check_fit
 from ..states.network import LAST, HeadNetwork
 from ..vocabulary import tokenizer_mark
@@ -97,7 +97,7 @@ class LyannaConfig(DrafterConfig):
         return LyannaDrafter(self, model, load_hot(folder, model.head.config.vocab_size))
 
 
-class LyannaDrafter(Drafter):
+class LyannaDrafter(StateDrafter):
     """Drafts with a trained `LyannaModel`.
 
     Args:
@@ -108,8 +108,6 @@ class LyannaDrafter(Drafter):
     Raises:
         ConfigError: a threshold deeper than the draft, no fresh node left.
     """
-
-    trusted = True
 
     def __init__(self, config: LyannaConfig, model: LyannaModel, hot: Tensor | None = None) -> None:
         self.config, self.model, self._hot = config, model, hot
@@ -126,7 +124,6 @@ class LyannaDrafter(Drafter):
             tree=config.width > 1 or self._resampling.on,
             sources=self._resampling.sources(config.kind),
         )
-        self._body: StateBody | None = None
         self._bias: Bias = lambda tokens: None
         self._info: NativeTokenInfo | None = None  # the same for compiled code
         self.states_drafted = self.states_reused = 0  # so far: states, and how many gave logits a second time
@@ -151,22 +148,10 @@ class LyannaDrafter(Drafter):
             table = info[1] if self._hot is None else info[1][self._hot]
             self._info = NativeTokenInfo(info[0], NativeLinear(table, None))
 
-    @inference
-    def observe(self, step: StepFeatures) -> None:
-        """Note the states that a pass showed."""
-        self.body.observe(step)
-
     def release(self, keys: Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
+        super().release(keys)
         self._resampling.release(keys)
-        if self._body is not None:
-            self._body.drop(keys)
-
-    @property
-    def body(self) -> StateBody:
-        """The layer at work."""
-        assert self._body is not None, "bind comes first"
-        return self._body
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:

@@ -219,7 +219,7 @@ class SpireDrafter(Drafter):
             growth.max_depth = min(growth.max_depth, growth.budget, self.depth, room)
         able = [g for g in growths if g.max_depth > 0 and self._ready(g.sequence)]
         sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
-        floor = -math.inf if sampled or want.floor <= 0 else math.log(min(want.floor, 1.0))
+        floor = -math.inf if sampled else want.log_floor
         if able and self.network.compiled and compiles(able, self.config.proposes):
             want.passes = self._roll(able, floor)
         else:

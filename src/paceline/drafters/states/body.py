@@ -21,11 +21,12 @@ from torch import Tensor
 
 from ...attention.base import Segment
 from ...core.errors import PoolFullError
+from ...core.inference import inference
 from ...kv.pool import KVPool, SequenceCache
 from ...network.base import Batch
 from ...network.native_calls import join, pick
 from ...network.packing import RowPacker
-from ..base import SequenceView, StepFeatures
+from ..base import Drafter, SequenceView, StepFeatures
 
 if TYPE_CHECKING:
     from ...network.handle import TargetHandle
@@ -250,3 +251,27 @@ class StateBody:
                 [0], [at], [step], cache.slots(at, at + 1), cache.slots(0, at + 1), at + 1, at
             )  # fmt: skip
         return self.run(packer, states, tokens=False)
+
+
+class StateDrafter(Drafter):
+    """Base of drafters that run one layer over the target's states: they add `spec`, `bind`, which sets `_body`, and
+    `draft`."""
+
+    trusted = True
+    _body: StateBody | None = None
+
+    @inference
+    def observe(self, step: StepFeatures) -> None:
+        """Note the states that a pass showed."""
+        self.body.observe(step)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Drop the state of ended or preempted sequences."""
+        if self._body is not None:
+            self._body.drop(keys)
+
+    @property
+    def body(self) -> StateBody:
+        """The layer at work."""
+        assert self._body is not None, "bind comes first"
+        return self._body
