@@ -19,7 +19,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.core.verify import lossy_stream_rejection
 from paceline.drafters import registry
-from paceline.drafters.base import RIDING_ROWS, StreamRules
+from paceline.drafters.base import STREAM_ROWS, StreamRules
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.proposal import best_nodes
 from paceline.drafters.registry import DrafterContext
@@ -252,7 +252,7 @@ def test_the_default_tree_follows_the_applications(options: dict[str, Any], appl
 def test_slots_for_streams(rules: dict[str, Any], shared: int, slots: int) -> None:
     assert StreamRules(**rules).scratch_slots(shared, rows=100, sequences=8) == slots
     assert StreamRules(gamma=4, at="frontier").scratch_slots(0, rows=3, sequences=8) == 12  # one row a sequence
-    assert StreamRules(gamma=4, at="frontier").scratch_slots(0, rows=99, sequences=1) == RIDING_ROWS
+    assert StreamRules(gamma=4, at="frontier").scratch_slots(0, rows=99, sequences=1) == STREAM_ROWS
 
 
 def test_on_the_frontier_each_sequence_has_room_for_its_streams() -> None:
@@ -262,7 +262,7 @@ def test_on_the_frontier_each_sequence_has_room_for_its_streams() -> None:
     pool.scratch = lambda count: (taken.append(count), scratch(count))[1]  # type: ignore[method-assign]
     outputs = run(engine, [([*PROMPT, 30 + i], GREEDY) for i in range(6)])
     assert engine.round.failure is None and all(o.stats.drafted for o in outputs)
-    assert max(taken) == 3 * 4 and pool.scratch_slots == RIDING_ROWS
+    assert max(taken) == 3 * 4 and pool.scratch_slots == STREAM_ROWS
 
 
 def test_masks_of_many_streams_are_not_kept() -> None:
@@ -485,7 +485,7 @@ def test_a_set_drafts_by_its_folder_alone(folder: Path, options: dict[str, Any])
     assert sum(o.stats.drafted for o in found) or "budget" not in options
 
 
-@pytest.mark.parametrize(("at", "slots"), [("frontier", RIDING_ROWS), ("nodes", 4 * 64)])
+@pytest.mark.parametrize(("at", "slots"), [("frontier", STREAM_ROWS), ("nodes", 4 * 64)])
 def test_the_pool_has_room_for_the_streams_of_the_widest_pass(folder: Path, at: str, slots: int) -> None:
     options: dict[str, Any] = {"max_model_len": 128, "max_sequences": 2, "max_batch_rows": 64}
     llm = LLM("paceline-small", drafter=f"streams:{folder},nodes=12,at={at}", budget=12, **options)

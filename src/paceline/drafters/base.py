@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..network.streams import StreamConfig, StreamSet
 
 
-RIDING_ROWS = 32  # of streams, that a pass has room for where they are not on every node
+STREAM_ROWS = 32  # of streams, that a pass has room for where they are not on every node
 Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each stream, best first, and their log q
 
 
@@ -67,7 +67,7 @@ class StreamRules:
         everywhere = max(shared, self.gamma if self.at == "nodes" else 0)  # any row may carry them
         # On the frontier one row a sequence does, in a pass of their own: it overwrites what the first one left. A few
         # likely ones may go with the first pass already.
-        return max(everywhere * rows, self.gamma * min(sequences, rows), min(RIDING_ROWS, self.gamma * rows))
+        return max(everywhere * rows, self.gamma * min(sequences, rows), min(STREAM_ROWS, self.gamma * rows))
 
 
 @dataclass(frozen=True, kw_only=True)

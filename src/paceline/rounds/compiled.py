@@ -47,16 +47,16 @@ def decide_compiled(
         p.logits = logits[:wanted]
         given = given._replace(rules=rules, logits=logits)
     taps = None if tapped is None else _room_for(tapped, p, target)
-    told: Sequence[StreamTokens | None] = ()
+    answers: Sequence[StreamTokens | None] = ()
     late_ms = 0.0
     if streams is None:
         chosen = target.stack.decide(given, pool, taps)
     else:
-        chosen, told, late_ms = target.stack.decide_streams(given, streams, pool, taps)
+        chosen, answers, late_ms = target.stack.decide_streams(given, streams, pool, taps)
     decide(p, None, chosen)
     if tapped is not None and taps is not None:
         _taken(tapped, taps, target)
-    return told, late_ms
+    return answers, late_ms
 
 
 def _room_for(tapped: Tapped, p: Pass, target: Decoder) -> NativeTaps:

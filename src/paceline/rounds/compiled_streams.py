@@ -27,16 +27,16 @@ class StreamDrafts:
     """What the streams of a pass said, and what they took."""
 
     carriers: Sequence[Carriers]
-    riding: Sequence[CarrierRows]  # of each carrier
-    told: Sequence[StreamTokens | None]  # of each carrier
+    rows: Sequence[CarrierRows]  # of each carrier
+    answers: Sequence[StreamTokens | None]  # of each carrier
     late_ms: float  # of streams that ran after the verdict
 
     def levels(self, works: int) -> list[Levels | None]:
         """[B] what each sequence's drafter is shown."""
         found: list[Levels | None] = [None] * works
-        for c, told in zip(self.carriers, self.told, strict=True):
-            if told is not None:
-                found[c.work] = told.tokens, told.log_q
+        for c, answer in zip(self.carriers, self.answers, strict=True):
+            if answer is not None:
+                found[c.work] = answer.tokens, answer.log_q
         return found
 
 
@@ -61,7 +61,7 @@ def decide_streams_compiled(
     if carriers:
         if target.stack is None or not _plain_streams(carriers) or not _walkable(p, carriers):
             return None
-        streams = _riding(p, carriers, rules, pool, target.stack.free_rows, target.config.vocab_size)
+        streams = _stream_run(p, carriers, rules, pool, target.stack.free_rows, target.config.vocab_size)
     found = decide_compiled(p, target, pool, tapped, streams)
     if found is None:
         return None
@@ -83,10 +83,10 @@ def _plain_streams(carriers: Sequence[Carriers]) -> bool:
     return streams.config.start_rank == 0 and streams.config.value_rotation is None
 
 
-def _riding(
+def _stream_run(
     p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVPool, free: int, vocab: int
 ) -> StreamRun:
-    """Who carries streams, as the compiled layers are told."""
+    """Who carries streams, as the compiled layers see it."""
     gamma, room = carriers[0].gamma, pool.scratch_slots
     open_rows = -p.main_rows % free
     rows = []
@@ -117,12 +117,12 @@ def _riders(p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, r
 
 def count_stream_drafts(p: Pass, said: StreamDrafts, num_layers: int) -> None:
     """Row-layers of streams, and whether those that were read rode."""
-    for c, rows, told in zip(said.carriers, said.riding, said.told, strict=True):
+    for c, rows, answer in zip(said.carriers, said.rows, said.answers, strict=True):
         upper, stats = num_layers - c.insertion, p.works[c.work].sequence.state.stats
-        late = told is not None and not told.rode
+        late = answer is not None and not answer.rode
         streams = rows.streams * (len(rows.riders) + late)
         stats.row_layers += streams * upper
         if streams:
             stats.upper_row_layers += (p.spans[c.work].nodes + streams) * upper
-        stats.stream_drafts += told is not None
-        stats.rode += told is not None and told.rode
+        stats.stream_drafts += answer is not None
+        stats.rode += answer is not None and answer.rode
