@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -131,6 +132,54 @@ def test_parts_are_one_model(plain: Path, tmp_path: Path) -> None:
         assert model.path == first and "more.weight" in model.tensors and "output_norm.weight" in model.tensors
     with pytest.raises(ConfigError, match="no part 3 of 2"):
         read_gguf(tmp_path / "m-00003-of-00002.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"split.no": 1}, r"00001-of-00002.gguf: it says split.no = 1, and its name 0. Restore"),
+        ({"split.count": 3}, r"it says split.count = 3, and its name 2"),
+        ({"split.count": "2"}, r"split.count' is '2', and must be a whole number"),
+        ({"split.tensors.count": 18}, r"the parts hold 21 tensors, and 18 are announced"),
+    ],
+)
+def test_parts_that_contradict_their_names_are_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    first, second = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
+    writer = gguf.GGUFWriter(second, "llama")
+    writer.add_uint16("split.no", 1)
+    writer.add_uint16("split.count", 2)
+    writer.add_tensor("more.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    said = {"split.no": 0, "split.count": 2, "split.tensors.count": 21}
+    assert len(read_gguf(write(first, changed=said)).tensors) == 21
+    with pytest.raises(ConfigError, match=words):
+        read_gguf(write(first, changed=said | changed))
+
+
+@pytest.mark.parametrize("alignment", [8, 64, 4096])
+def test_tensors_lie_where_the_alignment_says(alignment: int, tmp_path: Path) -> None:
+    file, numbers = tmp_path / "m.gguf", np.arange(6, dtype=np.float32)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_custom_alignment(alignment)
+    for name in ("one", "two", "three"):
+        writer.add_tensor(name, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = read_gguf(file).tensors, gguf.GGUFReader(file).tensors
+    assert [ours[tensor.name].start for tensor in theirs] == [tensor.data_offset for tensor in theirs]
+    assert all(np.array_equal(tensor.raw().view(np.float32)[0], numbers) for tensor in ours.values())
+    assert len({tensor.start % alignment for tensor in ours.values()}) == 1
+
+
+@pytest.mark.parametrize("alignment", [0, 4, 12, 2**21, 2**32 - 8, "32", 32.0])
+def test_an_alignment_that_cannot_be_is_refused(alignment: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"general.alignment'? is .*must be a (multiple of 8|whole number)"):
+        read_gguf(write(tmp_path / "m.gguf", changed={"general.alignment": alignment}))
 
 
 def test_no_file_is_said(tmp_path: Path) -> None:

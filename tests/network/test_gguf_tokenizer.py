@@ -238,6 +238,8 @@ def test_smollm2s_template_is_rendered() -> None:
         ({"ggml__model": "t5"}, "tokenizer.ggml.model is 't5'"),
         ({"ggml__token_type": [1, 2]}, "tokens, and 2 entries in tokenizer.ggml.token_type"),
         ({"ggml__merges": ["h q"]}, "the merge 'h q' makes no token"),
+        ({"ggml__merges": ["h ell"]}, "its merges cannot be used .*ell"),
+        ({"ggml__merges": ["hel l"]}, "its merges cannot be used .*hel"),
         ({"ggml__merges": ["h e l"]}, "the merge 'h e l' makes no token"),
         ({"ggml__bos_token_id": 5000, "ggml__add_bos_token": True}, "bos_token_id is 5000"),
         ({"ggml__bos_token_id": None, "ggml__add_bos_token": True}, "add_bos_token is true, and .* is missing"),

@@ -18,6 +18,7 @@ from paceline.attention import make_backend
 from paceline.attention.base import Segment
 from paceline.core.errors import ConfigError
 from paceline.kv.pool import KVPool
+from paceline.network.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.network.base import Batch
 from paceline.network.blocks import BY_NAME, GROUPED, dequantise
 from paceline.network.decoder import Decoder
@@ -35,12 +36,14 @@ def load(folder: Path, dtype: str = "auto", native: bool = True, **options: Any)
 
 
 @torch.inference_mode()
-def logits(decoder: Decoder, tokens: Tensor = TOKENS) -> Tensor:
+def logits(decoder: Decoder, tokens: Tensor = TOKENS, adapter: LowRank | None = None) -> Tensor:
     rows = len(tokens)
     pool, places = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device), torch.arange(rows)
     plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
     batch = Batch(tokens, places, torch.zeros(rows, dtype=torch.long), places, slice(0, rows), plan)
-    return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, pool))
+    state = decoder.embed(batch)
+    state.adapters = [] if adapter is None else [AdapterRange(0, rows, adapter)]
+    return decoder.logits(decoder.run_layers(state, 0, decoder.num_layers, pool))
 
 
 def numbers(folder: Path) -> dict[str, Tensor]:
@@ -163,6 +166,20 @@ def test_int8_and_parts_of_layers(tmp_path: Path) -> None:
 
 def test_the_fingerprint_is_that_of_the_files(tmp_path: Path) -> None:
     assert fingerprint(write(tmp_path / "a", "awq")) != fingerprint(write(tmp_path / "b", "awq", seed=1))
+
+
+@needs_kernels
+def test_adapters_beside_an_act_order_read_their_inputs_in_the_models(tmp_path: Path) -> None:
+    """Beside the same numbers in float32; adapters that read inputs out of order would show."""
+    folder = write(tmp_path, "gptq_order")
+    whole, stored = load(folder / "plain", "float32", native=False), load(folder)
+    shapes, generator = linear_shapes(whole.config), torch.Generator().manual_seed(4)
+    adapter = LowRank(AdapterConfig(rank=8, alpha=8.0, layers=(0, 1)), shapes)
+    with torch.no_grad():
+        for tensor in adapter.tensors().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[1] ** -0.5)
+    plain, mine = logits(whole, adapter=adapter), logits(stored, adapter=adapter)
+    assert (mine - plain).abs().max() < 0.25 * plain.std() < (plain - logits(whole)).abs().max()
 
 
 # --- what is refused ------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Headers of GGUF files: metadata and where each tensor lies. No tensor is read here, and nothing is believed.
 
 A file is mapped. A count that a header states is compared with the bytes that are left before anything is made of it,
-so what is allocated never exceeds the file; arrays are turned into Python values when somebody asks for them.
+so what is allocated is bounded by the file: a small multiple of its header, since Python's objects are larger than the
+bytes that they are made of. Arrays are turned into Python values when somebody asks for them.
 
 Source: the GGUF specification of ggml's repository, versions 2 and 3, little-endian.
 """
@@ -266,10 +267,13 @@ class MappedFile:
         raise CapabilityError(f"GGUF file {self.path}", f"it has version {version}; read are 2 and 3", remedy)
 
     def _take(self, count: int) -> bytes:
-        start, self._at = self._at, self._at + count
+        self._skip(count)
+        return self.data[self._at - count : self._at]
+
+    def _skip(self, count: int) -> None:
+        self._at += count
         if self._at > len(self.data):
             self.refuse(f"it is truncated: its header goes on behind its {len(self.data):,} bytes")
-        return self.data[start : self._at]
 
     def _number(self, letter: str) -> Any:
         return struct.unpack("<" + letter, self._take(struct.calcsize("<" + letter)))[0]
@@ -301,13 +305,8 @@ class MappedFile:
             self.refuse(f"key {shown(key)} is an array of values of type {element}, which are not read")
         size = struct.calcsize("<" + _SCALARS[element])
         count, start = self._count(size, "values"), self._at
-        self._take_none(count * size)
+        self._skip(count * size)
         return _Array(element, count, start, self._at)
-
-    def _take_none(self, count: int) -> None:
-        self._at += count
-        if self._at > len(self.data):
-            self.refuse(f"it is truncated: its header goes on behind its {len(self.data):,} bytes")
 
     def _skip_texts(self) -> _Array:
         count, start = self._count(8, "texts"), self._at
@@ -317,8 +316,7 @@ class MappedFile:
                 at += 8 + size(data, at)[0]
         except (struct.error, OverflowError):
             at = len(data) + 1
-        self._at = start
-        self._take_none(at - start)
+        self._skip(at - start)
         return _Array(_TEXT, count, start, at)
 
     def array(self, place: _Array) -> Any:

@@ -21,11 +21,12 @@ from .decoder import Decoder
 from .families import DecoderConfig, decoder_config, linear_shapes
 from .files import StoredTensor, free_bytes, get_tensor, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .gguf import is_gguf, read_gguf
-from .gguf_layout import BlockTensor, InBlocks, read_gguf_config, read_pieces
+from .gguf_layout import read_gguf_config, read_pieces
 from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
 from .group_quant import take_groups
 from .hub import env_offline, first_line, from_hub, local
 from .linear import QUANTS, Quant
+from .stored_blocks import BlockTensor, InBlocks
 from .weights import Piece, weight_map
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

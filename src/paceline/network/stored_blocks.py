@@ -1,0 +1,56 @@
+"""Which parameters of a checkpoint stay in blocks, whatever its format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from .blocks import StoredRows
+from .families import DecoderConfig
+from .gguf_model import GGUFTensor
+from .group_quant import GroupTensor
+from .padding import STEP, groups_of, padded
+from .weights import Piece
+
+BlockTensor = GGUFTensor | GroupTensor
+Pieces = Sequence[tuple[Piece, BlockTensor]]
+
+
+class InBlocks(Mapping[str, Sequence[StoredRows]]):
+    """Parameters that stay in the blocks of their files: each is read from there as it is packed.
+
+    Raises:
+        CapabilityError: a tensor of a type without products here, which only a plain dtype can load.
+    """
+
+    def __init__(self, pieces: Pieces, config: DecoderConfig) -> None:
+        found: dict[str, list[tuple[Piece, BlockTensor]]] = {}
+        for piece, tensor in pieces:
+            tensor.require_product()
+            found.setdefault(piece.into, []).append((piece, tensor))
+        self._pieces = {name: own for name, own in found.items() if _stays(name, own, groups_of(config))}
+
+    def __getitem__(self, name: str) -> Sequence[StoredRows]:
+        return [tensor.stored() for _, tensor in sorted(self._pieces[name], key=lambda pair: pair[0].at)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in blocks."""
+        return sum(tensor.nbytes for own in self._pieces.values() for _, tensor in own)
+
+
+def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether products with these blocks are compiled: nothing goes between their inputs, and parts are whole lines."""
+    if not all(tensor.in_blocks and len(tensor.shape) == 2 for _, tensor in own):
+        return False
+    inputs, outputs = groups.get(name.split(".")[-2] if "." in name else "", (0, 0))
+    if padded(inputs) != inputs:
+        return False
+    types = {tensor.type for _, tensor in own}
+    rows = [tensor.shape[0] // (outputs or 1) * padded(outputs) if outputs else tensor.shape[0] for _, tensor in own]
+    return len(types) == 1 or all(count % STEP == 0 for count in rows)
