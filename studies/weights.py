@@ -2,6 +2,8 @@
 
     make peer-llama.cpp
     python studies/weights.py FILE.gguf --text TEXT
+    python studies/weights.py FILE.gguf --kernels  # products of Q4_0 of one thread, and loading the tokenizer
+    CXX="c++ -mno-avx512f" python studies/weights.py FILE.gguf --kernels  # with AVX2
 
 Perplexity is that of ``llama-perplexity``: pieces of 512 tokens, of which the second halves count. Speeds are taken in
 turns, llama.cpp's by ``llama-bench``; medians of the rounds are shown. Both use 2 threads.
@@ -24,13 +26,17 @@ from pathlib import Path
 
 import torch
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, native
 from paceline.attention.base import Segment
 from paceline.kv.pool import KVPool
 from paceline.network.base import Batch
+from paceline.network.gguf import read_gguf
+from paceline.network.gguf_tokenizer import load_gguf_tokenizer
+from paceline.network.native_linear import NativeLinear
 
 BUILD = Path(__file__).resolve().parents[1] / ".peers" / "llama.cpp" / "build" / "bin"
 PIECE, NEW, PROMPT, THREADS = 512, 128, 512, 2
+CLOCK = 3.64  # GHz, of the machine of docs/weights.md
 OURS = """
 import json, re, sys, time
 def kilobytes(of):
@@ -115,6 +121,30 @@ def llama_load(file: Path) -> dict[str, float]:
     return {"first": time.perf_counter() - began, "mb": used.ru_maxrss / 1024}
 
 
+def kernels(file: Path | None, rounds: int) -> None:
+    """Of one thread, for 32 inputs of 16 outputs: ns, and cycles at `CLOCK`."""
+    torch.set_num_threads(1)
+    print(f"products of Q4_0, {native.describe()}")
+    for where, outputs, copies in (("cache", 256, 1), ("memory", 4096, 64)):
+        linears = [NativeLinear(torch.randn(outputs, 1024).bfloat16(), None, "q4_0") for _ in range(copies)]
+        blocks = outputs * copies * 1024 // (16 * 32)
+        passes = max(1, 256 // copies)
+        for rows in (1, 8):
+            x, taken = torch.randn(rows, 1024).bfloat16(), []
+            for _ in range(rounds + 1):
+                began = time.perf_counter()
+                for _ in range(passes):
+                    for linear in linears:
+                        linear.wide(x)
+                taken.append((time.perf_counter() - began) / passes / blocks * 1e9)
+            usual = statistics.median(taken[1:])
+            print(f"{rows} rows from the {where}: {usual:.1f} ns, {usual * CLOCK:.0f} cycles")
+    if file is not None:
+        model, began = read_gguf(file), time.perf_counter()
+        load_gguf_tokenizer(model)
+        print(f"the tokenizer: {time.perf_counter() - began:.2f} s")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -123,8 +153,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20480, help="of the text")
     parser.add_argument("--rounds", type=int, default=5, help="of speed; 0: none")
     parser.add_argument("--dtype", default="auto", help="of ours")
+    parser.add_argument("--kernels", action="store_true", help="products of Q4_0 and the tokenizer, and nothing else")
     asked = parser.parse_args()
     file = Path(asked.model) if asked.model.endswith(".gguf") else None
+    if asked.kernels:
+        import transformers  # noqa: F401  (not counted to the tokenizer)
+
+        return kernels(file, max(asked.rounds, 1))
     llm = LLM(asked.model, dtype=asked.dtype, threads=THREADS, max_model_len=1024, drafter="none")
     print(f"{asked.model}, dtype {asked.dtype}: {llm.decoder.pass_bytes / 1e6:.0f} MB of weights in a pass")
     if asked.text is not None:
