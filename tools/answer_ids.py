@@ -10,6 +10,7 @@ from the same data and the target's tokenizer; `paceline train answers` then goe
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import lzma
 from itertools import islice
@@ -24,6 +25,7 @@ from paceline.training.answers import AnswerConfig, answer_line, choose, making,
 from paceline.training.data import Encoder, SourceSpec
 
 SUFFIX = ".ids.xz"
+MANIFEST = "manifest.json"
 
 
 def pack(file: Path, out: Path) -> Path:
@@ -37,6 +39,19 @@ def pack(file: Path, out: Path) -> Path:
     head = json.dumps({**made, "answers": len(said)}) + "\n"
     path.write_bytes(lzma.compress(head.encode() + b"".join(part.tobytes() for part in parts), preset=9))
     return path
+
+
+def write_manifest(folder: Path) -> None:
+    """List the packed files of a folder: what made each, its answers, their tokens and its SHA-256."""
+    rows: dict[str, Any] = {}
+    for file in sorted(folder.glob(f"*{SUFFIX}")):
+        head, _, body = lzma.decompress(file.read_bytes()).partition(b"\n")
+        made = json.loads(head)
+        tokens = int(np.frombuffer(body[: 4 * made["answers"]], "<u4").sum())
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        rows[file.name] = {**made, "tokens": tokens, "sha256": sha256}
+    total = {name: sum(row[name] for row in rows.values()) for name in ("answers", "tokens")}
+    (folder / MANIFEST).write_text(json.dumps({**total, "files": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def unpack(file: Path, target: str, data: Path, out: Path) -> Path:
@@ -81,6 +96,8 @@ def main() -> None:
     for file in given.files:
         made = pack(file, given.out) if given.what == "pack" else unpack(file, given.target, given.data, given.out)
         print(made)
+    if given.what == "pack":
+        write_manifest(given.out)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@ as ids."""
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import runpy
 import subprocess
 import sys
@@ -157,6 +159,12 @@ def test_answers_come_back_from_their_ids(tmp_path: Path) -> None:
         file, SourceSpec(file=str(data / "some.jsonl")), encoder, config, lambda ids, _: [next(said) for _ in ids], "it"
     )
     assert run("pack", file, "--out", tmp_path / "kept", tool="answer_ids").returncode == 0
+    listed = json.loads((tmp_path / "kept" / "manifest.json").read_text("utf-8"))
+    [packed] = [*(tmp_path / "kept").glob("*.xz")]
+    [row] = listed["files"].values()
+    lengths = [len(json.loads(line)["completion_tokens"]) for line in file.read_text("utf-8").splitlines()]
+    assert (listed["answers"], listed["tokens"]) == (row["answers"], row["tokens"]) == (len(lengths), sum(lengths))
+    assert row["sha256"] == hashlib.sha256(packed.read_bytes()).hexdigest()
     ids = tmp_path / "kept" / "some.ids.xz"
     unpack = ("unpack", ids, "--target", MODEL, "--data", data, "--out", tmp_path / "again")
     assert run(*unpack, tool="answer_ids").stderr == ""
