@@ -1,8 +1,8 @@
 """SmolLM2 as the target: its ids beside transformers', and a bench report by Spec-Bench's six categories.
 
-    python studies/smollm2.py ids                                 # 200 prompts, 64 tokens each, in float32
-    paceline bench --model smollm2-135m --workload spec_bench --repeats 1 --out DIR ...
-    python studies/smollm2.py categories DIR/report.json
+python studies/smollm2.py ids                                 # 200 prompts, 64 tokens each, in float32
+paceline bench --model smollm2-135m --workload spec_bench --repeats 1 --out DIR ...
+python studies/smollm2.py categories DIR/report.json
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from kits.eager_losses import TargetLogits, eager_mse_cross_entropy
 from kits.state import steps_by_hand
 from kits.tiny import VOCAB, tiny_config
+from safetensors.torch import load_file
 from toolkit import examples, network, trainer
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
 from paceline.drafters.lyanna.recipe import LyannaOptions
 from paceline.drafters.lyanna.token_info import TokenInfo
 from paceline.drafters.states.head import layer_json
+from paceline.drafters.states.start import start_from_target
 from paceline.drafters.states.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
 from paceline.drafters.vocabulary import tokenizer_mark
 from paceline.network.hot import load_hot
@@ -497,6 +499,32 @@ def test_a_run_with_a_cache_is_the_run_without(kind: str, data: Path, target: Pa
     again = prepare(job(data, target, tmp_path / "d", kind, init=results[0]))
     begun = dict(again.recipe.module.named_parameters())  # type: ignore[attr-defined]
     assert torch.equal(begun["head.fc.weight"].data, found.head.fc.weight)
+
+
+@pytest.mark.parametrize("make", [eagle, lyanna, lambda: lyanna(fusion="sum")], ids=["eagle", "lyanna", "sum"])
+def test_a_head_starts_from_its_target(make: Any) -> None:
+    """Its predicted states are near the target's from the start, those of a random head are not."""
+    target = network(2, frozen=True)
+    text = [collate([examples(3, seed), examples(3, seed + 1)], 110, 0.0) for seed in range(0, 16, 2)]
+    found = []
+    for start in (False, True):
+        model = make()
+        if start:
+            start_from_target(model.head, target, iter(text))
+        own = recipe(model, target, beta=0.0, depth=1)
+        found.append(float(own.loss(batch(), context())[0].detach()))
+    fits = 0.3 if model.head.fusion == "concat" else 0.5  # a sum tells token and state less well apart
+    assert found[1] < fits * found[0]
+
+
+def test_a_start_that_cannot_be_is_refused(data: Path, target: Path, tmp_path: Path) -> None:
+    biased = network(2, frozen=True, qkv_bias=True)
+    with pytest.raises(CapabilityError, match=r"start=target: its last layer has .*bias.*: a head's layer is Llama's"):
+        start_from_target(eagle().head, biased, iter([batch()]))
+    made = prepare(job(data, target, tmp_path / "out", "eagle", options={"start": "target"}))
+    model: Any = made.recipe.module  # type: ignore[attr-defined]
+    gates = {n: v for n, v in load_file(target / "model.safetensors").items() if n.endswith("gate_proj.weight")}
+    assert torch.equal(model.head.tensors()["layers.0.mlp.gate_proj.weight"], gates[max(gates)].float())
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa", "spire", "draft_model"])

@@ -97,6 +97,7 @@ def prepare(
         prompt_weight=job.prompt_weight,
         init=job.init,
         occurrences=partial(occurrences, job.sources, examples, len(tokenizer)),
+        batches=lambda: _mixture(job, examples).batches(job.phases[0].rows, job.phases[0].length),
     )
     share = getattr(options, "hot_head", 0.0)
     if share and context.occurrences is not None:

@@ -7,7 +7,7 @@ frozen dataclass with help texts), which a recipe file's ``[options]`` or flags 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -38,6 +38,7 @@ class BuildContext:
     init: Path | None = None  # folder whose weights the run starts from
     features: Features | None = None  # of the target, from a cache; None: it is run on each batch
     occurrences: Callable[[], Tensor] | None = None  # [V] float64 share of each token in the run's data
+    batches: Callable[[], Iterable[TokenBatch]] | None = None  # the run's data, from the beginning
     hot: Tensor | None = None  # [H] int64, ascending: the only tokens that are to be drafted; None: all
 
     def subject(self) -> tuple[Network, Path]:

@@ -11,7 +11,7 @@ import torch
 from ...core.options import option
 from ...network.files import fingerprint
 from ..states.head import layer_json
-from ..states.unrolled import UnrolledRecipe, UnrollOptions
+from ..states.unrolled import UnrolledRecipe, UnrollOptions, begin
 from .model import EagleFacts, EagleModel
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def build(options: EagleOptions, context: BuildContext) -> UnrolledRecipe:
     facts = EagleFacts(steps=options.depth, target=folder.name, fingerprint=fingerprint(folder))
     generator = torch.Generator().manual_seed(context.seed)
     made = EagleModel.fresh(layer_json(target.config), facts, generator, context.device)
+    begin(made, options, context)
     if context.init is not None:
         made.resume(context.init)
     given = target, options, context.held_out, context.features

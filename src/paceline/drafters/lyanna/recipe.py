@@ -15,7 +15,7 @@ from ...core.errors import ConfigError
 from ...core.options import option
 from ...network.files import fingerprint
 from ..states.head import layer_json
-from ..states.unrolled import UnrolledRecipe, UnrollOptions
+from ..states.unrolled import UnrolledRecipe, UnrollOptions, begin
 from ..vocabulary import tokenizer_mark
 from .model import LyannaModel, LyannaShape
 
@@ -66,6 +66,7 @@ def build(options: LyannaOptions, context: BuildContext) -> UnrolledRecipe:
         tokenizer=tokenizer_mark(context.tokenizer),
     )
     made = LyannaModel.fresh(shape, trained, torch.Generator().manual_seed(context.seed), context.device)
+    begin(made, options, context)
     if context.init is not None:
         made.resume(context.init)
     save = made.save if hot is None or trained is not None else partial(_save_cut, made, hot)

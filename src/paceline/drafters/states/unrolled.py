@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,10 @@ from ...training.losses import SoftTarget, TargetHidden, TargetTop, mse_cross_en
 from ...training.multistream import CarrierRows, group_attention, make_carriers
 from ...training.network import Network, Rotation, attend, finish, project, visible
 from .head import StateHead
+from .start import start_from_target
+
+if TYPE_CHECKING:
+    from ...training.registry import BuildContext
 
 BRANCHES = 4  # children of a node that the held-out figures count (Lyanna, Table 1)
 _EVALUATED_LOGITS = 2**21  # elements held at a time
@@ -90,6 +94,9 @@ class UnrollOptions:
         1.0, help="share of the tokens that steps start from, above 0 and at most 1", above=0, maximum=1
     )
     hot_head: float = hot_share()
+    start: Literal["random", "target"] = option(
+        "random", help="what the layer begins as, without --init: target: the target's last, its map fitted"
+    )
     top: int = option(0, help="likeliest tokens of the target that are learned, all others as one; 0: all", minimum=0)
 
     def __post_init__(self) -> None:
@@ -99,6 +106,15 @@ class UnrollOptions:
         if self.hot_head and not self.top:
             wrong = "the target's likeliest tokens are learned by their ids, of which there are none"
             raise ConfigError(f"hot_head={self.hot_head:g}, top=0", wrong, "set top, to 32 for example")
+
+
+def begin(model: Unrollable, options: UnrollOptions, context: BuildContext) -> None:
+    """Fill a fresh drafter's layer as the options say; see `start_from_target`."""
+    if options.start == "target" and context.init is None:
+        target, _ = context.subject()
+        if context.batches is None:
+            raise ConfigError("start=target", "there is no data to fit its map on", "train it on data")
+        start_from_target(model.head, target, context.batches())
 
 
 # -- which rows, and what lies ahead of them
