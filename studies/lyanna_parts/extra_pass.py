@@ -37,7 +37,7 @@ class ExtraPass:
     busy = False
 
     def __init__(self, inner: SerialRound) -> None:
-        self.inner, self.guard = inner, inner.guard
+        self.inner, self.guard, self.emitter = inner, inner.guard, inner.emitter
 
     @property
     def failure(self) -> str | None:

@@ -155,16 +155,15 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
     greedy, warm = (SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True) for t in (0.0, 0.9))
     found: dict[bool, list[list[Proposal]]] = {}
     answers = {}
-    grow, sprout, calls = drafter._grow, drafter._sprout, []
+    draft, sprout, calls = drafter.draft, drafter._sprout, []
     for compiled in (True, False):
         kept = found.setdefault(compiled, [])
 
-        def spy(want: DraftRequest, kept: list[Any] = kept) -> list[Any]:
-            growths = grow(want)
-            kept.append([drafter._proposal(g) for g in growths])
-            return growths
+        def spy(want: DraftRequest, kept: list[Any] = kept) -> list[Proposal]:
+            kept.append(draft(want))
+            return kept[-1]
 
-        monkeypatch.setattr(drafter, "_grow", spy)
+        monkeypatch.setattr(drafter, "draft", spy)
         monkeypatch.setattr(drafter, "_sprout", lambda *args: (calls.append(1), sprout(*args)))
         if not compiled:
             monkeypatch.setattr("paceline.drafters.draft_model.compiles", lambda *_: False)
@@ -175,10 +174,10 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
     assert answers[True] == answers[False] and sum(accepted for _, accepted, _ in answers[True]) > 10
     assert len(calls) == len(found[True]) == len(found[False])
     for mine, oracle in zip(found[True], found[False], strict=True):
-        for draft, wanted in zip(mine, oracle, strict=True):
-            assert (draft.tokens, draft.parents) == (wanted.tokens, wanted.parents)
-            assert draft.log_scores == pytest.approx(wanted.log_scores, abs=1e-3)
-    assert any(len({*draft.parents}) < len(draft.parents) for step in found[True] for draft in step)
+        for tree, wanted in zip(mine, oracle, strict=True):
+            assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
+            assert tree.log_scores == pytest.approx(wanted.log_scores, abs=1e-3)
+    assert any(len({*tree.parents}) < len(tree.parents) for step in found[True] for tree in step)
 
 
 def test_trees_that_cannot_grow_are_refused(decoder: Decoder) -> None:
