@@ -40,6 +40,8 @@ _HOME = {  # public name -> module that defines it
     "ConfigError": ".core.errors",
     "CapabilityError": ".core.errors",
     "RequestError": ".core.errors",
+    "QueueFull": ".core.errors",
+    "Speculation": ".core.speculation",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -30,8 +30,9 @@ from .engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
 from .engine.calibration import Fingerprint
 from .engine.costs import CostTable
 from .engine.engine import Engine, EngineLimits
-from .engine.scheduler import SchedulerConfig
+from .engine.scheduler import SchedulerConfig, parse_prompt_rows
 from .engine.tokens import texts_of
+from .grammar import Grammars
 from .kv.pool import KVPool
 from .network.applications import Application, load_applications, locate
 from .network.decoder import Decoder
@@ -50,7 +51,7 @@ from .network.loader import (
     resolve_folder,
 )
 from .network.native import unsupported
-from .network.padding import cache_shape
+from .network.padding import cache_shape, packed_shape
 from .network.streams import CONFIG_FILE
 from .planning import machines
 from .planning.models import shape_of
@@ -79,8 +80,7 @@ def load_target(config: LLMConfig) -> LoadedModel:
     """The target. Everything that can be checked without the weights is checked before they are read."""
     source = open_source(config, config.model, config.dtype)
     drafter_of(config)
-    kept = cache_shape(source.shape, compiled_layers(config, source.shape, source.dtype))
-    _pool_tokens(config, kept, source.dtype, _max_model_len(config, source.shape))
+    _pool_tokens(config, *kv_layout(config, source.shape, source.dtype), _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
     return _load(config, source, config.exact, own_layers(config, source.shape))
 
@@ -237,6 +237,24 @@ def compiled_layers(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype)
     return why is None
 
 
+def kv_layout(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Layers, K/V heads and width of a row of the target's K/V, and what its numbers are.
+
+    Raises:
+        CapabilityError: K/V in int8 under layers that torch runs.
+    """
+    compiled = compiled_layers(config, shape, dtype)
+    kept = cache_shape(shape, compiled)
+    if config.kv_cache_dtype == "auto":
+        return kept, dtype
+    if not compiled:
+        wrong = "torch's layers read keys and values as the activations are"
+        raise CapabilityError(
+            "kv_cache_dtype='int8'", wrong, "leave it out, or use the compiled layers (kernels='native')"
+        )
+    return packed_shape(kept), torch.int8
+
+
 class ServeApart(Protocol):
     """Starts the process of a configuration's drafter: see `rounds.base.Serve`, and tokens of the target's K/V pool."""
 
@@ -266,8 +284,13 @@ def build_engine(
     applications = load_applications(folders, decoder, target.name, target.folder)
     streams = _most_streams(applications)
     drafter = build_drafter(config, target, streams)
+    if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
+        wrong = "it reads the target's keys and values, and turns some, as the activations are"
+        asked = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"
+        raise CapabilityError(asked, wrong, "leave it out, or use another drafter")
     max_model_len = _max_model_len(config, decoder.config)
-    scheduler = SchedulerConfig(max_sequences=config.max_sequences, max_batch_rows=config.max_batch_rows)
+    same = {name: getattr(config, name) for name in ("max_sequences", "max_batch_rows", "max_waiting")}
+    scheduler = SchedulerConfig(**same, max_prompt_rows=parse_prompt_rows(config.max_prompt_rows))
     pool = make_pool(config, target, max_model_len, _scratch_slots(config, drafter, streams))
     round_config = parse_round(config.round)
     apart = round_config is not None and round_config.place is not None
@@ -285,10 +308,10 @@ def build_engine(
     if config.pipeline is not None and start is not None:
         parts["start"] = partial(start, config, parse_split(config.pipeline), target, pool)
     round_ = make_round(config.round, starts, **parts)
-    limits = EngineLimits(
-        vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
-    )
-    return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications)
+    shape = decoder.config
+    limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=max_model_len, eos_ids=shape.eos_ids)
+    grammars = Grammars(target.tokenizer, shape.vocab_size, shape.eos_ids)
+    return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications, grammars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,13 +499,14 @@ def make_pool(config: LLMConfig, target: LoadedModel, max_model_len: int, scratc
     Raises:
         ConfigError: too little memory.
     """
-    decoder, kept = target.decoder, target.decoder.cache_shape
+    decoder = target.decoder
+    kept, kind = kv_layout(config, decoder.config, decoder.dtype)
     all_layers = target.layers * decoder.config.stretch, *kept[1:]
-    tokens = _pool_tokens(config, all_layers, decoder.dtype, max_model_len, scratch)
+    tokens = _pool_tokens(config, all_layers, kind, max_model_len, scratch)
     try:
-        return KVPool(*kept, tokens, decoder.dtype, decoder.device, scratch_slots=scratch)
+        return KVPool(*kept, tokens, kind, decoder.device, scratch_slots=scratch)
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
-        per_token = KVPool.bytes_per_token(*kept, decoder.dtype)
+        per_token = KVPool.bytes_per_token(*kept, kind)
         wanted = (tokens + scratch) * per_token
         raise _too_little_memory(config, max_model_len, per_token, wanted, "there is not so much to give") from error
 

@@ -61,7 +61,7 @@ class AsyncLLM:
         return self._llm.default_sampling_params(**given)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None, **options: Any
     ) -> RequestOutput:
         """The whole answer to one prompt.
 
@@ -70,29 +70,36 @@ class AsyncLLM:
             RequestError: the request's own rules failed.
         """
         output: RequestOutput | None = None
-        async for chunk in self.stream(prompt, params, application):
+        async for chunk in self.stream(prompt, params, application, **options):
             output = chunk.output
         assert output is not None
         return output
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None, **options: Any
     ) -> AsyncIterator[Chunk]:
         """Chunks of the answer, one after each step that brings text or tokens. Closing the iterator, or cancelling the
         task, ends the request.
+
+        Args:
+            prompt, params, application, options: as for `LLM.stream`.
 
         Raises:
             ConfigError: the prompt cannot be used, or there is no such application, or (on the first ``await``)
                 the parameters cannot be used.
             RequestError: after the last chunk, if the request's own rules failed.
         """
-        return self._stream(self._llm.job(prompt, params, application))
+        return self._stream(self._llm.job(prompt, params, application, **options))
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, application: str | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        application: str | None = None,
+        **options: Any,
     ) -> AsyncIterator[Chunk]:
         """Chunks of the answer to a conversation."""
-        return self._stream(self._llm.chat_job(messages, params, application))
+        return self._stream(self._llm.chat_job(messages, params, application, **options))
 
     async def _stream(self, job: Job) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()

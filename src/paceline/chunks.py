@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .core.errors import RequestError
 from .core.request import FinishReason, Logprob, Origin, RequestOutput, SequenceState
 from .core.sampling import SamplingParams
+from .core.speculation import Speculation
 from .engine.engine import Engine, LiveRequest
 
 
@@ -19,10 +20,24 @@ class Job:
     text: str | None  # of the prompt, where text was given
     params: SamplingParams
     application: str | None
+    said: Sequence[Sequence[int]] = ()  # this and what follows: see `Engine.submit`
+    priority: int = 0
+    deadline_s: float | None = None
+    speculation: Speculation | None = None
 
     def submit(self, engine: Engine, on_end: Callable[[LiveRequest], None] | None = None) -> LiveRequest:
         """Queue it."""
-        request_id = engine.submit(self.ids, self.params, prompt=self.text, application=self.application, on_end=on_end)
+        request_id = engine.submit(
+            self.ids,
+            self.params,
+            prompt=self.text,
+            application=self.application,
+            on_end=on_end,
+            said=self.said,
+            priority=self.priority,
+            deadline_s=self.deadline_s,
+            speculation=self.speculation,
+        )
         return engine.live[request_id]
 
 
@@ -60,9 +75,13 @@ class Sent:
         self._tokens = [0] * samples
         self._chars = [0] * samples
         self._open = set(range(samples))
+        self._begun = False
 
     def news(self, engine: Engine, live: LiveRequest) -> list[Chunk]:
         """One chunk for every sample with something new; its cost does not depend on what was streamed before."""
+        if live.said and not self._begun:
+            self._tokens, self._chars = ([*part] for part in zip(*live.said, strict=True))
+        self._begun = True
         fresh = [(i, live.sequences[i].state) for i in sorted(self._open)]
         fresh = [(i, state) for i, state in fresh if state.finished or len(state.token_ids) > self._tokens[i]]
         self._open -= {i for i, state in fresh if state.finished}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,94 +10,30 @@ from typing import Any
 
 import torch
 
-from .attention import BACKENDS
 from .core.errors import CapabilityError, ConfigError
 from .core.options import HIGHEST, check, option, shown
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .engine.budget import AUTO, FixedBudget, parse_budget
+from .engine.scheduler import parse_prompt_rows
 from .network.loader import check_dtype, parse_device
+from .options import AUTO_ROUND, DRAFTER, LLMOptions
+from .options import MAX_THREADS as MAX_THREADS
 from .planning import machines
-from .rounds import AUTO as AUTO_ROUND
-from .rounds import ROUNDS, parse_round
+from .rounds import parse_round
 from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.split import parse_split
 from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 
-KERNELS = ("auto", "native", "torch")
 AUTO_COSTS = "auto"
-MAX_SEQUENCES, MAX_BATCH_ROWS = 2**16, 2**20
-# More than is useful, and fewer than make an OpenMP runtime end the process because it can start no more.
-MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMConfig:
-    """All options of a model and its engine; each field's help says what it may hold."""
+class LLMConfig(LLMOptions):
+    """The options of a model and its engine, checked for what they mean together."""
 
-    model: str = option(help="embedded model, folder or hub name, or stretch:MODEL,times=8 (see docs/benchmarks.md)")
-    drafter: str | DrafterConfig | None = option(
-        None,
-        help="the drafter: name (a trained one: with the zoo's weights for the model), name:weights, or with options",
-    )
-    round: str = option(
-        AUTO_ROUND,
-        help=f"order of drafting and verification: {', '.join(ROUNDS)}, as name,option=value; or auto: by the drafter",
-    )
-    pipeline: int | str | None = option(
-        None,
-        help="the target's layers in stages, each in a process of its own: how many, as 4 or 4,cores=<0,1,2,3>; or the "
-        "HOST:PORT of all but the last (`paceline stage`)",
-    )
-    verifier: str = option(
-        DEFAULT_VERIFIER,
-        help="sample_and_match, rejection or block (for drafts that carry q), or lossy_stream_rejection (for streams)",
-        choices=VERIFIERS,
-    )
-    budget: int | str | Mapping[int | str, int] | None = option(
-        None,
-        help="drafted nodes a step: a number (0: plain decoding), by batch size (1:8,4:4,16:0), or auto, the default",
-    )
-    costs: str = option(
-        "auto",
-        help="what budget=auto begins with: auto (a calibration of this machine, else a quick estimate), or what is "
-        "predicted for a machine that `paceline plan` knows, such as h100",
-    )
-    dtype: str = option("auto", help="auto (the checkpoint's), bfloat16, float32, float64, int8, q8_0 or q4_0")
-    device: str = option("cpu", help="cpu or cuda")
-    exact: bool = option(False, help="ids never depend on batch, chunking, prefix hits, preemption or the drafter")
-    kernels: str = option(
-        "auto",
-        help="auto, native (compiled for this processor; CPU only) or torch",
-        choices=KERNELS,
-        unknown="there are no such kernels",
-    )
-    attention: str = option(
-        "auto",
-        help="where torch's kernels run: auto, sdpa or reference",
-        choices=("auto", *BACKENDS),
-        unknown="there is no such attention backend",
-    )
-    kv_memory: str | int | None = option(None, help="bytes for the K/V pool, such as 2GiB; default: 512MiB or less")
-    max_model_len: int | None = option(
-        None, help="most tokens of prompt and output, two tokens or more; default: the model's context", minimum=2
-    )
-    max_sequences: int = option(64, help="sequences that run at once", minimum=1, maximum=MAX_SEQUENCES)
-    max_batch_rows: int = option(
-        512, help="rows of one target pass; longer prompts are computed in chunks", minimum=1, maximum=MAX_BATCH_ROWS
-    )
-    threads: int | None = option(None, help="CPU threads; default: torch's choice", minimum=1, maximum=MAX_THREADS)
-    applications: dict[str, str] | None = option(
-        None,
-        help="a trained set that requests may name; repeat it for several",
-        flag="--application",
-        metavar="NAME=FOLDER",
-        takes='applications are folders by name, such as {"sql": "path/to/folder"}',
-    )
-    revision: str | None = option(None, help="branch, tag or commit on the hub")
-    offline: bool = option(False, help="fetch nothing from the hub")
-    trust_remote_code: bool = option(False, help="refused: Paceline never runs a checkpoint's code", cli=False)
+    drafter: str | DrafterConfig | None = option(None, help=DRAFTER)  # type: ignore[assignment]  # from Python
 
     def __post_init__(self) -> None:
         check(self)
@@ -109,6 +44,7 @@ class LLMConfig:
         parse_device(self.device)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
+        parse_prompt_rows(self.max_prompt_rows)
         registry.parse(self.drafter)
         parse_round(self.round)
         if self.pipeline is not None:

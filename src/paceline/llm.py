@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import native
+from . import native, zoo
 from .assembly import LoadedModel, build_engine, check_shared, fingerprint, load_target
 from .chunks import Chunk, Job, Sent, raise_failed
 from .config import LLMConfig, config_of
@@ -23,12 +23,14 @@ from .engine.lock import ReentryError
 from .engine.tokens import Prompt, chat_ids, encode
 from .kv.pool import KVPool
 from .network import generation
+from .network.applications import locate
 from .network.decoder import Decoder
+from .network.streams import read_config
 from .rounds.base import Place
 from .rounds.pipeline.split import Split
 from .rounds.pipeline.stage_line import StageLine
 
-Message = Mapping[str, str]  # {"role": .., "content": ..}
+Message = Mapping[str, Any]  # {"role": .., "content": ..}
 
 
 def _serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> DraftSessions:
@@ -172,25 +174,32 @@ class LLM:
         return self._stream(job) if stream else self._run([job], None)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None, **options: Any
     ) -> Iterator[Chunk]:
         """Stream the answer to one prompt. Closing the iterator early ends the request.
+
+        Args:
+            prompt, params, application: as for `generate`.
+            options: ``said``, ``priority``, ``deadline_s`` and ``speculation`` of `Engine.submit`.
 
         Raises:
             ConfigError: the prompt, the parameters or the application cannot be used.
             RequestError: after the last chunk, if the request's own rules failed.
         """
-        return self._stream(self.job(prompt, params, application))
+        return self._stream(self.job(prompt, params, application, **options))
 
-    def job(self, prompt: Prompt, params: SamplingParams | None, application: str | None) -> Job:
+    def job(self, prompt: Prompt, params: SamplingParams | None, application: str | None, **options: Any) -> Job:
         """A request for `stream`, not submitted yet; errors as there."""
         self.engine.check_application(application)
-        return Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application)
+        return Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application, **options)
 
-    def chat_job(self, messages: Sequence[Message], params: SamplingParams | None, application: str | None) -> Job:
+    def chat_job(
+        self, messages: Sequence[Message], params: SamplingParams | None, application: str | None, **options: Any
+    ) -> Job:
         """A request for `chat`, not submitted yet; errors as there."""
         self.engine.check_application(application)
-        return Job(*chat_ids(messages, self.tokenizer, self.config.model), params or SamplingParams(), application)
+        ids, text = chat_ids(messages, self.tokenizer, self.config.model)
+        return Job(ids, text, params or SamplingParams(), application, **options)
 
     def forget(self) -> None:
         """Drop what is kept of requests that ended: K/V of their texts, and what the drafter remembers of them.
@@ -284,3 +293,17 @@ def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
         remedy = "give one for all or one a prompt"
         raise ConfigError(f"{len(given)} {what} for {count} prompts", "the counts differ", remedy)
     return list(given)
+
+
+def default_drafter(model: str, applications: Mapping[str, str], offline: bool) -> str | None:
+    """The drafter if none is named: the streams of the applications if they have any, else the zoo's choice.
+
+    Applications with streams cannot do without them: their answers depend on them.
+    """
+    return needed_drafter(applications, offline) or zoo.default_drafter(model)
+
+
+def needed_drafter(applications: Mapping[str, str], offline: bool) -> str | None:
+    """The drafter without which the applications cannot answer; None: they need none."""
+    found = any(read_config(folder).gamma for folder in locate(applications, offline).values())
+    return "streams" if found else None

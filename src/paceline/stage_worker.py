@@ -18,7 +18,7 @@ from weakref import finalize
 
 import torch
 
-from .assembly import LoadedModel, Source, compiled_layers, make_attention, open_source, stage_devices
+from .assembly import LoadedModel, Source, compiled_layers, kv_layout, make_attention, open_source, stage_devices
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .core.inference import inference
@@ -35,7 +35,6 @@ from .network.decoder import Decoder
 from .network.devices import ALL_GPUS, share_devices
 from .network.files import fingerprint
 from .network.loader import load_model, parse_device
-from .network.padding import cache_shape
 from .network.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
 from .rounds import parse_round
 from .rounds.pipeline import PipelineConfig
@@ -43,7 +42,7 @@ from .rounds.pipeline.config import MEASURED
 from .rounds.pipeline.split import Split, parse_split
 
 # What a stage's process must know of the options; the rest is the engine's.
-OPTIONS = ("model", "dtype", "exact", "kernels", "attention", "revision", "offline")
+OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
 SERVICE = f"{__name__}:service"
 PART = ("start", "stop", "slots")  # the numbers that say which stage it is
 MOST = 2**31  # of each of them
@@ -250,9 +249,9 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     if not 0 <= start < stop <= layers:
         asked = f"a stage of layers {start} to {stop - 1} of {config.model}"
         raise ConfigError(asked, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
-    compiled = compiled_layers(config, source.shape, source.dtype)
     decoder = load_part(config, source, (start, stop), words=False)
-    store = KVStore(*cache_shape(decoder.config, compiled), slots, source.dtype, where)
+    shape, kind = kv_layout(config, decoder.config, source.dtype)
+    store = KVStore(*shape, slots, kind, where)
     return StageService(Stage(decoder, 0, stop - start, store), _facts(source))
 
 

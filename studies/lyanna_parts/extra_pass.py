@@ -35,6 +35,7 @@ class ExtraPass:
 
     name = "extra_pass"
     busy = False
+    sources: tuple[str, ...] = ()  # it drafts for all requests alike
 
     def __init__(self, inner: SerialRound) -> None:
         self.inner, self.guard, self.emitter = inner, inner.guard, inner.emitter

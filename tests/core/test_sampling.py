@@ -208,7 +208,7 @@ class TestRules:
         for rule in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
             assert not make({"temperature": 0.0, rule: 1.5}).plain
         assert not make({"temperature": 0.0, "logit_bias": {1: 1.0}}).plain
-        assert not make({"temperature": 0.0}, mask_fn=lambda output: torch.ones(23, dtype=torch.bool)).plain
+        assert not make({"temperature": 0.0}, matcher=lambda output: torch.ones(23, dtype=torch.bool)).plain
         waiting = make({"temperature": 0.0, "min_tokens": 7}, output=[3] * 5)
         assert not waiting.plain
         waiting.commit([1, 1])
@@ -244,12 +244,12 @@ class TestRules:
             seen.append(list(output))
             return torch.arange(23) % 2 == len(output) % 2
 
-        got = make({"temperature": 0.0}, output=[3, 4], mask_fn=only_even).choose(random_logits(5), PATHS, [0] * 5)
+        got = make({"temperature": 0.0}, output=[3, 4], matcher=only_even).choose(random_logits(5), PATHS, [0] * 5)
         assert seen == [[3, 4], [3, 4, 4], [3, 4, 0], [3, 4, 4, 12], [3, 4, 4, 12, 4]]
         assert (got % 2).tolist() == [0, 1, 1, 0, 1]
 
     def test_grammar_that_allows_nothing_is_refused(self):
-        sampler = make(mask_fn=lambda output: torch.zeros(23, dtype=torch.bool))
+        sampler = make(matcher=lambda output: torch.zeros(23, dtype=torch.bool))
         with pytest.raises(ConfigError, match="no token at all"):
             sampler.process(random_logits(1))
 

@@ -94,19 +94,22 @@ def test_where_the_zoo_has_none_the_error_says_what_fits(text: str) -> None:
         LLM(DRAFT, drafter=text)
     error = caught.value
     assert error.asked == f"drafter='lyanna' for {DRAFT}" and "the zoo has none" in error.wrong
-    assert error.remedy.endswith(": streams, ngram, suffix, magicdec") and "lyanna:FOLDER" in error.remedy
+    assert (
+        error.remedy.endswith(": streams, ngram, suffix, prediction, grammar, magicdec")
+        and "lyanna:FOLDER" in error.remedy
+    )
     with pytest.raises(ConfigError, match="the zoo has no exits"):
         LLM(DRAFT, drafter="ngram", round="mirror,heads=zoo")
 
 
 def test_a_copy_elsewhere_is_not_taken_for_the_zoo_s(tmp_path: Path) -> None:
     copy = shutil.copytree(str(zoo.find(DRAFT)), tmp_path / "copy")
-    with pytest.raises(ConfigError, match=r"fits this model as it is: ngram, suffix, magicdec\.$"):
+    with pytest.raises(ConfigError, match=r"fits this model as it is: ngram, suffix, prediction, grammar, magicdec\.$"):
         meant(str(copy), "streams")
 
 
 def test_without_weights_is_what_any_model_can_be_drafted_with() -> None:
-    assert registry.without_weights() == ["ngram", "suffix", "magicdec"]
+    assert registry.without_weights() == ["ngram", "suffix", "prediction", "grammar", "magicdec"]
 
 
 @pytest.fixture

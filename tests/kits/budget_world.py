@@ -101,7 +101,7 @@ class Sequence:
 
     def __init__(self, key: int, world: World) -> None:
         self.view = SimpleNamespace(
-            key=key, tokens=[RIGHT] * world.prompt, application=None, max_len=world.prompt + world.answer
+            key=key, tokens=[RIGHT] * world.prompt, application=None, sources=None, max_len=world.prompt + world.answer
         )
         self.max_len = world.prompt + world.answer
         self.seen = 0

@@ -373,6 +373,7 @@ def assemble(
     decoder: Decoder | None = None,
     texts: Any = TOY_TEXTS,
     applications: Sequence[Application] = (),
+    **limits_of_a_step: Any,
 ) -> Engine:
     """An engine over a tiny target.
 
@@ -383,6 +384,7 @@ def assemble(
         decoder: the target; default: `tiny_decoder` with ``dtype``, ``device`` and ``exact``.
         texts: see `Engine`; None for a model without a tokenizer.
         applications: over ``decoder``.
+        limits_of_a_step: other fields of `SchedulerConfig`.
     """
     decoder = decoder or tiny_decoder(dtype=dtype, device=device, exact=exact)
     shape = decoder.config
@@ -406,7 +408,7 @@ def assemble(
         make_round(round, target=decoder, pool=pool, drafter=drafter, verifier=verifier),
         pool,
         limits,
-        SchedulerConfig(max_sequences=max_sequences, max_batch_rows=max_batch_rows),
+        SchedulerConfig(max_sequences=max_sequences, max_batch_rows=max_batch_rows, **limits_of_a_step),
         FixedBudget(size=size, why="no drafter was named" if drafter is None else "budget=0"),
         texts,
         {application.name: application for application in applications},

@@ -211,15 +211,18 @@ def _stop_id(**options: Any) -> Maker:
 
 
 def _eos(**options: Any) -> Maker:
-    """Ends at EOS in the middle of the answer, by as much bias towards it as that takes."""
+    """Ends at EOS in the middle of the answer, by as much bias towards it as that takes; an answer that goes round in
+    circles may not end before its middle."""
 
     seeds = range(11, 16) if options.get("temperature") != 0 else (11,)  # of greedy answers all are the same
 
     def make(prompt: Sequence[int], config: DecoderConfig) -> SamplingParams:
-        steps = product(seeds, range(12)), product(seeds, (n / 8 for n in range(-96, 96)))
-        for seed, bias in chain(*steps):
+        steps = product((0,), seeds, range(12)), product((0,), seeds, (n / 8 for n in range(-96, 96)))
+        for least, seed, bias in chain(*steps, product((12,), seeds, range(12))):
             weights = {i: float(bias) for i in EOS_IDS}
-            params = _params(ignore_eos=False, logit_bias=weights, max_tokens=40, seed=seed, **options)
+            params = _params(
+                ignore_eos=False, logit_bias=weights, max_tokens=40, seed=seed, min_tokens=least, **options
+            )
             if 9 <= len(plain(prompt, params, config=config).ids) <= 36:
                 return params
         raise AssertionError("no bias ends this answer in its middle: choose other seeds")

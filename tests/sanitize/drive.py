@@ -33,11 +33,11 @@ from paceline.engine.chances import Chances, History, RequestKind, judge_all, we
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.native.lookup import NgramTexts, SuffixTexts
+from paceline.native.memory import Arena
 from paceline.network.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.network.base import ForwardState
 from paceline.network.blocks import GROUPED, StoredRows
 from paceline.network.decoder import Decoder
-from paceline.network.memory import Arena
 from paceline.network.native_calls import ChainStart, NativeTaps, NativeView, RowSpan, TokenPass, TreeStart
 from paceline.network.native_heads import NativeHeads
 from paceline.network.native_linear import NativeLinear, top

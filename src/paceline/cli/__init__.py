@@ -20,9 +20,11 @@ from .console import stderr
 COMMANDS = {  # name -> what it does; the module has the same name
     "generate": "Answer prompts; each token is coloured by how it came about.",
     "chat": "Chat with a model in the terminal.",
+    "serve": "Serve a model to clients of OpenAI's API.",
     "demo": "Answer plainly and speculatively, compare tokens and speed.",
     "bench": "Measure the speed-up of speculation on this machine.",
     "train": "Train models, draft models, streams and adapters.",
+    "export": "Write an EAGLE head as vLLM, SGLang or speculators load it.",
     "stage": "Serve a stage of a model's pipeline to another host.",
     "plan": "Predict which drafter would pay for a model on a machine.",
     "models": "List the embedded models.",

@@ -35,8 +35,8 @@ from ..engine.costs import CostTable
 from ..llm import LLM
 from . import INTERRUPTED
 from .console import stderr, stdout
-from .options import takes
-from .session import DEFAULT_MODEL, counting, steps
+from .options import DEFAULT_MODEL, takes
+from .session import counting, steps
 
 app = typer.Typer(add_completion=False)
 QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": (48,), "time_limit_s": 110.0}  # where the user does not say

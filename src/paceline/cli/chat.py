@@ -18,11 +18,9 @@ from ..core.errors import ConfigError, RequestError
 from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import coloured, legend, note, stderr, stdout
-from .options import takes
+from .options import DEFAULT_MODEL, DRAFTER_SHOWN, takes
 from .session import (
     CHAT_SHOWN,
-    DEFAULT_MODEL,
-    DRAFTER_SHOWN,
     SAMPLED,
     Color,
     application_named,

@@ -23,8 +23,8 @@ from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import Painter, legend, stderr, stdout
-from .options import takes
-from .session import DEFAULT_MODEL, Color, counting, figures, open_llm
+from .options import DEFAULT_MODEL, takes
+from .session import Color, counting, figures, open_llm
 
 app = typer.Typer(add_completion=False)
 

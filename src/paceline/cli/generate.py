@@ -19,11 +19,9 @@ from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import Painter, coloured, legend, note, stdout
-from .options import takes
+from .options import DEFAULT_MODEL, DRAFTER_SHOWN, takes
 from .session import (
     CHAT_SHOWN,
-    DEFAULT_MODEL,
-    DRAFTER_SHOWN,
     SAMPLED,
     Color,
     application_named,

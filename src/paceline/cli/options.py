@@ -28,6 +28,8 @@ import typer
 from ..core.errors import ConfigError
 from ..core.options import alternatives, named_values
 
+DEFAULT_MODEL = "paceline-small"
+DRAFTER_SHOWN = "the applications' streams, or the model's own drafter where the zoo names one, else none"
 Flag = tuple[inspect.Parameter, Callable[[Any], Any]]  # as typer reads it, and from that to what Python takes
 
 

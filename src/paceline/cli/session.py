@@ -11,19 +11,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .. import zoo
 from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
-from ..llm import LLM
+from ..llm import LLM, default_drafter
 from ..network import generation
-from ..network.applications import BASE, locate
-from ..network.streams import read_config
+from ..network.applications import BASE
 from .console import Painter, stderr, waiting
 
-DEFAULT_MODEL = "paceline-small"
 Color = Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")]
-DRAFTER_SHOWN = "the applications' streams, or the model's own drafter where the zoo names one, else none"
 
 
 def open_llm(options: dict[str, Any]) -> LLM:
@@ -36,20 +32,6 @@ def open_llm(options: dict[str, Any]) -> LLM:
     if llm.tokenizer is None:
         raise CapabilityError(f"--model {model}", "it has no tokenizer, so text means nothing to it", "add its files")
     return llm
-
-
-def default_drafter(model: str, applications: Mapping[str, str], offline: bool) -> str | None:
-    """The drafter if none is named: the streams of the applications if they have any, else the zoo's choice.
-
-    Applications with streams cannot do without them: their answers depend on them.
-    """
-    return needed_drafter(applications, offline) or zoo.default_drafter(model)
-
-
-def needed_drafter(applications: Mapping[str, str], offline: bool) -> str | None:
-    """The drafter without which the applications cannot answer; None: they need none."""
-    found = any(read_config(folder).gamma for folder in locate(applications, offline).values())
-    return "streams" if found else None
 
 
 def application_named(asked: str | None, loaded: Collection[str]) -> str | None:

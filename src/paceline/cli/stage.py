@@ -19,8 +19,7 @@ from ..network.loader import parse_device
 from ..rounds.pipeline.split import HOST
 from ..stage_worker import chosen
 from .console import note
-from .options import takes
-from .session import DEFAULT_MODEL
+from .options import DEFAULT_MODEL, takes
 
 app = typer.Typer(add_completion=False)
 DEFAULT_LISTEN = "127.0.0.1:7710"

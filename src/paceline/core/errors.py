@@ -54,6 +54,21 @@ class RequestError(PacelineError):
         return type(self), (self.request_id, self.why, self.output)
 
 
+class QueueFull(PacelineError):
+    """As many requests wait as may: this one was not taken.
+
+    Args:
+        waiting: sequences that wait.
+    """
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"a request: the queue is full ({waiting} sequences wait). Try again later.")
+        self.waiting = waiting
+
+    def __reduce__(self) -> tuple[type[QueueFull], tuple[int]]:
+        return type(self), (self.waiting,)
+
+
 class PassesLost(PacelineError):
     """What computes passes was lost with its K/V, and comes back: the engine computes all K/V anew."""
 

@@ -13,7 +13,7 @@ from .errors import ConfigError
 from .sampling import SamplingParams, SequenceSampler
 from .stats import SpecStats
 
-FinishReason = Literal["stop", "length", "abort", "error"]  # "error": see `CompletionOutput.error`
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # "error": see `CompletionOutput.error`
 StopReason = int | str | None  # the stop id or the stop string; None for EOS and "length"
 Origin = Literal["drafted", "target"]
 DecodeToken = Callable[[int], str]  # the text of one token by itself
@@ -234,7 +234,7 @@ class StopChecker:
         self._unread.append(token)
         return True
 
-    def end(self, reason: Literal["abort", "error"]) -> None:
+    def end(self, reason: Literal["abort", "deadline", "error"]) -> None:
         """End the output from outside; its text is unchanged."""
         self.finish_reason, self.stop_reason = reason, None
 
@@ -333,6 +333,7 @@ class Request:
     seed: int  # the request's own, or one drawn at submission
     prompt: str | None = None  # text, where text was given
     application: str | None = None  # whose adapter answers; None: the base model
+    priority: int = 0  # lower ones are served first and preempted last
 
 
 _DRAFTED: tuple[Origin, ...] = ("drafted",)
@@ -406,6 +407,7 @@ class SequenceState:
         """The answer so far; its text leaves out what a stop string may still remove."""
         wanted = self.request.params.logprobs is not None
         chosen = zip(self.logprobs, self.token_ids, strict=True) if wanted else ()
+        known = wanted and all(self.logprobs)  # those of tokens that another engine said are empty
         return CompletionOutput(
             index=self.index,
             text=self.checker.stable_text(),
@@ -413,7 +415,7 @@ class SequenceState:
             finish_reason=self.checker.finish_reason,
             stop_reason=self.checker.stop_reason,
             logprobs=list(self.logprobs) if wanted else None,
-            cumulative_logprob=sum(row[token].logprob for row, token in chosen) if wanted else None,
+            cumulative_logprob=sum(row[token].logprob for row, token in chosen) if known else None,
             origins=list(self.origins),
             seed=self.request.seed,
             error=self.error,
@@ -430,7 +432,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None  # None: it goes on
     stop_reason: StopReason
     logprobs: list[dict[int, Logprob]] | None  # one a token; None unless asked for
-    cumulative_logprob: float | None  # of the chosen tokens; None unless asked for
+    cumulative_logprob: float | None  # of the chosen tokens; None unless asked for, and where some are not known
     origins: list[Origin]  # one a token: drafted and accepted, or the target's own choice
     seed: int  # with it, the same request gives the same tokens
     error: str | None = None  # what ended it, where finish_reason is "error"

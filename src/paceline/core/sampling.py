@@ -21,12 +21,11 @@ from torch import Tensor
 
 from . import noise
 from .errors import CapabilityError, ConfigError
+from .grammar import Grammar, Matcher
 from .noise import DRAFT
 from .noise import derive_seed as derive_seed
 from .options import HIGHEST, IsNumber, check, option, shown
 from .truncation import keep_min_p, keep_top_k, keep_top_p
-
-MaskFn = Callable[[Sequence[int]], Tensor]  # output ids so far -> [V] bool, True where a token is allowed
 
 # Logits are float32. Within these bounds no rule overflows there, in whatever order they meet: the largest bias over
 # the lowest temperature is 1e34.
@@ -115,6 +114,7 @@ class SamplingParams:
     echo: bool = option(False, help="the text of the answer begins with the prompt")
     include_stop_str_in_output: bool = option(False, help="keep the text of the stop string")
     skip_special_tokens: bool = option(True, help="leave special tokens out of the text")
+    grammar: Grammar | None = option(None, help="what the output must be: Grammar(kind, text)", cli=False)
 
     def __post_init__(self) -> None:
         # Own copies: the caller's list or dict may change while the request runs.
@@ -122,7 +122,10 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, list | tuple | dict):
                 object.__setattr__(self, name, dict(value) if isinstance(value, dict) else list(value))
+        object.__setattr__(self, "grammar", Grammar.read(self.grammar))
         check(self)
+        if self.grammar is not None and self.ignore_eos:
+            _refuse("ignore_eos", True, "an output that meets its grammar ends there", "leave one of them out")
         if "" in self.stop_strings:
             _refuse("stop", self.stop, "an empty string ends nothing", "give strings of at least one character")
         if 0 < self.temperature < COOLEST:
@@ -200,7 +203,7 @@ class SequenceSampler:
         sample_index: which of the n samples this is.
         vocab_size: width of the logits.
         eos_ids: masked, as the stop ids are, until the output has ``min_tokens`` tokens.
-        mask_fn: a grammar: output ids so far -> [V] bool, True where a token is allowed.
+        matcher: the grammar of ``params``, at its beginning.
 
     Raises:
         ConfigError: a token id or a count, in the parameters or the prompt, that the vocabulary does not have.
@@ -215,7 +218,7 @@ class SequenceSampler:
         sample_index: int,
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
-        mask_fn: MaskFn | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         enders = {i for i in eos_ids if i < vocab_size} | set(params.stop_token_ids or ())
         _check_against_vocabulary(params, prompt_ids, len(enders), vocab_size)
@@ -226,7 +229,7 @@ class SequenceSampler:
         self.greedy = params.greedy
         self._prompt_ids = prompt_ids
         self._output: list[int] = []
-        self._mask_fn = mask_fn
+        self.matcher = matcher
         self._enders = sorted(enders)
         self._tallies: dict[torch.device, _Tally] = {}
         self._noise_rows: dict[tuple[torch.device, int], Tensor] = {}
@@ -420,7 +423,7 @@ class SequenceSampler:
             (p.presence_penalty != 0 or p.frequency_penalty != 0, self._penalise_output),
             (bool(p.logit_bias), self._add_bias),
             (p.min_tokens > 0 and bool(self._enders), self._mask_enders),
-            (self._mask_fn is not None, self._apply_grammar),
+            (self.matcher is not None, self._apply_grammar),
             (warm and p.temperature != 1, lambda x, _: x.div_(p.temperature)),
             (warm and 0 < p.top_k < self.vocab_size, lambda x, _: keep_top_k(x, p.top_k)),
             (warm and p.top_p < 1, lambda x, _: keep_top_p(x, p.top_p)),
@@ -466,10 +469,10 @@ class SequenceSampler:
 
     def _apply_grammar(self, logits: Tensor, paths: Tensor | None) -> None:
         """Rule out what the grammar does not allow after each row's output."""
-        assert self._mask_fn is not None
+        assert self.matcher is not None
         below = [[] for _ in logits] if paths is None else [[t for t in row if t >= 0] for row in paths.tolist()]
         for row, path in zip(logits, below, strict=True):
-            allowed = self._mask_fn([*self._output, *path])
+            allowed = self.matcher([*self._output, *path])
             row.masked_fill_(~allowed.to(row.device), -math.inf)
             if not bool((row > -math.inf).any()):
                 asked = f"a grammar mask after {len(self._output) + len(path)} tokens"

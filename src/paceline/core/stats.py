@@ -53,12 +53,15 @@ class SpecStats:
     accepted_histogram: list[int] = field(default_factory=list)  # [a]: passes that accepted exactly a drafted tokens
     depth_offered: list[int] = field(default_factory=list)  # [d - 1]: passes that accepted d - 1 and had a node at d
     depth_accepted: list[int] = field(default_factory=list)  # [d - 1]: those of them that accepted at depth d
+    accepted_by_drafted: dict[int, list[int]] = field(default_factory=dict)  # [n][a]: passes that drafted n tokens, one
+    # or more, and accepted a of them
     sources: dict[str, SourceStats] = field(default_factory=dict)  # by proposer
     draft_ms: float = 0.0
     verify_ms: float = 0.0  # target forwards and the choice of tokens
     host_ms: float = 0.0  # everything else that the engine does
     idle_ms: float = 0.0  # waiting for other work
     elapsed_ms: float = 0.0  # wall time, from submission to the last token
+    queue_ms: float | None = None  # from submission to the first step that computed a part of the prompt
     ttft_ms: float | None = None  # from submission to the first token
     row_layers: int = 0  # of passes
     upper_row_layers: int = 0  # those in the layers that streams go through; 0 where a pass has none
@@ -112,6 +115,11 @@ class SpecStats:
         if len(histogram) <= accepted:
             histogram += [0] * (accepted + 1 - len(histogram))
         histogram[accepted] += 1
+        if drafted:
+            row = self.accepted_by_drafted.setdefault(drafted, [])
+            if len(row) <= accepted:
+                row += [0] * (accepted + 1 - len(row))
+            row[accepted] += 1
         if len(of_depth) < reach:
             of_depth += [0] * (reach - len(of_depth))
             kept_at += [0] * (reach - len(kept_at))
@@ -145,19 +153,21 @@ class SpecStats:
     def merge(self, other: SpecStats) -> SpecStats:
         """The sum of both, for requests that ran together.
 
-        Counts and times add up. ``elapsed_ms`` is the longer one, ``ttft_ms`` the earlier one.
+        Counts and times add up. ``elapsed_ms`` is the longer one, ``ttft_ms`` and ``queue_ms`` the earlier ones.
         ``off_reason`` is kept if both have the same one, or if nothing at all was drafted.
         """
         merged = SpecStats(**{name: getattr(self, name) + getattr(other, name) for name in _SUMS})
         for name in _LISTS:
-            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
-            setattr(merged, name, [a + b for a, b in pairs])
+            setattr(merged, name, _added(getattr(self, name), getattr(other, name)))
+        for rows in (self.accepted_by_drafted, other.accepted_by_drafted):
+            for drafted, row in rows.items():
+                merged.accepted_by_drafted[drafted] = _added(row, merged.accepted_by_drafted.get(drafted, ()))
         for part in (self.sources, other.sources):
             for source, counts in part.items():
                 merged.sources[source] = counts.merge(merged.sources.get(source, SourceStats()))
         merged.elapsed_ms = max(self.elapsed_ms, other.elapsed_ms)
-        known = [t for t in (self.ttft_ms, other.ttft_ms) if t is not None]
-        merged.ttft_ms = min(known) if known else None
+        merged.ttft_ms = _earlier(self.ttft_ms, other.ttft_ms)
+        merged.queue_ms = _earlier(self.queue_ms, other.queue_ms)
         if not merged.drafted:
             merged.off_reason = self.off_reason or other.off_reason
         return merged
@@ -165,7 +175,9 @@ class SpecStats:
     def as_dict(self) -> dict[str, Any]:
         """Fields and derived figures, ready for JSON."""
         derived = ("mean_accepted_length", "acceptance_rate", "depth_acceptance", "tokens_per_second")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        rows = {str(drafted): row for drafted, row in sorted(self.accepted_by_drafted.items())}
+        own = asdict(self) | {"accepted_by_drafted": rows}
+        return own | {name: getattr(self, name) for name in derived}
 
     def summary(self) -> str:
         """The main figures in one line of text."""
@@ -182,6 +194,15 @@ class SpecStats:
         return " | ".join(parts)
 
 
+def _added(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x + y for x, y in zip_longest(a, b, fillvalue=0)]
+
+
+def _earlier(a: float | None, b: float | None) -> float | None:
+    known = [t for t in (a, b) if t is not None]
+    return min(known) if known else None
+
+
 _LISTS = ("accepted_histogram", "depth_offered", "depth_accepted")
-_APART = {*_LISTS, "sources", "elapsed_ms", "ttft_ms", "off_reason"}
+_APART = {*_LISTS, "accepted_by_drafted", "sources", "elapsed_ms", "queue_ms", "ttft_ms", "off_reason"}
 _SUMS = tuple(f.name for f in fields(SpecStats) if f.name not in _APART)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from ..core.errors import CapabilityError, ConfigError, PacelineError
@@ -61,7 +62,7 @@ class WorkerSpec:
     kinds: Mapping[str, type[Any]] = field(default_factory=dict)  # the messages of its service
     expected: Facts = Facts()
     placement: Placement = field(default_factory=Placement)
-    channel: Literal["shared", "tcp"] = "shared"
+    channel: Literal["shared", "tcp", "socket"] = "shared"  # "socket": a pair of sockets, for an event loop
     spin_us: int = SPIN_US
 
 
@@ -142,6 +143,9 @@ def _way(spec: WorkerSpec) -> _Way:
     if spec.channel == "tcp":
         listener = Listener(first_s=math.inf)  # it connects first, and loads what it needs before it says hello
         return _Way(f"tcp:{listener.host}:{listener.port}", (), lambda: listener.greeted(0), listener.close)
+    if spec.channel == "socket":
+        mine, its = socket.socketpair()
+        return _Way(f"fd:{its.fileno()}", (its.fileno(),), partial(SocketChannel, mine), mine.close, its.close)
     own, theirs = shared_pair()
     channel = SharedChannel(own, spec.spin_us)
     return _Way(f"shared:{theirs}", theirs.fds, lambda: channel, channel.close, theirs.drop)

@@ -113,6 +113,8 @@ class SequenceView:
     sampler: SequenceSampler  # the sequence's sampling rules and noise (for coupled and sampled drafts)
     max_len: int | None = None  # prompt and output together cannot grow beyond this
     application: Application | None = None  # whose adapters its rows have; None: the base model
+    sources: frozenset[int] | None = None  # marks of the drafters that are asked for it; None: all
+    prediction: Sequence[int] = ()  # text that the output is likely to repeat
     fault: Exception | None = None  # its own sampling rules, text or stop rules failed: the step ends it with this
 
 

@@ -105,6 +105,17 @@ def _name(text: str) -> str:
     return text.partition(",")[0].partition(":")[0].strip()
 
 
+def with_parts(parts: Sequence[str], drafter: str) -> str:
+    """A drafter, as it is named, with others asked before it."""
+    kind, _, rest = drafter.partition(":")
+    if kind != HybridConfig.kind:
+        return f"hybrid:{'+'.join([*parts, drafter.replace(',', ';')])}"
+    own, comma, options = rest.partition(",")
+    if "+" not in own and _name(own) not in {*names()}:  # a model's name alone: see `HybridConfig.parts`
+        own = f"{LOOKUP}+{MODEL.format(own)}".replace(",", ";")
+    return f"hybrid:{'+'.join([*parts, own])}{comma}{options}"
+
+
 class Hybrid(Drafter):
     """Asks several drafters and merges what they propose.
 
@@ -216,9 +227,10 @@ class Hybrid(Drafter):
         """The sequences to ask a drafter for."""
         if want.rule is not None:
             return want.rule.ask(source, want.sequences, first)
+        open_ = [i for i, view in enumerate(want.sequences) if view.sources is None or source in view.sources]
         if source == self._streaming:  # of the next step nothing is known
-            return [*range(len(first))]
-        return [i for i, chance in enumerate(first) if chance < SURE]
+            return open_
+        return [i for i in open_ if first[i] < SURE]
 
     def _add(
         self, source: int, want: DraftRequest, asked: Sequence[int], drafts: Sequence[Proposal], first: list[float]

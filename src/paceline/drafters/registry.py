@@ -32,6 +32,8 @@ _BUILTIN = {
     "none": "paceline.drafters.none:NoneConfig",
     "ngram": "paceline.drafters.ngram:NgramConfig",
     "suffix": "paceline.drafters.suffix:SuffixConfig",
+    "prediction": "paceline.drafters.prediction:PredictionConfig",
+    "grammar": "paceline.drafters.forced:ForcedConfig",
     "draft_model": "paceline.drafters.draft_model:DraftModelConfig",
     "medusa": "paceline.drafters.medusa:MedusaConfig",
     "hybrid": "paceline.drafters.hybrid:HybridConfig",

@@ -293,6 +293,7 @@ class AutoBudget(DraftBudget):
             chosen = self._paying(source, [self._histories[view.key] for view in views], opens)
         if self._trials:
             chosen |= {i for i, view in enumerate(views) if (view.key, source) in self._trials}
+        chosen = {i for i in chosen if (own := views[i].sources) is None or source in own}  # the request's own choice
         self._note(source, {views[i].key: opens[i] for i in chosen})
         return sorted(chosen)
 

@@ -9,50 +9,29 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
+from typing import Any, Literal
 
-from ..core.errors import CapabilityError, ConfigError, PassesLost
+from ..core.errors import ConfigError, PassesLost, QueueFull
 from ..core.request import CompletionOutput, Request, RequestOutput, SequenceState, StopChecker, Texts
 from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
+from ..core.speculation import Speculation
 from ..core.stats import SpecStats
+from ..core.trace import StepTrace
 from ..drafters.base import SequenceView
+from ..grammar import Grammars
 from ..kv.pool import KVPool
 from ..network.applications import Application
-from ..rounds.base import Round, RunningSequence, StepResult, StreamingRound
+from ..rounds.base import Round, RunningSequence, StepResult
+from . import checks
 from .budget import DraftBudget, StepRecord
+from .live import EngineLimits, LiveRequest
 from .lock import FairLock
 from .scheduler import Scheduler, SchedulerConfig
+from .snapshot import Snapshot, Totals, take
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLimits:
-    """What a request must fit into."""
-
-    vocab_size: int
-    max_model_len: int  # prompt and output together
-    eos_ids: tuple[int, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """A request in flight: its samples and its times."""
-
-    request: Request
-    sequences: list[RunningSequence]
-    submitted: float  # perf_counter seconds
-    first_token: float | None = None
-    ended: float | None = None
-    text_prefix: str = ""  # the prompt's text, where it is to be echoed
-    on_end: Callable[[LiveRequest], None] | None = None  # called when its last sample has ended; twice after Ctrl-C
-
-    @property
-    def finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(s.finished for s in self.sequences)
 
 
 class Engine:
@@ -66,6 +45,7 @@ class Engine:
         budget: how many nodes to draft.
         texts: detokenization; None for a model without a tokenizer.
         applications: those that requests may name, by name.
+        grammars: compiles what outputs must be; None: no request may ask for that.
     """
 
     def __init__(
@@ -77,8 +57,9 @@ class Engine:
         budget: DraftBudget,
         texts: Texts | None = None,
         applications: Mapping[str, Application] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        _check_streams(round_, applications or {})
+        checks.check_streams(round_, applications or {})
         self.round = round_
         self.pool = pool
         self.limits = limits
@@ -88,11 +69,14 @@ class Engine:
         self.live: dict[str, LiveRequest] = {}
         self.lock = FairLock()
         self._texts = texts
+        self.grammars = grammars
         self._torn = False  # whether a call is under way, or ended in its middle
         self._cancelled: deque[str] = deque()  # requests that are to be aborted
         self._untold: list[LiveRequest] = []  # may have got tokens in a step that ended in its middle
+        self._totals, self._steps = Totals(), 0
         self._keys = count()
         self._arrivals = count()
+        self._timed: list[LiveRequest] = []  # those with a deadline, that had not ended at the last look
 
     # -- requests
 
@@ -104,6 +88,10 @@ class Engine:
         prompt: str | None = None,
         application: str | None = None,
         on_end: Callable[[LiveRequest], None] | None = None,
+        said: Sequence[Sequence[int]] = (),
+        priority: int = 0,
+        deadline_s: float | None = None,
+        speculation: Speculation | None = None,
     ) -> str:
         """Check a request and queue it.
 
@@ -113,19 +101,39 @@ class Engine:
             prompt: its text, where text was given.
             application: whose adapters answer; None: the base model.
             on_end: called when it has ended, in the thread that drives the engine then; must not call the engine.
+            said: of each sample, the tokens that another engine said before it was lost; missing: none. Generation goes
+                on behind them with the tokens that would have followed, where ``params.seed`` is what that engine
+                had: `derive_seed` gives one to name ahead, and `Request.seed` is the one in use. They are part of the
+                output, but a stream does not tell them again; their log-probabilities are empty.
+            priority: lower ones run first, and are preempted last; equal ones by arrival.
+            deadline_s: seconds from now after which it ends between two steps with what it has, as "deadline".
+            speculation: what is drafted for it; None: as for any.
 
         Returns:
             Its id.
 
         Raises:
             ConfigError: the prompt is empty, too long, holds an unknown id, the parameters do not fit the
-                vocabulary, or there is no such application. Nothing is queued.
+                vocabulary, there is no such application or source, what was said cannot have been, or a grammar
+                cannot be read or met. Nothing is queued.
+            CapabilityError: a choice of speculation that this round has not by request, or a grammar where there is
+                none to be had. Nothing is queued.
+            QueueFull: as many requests wait as may.
         """
         self.check_application(application)
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
-        self._check(prompt_ids, request_id)
-        prefix = self._echo(prompt_ids, prompt, params)
+        if request_id in self.live:
+            raise ConfigError(f"request id {request_id!r}", "it is in use", "choose another, or leave it out")
+        checks.check_prompt(prompt_ids, self.limits)
+        checks.check_said(said, params.n, self.limits)
+        checks.check_deadline(deadline_s)
+        sources = None if speculation is None else speculation.chosen(self.round.sources)
+        if speculation is not None and speculation.prediction:
+            checks.check_prediction(speculation.prediction, self.limits)
+        if self.scheduler.full:
+            raise QueueFull(len(self.scheduler.waiting))
+        prefix = checks.echo(self._texts, prompt_ids, prompt, params)
         seed = params.seed if params.seed is not None else derive_seed()
         request = Request(
             id=request_id,
@@ -135,67 +143,40 @@ class Engine:
             seed=seed,
             prompt=prompt,
             application=application,
+            priority=priority,
         )
         sequences = [self._sequence(request, index) for index in range(params.n)]
-        self._check_pool(sequences[0])
+        checks.check_room(sequences[0].max_len, self.pool.num_tokens)
+        if speculation is not None:
+            for sequence in sequences:
+                sequence.max_nodes = speculation.max_nodes if speculation.enabled else 0
+                sequence.view.sources, sequence.view.prediction = sources, speculation.prediction
+                sequence.trace = [] if speculation.trace else None
+        for sequence, tokens in zip(sequences, said, strict=False):
+            _say_again(sequence, tokens)
         self._begin()
         try:
-            self.live[request_id] = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, on_end=on_end)
+            live = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, on_end=on_end)
+            self.live[request_id] = live
+            if said:
+                live.said = [(len(s.state.token_ids), s.state.checker.stable_length) for s in sequences]
+            if deadline_s is not None:
+                live.deadline = live.submitted + deadline_s
+                self._timed.append(live)
             for sequence in sequences:
-                self.scheduler.add(sequence)
+                if sequence.finished:  # with what it had said before: the next step tells
+                    self._untold.append(live)
+                else:
+                    self.scheduler.add(sequence)
             self._end()
         except BaseException:  # the caller does not get its id
             self.cancel(request_id)
             raise
         return request_id
 
-    def _echo(self, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:
-        """The beginning of the answer's text."""
-        if not params.echo or prompt is not None:
-            return prompt or "" if params.echo else ""
-        if self._texts is None:
-            raise ConfigError("echo=True with token ids", "this model has no tokenizer", "leave echo out")
-        return self._texts.prompt(prompt_ids, params.skip_special_tokens)
-
     def check_application(self, name: str | None) -> None:
         """Raises ConfigError where a request cannot name this application."""
-        if name is None or name in self.applications:
-            return
-        known = ", ".join(sorted(self.applications))
-        raise ConfigError(
-            f"application={name!r}",
-            "there is no such application",
-            f"name one of: {known}, or none for the base model" if known else "load it: LLM(..., applications={...})",
-        )
-
-    def _check(self, prompt_ids: Sequence[int], request_id: str) -> None:
-        limits = self.limits
-        if request_id in self.live:
-            raise ConfigError(f"request id {request_id!r}", "it is in use", "choose another, or leave it out")
-        if not prompt_ids:
-            raise ConfigError("an empty prompt", "a model continues at least one token", "give text, or a BOS token")
-        if len(prompt_ids) >= limits.max_model_len:
-            raise ConfigError(
-                f"a prompt of {len(prompt_ids)} tokens",
-                f"prompt and output together have room for {limits.max_model_len} tokens",
-                "shorten the prompt, or raise max_model_len where model and kv_memory allow it",
-            )
-        low, high = min(prompt_ids), max(prompt_ids)
-        if low < 0 or high >= limits.vocab_size:
-            raise ConfigError(
-                f"prompt token id {low if low < 0 else high}",
-                f"ids go from 0 to {limits.vocab_size - 1}",
-                "encode the prompt with this model's tokenizer",
-            )
-
-    def _check_pool(self, sequence: RunningSequence) -> None:
-        needed = sequence.max_len - 1  # the last token's K/V is never computed
-        if needed > self.pool.num_tokens:
-            raise ConfigError(
-                f"a request of up to {sequence.max_len} tokens",
-                f"the K/V pool holds {self.pool.num_tokens}",
-                "raise kv_memory, or lower max_tokens",
-            )
+        checks.check_application(self.applications, name)
 
     def _sequence(self, request: Request, index: int) -> RunningSequence:
         limits, params = self.limits, request.params
@@ -208,6 +189,7 @@ class Engine:
             sample_index=index,
             vocab_size=limits.vocab_size,
             eos_ids=limits.eos_ids,
+            matcher=None if params.grammar is None else checks.grammars(self.grammars).matcher(params.grammar),
         )
         texts = self._texts
         stream = None if texts is None else texts.stream(request.prompt_ids, params.skip_special_tokens)
@@ -245,15 +227,30 @@ class Engine:
             self._end()
 
     def _abort(self, live: LiveRequest) -> None:
+        self._stop(live, "abort")
+        self._leave(live)
+
+    def _stop(self, live: LiveRequest, reason: Literal["abort", "deadline"]) -> None:
+        """End its samples from outside."""
         open_ones = [s for s in live.sequences if not s.finished]
         for sequence in open_ones:
-            sequence.state.checker.end("abort")
+            sequence.state.checker.end(reason)
         self._drop(open_ones)
-        self._leave(live)
+
+    def _expire(self) -> None:
+        """End the requests whose deadline has passed; the step tells of them."""
+        now = perf_counter()
+        self._timed = [live for live in self._timed if not live.finished]
+        for live in self._timed:
+            if live.deadline <= now:
+                self._stop(live, "deadline")
+                self._untold.append(live)
 
     def _leave(self, live: LiveRequest) -> None:
         """Its last sample has ended."""
-        live.ended = live.ended or perf_counter()
+        if live.ended is None:
+            live.ended = perf_counter()
+            self._totals.add(live)
         if live.on_end is not None:
             live.on_end(live)
         if self.live.get(live.request.id) is live:  # the id may have been given to another since
@@ -269,6 +266,8 @@ class Engine:
     def step(self) -> list[LiveRequest]:
         """One step of all running sequences. Returns the requests that got tokens or ended; finished ones leave."""
         self._begin()
+        if self._timed:
+            self._expire()
         try:
             touched, ended = self._step()
         except PassesLost as error:  # the next call begins with what was surely said
@@ -276,7 +275,8 @@ class Engine:
             return []
         told = [*touched.values()]
         if self._untold:
-            told += [live for live in self._untold if touched.get(live.request.id) is not live]
+            waits = [live for live in dict.fromkeys(self._untold) if self.live.get(live.request.id) is live]
+            told += [live for live in waits if touched.get(live.request.id) is not live]
         if ended or self._untold:
             for live in told:
                 if live.finished:
@@ -290,6 +290,7 @@ class Engine:
     def _step(self) -> tuple[dict[str, LiveRequest], bool]:
         """The requests that got tokens or ended, and whether a sample of one ended."""
         began = perf_counter()
+        self._steps += 1
         works = self.scheduler.schedule()
         if self.scheduler.preempted:
             self.round.release(self.scheduler.preempted)
@@ -300,6 +301,8 @@ class Engine:
         scheduled = perf_counter()
         result = self.round.step(works, self.budget.rule)
         now = perf_counter()
+        if self.scheduler.paced:
+            self.scheduler.took((now - began) * 1e3)
         if learns and result.works:
             self.budget.observe(_record(result, (now - began) * 1e3))
         _share_times(result, result.host_ms + (scheduled - began) * 1e3)
@@ -310,6 +313,8 @@ class Engine:
             live = touched[request_id] = self.live[request_id]
             if tokens and live.first_token is None:
                 live.first_token = now
+            if tokens and sequence.trace:
+                self._complete(sequence.trace, result)
             if sequence.finished:
                 stats = sequence.state.stats
                 stats.off_reason = stats.off_reason or self.budget.rested(sequence)
@@ -317,6 +322,15 @@ class Engine:
         if ended:
             self._drop(ended)
         return touched, bool(ended)
+
+    def _complete(self, trace: list[StepTrace], result: StepResult) -> None:
+        """Add what is known of the whole step to what it did for a sequence."""
+        why = self.budget.describe()["why"]
+        for step in reversed(trace):
+            if step.why:  # of a step before
+                break
+            step.why, step.batch_size = why, len(result.works)
+            step.draft_ms, step.verify_ms, step.host_ms = result.draft_ms, result.verify_ms, result.host_ms
 
     # -- calls that end in their middle
 
@@ -355,9 +369,11 @@ class Engine:
         """A new sequence with the emitted tokens of an old one; one that was ended from outside is kept as it is."""
         state = old.state
         old.cache = None
-        if state.checker.finish_reason in ("abort", "error"):
+        if state.checker.finish_reason in ("abort", "deadline", "error"):
             return old
         fresh = self._sequence(state.request, state.index)
+        fresh.max_nodes, fresh.view.sources = old.max_nodes, old.view.sources
+        fresh.view.prediction, fresh.trace, fresh.admitted = old.view.prediction, old.trace, old.admitted
         fresh.state.stats, fresh.prompt_logprobs = state.stats, old.prompt_logprobs
         counts = [len(state.token_ids), len(state.origins)]
         if state.request.params.logprobs is not None:
@@ -380,6 +396,19 @@ class Engine:
         self.pool.forget()
         self.round.forget()
 
+    def snapshot(self) -> Snapshot:
+        """Counters of all requests so far, and what is held now."""
+        return take(self.live.values(), self.scheduler, self._totals, self._steps)
+
+    def describe_speculation(self) -> dict[str, Any]:
+        """The sources that requests may choose among, what the budget chose and why; ready for JSON."""
+        return {
+            "round": self.round.name,
+            "sources": list(self.round.sources),
+            "failure": self.round.failure,
+            "budget": self.budget.describe(),
+        }
+
     # -- answers
 
     def output(self, live: LiveRequest) -> RequestOutput:
@@ -390,6 +419,8 @@ class Engine:
         reference = live.ended or perf_counter()
         stats.elapsed_ms = (reference - live.submitted) * 1e3
         stats.ttft_ms = (live.first_token - live.submitted) * 1e3 if live.first_token else None
+        admitted = min((s.admitted for s in live.sequences if s.admitted is not None), default=None)
+        stats.queue_ms = None if admitted is None else (admitted - live.submitted) * 1e3
         # A drafter that failed on the way must be heard of, whatever it had drafted before.
         rested = next((s.state.stats.off_reason for s in live.sequences if s.state.stats.off_reason), None)
         stats.off_reason = self.round.failure or stats.off_reason or rested
@@ -412,18 +443,19 @@ class Engine:
         return completion
 
 
-def _check_streams(round_: Round, applications: Mapping[str, Application]) -> None:
-    """Refuse applications whose main rows attend to streams in a round that cannot give them any."""
-    for application in applications.values():
-        if application.streams is None:
-            continue
-        if not isinstance(round_, StreamingRound):
-            raise CapabilityError(
-                f"application {application.name!r} in round {round_.name!r}",
-                "its answers depend on streams beside every generated token, and this round has none",
-                "use drafter='streams'",
-            )
-        round_.admit(application.streams)
+def _say_again(sequence: RunningSequence, tokens: Sequence[int]) -> None:
+    """Put tokens that were said before into a new sequence, which ends where they end it.
+
+    Raises:
+        ConfigError: they go on behind its end.
+    """
+    wants = sequence.params.logprobs is not None
+    kept = sequence.emit(tokens, 0, [{} for _ in tokens] if wants else None) if tokens else 0
+    if sequence.view.fault is not None:
+        sequence.fail()
+    elif kept < len(tokens):
+        wrong = f"the output ends behind {kept} ({sequence.state.checker.finish_reason})"
+        raise ConfigError(f"{len(tokens)} tokens that were said", wrong, "give the request's own parameters and tokens")
 
 
 def _share_times(result: StepResult, host_ms: float) -> None:

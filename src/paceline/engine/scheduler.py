@@ -7,15 +7,23 @@ addition.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal
 
 from ..core.errors import ConfigError
+from ..core.options import shown
 from ..kv.pool import KVPool
 from ..rounds.base import RunningSequence, Work
 from .budget import DraftBudget
 
+AUTO: Literal["auto"] = "auto"
+START_PROMPT_ROWS = 64  # until a step with some was timed
+LEAST_PROMPT_ROWS = 16  # fewer cost a pass as much as these: a tile of the matrix products
+PROMPT_RATE = 1 / 4  # weight of a step in the running means
 SPARE_TOKENS = 32  # room for drafts behind a sequence's last token, where its place in the pool is chosen
 
 
@@ -25,16 +33,19 @@ class SchedulerConfig:
 
     max_sequences: int = 64  # sequences that run at once
     max_batch_rows: int = 512  # rows of one target pass, drafts included
+    max_waiting: int | None = None  # requests that wait; None: any number
+    max_prompt_rows: int | Literal["auto"] | None = None  # rows of prompts while others decode; None: any number
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_batch_rows"):
+        for name, least in (("max_sequences", 1), ("max_batch_rows", 1), ("max_waiting", 0)):
             value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name}={value}", "it must be at least 1", f"leave {name} out for the default")
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value}", f"it must be at least {least}", f"leave {name} out")
+        parse_prompt_rows(self.max_prompt_rows)
 
 
 class Scheduler:
-    """First come, first served; the youngest is preempted first.
+    """The most urgent first, of these the first come; the least urgent is preempted first, of these the youngest.
 
     Args:
         pool: where K and V live.
@@ -54,10 +65,31 @@ class Scheduler:
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self.preempted: list[RunningSequence] = []  # since the engine last looked
+        rows = config.max_prompt_rows
+        self.paced = rows == AUTO  # whether `took` is to be called after each step
+        self._prompt_rows = START_PROMPT_ROWS if rows == AUTO else rows  # most while others decode; None: any number
+        self._granted: int | None = None  # of these, in this step; None: nothing bounds it
+        self._decode_ms = self._row_ms = 0.0  # running means: a step without prompts, and what a row of them adds
+        self._left = False  # whether the last step left somebody waiting
 
     def add(self, sequence: RunningSequence) -> None:
-        """Queue a sequence."""
-        self.waiting.append(sequence)
+        """Queue a sequence behind those that are as urgent."""
+        waiting = self.waiting
+        if not waiting or _priority(waiting[-1]) <= _priority(sequence):
+            waiting.append(sequence)
+        else:
+            waiting.insert(bisect_right(waiting, _priority(sequence), key=_priority), sequence)
+
+    @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may. Those that the next step has places for do not count, as long as the
+        last one left nobody waiting."""
+        most = self.config.max_waiting
+        if most is None:
+            return False
+        if not self._left:
+            most += self.config.max_sequences - len(self.running)
+        return len({id(sequence.state.request) for sequence in self.waiting}) >= most
 
     def remove(self, sequences: Iterable[RunningSequence]) -> None:
         """Take sequences out, finished or aborted, and free what they hold."""
@@ -72,8 +104,8 @@ class Scheduler:
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
     def reset(self, sequences: Iterable[RunningSequence]) -> None:
-        """Start over with these sequences waiting, in this order; none of them may hold a cache."""
-        self.waiting = deque(sequences)
+        """Start over with these sequences waiting, equally urgent ones in this order; none of them may hold a cache."""
+        self.waiting = deque(sorted(sequences, key=_priority))
         self.running = []
         self.preempted = []
 
@@ -81,11 +113,14 @@ class Scheduler:
         """The rows of the next step. Every work's cache has its rows reserved."""
         rows: dict[int, int] = {}
         left = self.config.max_batch_rows
+        bounded = self._prompt_rows is not None and self._begin_prompts()
         for sequence in list(self.running):
             cache = sequence.cache
             if cache is None:  # preempted a moment ago
                 continue
             wanted = min(len(sequence.view.tokens) - cache.front, left)
+            if bounded and wanted > 1:
+                wanted = self._grant(wanted)
             if wanted <= 0:  # all of it is under way, or no room in this step
                 continue
             if not cache.reserve_here(wanted):
@@ -96,10 +131,46 @@ class Scheduler:
             left -= wanted
         if self.waiting:
             left = self._admit(rows, left)
+            self._left = bool(self.waiting)
         return self._with_drafts([s for s in self.running if id(s) in rows], rows, left)
 
+    # -- a long prompt beside sequences that decode
+
+    def _begin_prompts(self) -> bool:
+        """Whether prompts are bounded in the coming step: somebody decodes."""
+        decodes = any(s.cache is not None and len(s.view.tokens) - s.cache.front <= 1 for s in self.running)
+        self._granted = 0 if decodes else None
+        return decodes
+
+    def _room(self) -> int:
+        """Rows that prompts may still have in this step."""
+        assert self._prompt_rows is not None and self._granted is not None
+        return self._prompt_rows - self._granted
+
+    def _grant(self, wanted: int) -> int:
+        """Of so many rows of a prompt, those that the step takes."""
+        assert self._granted is not None
+        wanted = min(wanted, self._room())
+        self._granted += wanted
+        return wanted
+
+    def took(self, ms: float) -> None:
+        """Learn from what the step took how many rows of prompts make it twice as long as one without them."""
+        if self._granted is None:
+            return
+        if not self._granted:
+            self._decode_ms += PROMPT_RATE * (ms - self._decode_ms) if self._decode_ms else ms
+        elif self._decode_ms:
+            row_ms = max(0.0, ms - self._decode_ms) / self._granted
+            self._row_ms += PROMPT_RATE * (row_ms - self._row_ms) if self._row_ms else row_ms
+            most = self._decode_ms / self._row_ms if self._row_ms > 0 else 2.0 * self._granted
+            self._prompt_rows = int(min(max(LEAST_PROMPT_ROWS, most), self.config.max_batch_rows))
+
+    # -- memory
+
     def _make_room(self, sequence: RunningSequence, wanted: int, rows: dict[int, int]) -> bool:
-        """Have blocks free for pending rows, preempting younger sequences, or this one, if the pool is full.
+        """Have blocks free for pending rows, preempting less urgent or younger sequences, or this one, if the pool is
+        full.
 
         Those of a sequence with passes in flight come free when these are through: False until then, too.
         """
@@ -109,7 +180,7 @@ class Scheduler:
                 if other.cache is not None:
                     other.cache.trim()
         while sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
-            victim = self.running[-1]
+            victim = max(reversed(self.running), key=_priority)
             held = victim.cache is not None and victim.cache.held
             self._preempt(victim)
             rows.pop(id(victim), None)
@@ -118,14 +189,14 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: RunningSequence) -> None:
-        """Free a sequence's blocks; it waits at the front of the queue and recomputes its K/V (or finds it in the
+        """Free a sequence's blocks; it waits in front of those as urgent, and recomputes its K/V (or finds it in the
         prefix cache) later."""
         assert sequence.cache is not None
         self.running.remove(sequence)
         sequence.cache.release()
         sequence.cache = None
         sequence.state.stats.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.insert(bisect_left(self.waiting, _priority(sequence), key=_priority), sequence)
         self.preempted.append(sequence)
 
     def _admit(self, rows: dict[int, int], left: int) -> int:
@@ -138,9 +209,13 @@ class Scheduler:
                 later.append(sequence)
                 continue
             tokens = sequence.view.tokens
+            most = left if self._granted is None else min(left, self._room())
+            if most <= 0:
+                self.waiting.appendleft(sequence)
+                break
             reuse = self._reusable(sequence)
             identity, shareable = sequence.identity, sequence.shareable
-            wanted, blocks = self.pool.cost(tokens, left, reuse, identity, shareable)
+            wanted, blocks = self.pool.cost(tokens, most, reuse, identity, shareable)
             # A block of headroom for each running sequence, lest the newcomer be preempted at once.
             if self.pool.allocator.num_free - blocks < len(self.running):
                 self.waiting.appendleft(sequence)
@@ -151,9 +226,13 @@ class Scheduler:
             stats = sequence.state.stats
             if not stats.passes:
                 stats.cached_prompt_tokens = sequence.cache.reused
+            if sequence.admitted is None:
+                sequence.admitted = perf_counter()
             self.running.append(sequence)
             rows[id(sequence)] = wanted
             left -= wanted
+            if self._granted is not None:
+                self._granted += wanted
         self.waiting.extendleft(reversed(later))
         return left
 
@@ -184,10 +263,12 @@ class Scheduler:
         if self.budget.never_drafts:
             return works
         able = [w for w in works if w.max_depth > 0 and w.rows == 1 and w.generates]
-        nodes = self.budget.plan([w.sequence for w in able], sum(w.generates for w in works)) if able else ()
-        for work, wanted in zip(able, nodes, strict=True):
+        planned = self.budget.plan([w.sequence for w in able], sum(w.generates for w in works)) if able else ()
+        for work, wanted in zip(able, planned, strict=True):
             if wanted > 0 and left > 0:
-                work.budget = self._affordable(work.sequence, min(wanted, left))
+                own = work.sequence.max_nodes
+                nodes = min(wanted, left) if own is None else min(wanted, left, own)
+                work.budget = self._affordable(work.sequence, nodes)
                 left -= work.budget
         for work in works:
             work.may_draft = work.max_depth > 1
@@ -198,6 +279,8 @@ class Scheduler:
 
     def _max_depth(self, sequence: RunningSequence) -> int:
         """Deepest node that can still be emitted, with one token of the target's own after it."""
+        if sequence.max_nodes == 0:  # it wants no drafts
+            return 0
         checker = sequence.state.checker
         room = min(sequence.max_len - len(sequence.view.tokens), checker.max_tokens - checker.num_tokens)
         return room - 1 if room > 1 else 0
@@ -211,3 +294,26 @@ class Scheduler:
         budget = max(0, min(budget, room - rows))
         cache.reserve(rows + budget)
         return budget
+
+
+def _priority(sequence: RunningSequence) -> int:
+    """Its request's: lower is more urgent."""
+    return sequence.state.request.priority
+
+
+def parse_prompt_rows(value: Any) -> int | Literal["auto"] | None:
+    """Rows of prompts beside sequences that decode: a number, also as text, ``auto``, or None.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    if value is None:
+        return None
+    text = str(value) if type(value) is int else value
+    if isinstance(text, str) and text == AUTO:
+        return AUTO
+    digits = isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 8
+    if not digits or int(text) < 1:
+        remedy = "give 1 or more, or auto; leave it out for no bound"
+        raise ConfigError(f"max_prompt_rows={shown(value)}", "it is no number of rows", remedy)
+    return int(text)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.options import shown
 from ..core.request import TextStream
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
@@ -16,6 +19,10 @@ _MOST_PARTS = 3  # tokens of a character that is incomplete: one of four bytes l
 _LONGEST = 7  # tokens behind the last complete character that are decoded anew for each
 _ANCHOR = "a"  # stands before a token whose own text is wanted
 _KEPT_TEXTS = 65_536
+# Arguments of `apply_chat_template` itself, and what it gives every template:
+_TEMPLATE_OPTIONS = {"self", "conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"}
+_TEMPLATE_OPTIONS |= {"add_generation_prompt", "continue_final_message", "truncation", "max_length", "return_tensors"}
+_TEMPLATE_OPTIONS |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
 
 
 def encode(prompt: Prompt, tokenizer: Any) -> tuple[list[int], str | None]:
@@ -70,28 +77,140 @@ def _encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
         raise ConfigError("a text prompt", wrong, "give other text, or token ids") from error
 
 
-def chat_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str) -> tuple[list[int], str]:
+def chat_ids(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    model: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+) -> tuple[list[int], str]:
     """Ids and text of a conversation in the model's chat template.
 
+    Args:
+        messages: as OpenAI's: a role, and as content text or parts of text (which are joined), or tool calls.
+        tokenizer: with the template.
+        model: its name, for messages.
+        tools: functions that the model may call, as OpenAI's.
+        chat_template_kwargs: further variables of the template.
+        continue_final_message: the answer goes on in the last message, rather than in a new one.
+
     Raises:
-        ConfigError: no template, or messages that it refuses.
+        ConfigError: no template, or messages, tools or variables that it has no use for.
     """
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    template = None if tokenizer is None else getattr(tokenizer, "chat_template", None)
+    if not template:
         raise ConfigError(f"chat with {model}", "the model has no chat template", "use generate with a plain prompt")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise ConfigError(
-                f"chat message {message!r}", "a message has a role and a text", '{"role": "user", "content": "..."}'
-            )
     if not messages:
         raise ConfigError("a chat without messages", "there is nothing to answer", "give at least one message")
+    told = [_message(message, "developer" in str(template)) for message in messages]
+    if tools and "tools" not in str(template):
+        raise ConfigError("a chat with tools", f"the template of {model} has none", "leave tools out")
+    if continue_final_message and (told[-1]["role"] != "assistant" or not told[-1].get("content")):
+        wrong = "the last message is no assistant's with text"
+        raise ConfigError("continue_final_message", wrong, "end with the beginning of the answer")
+    own = dict(chat_template_kwargs or {})
+    for name in own:
+        if name in _TEMPLATE_OPTIONS or not isinstance(name, str):
+            raise ConfigError(f"chat_template_kwargs with {name!r}", "it is no variable of a template", "leave it out")
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            told,
+            tools=list(tools) if tools else None,
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **own,
+        )
     except Exception as error:  # templates are programs of the checkpoint and raise what they like
         raise ConfigError(
             "these chat messages", f"the model's template refuses them ({error})", "check roles"
         ) from error
     return _encode(tokenizer, _checked_text(text), add_special_tokens=False), text
+
+
+def _message(message: Any, knows_developers: bool) -> dict[str, Any]:
+    """A message as templates read it: its content is one text, arguments of tool calls are values."""
+    form = '{"role": "user", "content": "..."}'
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ConfigError(f"chat message {shown(message)}", "a message has a role and a text", form)
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        content = "".join(map(_part, content))
+    if not isinstance(content, str) and not (content is None and calls):
+        raise ConfigError(f"chat message {shown(message)}", "a message has a role and a text", form)
+    role = message["role"]
+    told = {**message, "content": content or "", "role": role}
+    if role == "developer" and not knows_developers:
+        told["role"] = "system"
+    if calls:
+        told["tool_calls"] = [*map(_call, calls)]
+    return told
+
+
+def _part(part: Any) -> str:
+    """The text of a part of a message's content."""
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    wrong = "this model reads text alone"
+    raise ConfigError(f"a content part {shown(kind)}", wrong, 'give {"type": "text", "text": "..."}')
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call whose arguments are no text any more: templates write them as JSON themselves."""
+    remedy = 'give {"id": "..", "type": "function", "function": {"name": "..", "arguments": "{..}"}}'
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"tool call {shown(call)}", "it names no function", remedy)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            wrong = f"its arguments are no JSON ({error})"
+            raise ConfigError(f"tool call {shown(function['name'])}", wrong, remedy) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
+    """The bytes that a token stands for: a part of a character, too, whose text alone would be U+FFFD.
+
+    Tokens of a vocabulary that is neither of bytes nor of pieces have those of their text.
+    """
+    backend = getattr(tokenizer, "_tokenizer", None)
+    decoder = "" if backend is None or backend.decoder is None else backend.decoder.__getstate__().decode()
+    levels, pieces = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder or '"Metaspace"' in decoder
+    added = {*tokenizer.get_added_vocab().values()}
+    text = TokenizerTexts(tokenizer).token
+
+    @lru_cache(maxsize=_KEPT_TEXTS)
+    def of(token: int) -> bytes:
+        piece = tokenizer.convert_ids_to_tokens(token)
+        if piece is None or not (levels or pieces or token in added):
+            return text(token).encode()
+        if token in added:
+            return str(piece).encode()
+        if levels:
+            return b"".join(_LEVELS[c] if c in _LEVELS else c.encode() for c in piece)
+        byte = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else str(piece).replace("\u2581", " ").encode()
+
+    return of
+
+
+def _byte_levels() -> dict[str, bytes]:
+    """The byte of each character in which byte-level vocabularies are written (GPT-2)."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in plain]
+    written = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return {character: bytes([byte]) for byte, character in written.items()}
+
+
+_LEVELS = _byte_levels()
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenizerTexts:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from .. import native
+from ..native.memory import Arena
 
 
 class KVStore:
@@ -28,7 +30,11 @@ class KVStore:
         # Zeros, not empty: a masked key is multiplied by weight 0, and 0 * NaN would not be 0.
         # Heads first: what one head reads in a pass lies in one piece.
         shape = (num_layers, kv_heads, slots, head_dim)
-        self._hold(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        if device.type == "cpu":
+            memory = Arena()  # fresh pages of the system, which are zeros
+            self._hold(*(memory.empty(prod(shape), dtype).view(shape) for _ in range(2)))
+        else:
+            self._hold(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
 
     def _hold(self, all_k: Tensor, all_v: Tensor) -> None:
         self.all_k, self.all_v = all_k, all_v  # [layers, kv_heads, slots, head_dim]

@@ -90,7 +90,7 @@ class CPass(Struct):
         "pointer cos sin",
         "int64_t num_positions",
         "pointer k_cache v_cache",
-        "int64_t head_stride",
+        "int64_t head_stride packed",
         "pointer segments",
         "int64_t num_segments threads layers",
         "pointer adapters",

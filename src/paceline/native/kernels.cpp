@@ -59,6 +59,7 @@
 #include "kernels/attention/portable.h"
 #include "kernels/attention/pairs.h"
 #include "kernels/attention/tiles.h"
+#include "kernels/attention/packed.h"
 #include "kernels/adapters.h"
 #include "kernels/few_keys.h"
 #include "kernels/layers.h"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,26 @@ def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
     Raises:
         ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
     """
-    file = _read(folder)
-    said = {name: file[name] for name in SAMPLED if file.get(name) is not None}
-    if file.get("do_sample") is False:
-        said = {"temperature": 0.0, **{name: said[name] for name in ("repetition_penalty",) if name in said}}
-    _check(folder / FILE, {name: value for name, value in said.items() if name not in given})
-    usual = said if said.keys() - {"repetition_penalty"} else {**CHAT, **said}
+    found = said(folder, given)
+    usual = found if found.keys() - {"repetition_penalty"} else {**CHAT, **found}
     return SamplingParams(**{**usual, **given})
+
+
+def said(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
+    """What the file in a folder says of how the model is sampled, as fields of `SamplingParams`; empty: nothing.
+
+    Args:
+        given: fields whose values there do not matter.
+
+    Raises:
+        ConfigError: the file is broken, or has a value that cannot be.
+    """
+    file = _read(folder)
+    found = {name: file[name] for name in SAMPLED if file.get(name) is not None}
+    if file.get("do_sample") is False:
+        found = {"temperature": 0.0, **{name: found[name] for name in ("repetition_penalty",) if name in found}}
+    _check(folder / FILE, {name: value for name, value in found.items() if name not in given})
+    return found
 
 
 def _check(file: Path, said: dict[str, Any]) -> None:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
+from ..native.memory import give_back
 from .gguf import GGUF, NO_TOKEN
-from .memory import give_back
 
 FORM = 2  # of what is kept in the cache; a change of this module that changes ids makes it another
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # types of tokens

@@ -47,7 +47,7 @@ from .native_calls import (
 from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
 from .native_streams import NativeStreams, StreamRun, StreamTokens, limits_of
 from .native_weights import NativeWeights
-from .padding import padded
+from .padding import SCALE_ROOM, padded
 
 if TYPE_CHECKING:
     from .native_states import NativeFuse
@@ -115,7 +115,7 @@ class Stack:
         )
         self.reference = ctypes.byref(self._model)
         # By engine, and an engine runs in one thread at a time: two threads never look for the same one.
-        self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int, bool]] = WeakKeyDictionary()
         self._last: tuple[Callable[[], Any], abi.CPass] | None = None  # the cache of the last pass, and see `_pass`
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
         self._streams: WeakKeyDictionary[StreamSet, NativeStreams] = WeakKeyDictionary()
@@ -203,7 +203,7 @@ class Stack:
         hidden, plan = self.states(state.hidden), state.attn
         start, stop = start * self.stretch, stop * self.stretch
         out = torch.empty_like(hidden)
-        k, v, stride = self._addresses(cache)
+        k, v, stride, packed = self._addresses(cache)
         held: list[Tensor] = []
         run = abi.CPass(
             rows=hidden.shape[0],
@@ -213,6 +213,7 @@ class Stack:
             k_cache=ctypes.addressof(k),
             v_cache=ctypes.addressof(v),
             head_stride=stride,
+            packed=packed,
             segments=ctypes.addressof(plan.table),
             num_segments=len(plan.table),
             threads=torch.get_num_threads(),
@@ -334,10 +335,9 @@ class Stack:
         return found
 
     def _new_pass(self, cache: KVCache) -> abi.CPass:
-        k, v, stride = self._addresses(cache)
-        made = abi.CPass(
-            k_cache=ctypes.addressof(k), v_cache=ctypes.addressof(v), head_stride=stride, layers=self._num_layers
-        )
+        k, v, stride, packed = self._addresses(cache)
+        caches = {"k_cache": ctypes.addressof(k), "v_cache": ctypes.addressof(v)}
+        made = abi.CPass(**caches, head_stride=stride, packed=packed, layers=self._num_layers)
         made.rotation = None
         return made
 
@@ -478,23 +478,26 @@ class Stack:
         cos, sin = run.held = rotation  # held: another thread may grow the tables and drop these
         run.cos, run.sin, run.num_positions = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
 
-    def _addresses(self, cache: KVCache) -> tuple[Any, Any, int]:
-        """Pointers to every layer's K and V, and the distance between two heads, in elements."""
+    def _addresses(self, cache: KVCache) -> tuple[Any, Any, int, bool]:
+        """Pointers to every layer's K and V, elements between two heads, and whether rows are packed."""
         found = self._caches.get(cache)
         if found is None:
             self._check_cache(cache)
             pointers = [(ctypes.c_void_p * len(part))(*(t.data_ptr() for t in part)) for part in (cache.k, cache.v)]
-            found = pointers[0], pointers[1], cache.k[0].stride(0)
+            found = pointers[0], pointers[1], cache.k[0].stride(0), cache.k[0].dtype == torch.int8
             self._caches[cache] = found
         return found
 
     def _check_cache(self, cache: KVCache) -> None:
         """Refuse what would be read or written beyond its end: compiled code knows a cache by its strides."""
         m, slots = self._model, cache.k[0].shape[1]
-        shape, strides = (m.kv_heads, slots, m.head_dim), (slots * m.head_dim, m.head_dim, 1)
+        dtype, row = self.dtype, m.head_dim
+        if cache.k[0].dtype == torch.int8:
+            dtype, row = torch.int8, row + SCALE_ROOM
+        shape, strides = (m.kv_heads, slots, row), (slots * row, row, 1)
         if len(cache.k) != self._num_layers or len(cache.v) != self._num_layers:
             raise ValueError(f"a cache of {len(cache.k)} and {len(cache.v)} layers for {self._num_layers}")
         for layer in (*cache.k, *cache.v):
-            if layer.dtype != self.dtype or layer.shape != shape or layer.stride() != strides:
+            if layer.dtype != dtype or layer.shape != shape or layer.stride() != strides:
                 found = f"{layer.dtype} {list(layer.shape)} in strides of {layer.stride()}"
-                raise ValueError(f"a cache of {found} under a model of {self.dtype} {list(shape)}")
+                raise ValueError(f"a cache of {found} under a model of {dtype} {list(shape)}")

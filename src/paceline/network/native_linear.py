@@ -13,10 +13,10 @@ from torch import Tensor
 from .. import native
 from ..core.errors import CapabilityError, ConfigError
 from ..native import abi
+from ..native.memory import Arena
 from .adapters import LINEARS, MLP, LowRank, not_loaded
 from .blocks import BY_NAME, BY_NUMBER, StoredRows, quantise
 from .linear import Quant, quantised
-from .memory import Arena
 from .padding import widened
 
 KINDS = {torch.float32: native.FLOAT32, torch.bfloat16: native.BF16, torch.int8: native.INT8}  # of weights

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..core.errors import CapabilityError
 from ..native import abi
+from ..native.memory import Arena
 from .adapters import LINEARS
 from .blocks import StoredRows, StoredWeights
-from .memory import Arena
 from .native_linear import NativeLinear
 from .padding import groups_of
 

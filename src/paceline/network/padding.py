@@ -8,12 +8,18 @@ from torch import Tensor
 from .families import DecoderConfig
 
 STEP = 16  # of the compiled layers
+SCALE_ROOM = 16  # bytes behind a packed row
 
 
 def cache_shape(config: DecoderConfig, compiled: bool) -> tuple[int, int, int]:
     """Layers, K/V heads and a head's width of a network's cache; compiled layers keep heads padded."""
     width = padded(config.head_dim) if compiled else config.head_dim
     return config.depth, config.num_kv_heads, width
+
+
+def packed_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The shape of a cache whose rows are bytes and, behind them, their scale (native/kernels/attention/packed.h)."""
+    return shape[0], shape[1], shape[2] + SCALE_ROOM
 
 
 def padded(width: int) -> int:

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from ..core.named import NamedConfig
 from ..core.request import Logprob, SequenceState
 from ..core.sampling import SamplingParams
+from ..core.trace import StepTrace
 from ..drafters.base import Drafter, DrafterSpec, DraftRule, SequenceView
 from ..drafters.sessions import DraftSessions
 from ..kv.pool import KVPool, SequenceCache
@@ -27,6 +28,9 @@ class RunningSequence:
     max_len: int  # prompt and output together cannot grow beyond this
     cache: SequenceCache | None = None  # None while waiting
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)  # [0] is None: nothing before it
+    max_nodes: int | None = None  # most drafted nodes a step that the request allows; None: any number
+    trace: list[StepTrace] | None = None  # its steps, until somebody takes them out; None: nobody wants to see them
+    admitted: float | None = None  # when it was scheduled first, in perf_counter seconds
 
     @property
     def params(self) -> SamplingParams:
@@ -124,6 +128,11 @@ class Round(Protocol):
     """
 
     name: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The drafters that a request may choose among, by source mark; none: it can only have drafts or none."""
+        ...
 
     @property
     def busy(self) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..core.errors import ConfigError
 from ..core.tree import TokenTree
-from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures
+from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, SequenceView, StepFeatures
 from .base import RunningSequence, Work
 from .passes import Pass
 from .taps import Shown, Tapped, rows_to_tap
@@ -67,9 +68,29 @@ class GuardedDrafter:
             else:
                 self._put_aside(error)
             return None
+        if any(view.sampler.matcher is not None for view in want.sequences):
+            tree = self._within_grammars(tree, want.sequences)
         if rule is not None:
             return rule.select(want.sequences, tree, want.passes)
         return tree if max(tree.counts) > 1 else None
+
+    def _within_grammars(self, tree: TokenTree, sequences: Sequence[SequenceView]) -> TokenTree:
+        """The nodes that the sequences' grammars allow. Others would be rows for nothing: no choice ever meets them."""
+        if self.verifier.needs_q:  # it weighs what was drawn as it was drawn
+            return tree
+        kept = []
+        for view, tokens, parents in zip(sequences, tree.tokens, tree.parents, strict=True):
+            nodes = [*range(len(tokens))]
+            if (matcher := view.sampler.matcher) is not None:
+                paths: list[list[int]] = [[]]
+                paths += ([*paths[p], t] for t, p in zip(tokens[1:], parents[1:], strict=True))
+                try:
+                    allowed = matcher.within(view.sampler.output_ids, paths)
+                except ConfigError as error:
+                    view.fault, allowed = error, [True, *[False] * len(nodes)]
+                nodes = [node for node in nodes if node == 0 or allowed[node]]
+            kept.append(nodes)
+        return tree if [*map(len, kept)] == tree.counts else tree.kept(kept)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -174,6 +195,14 @@ class GuardedRound:
 
     guard: GuardedDrafter
     busy = False  # a pass ends in the step that began it
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """See `Round.sources`."""
+        drafter = self.guard.drafter
+        if drafter is None:
+            return ()
+        return drafter.spec.sources if drafter.spec.parts else (drafter.spec.name,)
 
     @property
     def failure(self) -> str | None:

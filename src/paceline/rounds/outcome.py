@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.request import Logprob, token_logprobs
+from ..core.trace import StepTrace
 from ..drafters.base import DrafterSpec
 from ..kv.pool import KVPool, SequenceCache
 from .base import RunningSequence
@@ -40,6 +41,8 @@ class Emitter:
                     view.fault = error
             if len(p.paths[i]) > p.emitted[i]:
                 p.paths[i] = p.paths[i][: p.emitted[i]]
+            if p.works[i].sequence.trace is not None and p.emitted[i]:
+                self._trace(p, i)
         for work in p.works:
             if work.sequence.view.fault is not None:
                 work.sequence.fail()
@@ -84,6 +87,34 @@ class Emitter:
             sources=_by_source(self.spec, marks[1:], [marks[n] for n in accepted]),
         )
 
+    def _trace(self, p: Pass, i: int) -> None:
+        """Keep what one work's pass did."""
+        sequence, b = p.works[i].sequence, p.spans[i].tree_index
+        emitted, view = p.emitted[i], sequence.view
+        assert sequence.trace is not None
+        tokens, parents, marks, scores = [view.tokens[-emitted - 1]], [-1], [0], None
+        if p.tree is not None and b >= 0:
+            tokens, parents, marks = p.tree.tokens[b], p.tree.parents[b], p.tree.sources[b]
+            scores = None if p.tree.scores is None else p.tree.scores[b]
+        sequence.trace.append(
+            StepTrace(
+                first=len(sequence.state.token_ids) - emitted,
+                emitted=emitted,
+                tokens=tokens,
+                parents=parents,
+                sources=["", *(source_name(self.spec, mark) for mark in marks[1:])],
+                scores=scores,
+                path=p.paths[i],
+                allowed=p.works[i].budget,
+            )
+        )
+
+
+def source_name(spec: DrafterSpec | None, mark: int) -> str:
+    """Who proposed a node with this mark."""
+    names = () if spec is None else spec.sources or (spec.name,)
+    return names[mark] if mark < len(names) else f"source {mark}"
+
 
 def logprobs_of(
     sequence: RunningSequence, logits: Tensor, tokens: Sequence[int], paths: Tensor | None = None
@@ -112,11 +143,10 @@ def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> di
         drafted: the nodes' marks.
         accepted: those of the accepted path.
     """
-    names = spec.sources or (spec.name,)
-    if len(names) == 1 and not any(drafted):
-        return {names[0]: (len(drafted), range(1, len(accepted) + 1))}
+    if len(spec.sources) <= 1 and not any(drafted):
+        return {source_name(spec, 0): (len(drafted), range(1, len(accepted) + 1))}
     return {
-        names[m] if m < len(names) else f"source {m}": (
+        source_name(spec, m): (
             drafted.count(m),
             [depth for depth, mark in enumerate(accepted, 1) if mark == m],
         )

@@ -25,6 +25,7 @@ from ...core.options import check, shown
 from ...network.files import is_file, read_json
 from ..states.head import StateHead, fill, known, read_tensors, stored
 from .eagle3 import Eagle3Model
+from .speculators import flat, is_speculators
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 OWN = "paceline"  # the entry of the config with our facts
@@ -68,7 +69,8 @@ class EagleModel(nn.Module):
         super().__init__()
         self.layer_config, self.facts = dict(layer), facts
         self.embedding: Tensor | None = None  # the target's, as the file has it; None: it holds none
-        self.head = StateHead(layer, input_norm=False, bias=bias, dtype=dtype, device=device)
+        named = {**layer, "architectures": None}  # published heads have names of their own there
+        self.head = StateHead(named, input_norm=False, bias=bias, dtype=dtype, device=device)
 
     @staticmethod
     def fresh(
@@ -163,6 +165,7 @@ def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
 
     Raises:
         ConfigError: no such folder, or a file that is missing or broken.
+        CapabilityError: one of the library speculators, of a kind that is not computed here.
     """
     file = place / CONFIG_FILE
     if not is_file(file):
@@ -175,6 +178,8 @@ def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
     if not isinstance(own, dict):
         raise ConfigError(str(file), f"its {OWN!r} is {shown(own)}", "restore the file")
     known(own, [f.name for f in fields(EagleFacts)], str(file))
+    if is_speculators(values):
+        values = flat(values, place)
     return {"model_type": "llama", **values}, EagleFacts(**own)
 
 

@@ -111,6 +111,7 @@ PL_STRUCT(Pass,
   void* const* k_cache;      // [layers] of [kv_heads, slots, head_dim]
   void* const* v_cache;
   int64_t head_stride;       // elements between two heads of a cache: slots * head_dim
+  int64_t packed;            // 1: a row of a cache is bytes and their scale (attention/packed.h), and so are its elements
   const Segment* segments;
   int64_t num_segments;
   int64_t threads;

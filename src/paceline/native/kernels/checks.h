@@ -28,7 +28,11 @@ inline bool keys_within(int64_t base, const int64_t* keys, int64_t n, int64_t sl
   return base >= 0 ? within(base, n, slots) : keys && all_within(keys, n, 0, slots);
 }
 
-inline int64_t cache_slots(const Model& m, const Pass& p) { return p.head_stride / m.head_dim; }
+constexpr int64_t SCALE_ROOM = 16;  // bytes behind a packed row's numbers: its scale is in the first four
+
+// Elements of a row of K or V.
+inline int64_t cache_row(const Model& m, const Pass& p) { return m.head_dim + (p.packed ? SCALE_ROOM : 0); }
+inline int64_t cache_slots(const Model& m, const Pass& p) { return p.head_stride / cache_row(m, p); }
 
 Refusal check_segments(const Model& m, const Pass& p) {
   int64_t row = 0;
@@ -122,6 +126,7 @@ Refusal check_chain(const Model& m, const Pass& p, const Chain& c) {
   if (m.rotated && keys > p.num_positions) return BAD_POSITION;
   if (!all_within(c.pending, c.num_pending, 0, m.tokens)) return BAD_TOKEN;
   if (!keys_within(c.base, c.keys, keys, slots)) return BAD_SLOT;
+  if (c.view && c.view->sinks && p.packed) return BAD_COUNT;  // sinks are turned where keys are activations
   return c.view ? check_view(m, *c.view, c, slots, keys) : DONE;
 }
 

@@ -7,6 +7,8 @@ namespace {
 // What layers compute of their rows: all; all but K and V; or K and V alone, every layer of states of its own.
 enum Part { WHOLE, QUERIES, KEYS };
 
+thread_local std::vector<int32_t> t_heads;
+
 template <class A> struct Runner final : Job {
   enum Kind { NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN, NORM_LAST };
 
@@ -27,6 +29,8 @@ template <class A> struct Runner final : Job {
   const bool in_tiles = std::is_same_v<A, bf16> && g_isa == AMX_BF16;
   int64_t low_width = 0;  // of a row of down(x)
   Limited& limited = t_limited;
+  std::vector<int32_t>& heads = t_heads;  // the first query head of each of attention's packs, and one past the last
+  int64_t widest = 1;                     // heads of the largest
   Kind order[10];  // a layer's stages: norms where `alone` is false, few keys where some streams see few
   int64_t per_layer = 0;
 
@@ -60,6 +64,7 @@ template <class A> struct Runner final : Job {
       order[per_layer++] = kind;
     }
     if (p.num_limits) limit();
+    cut_heads();
   }
 
   void limit() {
@@ -311,20 +316,43 @@ template <class A> struct Runner final : Job {
       if (where < 0) return;
       void* const* caches = is_value ? p.v_cache : p.k_cache;
       const int64_t head = h - m.heads - (is_value ? m.kv_heads : 0);
+      if (p.packed) return pack_row(x, hd, (int8_t*)caches[index] + head * p.head_stride + where * cache_row(m, p));
       y = (A*)caches[index] + head * p.head_stride + where * hd;
     }
     for (int64_t i = 0; i < hd; i++) put(y + i, x[i]);
   }
 
-  // Rows of a segment that one task has: those that share most of their keys.
-  int64_t task_rows(const Layer& l, const Segment& s) const {
-    return l.window > 0 && s.num_keys > l.window ? 1 : on_pairs<A>(m) ? TILE_ROWS : VECTORS;
+  // Attention's tasks: some rows of a segment under query heads that share keys and values, which are read once for all
+  // of them. Where such groups are too few for all threads, they are cut where a thread's part of the heads ends.
+  int64_t most_vectors() const { return on_pairs<A>(m) ? TILE_ROWS : VECTORS; }
+  void cut_heads() {
+    const int64_t most = most_vectors(), groups = m.heads / m.kv_heads;
+    int64_t tasks = 0;
+    for (int64_t s = 0; s < p.num_segments; s++)
+      tasks += std::max<int64_t>(1, (p.segments[s].stop - p.segments[s].start) * groups / most) * m.kv_heads;
+    const bool many = tasks >= 4 * width;
+    heads.clear(), widest = 0;
+    for (int64_t h = 0, part = 1; h < m.heads;) {
+      heads.push_back((int32_t)h);
+      int64_t end = std::min({h / groups * groups + groups, h + most, m.heads});
+      for (; !many && part < width; part++) {
+        const int64_t limit = part_of(m.heads, 1, part, width);
+        if (limit > h) { end = std::min(end, limit); break; }
+      }
+      widest = std::max(widest, end - h), h = end;
+    }
+    heads.push_back((int32_t)m.heads);
   }
-  int64_t segment_tasks(const Layer& l, int64_t s) const {
+  // Rows that one task has: those that share most of their keys.
+  int64_t task_rows(const Layer& l, const Segment& s) const {
+    return l.window > 0 && s.num_keys > l.window ? 1 : std::max<int64_t>(1, most_vectors() / widest);
+  }
+  int64_t segment_chunks(const Layer& l, int64_t s) const {
     if (p.num_limits && limited.segments[s]) return 0;
     const int64_t wide_as = task_rows(l, p.segments[s]);
-    return (p.segments[s].stop - p.segments[s].start + wide_as - 1) / wide_as * m.heads;
+    return (p.segments[s].stop - p.segments[s].start + wide_as - 1) / wide_as;
   }
+  int64_t segment_tasks(const Layer& l, int64_t s) const { return segment_chunks(l, s) * ((int64_t)heads.size() - 1); }
   int64_t attention_tasks(const Layer& l) const {
     int64_t all = 0;
     for (int64_t s = 0; s < p.num_segments; s++) all += segment_tasks(l, s);
@@ -332,16 +360,17 @@ template <class A> struct Runner final : Job {
   }
 
   void attention(const Layer& l, int index, const Claim& claim) {
+    if (claim.fresh) t_unpacked.of = nullptr;
     int64_t task = claim.begin, first = 0;
     for (int64_t s = 0; s < p.num_segments && task < claim.end; s++) {
       const Segment& seg = p.segments[s];
-      const int64_t wide_as = task_rows(l, seg), last = first + segment_tasks(l, s);
+      const int64_t wide_as = task_rows(l, seg), chunks = segment_chunks(l, s), last = first + segment_tasks(l, s);
       for (; task < std::min(last, claim.end); task++) {
-        const int64_t h = (task - first) % m.heads, r0 = (task - first) / m.heads * wide_as;
+        const int64_t pack = (task - first) / chunks, r0 = (task - first) % chunks * wide_as, h = heads[pack];
         if (task + 1 < claim.limit) fetch_first(task + 1 < last || s + 1 == p.num_segments ? seg : p.segments[s + 1],
-                                                task + 1 < last ? (task + 1 - first) % m.heads : 0, index);
-        attend_rows(seg, l.window, index, h, r0, (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0),
-                    p.num_limits > 0);
+                                                task + 1 < last ? heads[(task + 1 - first) / chunks] : 0, index);
+        attend_rows(seg, l.window, index, h, (int)(heads[pack + 1] - h), r0,
+                    (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0), p.num_limits > 0);
       }
       first = last;
     }
@@ -349,6 +378,7 @@ template <class A> struct Runner final : Job {
 
   // Asks for what a head's attention reads first.
   void fetch_first(const Segment& s, int64_t h, int index) const {
+    if (p.packed) return;
     const A* keys = (const A*)p.k_cache[index] + h / (m.heads / m.kv_heads) * p.head_stride;
     fetch(s, 0, std::min(AHEAD, s.prefix), keys, m.head_dim);
   }
@@ -366,11 +396,12 @@ template <class A> struct Runner final : Job {
   }
 
   void few_attention(int index, int64_t begin, int64_t end) {
-    const int64_t wide_as = on_pairs<A>(m) ? TILE_ROWS : VECTORS;
+    const int64_t wide_as = most_vectors();
     for (int64_t task = begin; task < end; task++) {
       const Few& few = limited.all[task / m.heads];
+      t_unpacked.of = nullptr;
       for (int64_t r0 = 0; r0 < few.rows(); r0 += wide_as)
-        attend_rows(few.segment, 0, index, task % m.heads, r0, (int)std::min(wide_as, few.rows() - r0), false);
+        attend_rows(few.segment, 0, index, task % m.heads, 1, r0, (int)std::min(wide_as, few.rows() - r0), false);
     }
   }
 
@@ -378,33 +409,36 @@ template <class A> struct Runner final : Job {
     return {limited.weights.data() + (limit * m.heads + h) * limited.room, limited.all[limit].limit->keys};
   }
 
-  // Rows r0 .. r0 + count - 1 of a segment under query head h; `keep`: the weights of main rows whose streams see few
-  // keys.
-  void attend_rows(const Segment& s, int64_t window, int index, int64_t h, int64_t r0, int count, bool keep) {
-    const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads, row = s.start + r0,
-                  cache = h / groups * p.head_stride;
-    Kept kept[TILE_ROWS];
-    for (int i = 0; keep && i < count; i++)
-      if (limited.of_row[row + i] >= 0) kept[i] = kept_of(limited.of_row[row + i], h);
-    attend_one(s, window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
-               (const A*)p.v_cache[index] + cache, attended + row * attended_width + h * hd, keep ? kept : nullptr);
+  // Rows r0 .. r0 + rows - 1 of a segment under `count` query heads from h on; `keep`: the weights of main rows whose
+  // streams see few keys.
+  void attend_rows(const Segment& s, int64_t window, int index, int64_t h, int count, int64_t r0, int rows, bool keep) {
+    const int64_t hd = m.head_dim, cache = h / (m.heads / m.kv_heads) * p.head_stride;
+    Queries<A> q;
+    q.r0 = r0, q.rows = rows, q.heads = count;
+    for (int i = 0; i < q.count(); i++) {
+      const int64_t row = s.start + r0 + i / count, head = h + i % count;
+      q.query[i] = query + (row * m.heads + head) * hd, q.out[i] = attended + row * attended_width + head * hd;
+      if (keep && limited.of_row[row] >= 0) q.kept[i] = kept_of(limited.of_row[row], head);
+    }
+    const void *keys = p.k_cache[index], *values = p.v_cache[index];
+    if (!p.packed) return attend_one(s, window, q, (const A*)keys + cache, (const A*)values + cache);
+    // No row of the segment sees what lies a window before its first.
+    const int64_t begin = window > 0 ? std::max<int64_t>(0, p.positions[s.start] - window + 1) : 0;
+    A *k, *v;
+    t_unpacked.fill(s, std::min(begin, s.prefix), hd, (const int8_t*)keys + cache, (const int8_t*)values + cache, k, v);
+    attend_one(t_unpacked.segment, window, q, k, v);
   }
 
-  void attend_one(const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out,
-                  const Kept* kept) {
+  void attend_one(const Segment& s, int64_t window, const Queries<A>& q, const A* k, const A* v) {
     if constexpr (std::is_same_v<A, bf16>) {
 #if PL_AMX
-      if (on_tiles<A>(m))
-        return attend_tiles(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width,
-                            kept);
+      if (on_tiles<A>(m)) return attend_tiles(m, s, window, p.positions, q, k, v);
 #endif
 #if PL_DOT_BF16
-      if (on_pairs<A>(m))
-        return attend_pairs(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width,
-                            kept);
+      if (on_pairs<A>(m)) return attend_pairs(m, s, window, p.positions, q, k, v);
 #endif
     }
-    attend<A>(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width, kept);
+    attend<A>(m, s, window, p.positions, q, k, v);
   }
 
   // out = residual + up(down(x)) for the rows that have an adapter in place of the MLP (Speculative Streaming, appendix

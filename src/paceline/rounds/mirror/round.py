@@ -60,6 +60,7 @@ class MirrorRound:
     """
 
     name = "mirror"
+    sources: tuple[str, ...] = ()  # its sessions draft for all requests alike
     busy = False  # a pass ends in the step that began it
     past = 0
 

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.trace import StepTrace
+
 NONE = -1
 
 
@@ -251,6 +253,28 @@ class Flight:
         """Whether the root's child with this token is in flight."""
         node = self.child(token)
         return node is not None and node.row != NONE
+
+    def trace(self, token: int, first: int, source: str) -> StepTrace:
+        """The tree in flight at the moment when the target says ``token``, as a step of that one token.
+
+        Args:
+            token: what is said, if it is not cut by the stop rules.
+            first: tokens of the output before it.
+            source: who proposed all nodes.
+        """
+        numbers = [self.root, *(n for n, node in self.nodes.items() if n != self.root and node.row != NONE)]
+        place = {number: at for at, number in enumerate(numbers)}
+        nodes = [self.nodes[number] for number in numbers]
+        return StepTrace(
+            first=first,
+            emitted=1,
+            tokens=[node.token for node in nodes],
+            parents=[-1, *(place[node.parent] for node in nodes[1:])],
+            sources=["", *[source] * (len(nodes) - 1)],
+            scores=[node.score - nodes[0].score for node in nodes],
+            path=[place[self.number(self.root, token)]] if self.holds(token) else [],
+            allowed=len(nodes) - 1,
+        )
 
     def say(self, token: int) -> Verdict:
         """The target says ``token`` behind the root: reroot to the child that carries it, or start again with it.

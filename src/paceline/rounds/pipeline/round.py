@@ -28,7 +28,7 @@ from ...kv.pool import KVPool
 from ...network.decoder import Decoder
 from ...network.stages import TEXT, Frame, StageRows
 from ..base import RunningSequence, StepResult, Work
-from ..outcome import logprobs_of
+from ..outcome import logprobs_of, source_name
 from ..passes import record_prompt
 from ..verification import choose_nodes
 from .flight import Flight, Offer, Verdict
@@ -66,6 +66,7 @@ class PipelineRound:
     widths: Widths | None = None
     now: Callable[[], float] = field(default=perf_counter, init=False)  # by which ticks are timed
     name: str = field(default="pipeline", init=False)
+    sources: tuple[str, ...] = field(default=(), init=False)  # its trees have one width for all requests
     past: int | None = field(default=0, init=False)
     failure: str | None = field(default=None, init=False)  # why drafting has ended
     on_tick: Callable[[Tick], None] | None = field(default=None, init=False)  # told every tick, where anybody listens
@@ -471,10 +472,12 @@ class PipelineRound:
             stats.row_layers += (1 + drafted) * self.stage_line.layers
             drafted = max(drafted, int(hit))
             if kept:
-                sources = {} if self.drafter is None else {self.drafter.spec.name: (drafted, [1] * hit)}
-                stats.record_pass(
-                    drafted=drafted, accepted=int(hit), emitted=kept, offered=min(1, drafted), sources=sources
-                )
+                name = source_name(None if self.drafter is None else self.drafter.spec, 0)
+                sources = {} if self.drafter is None else {name: (drafted, [1] * hit)}
+                offered = min(1, drafted)
+                stats.record_pass(drafted=drafted, accepted=int(hit), emitted=kept, offered=offered, sources=sources)
+                if sequence.trace is not None:
+                    sequence.trace.append(flight.trace(token, len(sequence.state.token_ids) - 1, name))
         except Exception as error:
             sequence.view.fault = error
             return 0

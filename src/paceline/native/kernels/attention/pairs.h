@@ -45,7 +45,7 @@ inline __m512 dot_pairs(__m512 sum, const void* line, const bf16* pair) {
 }
 
 // q . k of sixteen keys for R rows: the sums of `scores16`, in its order, from keys [d / 2][16][2].
-template <int R> void turned_scores(const bf16* q, int64_t stride, const bf16* turned, int64_t d, float scale,
+template <int R> void turned_scores(const bf16* const q[], const bf16* turned, int64_t d, float scale,
                                     float* const score[], int64_t n) {
   __m512 parts[R][4];
 #pragma GCC unroll 4
@@ -57,7 +57,7 @@ template <int R> void turned_scores(const bf16* q, int64_t stride, const bf16* t
 #pragma GCC unroll 4
       for (int e = 0; e < 4; e++)
         for (int r = 0; r < R; r++)
-          sum[r][e] = dot_pairs(sum[r][e], turned + (i + 2 * e) * LANES, q + r * stride + i + 2 * e);
+          sum[r][e] = dot_pairs(sum[r][e], turned + (i + 2 * e) * LANES, q[r] + i + 2 * e);
     for (int r = 0; r < R; r++)
       parts[r][lane] = _mm512_add_ps(_mm512_add_ps(sum[r][0], sum[r][2]), _mm512_add_ps(sum[r][1], sum[r][3]));
   }
@@ -155,16 +155,16 @@ inline float soften(float* s, int64_t n, bf16* w) {
   return sum16(first + second);
 }
 
-// Attention of up to TILE_ROWS rows of a segment under one query head. head_dim is a multiple of 32, at most MOST_DIMS.
-void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
-                  const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out,
-                  int64_t out_stride, const Kept* kept) {
+// Attention of up to TILE_ROWS vectors. head_dim is a multiple of 32, at most MOST_DIMS.
+void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_t* positions, const Queries<bf16>& q,
+                  const bf16* keys, const bf16* values) {
   Scratch& t = t_scratch;
+  const int count = q.count();
   const int64_t d = m.head_dim, room = up(s.num_keys, TILE_KEYS);
   grow(t.scores, count * room);
   grow(t.weights, count * room);
   grow(t.out, count * d);
-  const View view = look(s, window, positions, r0, count, t.tail);
+  const View view = look(s, window, positions, q.r0, q.rows, q.heads, t.tail);
   auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
   auto own = [&](int i, int64_t j) { return slot(j < view.common ? j : t.tail[view.tail_begin[i] + j - view.common]); };
   float* score[TILE_ROWS];
@@ -174,7 +174,7 @@ void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_
   const bf16* near[16];
   alignas(64) float found[16];
   auto alone = [&](int i, int64_t j, int64_t n) {  // scores of the n keys at `near` to row i, for its keys j ..
-    save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
+    save(found, scores16(q.query[i], near, d) * splat(m.scale));
     std::memcpy(score[i] + j, found, n * sizeof(float));
   };
   for (int64_t j = 0; j < view.common; j += 16) {
@@ -189,17 +189,16 @@ void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_
     float* to[TILE_ROWS];
     for (int i = 0; i < count; i++) to[i] = score[i] + j;
     int i = 0;
-    for (; i + 4 <= count; i += 4)
-      turned_scores<4>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
-    if (count - i == 3) turned_scores<3>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
-    else if (count - i == 2) turned_scores<2>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
-    else if (count - i == 1) turned_scores<1>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
+    for (; i + 4 <= count; i += 4) turned_scores<4>(q.query + i, turned, d, m.scale, to + i, n);
+    if (count - i == 3) turned_scores<3>(q.query + i, turned, d, m.scale, to + i, n);
+    else if (count - i == 2) turned_scores<2>(q.query + i, turned, d, m.scale, to + i, n);
+    else if (count - i == 1) turned_scores<1>(q.query + i, turned, d, m.scale, to + i, n);
   }
   float total[TILE_ROWS];
   const bf16* weight[TILE_ROWS];
   float* sum[TILE_ROWS];
   for (int i = 0; i < count; i++) {
-    const int64_t seen = view.common + view.tail_begin[i + 1] - view.tail_begin[i];
+    const int64_t seen = view.common + view.tail_end[i] - view.tail_begin[i];
     for (int64_t j = view.common; j < seen; j += 16) {
       const int64_t n = std::min<int64_t>(16, seen - j);
       for (int64_t x = 0; x < 16; x++) near[x] = keys + own(i, j + std::min(x, n - 1)) * d;
@@ -207,17 +206,17 @@ void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_
     }
     bf16* w = t.weights.data() + i * room;
     total[i] = soften(score[i], seen, w);
-    if (kept) keep_weights(kept[i], w, total[i], view, i, t.tail);
+    keep_weights(q.kept[i], w, total[i], view, i, t.tail);
     weight[i] = w, sum[i] = t.out.data() + i * d;
     std::memset(sum[i], 0, d * sizeof(float));
   }
   const int64_t shared = view.common / 2 * 2;
   pair_values(weight, count, shared, d, [&](int64_t j) { return values + slot(j) * d; }, sum);
   for (int i = 0; i < count; i++) {
-    const int64_t rest = view.common - shared + view.tail_begin[i + 1] - view.tail_begin[i];
+    const int64_t rest = view.common - shared + view.tail_end[i] - view.tail_begin[i];
     const bf16* w = weight[i] + shared;
     pair_values(&w, 1, rest, d, [&](int64_t j) { return values + own(i, shared + j) * d; }, sum + i);
-    for (int64_t x = 0; x < d; x += 32) ordered(sum[i] + x, 1.0f / total[i], out + i * out_stride + x);
+    for (int64_t x = 0; x < d; x += 32) ordered(sum[i] + x, 1.0f / total[i], q.out[i] + x);
   }
 }
 #endif

@@ -116,10 +116,28 @@ struct Scratch {  // of one thread, grown on demand
 };
 thread_local Scratch t_scratch;
 
-// What rows r0 .. r0 + count - 1 of a segment see: `common` leading keys, then each its own `tail`.
-struct View { int64_t common; int64_t tail_begin[TILE_ROWS + 1]; };
+// Where a row's weights go, for streams that choose their keys by them: those of the first `keys`, and -1 for what the
+// row does not see.
+struct Kept {
+  float* to = nullptr;
+  int64_t keys = 0;
+};
 
-inline View look(const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
+// What is attended to at once: rows r0 .. r0 + rows - 1 of a segment, each under `heads` query heads that share keys and
+// values. Vector i belongs to row r0 + i / heads.
+template <class A> struct Queries {
+  int64_t r0;
+  int rows, heads;
+  const A* query[TILE_ROWS];
+  A* out[TILE_ROWS];
+  Kept kept[TILE_ROWS];
+  int count() const { return rows * heads; }
+};
+
+// What each of these vectors sees: `common` leading keys, then its own of the tail.
+struct View { int64_t common; int64_t tail_begin[TILE_ROWS], tail_end[TILE_ROWS]; };
+
+inline View look(const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count, int heads,
                  std::vector<int32_t>& tail) {
   View v{};
   tail.clear();
@@ -127,12 +145,16 @@ inline View look(const Segment& s, int64_t window, const int64_t* positions, int
   const bool cut = window > 0 && s.num_keys > window;
   const int64_t chain = s.num_keys - rows + 1;  // keys that row 0 of a chain sees
   v.common = cut ? 0 : s.visible ? s.prefix : chain + r0;
+  auto end_row = [&](int m, int64_t begin) {
+    for (int i = m * heads; i < (m + 1) * heads; i++) v.tail_begin[i] = begin, v.tail_end[i] = (int64_t)tail.size();
+  };
   for (int m = 0; m < count; m++) {
-    v.tail_begin[m] = (int64_t)tail.size();
+    const int64_t begin = (int64_t)tail.size();
     const int64_t row = r0 + m, least = positions[s.start + row] - window;  // in sight: positions above this
     if (!s.visible) {
       const int64_t from = cut ? std::max<int64_t>(0, least + 1) : v.common;
       for (int64_t j = from; j < chain + row; j++) tail.push_back((int32_t)j);
+      end_row(m, begin);
       continue;
     }
     if (cut)
@@ -144,8 +166,8 @@ inline View look(const Segment& s, int64_t window, const int64_t* positions, int
       const int64_t at = s.block_positions ? s.block_positions[j] : s.prefix + j;
       if (seen[j] && (!cut || at > least)) tail.push_back((int32_t)(s.prefix + j));
     }
+    end_row(m, begin);
   }
-  v.tail_begin[count] = (int64_t)tail.size();
   return v;
 }
 
@@ -165,13 +187,6 @@ void fetch_turn(const Segment& s, int64_t j, int64_t keys_seen, const A* keys, c
   fetch(s, j + AHEAD, std::min(j + AHEAD + 16, keys_seen), keys, d);
 }
 
-// Where a row's weights go, for streams that choose their keys by them: those of the first `keys`, and -1 for what the
-// row does not see.
-struct Kept {
-  float* to = nullptr;
-  int64_t keys = 0;
-};
-
 template <class W>
 void keep_weights(const Kept& kept, const W* w, float total, const View& v, int i, const std::vector<int32_t>& tail) {
   if (!kept.to) return;
@@ -179,19 +194,19 @@ void keep_weights(const Kept& kept, const W* w, float total, const View& v, int 
   const int64_t common = std::min(v.common, kept.keys);
   for (int64_t j = 0; j < common; j++) kept.to[j] = wide(w[j]) * scale;
   std::fill(kept.to + common, kept.to + kept.keys, -1.0f);
-  for (int64_t x = v.tail_begin[i]; x < v.tail_begin[i + 1]; x++)
+  for (int64_t x = v.tail_begin[i]; x < v.tail_end[i]; x++)
     if (tail[x] < kept.keys) kept.to[tail[x]] = wide(w[v.common + x - v.tail_begin[i]]) * scale;
 }
 
-// Attention of up to VECTORS rows of a segment under one query head.
-template <class A> void attend(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0,
-                               int count, const A* query, int64_t query_stride, const A* keys, const A* values, A* out,
-                               int64_t out_stride, const Kept* kept) {
+// Attention of up to VECTORS vectors.
+template <class A> void attend(const Model& m, const Segment& s, int64_t window, const int64_t* positions,
+                               const Queries<A>& q, const A* keys, const A* values) {
   Scratch& t = t_scratch;
+  const int count = q.count();
   const int64_t d = m.head_dim, room = up(s.num_keys, 16);
   grow(t.scores, VECTORS * room);
   grow(t.out, VECTORS * d);
-  const View view = look(s, window, positions, r0, count, t.tail);
+  const View view = look(s, window, positions, q.r0, q.rows, q.heads, t.tail);
   auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
   auto key_at = [&](int64_t j) { return keys + slot(j) * d; };
   auto value_at = [&](int64_t j) { return values + slot(j) * d; };
@@ -206,33 +221,32 @@ template <class A> void attend(const Model& m, const Segment& s, int64_t window,
     fetch_turn(s, j, view.common, keys, values, d);
     for (int64_t i = 0; i < 16; i++) near[i] = key_at(j + std::min(i, n - 1));
     for (int i = 0; i < count; i++) {
-      save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
+      save(found, scores16(q.query[i], near, d) * splat(m.scale));
       std::memcpy(score[i] + j, found, n * sizeof(float));
     }
   }
   float total[VECTORS];
   for (int i = 0; i < count; i++) {
     const int32_t* own = t.tail.data() + view.tail_begin[i];
-    const int64_t owned = view.tail_begin[i + 1] - view.tail_begin[i];
+    const int64_t owned = view.tail_end[i] - view.tail_begin[i];
     for (int64_t j = 0; j < owned; j += 16) {
       const int64_t n = std::min<int64_t>(16, owned - j);
       for (int64_t x = 0; x < 16; x++) near[x] = key_at(own[j + std::min(x, n - 1)]);
-      save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
+      save(found, scores16(q.query[i], near, d) * splat(m.scale));
       std::memcpy(score[i] + view.common + j, found, n * sizeof(float));
     }
     total[i] = soften(score[i], view.common + owned);
-    if (kept) keep_weights(kept[i], score[i], total[i], view, i, t.tail);
+    keep_weights(q.kept[i], score[i], total[i], view, i, t.tail);
     std::memset(sum[i], 0, d * sizeof(float));
   }
   accumulate_any<A>(count, sum, score, view.common, d, value_at);
   for (int i = 0; i < count; i++) {
     const int32_t* own = t.tail.data() + view.tail_begin[i];
-    const int64_t owned = view.tail_begin[i + 1] - view.tail_begin[i];
+    const int64_t owned = view.tail_end[i] - view.tail_begin[i];
     const float* rest[1] = {score[i] + view.common};
     accumulate_any<A>(1, sum + i, rest, owned, d, [&](int64_t j) { return value_at(own[j]); });
     const float scale = 1.0f / total[i];
-    A* y = out + i * out_stride;
-    for (int64_t x = 0; x < d; x++) put(y + x, sum[i][x] * scale);
+    for (int64_t x = 0; x < d; x++) put(q.out[i] + x, sum[i][x] * scale);
   }
 }
 

@@ -38,10 +38,10 @@ inline int reversed(int v, int count) {
 }
 
 // [d / 32][16 pairs of dimensions][rows][2]: queries as the second factor of a tile product.
-void interleave_queries(const bf16* query, int64_t stride, int count, int rows, int64_t d, bf16* out) {
+void interleave_queries(const bf16* const query[], int count, int rows, int64_t d, bf16* out) {
   for (int64_t pair = 0; pair < d / 2; pair++)
     for (int r = 0; r < rows; r++)
-      std::memcpy(out + (pair * rows + r) * 2, query + std::min(r, count - 1) * stride + pair * 2, 4);
+      std::memcpy(out + (pair * rows + r) * 2, query[std::min(r, count - 1)] + pair * 2, 4);
 }
 
 // score[r][j] of sixteen keys, for `rows` (a power of two) rows of which `count` are wanted.
@@ -153,29 +153,29 @@ bool join(const View& view, int64_t shared, int count, Scratch& t) {
   }
   int64_t alone = 0;
   for (int i = 0; i < count; i++)
-    alone += up(view.common - shared + view.tail_begin[i + 1] - view.tail_begin[i], 16) / 16;
+    alone += up(view.common - shared + view.tail_end[i] - view.tail_begin[i], 16) / 16;
   return up((int64_t)t.several.size(), 16) / 16 * 2 <= alone;
 }
 
-void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
-                  const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out,
-                  int64_t out_stride, const Kept* kept) {
+void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_t* positions, const Queries<bf16>& q,
+                  const bf16* keys, const bf16* values) {
   Scratch& t = t_scratch;
+  const int count = q.count();
   const int64_t d = m.head_dim, room = up(s.num_keys, TILE_KEYS) + TILE_KEYS;
   grow(t.scores, TILE_ROWS * room);
   grow(t.weights, TILE_ROWS * room);
   grow(t.out, TILE_ROWS * d);
-  const View view = look(s, window, positions, r0, count, t.tail);
+  const View view = look(s, window, positions, q.r0, q.rows, q.heads, t.tail);
   auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
   int rows = 1;
   while (rows < count) rows *= 2;
   float* score[TILE_ROWS];
   for (int i = 0; i < count; i++) score[i] = t.scores.data() + i * room;
   alignas(64) bf16 queries[TILE_ROWS * MOST_DIMS];
-  interleave_queries(query, query_stride, count, rows, d, queries);
+  interleave_queries(q.query, count, rows, d, queries);
 
   // Keys that every row has at the same place, in whole tiles; the rest is each row's own.
-  const bool lone = count == 1 && view.tail_begin[1] == 0;
+  const bool lone = q.rows == 1 && view.tail_end[0] == 0;
   const int64_t shared = lone ? view.common : view.common / TILE_KEYS * TILE_KEYS;
   configure_attention(rows);
   for (int64_t j = 0; j < shared; j += 16)
@@ -187,7 +187,7 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
   int64_t seen[TILE_ROWS];
   bool any = false;
   for (int i = 0; i < count; i++) {
-    seen[i] = view.common + view.tail_begin[i + 1] - view.tail_begin[i];
+    seen[i] = view.common + view.tail_end[i] - view.tail_begin[i];
     any = any || seen[i] > shared;
   }
   const bool jointly = any && join(view, shared, count, t);
@@ -201,13 +201,13 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
                   std::min<int64_t>(16, all - j), found, j);
     for (int i = 0; i < count; i++) {
       std::memcpy(score[i] + shared, found[i], (view.common - shared) * sizeof(float));
-      for (int64_t j = view.tail_begin[i], to = view.common; j < view.tail_begin[i + 1]; j++, to++)
+      for (int64_t j = view.tail_begin[i], to = view.common; j < view.tail_end[i]; j++, to++)
         score[i][to] = found[i][t.place[t.tail[j] - view.common]];
     }
   } else if (any) {
     if (rows > 1) configure_attention(1);
     for (int i = 0; i < count; i++) {
-      if (rows > 1) interleave_queries(query + i * query_stride, 0, 1, 1, d, queries);
+      if (rows > 1) interleave_queries(q.query + i, 1, 1, d, queries);
       for (int64_t j = shared; j < seen[i]; j += 16)
         tile_scores(queries, 1, 1, d, m.scale, false, [&](int64_t x) { return keys + own_key(i, j + x) * d; },
                     std::min<int64_t>(16, seen[i] - j), score + i, j);
@@ -216,7 +216,7 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
   float total[TILE_ROWS];
   for (int i = 0; i < count; i++) {
     total[i] = soften(score[i], seen[i]);
-    if (kept) keep_weights(kept[i], score[i], total[i], view, i, t.tail);
+    keep_weights(q.kept[i], score[i], total[i], view, i, t.tail);
     bf16* w = t.weights.data() + i * room;
     const int64_t end = up(seen[i], TILE_KEYS);
     for (int64_t j = up(seen[i], 16); j < end; j++) score[i][j] = 0.0f;
@@ -244,7 +244,7 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
       }
   }
   for (int i = 0; i < count; i++)
-    for (int64_t x = 0; x < d; x += 32) ordered(sum + i * d + x, 1.0f / total[i], out + i * out_stride + x);
+    for (int64_t x = 0; x < d; x += 32) ordered(sum + i * d + x, 1.0f / total[i], q.out[i] + x);
 }
 #endif
 

@@ -1,4 +1,4 @@
-"""Memory for weights that every pass reads from end to end: on huge pages where the system has them.
+"""Memory for weights, keys and values, which passes read from end to end: on huge pages where the system has them.
 
 A pass over 50 MB looks up 12,000 pages of 4 KB, more than a processor remembers, or 25 of 2 MB.
 """

@@ -1,0 +1,154 @@
+"""EAGLE heads in the layouts that other engines load: vLLM, SGLang and the library speculators.
+
+What such an engine cannot express is refused in words; nothing is written then. Sources: the loaders of these engines
+(``llama_eagle`` and ``llama_eagle3`` of vLLM and SGLang, ``Eagle3SpeculatorConfig`` of speculators).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown
+from ..drafters.eagle.eagle3 import AUX, Eagle3Model
+from ..drafters.eagle.model import CONFIG_FILE, OWN, WEIGHTS_FILE, load_head, read_head, read_values
+from ..drafters.eagle.speculators import LAYER, TYPE, VARIANTS
+from ..network.files import is_file, read_json
+from ..network.hot import FILE as HOT_FILE
+
+Engine = Literal["vllm", "sglang", "speculators"]
+THIRD = "LlamaForCausalLMEagle3"
+FIRST = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}  # architecture of an EAGLE-1 or 2 head
+OTHERS = {
+    "lyanna.json": "a Lyanna head: other engines know no layer of its form, and no re-sampling",
+    "medusa.json": "a Medusa head, which vLLM and SGLang no longer load",
+    "streams.json": "a set of streams, which change the target's own pass",
+    "spire.json": "a SPIRe draft, which reads the target's K/V",
+}
+
+
+def export(engine: Engine, head: Path, out: Path, verifier: str = "", tokens: int = 3) -> str:
+    """Write a head as an engine loads it.
+
+    Args:
+        engine: whose layout.
+        head: folder of a head of ours, or of a published one.
+        out: a folder that is not there yet, or is empty.
+        verifier: name or folder of the target, for speculators.
+        tokens: that speculators' config has drafted a step.
+
+    Returns:
+        The command that serves it there.
+
+    Raises:
+        ConfigError: a folder without a head, one that is taken, or no name of the target.
+        CapabilityError: the engine cannot express it.
+    """
+    asked = f"export {engine} {head}"
+    if engine not in get_args(Engine):
+        raise ConfigError(asked, f"no engine {shown(engine)}", f"name one of {', '.join(get_args(Engine))}")
+    for file, what in OTHERS.items():
+        if is_file(head / file):
+            raise CapabilityError(asked, f"this is {what}", "export an EAGLE head")
+    model = load_head(head)
+    if is_file(head / HOT_FILE):
+        wrong = f"its drafts are limited to hot tokens ({HOT_FILE}), and its head has no vocabulary of its own"
+        raise CapabilityError(asked, wrong, f"copy the folder without {HOT_FILE}: it then drafts from all tokens")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(asked, f"{out} is there already", "name a folder that is not")
+    values, config = read_values(head), read_head(head)[0] | _own(head)
+    if isinstance(model, Eagle3Model):
+        config, values = _third(engine, config, values, model, _verifier(asked, verifier, tokens, engine))
+    else:
+        config, values = _first(engine, asked, config, values)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: value.contiguous() for name, value in values.items()}, out / WEIGHTS_FILE, metadata={"format": "pt"}
+    )
+    (out / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return _use(engine, out, isinstance(model, Eagle3Model), tokens)
+
+
+def _own(head: Path) -> dict[str, Any]:
+    """What Paceline knows of the head beside its layer; other engines pass it over."""
+    found = json.loads((head / CONFIG_FILE).read_text(encoding="utf-8"))
+    return {OWN: found[OWN]} if OWN in found else {}
+
+
+def _first(
+    engine: Engine, asked: str, config: dict[str, Any], values: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A head of EAGLE-1 or 2."""
+    bias = values.get("fc.bias")
+    if engine == "speculators":
+        raise CapabilityError(
+            asked, "speculators has EAGLE-3 heads alone, this is one of EAGLE-2", "export it for vllm"
+        )
+    if engine == "vllm" and bias is not None:
+        if bool(bias.any()):
+            raise CapabilityError(asked, "its fusing map has a bias, which vLLM leaves out", "export it for sglang")
+        del values["fc.bias"]
+    if engine == "sglang" and bias is None:  # SGLang's has one, random where the file has none
+        values["fc.bias"] = torch.zeros_like(values["fc.weight"][:, 0])
+    return {**config, "architectures": [FIRST[engine]]}, values
+
+
+def _third(
+    engine: Engine, config: dict[str, Any], values: dict[str, Tensor], model: Eagle3Model, verifier: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A head of EAGLE-3. Its draft's tokens are named from both sides, as every loader finds them."""
+    layer = "layers.0." if engine == "speculators" else "midlayer."
+    named = {n.replace("midlayer.", "layers.0.").replace("layers.0.", layer): v for n, v in values.items()}
+    count = len(model.tokens)
+    if not torch.equal(model.tokens, torch.arange(model.config.vocab_size)):
+        named["d2t"] = model.tokens - torch.arange(count)
+        named["t2d"] = torch.isin(torch.arange(model.config.vocab_size), model.tokens)
+    else:
+        named = {n: v for n, v in named.items() if n not in ("d2t", "t2d")}
+    layer_config = {n: v for n, v in config.items() if n not in (AUX, "eagle_config", OWN, "draft_vocab_size")}
+    layer_config |= {"tie_word_embeddings": False}
+    aux = None if model.aux is None else [*model.aux]
+    if engine == "speculators":
+        layer_config["architectures"] = ["LlamaForCausalLM"]
+        flat = {"architectures": ["Eagle3Speculator"], TYPE: "eagle3", LAYER: layer_config, **verifier}
+        return {**flat, "draft_vocab_size": count, AUX: aux, **dict.fromkeys(VARIANTS, False)}, named
+    whole = {**layer_config, "architectures": [THIRD], "draft_vocab_size": count}
+    if aux is not None:  # inputs of layers for vLLM; SGLang counts the outputs before them
+        whole |= {AUX: aux, "eagle_config": {AUX: [i - 1 for i in aux], "use_aux_hidden_state": True}}
+    return whole, named
+
+
+def _verifier(asked: str, name: str, tokens: int, engine: Engine) -> dict[str, Any]:
+    """The part of speculators' config that names the target."""
+    if engine != "speculators":
+        return {}
+    if not name:
+        raise ConfigError(asked, "its config names the target, and none is given", "add --verifier NAME")
+    folder = Path(name)
+    found = read_json(folder / "config.json", "restore it") if is_file(folder / "config.json") else {}
+    architectures = found.get("architectures") or []
+    method = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    return {
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": name, "architectures": architectures},
+        }
+    }
+
+
+def _use(engine: Engine, out: Path, third: bool, tokens: int) -> str:
+    """The command that serves it there."""
+    if engine == "sglang":
+        name = "EAGLE3" if third else "EAGLE"
+        server = f"python -m sglang.launch_server --model TARGET --speculative-algorithm {name}"
+        return f"{server} --speculative-draft-model-path {out}"
+    method = {"method": "eagle3" if third else "eagle", "model": str(out), "num_speculative_tokens": tokens}
+    return f"vllm serve TARGET --speculative-config '{json.dumps(method)}'"

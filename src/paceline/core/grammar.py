@@ -1,0 +1,79 @@
+"""What an output must be, as a request says it, and what the rules of sampling ask of its parser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from .errors import ConfigError
+from .options import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "structural_tag"]
+KINDS: tuple[str, ...] = get_args(GrammarKind)
+LONGEST = 64 * 2**10  # characters of a grammar's text
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that an output must meet.
+
+    Args:
+        kind: ``json_object`` (any object), ``json_schema``, ``regex``, ``choice`` (a JSON list of texts), ``lark``
+            (llguidance's dialect) or ``structural_tag`` (JSON as vLLM reads it: structures and triggers).
+        text: the schema, pattern, list or grammar; empty for ``json_object``.
+
+    Raises:
+        ConfigError: an unknown kind, or a text that is missing or too long.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(
+                f"a grammar of kind {shown(self.kind)}", "there is no such kind", f"use one of {', '.join(KINDS)}"
+            )
+        if not isinstance(self.text, str):
+            raise ConfigError(
+                f"a {self.kind} of type {type(self.text).__name__}", "it is a text", "give it as a string"
+            )
+        if not self.text and self.kind != "json_object":
+            raise ConfigError(f"a {self.kind} grammar", "its text is empty", "give one, or leave the grammar out")
+        if len(self.text) > LONGEST:
+            asked = f"a {self.kind} of {len(self.text):,} characters"
+            raise ConfigError(asked, f"at most {LONGEST:,} are read", "give a smaller one")
+
+    @classmethod
+    def read(cls, value: Any) -> Grammar | None:
+        """A grammar from its fields, as JSON has them.
+
+        Raises:
+            ConfigError: other fields.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping) or not {*value} <= {"kind", "text"} or "kind" not in value:
+            remedy = 'give Grammar("json_schema", "..")'
+            raise ConfigError(f"grammar={shown(value)}", "a grammar has a kind and a text", remedy)
+        return cls(**value)
+
+
+class Matcher(Protocol):
+    """A grammar beside one output. Each answer is a function of the ids that are given, whatever was asked before."""
+
+    def __call__(self, output: Sequence[int]) -> Tensor:
+        """[V] bool: the tokens that may follow these."""
+        ...
+
+    def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
+        """Of texts that go on behind an output, which the grammar allows."""
+        ...
+
+    def forced(self, output: Sequence[int], most: int) -> list[int]:
+        """The tokens that follow whatever is chosen: the beginning of every text that the grammar allows."""
+        ...

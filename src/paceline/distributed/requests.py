@@ -1,0 +1,149 @@
+"""Requests to an engine in a process of its own: the messages.
+
+    Describe   what the engine serves; is answered by `Description`
+    Submit     a request; is answered by `Accepted` or `Rejected`, and then by its pieces in `News`
+    Abort      the end of a request; has no answer
+    Look       counters; is answered by `Looked`
+
+A step's pieces of all requests are one message. Nothing here needs torch: the process that speaks HTTP has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+TokenOrigin = tuple[str, str | None, int]  # text of the token, who proposed it (None: the target), its depth (0)
+LogprobRow = list[tuple[int, float, int, str | None]]  # token, its log-probability, its rank, its text
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """What is served?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What an engine serves, and all that is needed to make ids of text without its process."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: list[int]
+    applications: list[str]
+    tokenizer: str | None  # the text of tokenizer.json; None: the model has no tokenizer of that kind
+    chat_templates: dict[str, str]  # by name; "default" where there is only one
+    special_tokens: dict[str, str]  # for templates: "eos_token" and so on
+    sampling: dict[str, Any]  # what generation_config.json says
+    speculation: dict[str, Any]  # drafter, round, budget
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request."""
+
+    id: str
+    ids: list[int]  # of the prompt
+    params: dict[str, Any]  # fields of `SamplingParams`; the seed is among them
+    application: str | None
+    interval_s: float  # least time between two pieces of a sample, but the last; 0: a piece a step
+    priority: int = 0
+    deadline_s: float | None = None
+    speculation: dict[str, Any] | None = None  # fields of `Speculation`
+    said: list[list[int]] = field(default_factory=list)  # of each sample, by an engine that was lost; not told again
+    shows: Literal["", "origins", "steps"] = ""  # what pieces have in `Shown`
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request, if it is there."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that is queued."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request that cannot be answered: the three parts of the error."""
+
+    id: str
+    asked: str
+    wrong: str
+    remedy: str
+    full: bool = False  # as many requests wait as may: it may be asked again
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is known of a request when its last sample has ended."""
+
+    prompt_logprobs: list[LogprobRow | None] | None
+    stats: dict[str, Any]  # `SpecStats.as_dict`
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Where the tokens of a piece come from, where that was asked for."""
+
+    origins: list[TokenOrigin]  # of each token; shorter where a step ended in its middle
+    counts: list[tuple[int, int]]  # of each step that had drafts, tokens drafted and accepted
+    steps: (
+        list[dict[str, Any]] | None
+    )  # `StepTrace.as_dict` and the ``texts`` of the tree's tokens; None: not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new in a sample of a request."""
+
+    id: str
+    index: int  # sample
+    text: str
+    token_ids: list[int]
+    logprobs: list[LogprobRow] | None  # of each token; None: not asked for
+    finish_reason: str | None  # None: it goes on
+    stop_reason: int | str | None
+    error: str | None  # what ended it, where ``finish_reason`` is "error"
+    ended: Ended | None  # with the last piece of all
+    shown: Shown | None = None  # None: nothing was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a step brought."""
+
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How is the engine?"""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Its counters."""
+
+    id: str
+    counters: dict[str, Any]
+
+
+KINDS: dict[str, type[Any]] = {
+    "describe": Describe,
+    "description": Description,
+    "submit": Submit,
+    "abort": Abort,
+    "accepted": Accepted,
+    "rejected": Rejected,
+    "news": News,
+    "look": Look,
+    "looked": Looked,
+}

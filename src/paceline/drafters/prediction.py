@@ -1,0 +1,110 @@
+"""Predicted output: a request brings a text that its answer is likely to repeat, and drafts are read from it.
+
+The place in the prediction is followed token by token. Where the answer departs from it, the place behind the last
+n-gram of the answer is looked for again, the nearest one ahead first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
+from .ngram import LONGEST, NgramIndex, log_trust
+from .proposal import Proposal
+from .registry import DrafterConfig, DrafterContext, option
+
+START = 8  # tokens that count as matched at the beginning of an answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionConfig(DrafterConfig):
+    """Predicted output: drafts from the text that a request predicts, and nothing for those without one."""
+
+    kind: ClassVar[str] = "prediction"
+
+    depth: int = option(16, help="tokens drafted at once", minimum=1, maximum=1024)
+    max_ngram: int = option(6, help="longest run of last tokens by which a place is found again", minimum=1, maximum=64)
+    min_ngram: int = option(2, help="shortest run", minimum=1, maximum=64)
+
+    def validate(self) -> None:
+        self.require("min_ngram", self.min_ngram <= self.max_ngram, f"must not exceed max_ngram={self.max_ngram}")
+
+    def build(self, context: DrafterContext) -> PredictionDrafter:
+        return PredictionDrafter(self)
+
+
+class _Place:
+    """Where an answer is in its prediction."""
+
+    __slots__ = ("at", "index", "last", "read", "run")
+
+    def __init__(self, config: PredictionConfig, view: SequenceView) -> None:
+        self.index = NgramIndex(config.min_ngram, config.max_ngram)
+        self.index.extend(view.prediction)
+        self.at: int | None = 0  # of the next token; None: lost
+        self.last = 0  # the place before it was lost
+        self.run = START  # tokens matched so far
+        self.read = view.prompt_len  # tokens of the text that were followed
+
+    def follow(self, tokens: Sequence[int], predicted: Sequence[int]) -> None:
+        """Take in the new tokens of the text."""
+        for token in tokens[self.read :]:
+            if self.at is None:
+                break
+            if self.at < len(predicted) and predicted[self.at] == token:
+                self.at, self.run = self.at + 1, self.run + 1
+            else:
+                self.last, self.at = self.at, None
+        new, self.read = len(tokens) > self.read, len(tokens)
+        if self.at is None and new:
+            self._find(tokens)
+
+    def _find(self, tokens: Sequence[int]) -> None:
+        """The place behind the longest n-gram that ends the text; of several the nearest ahead of the last place."""
+        longest, best = 0, -1
+        for n, follower in self.index.matches(tokens):
+            if longest and n < longest:
+                break
+            longest = n
+            if best < 0 or self._far(follower) < self._far(best):
+                best = follower
+        if best >= 0:
+            self.at, self.run = best, longest
+
+    def _far(self, place: int) -> tuple[bool, int]:
+        return place < self.last, abs(place - self.last)
+
+
+class PredictionDrafter(Drafter):
+    """Drafts the prediction's tokens from where the answer is in it."""
+
+    trusted = True
+
+    def __init__(self, config: PredictionConfig) -> None:
+        self.config = config
+        self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False)
+        self._places: dict[int, _Place] = {}
+
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """A chain for each sequence that has a prediction and is in it."""
+        return [self._draft(*row) if row[0].prediction else Proposal() for row in want.rows()]
+
+    def _draft(self, view: SequenceView, budget: int, max_depth: int) -> Proposal:
+        place = self._places.get(view.key)
+        if place is None:
+            place = self._places[view.key] = _Place(self.config, view)
+        place.follow(view.tokens, view.prediction)
+        depth = min(self.config.depth, budget, max_depth)
+        if place.at is None or depth <= 0:
+            return Proposal()
+        tokens = list(view.prediction[place.at : place.at + depth])
+        run = min(place.run, LONGEST)
+        scores = [log_trust(run, level) for level in range(1, len(tokens) + 1)]
+        return Proposal(tokens, [*range(len(tokens))], scores, matched=run)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget these sequences."""
+        for key in keys:
+            self._places.pop(key, None)

@@ -1,0 +1,107 @@
+"""What is checked of a request, and of an engine's parts, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.request import Texts
+from ..core.sampling import SamplingParams
+from ..grammar import Grammars
+from ..network.applications import Application
+from ..rounds.base import Round, StreamingRound
+from .live import EngineLimits
+
+
+def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
+    """Raises ConfigError where a prompt is empty, too long, or holds an unknown id."""
+    if not prompt_ids:
+        raise ConfigError("an empty prompt", "a model continues at least one token", "give text, or a BOS token")
+    if len(prompt_ids) >= limits.max_model_len:
+        raise ConfigError(
+            f"a prompt of {len(prompt_ids)} tokens",
+            f"prompt and output together have room for {limits.max_model_len} tokens",
+            "shorten the prompt, or raise max_model_len where model and kv_memory allow it",
+        )
+    _check_ids("prompt token id", prompt_ids, limits, "encode the prompt with this model's tokenizer")
+
+
+def check_said(said: Sequence[Sequence[int]], samples: int, limits: EngineLimits) -> None:
+    """Raises ConfigError where tokens cannot have been said by so many samples."""
+    if len(said) > samples:
+        raise ConfigError(f"tokens said by {len(said)} samples", f"the request has n={samples}", "give one list each")
+    for tokens in said:
+        if tokens:
+            _check_ids("said token id", tokens, limits, "give the tokens that this model said")
+
+
+def check_prediction(ids: Sequence[int], limits: EngineLimits) -> None:
+    """Raises ConfigError where a predicted output holds an unknown id."""
+    _check_ids("predicted token id", ids, limits, "encode the prediction with this model's tokenizer")
+
+
+def _check_ids(what: str, ids: Sequence[int], limits: EngineLimits, remedy: str) -> None:
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limits.vocab_size:
+        wrong = f"ids go from 0 to {limits.vocab_size - 1}"
+        raise ConfigError(f"{what} {low if low < 0 else high}", wrong, remedy)
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raises ConfigError where no time can be meant."""
+    if deadline_s is not None and not (isfinite(deadline_s) and deadline_s > 0):
+        raise ConfigError(f"deadline_s={deadline_s}", "a deadline is a time from now on", "give seconds above 0")
+
+
+def check_room(max_len: int, pool_tokens: int) -> None:
+    """Raises ConfigError where a sequence would never fit into the K/V pool."""
+    if max_len - 1 > pool_tokens:  # the last token's K/V is never computed
+        wrong = f"the K/V pool holds {pool_tokens}"
+        raise ConfigError(f"a request of up to {max_len} tokens", wrong, "raise kv_memory, or lower max_tokens")
+
+
+def grammars(found: Grammars | None) -> Grammars:
+    """What compiles grammars. Raises CapabilityError where this engine has none."""
+    if found is None:
+        raise CapabilityError("a grammar", "this engine was made without them", "leave the grammar out")
+    return found
+
+
+def check_application(applications: Mapping[str, Application], name: str | None) -> None:
+    """Raises ConfigError where a request cannot name this application."""
+    if name is None or name in applications:
+        return
+    known = ", ".join(sorted(applications))
+    raise ConfigError(
+        f"application={name!r}",
+        "there is no such application",
+        f"name one of: {known}, or none for the base model" if known else "load it: LLM(..., applications={...})",
+    )
+
+
+def check_streams(round_: Round, applications: Mapping[str, Application]) -> None:
+    """Refuse applications whose main rows attend to streams in a round that cannot give them any."""
+    for application in applications.values():
+        if application.streams is None:
+            continue
+        if not isinstance(round_, StreamingRound):
+            raise CapabilityError(
+                f"application {application.name!r} in round {round_.name!r}",
+                "its answers depend on streams beside every generated token, and this round has none",
+                "use drafter='streams'",
+            )
+        round_.admit(application.streams)
+
+
+def echo(texts: Texts | None, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:
+    """The beginning of an answer's text: the prompt's, where it is to be echoed.
+
+    Raises:
+        ConfigError: its text is not known.
+    """
+    if not params.echo or prompt is not None:
+        return prompt or "" if params.echo else ""
+    if texts is None:
+        raise ConfigError("echo=True with token ids", "this model has no tokenizer", "leave echo out")
+    return texts.prompt(prompt_ids, params.skip_special_tokens)

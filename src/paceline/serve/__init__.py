@@ -1,0 +1,15 @@
+"""The server: HTTP for an engine that runs in a process of its own. No module here imports torch.
+
+config      the options of ``paceline serve``
+line        messages to and from a worker on an event loop
+client      `EngineClient`: the engine's process as requests see it; restarts it, and streams go on
+texts       text to ids: tokenization and chat templates
+generation  `begin`: one request, an async iterator of deltas; every endpoint that generates stands on it
+http        bodies, errors and event streams
+connections heads of requests: how long they may take, and be
+guard       hosts, keys, sizes
+acceptance  what answers say of their speculation
+histograms, metrics          what requests took; all that is counted, for Prometheus
+chat, completions, models    endpoints, a router a family
+app, server                  the parts put together, and run
+"""

@@ -1,0 +1,92 @@
+"""What answers say of their speculation: counts in vLLM's shape, of each token its source, of each step its tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from ..distributed.requests import Piece
+from .schemas import Sampling
+
+
+def speculative_decoding(
+    stats: Mapping[str, Any], num_spec_tokens: int, steps: Sequence[tuple[int, int]] | None
+) -> dict[str, Any]:
+    """vLLM's ``metrics.speculative_decoding``. Steps without drafts are left out there; a tree counts with all its
+    drafted nodes.
+
+    Args:
+        stats: `SpecStats.as_dict`.
+        num_spec_tokens: most nodes that the engine drafts a step.
+        steps: of each step with drafts, tokens drafted and accepted; None: they are not wanted (``summary``).
+    """
+    rows: dict[int, list[int]] = {int(drafted): row for drafted, row in stats["accepted_by_drafted"].items()}
+    most = max(num_spec_tokens, *rows, 0)
+    histogram = [sum(row[a] for row in rows.values() if a < len(row)) for a in range(most + 1)]
+    count, drafted, accepted = sum(histogram), stats["drafted"], stats["accepted"]
+    found = {
+        "mean_acceptance_length": 1 + accepted / count if count else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": histogram,
+        "acceptance_histogram_by_draft_length": {
+            str(k): row + [0] * (k + 1 - len(row)) for k, row in sorted(rows.items())
+        },
+        "num_spec_steps": count,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": most,
+    }
+    if steps is not None:
+        found["per_step_accepted"] = [accepted for _, accepted in steps]
+        found["per_step_drafted"] = [drafted for drafted, _ in steps]
+    return found
+
+
+def acceptance(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine drafted and what came of it: in all, by source and depth, and the same by application.
+
+    Args:
+        engine: `Snapshot.as_dict`.
+    """
+    parts = {name: _acceptance(stats) for name, stats in engine["by_application"].items()}
+    return _acceptance(engine["stats"]) | {"by_application": parts}
+
+
+def _acceptance(stats: Mapping[str, Any]) -> dict[str, Any]:
+    passes, accepted = stats["passes"], stats["accepted"]
+    offered = zip(stats["depth_accepted"], stats["depth_offered"], strict=True)
+    return {
+        **{name: stats[name] for name in ("passes", "drafted", "accepted")},
+        "mean_accepted_length": 1 + accepted / passes if passes else 1.0,
+        "acceptance_rate": accepted / stats["drafted"] if stats["drafted"] else 0.0,
+        "by_depth": [kept / tries if tries else 0.0 for kept, tries in offered],
+        "by_source": {
+            name: {
+                "drafted": part["drafted"],
+                "accepted": part["accepted"],
+                "acceptance_rate": part["accepted"] / part["drafted"] if part["drafted"] else 0.0,
+                "accepted_by_depth": part["accepted_at"],
+            }
+            for name, part in stats["sources"].items()
+        },
+    }
+
+
+def shown(body: Sampling, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """What a choice has of where its tokens come from, as far as the request asks for that.
+
+    ``provenance``: of each token its text, who drafted it (null: it is the target's own choice) and how deep in the
+    draft it was. ``trace``: of each step the tree, the accepted path, what the budget chose, and times.
+    """
+    told = [piece.shown for piece in pieces if piece.shown is not None]
+    wanted: Any = body.speculation
+    found: dict[str, Any] = {}
+    if not told or isinstance(wanted, bool) or wanted is None:
+        return found
+    if wanted.provenance:
+        names = ("token", "source", "depth")
+        found["provenance"] = [dict(zip(names, one, strict=True)) for part in told for one in part.origins]
+    if wanted.trace:
+        found["trace"] = [*chain.from_iterable(part.steps or () for part in told)]
+    return found

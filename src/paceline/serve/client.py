@@ -1,0 +1,342 @@
+"""`EngineClient`: an engine in a process of its own, on an event loop.
+
+The engine is watched, and started again where it died or hangs. Seed and position decide every token, so its successor
+is given what was already said of an answer and goes on behind it: a stream goes on with the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..core.errors import ConfigError, PacelineError
+from ..distributed.channels import Line
+from ..distributed.frames import Codec
+from ..distributed.handshake import GREETINGS, Fault
+from ..distributed.requests import (
+    KINDS,
+    Abort,
+    Accepted,
+    Describe,
+    Description,
+    Look,
+    Looked,
+    News,
+    Piece,
+    Rejected,
+    Submit,
+)
+from ..distributed.tcp import SocketChannel
+from ..distributed.worker import Patience, Worker, WorkerSpec
+from .line import LoopLine
+
+log = logging.getLogger(__name__)
+WATCH_S = 0.25  # between two looks at an engine that is well
+START_WATCH_S = 0.05  # and at one that starts
+LEAST_S = 1e-3  # of a deadline that has passed meanwhile
+MOST_LIVES = 3  # engines in a row that may fail while nothing comes of a request: it may be what they fail at
+AGAIN_S = 0.2  # until a request that was lost with its engine is queued again, where the queue is full
+
+
+class EngineDown(PacelineError):
+    """There is no engine at the moment, or it cannot come back."""
+
+
+class TooMany(PacelineError):
+    """As many requests wait as may."""
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A request in flight."""
+
+    asked: Submit
+    pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+    accepted: asyncio.Future[None] | None = None
+    lives: int = 1  # engines that were asked since something came of it
+    said: list[list[int]] = field(default_factory=list)  # of each sample
+    finished: set[int] = field(default_factory=set)  # samples
+    since: float = field(default_factory=time.monotonic)
+
+    def again(self) -> Submit:
+        """What another engine is asked: to go on."""
+        asked, deadline_s = self.asked, self.asked.deadline_s
+        if deadline_s is not None:
+            asked = replace(asked, deadline_s=max(LEAST_S, deadline_s - (time.monotonic() - self.since)))
+        return replace(asked, said=self.said) if any(self.said) else asked
+
+    def news(self, piece: Piece) -> Piece | None:
+        """What of a piece was not told before; None: nothing."""
+        if piece.index in self.finished:  # by an engine that was lost
+            return None if piece.ended is None else replace(piece, finish_reason=None)
+        self.lives = 1
+        self.said[piece.index] += piece.token_ids
+        if piece.finish_reason is not None:
+            self.finished.add(piece.index)
+        return piece
+
+
+class EngineClient:
+    """An engine as requests see it.
+
+    Args:
+        spec: of its worker; see `engine_worker`.
+        patience: how long is waited for it.
+    """
+
+    def __init__(self, spec: WorkerSpec, patience: Patience) -> None:
+        self._worker = Worker(spec, patience)
+        self._codec = Codec(**GREETINGS, **KINDS)
+        self._line: LoopLine | None = None
+        self._attached: Line | None = None
+        self._open: dict[str, Open] = {}
+        self._looks: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self.failed: ConfigError | None = None  # why no engine can be had any more
+        self.on_failure: Callable[[], None] | None = None  # called when `failed` is set
+        self.restarts = 0
+        self.described = asyncio.Event()
+        self.description: Description | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._line is not None and self.description is not None
+
+    @property
+    def num_open(self) -> int:
+        """Requests in flight."""
+        return len(self._open)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None: there is none at the moment."""
+        return self._worker.pid
+
+    def launch(self) -> None:
+        """Start the engine's process, before there is an event loop.
+
+        Raises:
+            ConfigError, CapabilityError: no process, or no channel to it, can be had.
+        """
+        self._worker.poll()
+
+    def start(self) -> None:
+        """Begin to start the engine, and to watch it; called on the event loop."""
+        self._watch = asyncio.get_running_loop().create_task(self._watch_it())
+
+    async def close(self) -> None:
+        """End the engine and every request in flight."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+        if self._line is not None:
+            self._line.close()
+            self._line = self._attached = None
+        self._fail_looks("the server ends")
+        self._worker.stop()
+        self._fail_all(EngineDown("the server ends"))
+
+    async def drained(self) -> None:
+        """Wait until no request is in flight."""
+        while self._open:
+            await asyncio.sleep(0.02)
+
+    def end_all(self, why: str) -> None:
+        """End every request in flight with an error."""
+        for request_id in self._open:
+            if self._line is not None:
+                self._line.send(Abort(request_id))
+        self._fail_all(EngineDown(why))
+
+    # -- requests
+
+    async def submit(self, asked: Submit) -> Open:
+        """Queue a request; `pieces` gives its answer. A seed is chosen where none is given.
+
+        Raises:
+            ConfigError: the engine refuses it.
+            TooMany: as many wait as may.
+            EngineDown: there is no engine at the moment.
+        """
+        if self._line is None or not self.ready:
+            raise self._down()
+        if asked.params.get("seed") is None:
+            asked = replace(asked, params={**asked.params, "seed": secrets.randbits(63)})
+        samples = int(asked.params.get("n", 1))
+        one = Open(asked, said=[[] for _ in range(samples)])
+        one.accepted = asyncio.get_running_loop().create_future()
+        self._open[asked.id] = one
+        self._line.send(asked)
+        try:
+            await one.accepted
+        except BaseException:
+            self.abort(asked.id)
+            raise
+        return one
+
+    async def pieces(self, one: Open) -> AsyncIterator[list[Piece]]:
+        """What comes of a request, all that is there at once. Closing the iterator does not end the request.
+
+        Raises:
+            EngineDown: no engine can answer it.
+        """
+        ended = False
+        while not ended:
+            some = [await one.pieces.get()]
+            while not one.pieces.empty():
+                some.append(one.pieces.get_nowait())
+            found = []
+            for piece in some:
+                if isinstance(piece, Exception):
+                    raise piece
+                found.append(piece)
+                ended = ended or piece.ended is not None
+            yield found
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is in flight."""
+        if self._open.pop(request_id, None) is not None and self._line is not None:
+            self._line.send(Abort(request_id))
+
+    async def look(self) -> dict[str, Any]:
+        """The engine's counters.
+
+        Raises:
+            EngineDown: there is no engine at the moment.
+        """
+        if self._line is None:
+            raise self._down()
+        asked = Look(secrets.token_hex(8))
+        self._looks[asked.id] = asyncio.get_running_loop().create_future()
+        self._line.send(asked)
+        return await self._looks[asked.id]
+
+    def _down(self) -> EngineDown:
+        if self.failed is not None:
+            return EngineDown(f"the engine cannot be started again: {self.failed}")
+        return EngineDown("the engine is being loaded" if self.description is None else "the engine is started again")
+
+    # -- what the engine says
+
+    def _heard(self, message: Any) -> None:
+        if isinstance(message, News):
+            for piece in message.pieces:
+                self._tell(piece)
+        elif isinstance(message, Accepted | Rejected):
+            self._answered(message)
+        elif isinstance(message, Looked):
+            if (waiting := self._looks.pop(message.id, None)) is not None and not waiting.done():
+                waiting.set_result(message.counters)
+        elif isinstance(message, Description):
+            self.description = message
+            self.described.set()
+        elif isinstance(message, Fault):
+            log.error("the engine failed: %s", message.why)
+
+    def _tell(self, piece: Piece) -> None:
+        one = self._open.get(piece.id)
+        if one is None:
+            return
+        news = one.news(piece)
+        if piece.ended is not None:
+            del self._open[piece.id]
+        if news is not None:
+            one.pieces.put_nowait(news)
+
+    def _answered(self, message: Accepted | Rejected) -> None:
+        one = self._open.get(message.id)
+        if one is None:
+            return
+        error: PacelineError | None = None
+        if isinstance(message, Rejected) and message.full and one.accepted is not None and one.accepted.done():
+            asyncio.get_running_loop().call_later(AGAIN_S, self._queue_again, one)
+            return
+        if isinstance(message, Rejected):
+            del self._open[message.id]
+            refused = ConfigError(message.asked, message.wrong, message.remedy)
+            error = TooMany(message.wrong) if message.full else refused
+        if one.accepted is not None and not one.accepted.done():
+            one.accepted.set_result(None) if error is None else one.accepted.set_exception(error)
+        elif error is not None:
+            one.pieces.put_nowait(error)
+
+    def _queue_again(self, one: Open) -> None:
+        """An earlier engine had taken it, so it must not be refused now."""
+        if self._open.get(one.asked.id) is one and self._line is not None:
+            self._line.send(one.again())
+
+    # -- its process
+
+    async def _watch_it(self) -> None:
+        while True:
+            try:
+                ready = self._worker.poll()
+            except ConfigError as error:
+                self._detach()
+                self.failed = error
+                self.described.set()
+                self._fail_all(self._down())
+                if self.on_failure is not None:
+                    self.on_failure()
+                return
+            if self._attached is not None and self._worker.line is not self._attached:
+                self._detach()
+            if ready and self._attached is None:
+                self._attach()
+            await asyncio.sleep(WATCH_S if ready else START_WATCH_S)
+
+    def _attach(self) -> None:
+        """An engine is ready: ask it what is open."""
+        line = self._worker.line
+        assert line is not None and isinstance(line.channel, SocketChannel)
+        copy = socket.socket(fileno=socket.dup(line.channel.fileno()))
+        self._attached, self._line = line, LoopLine(copy, self._codec, self._heard, self._lost)
+        if self.description is None:
+            self._line.send(Describe())
+        for one in list(self._open.values()):
+            one.lives += 1
+            if one.lives > MOST_LIVES:
+                del self._open[one.asked.id]
+                self._fail(one, EngineDown(f"{MOST_LIVES} engines have failed while this request was in flight"))
+            else:
+                self._line.send(one.again())
+
+    def _lost(self) -> None:
+        """The connection is gone."""
+        self._worker.lost()  # it says why
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self.restarts += 1
+            why = self._worker.faults[-1:] or ["its line is closed"]
+            log.warning("the engine is gone (%s); %d requests wait for the next one", why[0], len(self._open))
+        self._line = self._attached = None
+        self._fail_looks("the engine is started again")
+
+    def _fail_looks(self, why: str) -> None:
+        for waiting in self._looks.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDown(why))
+        self._looks.clear()
+
+    def _fail_all(self, error: Exception) -> None:
+        ended, self._open = self._open, {}
+        for one in ended.values():
+            self._fail(one, error)
+
+    def _fail(self, one: Open, error: Exception) -> None:
+        if one.accepted is not None and not one.accepted.done():
+            one.accepted.set_exception(error)
+        else:
+            one.pieces.put_nowait(error)

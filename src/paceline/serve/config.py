@@ -1,0 +1,132 @@
+"""The options of the server."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import ConfigError
+from ..core.grammar import LONGEST
+from ..core.options import check, option
+from .parsers import FAMILIES
+
+KEYS_VARIABLE = "PACELINE_API_KEYS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Where the server listens, who may ask, and how much."""
+
+    host: str = option("127.0.0.1", help="address to listen at; another than this host's own needs keys")
+    port: int = option(8000, help="port to listen at; 0: any free one", minimum=0, maximum=65535)
+    served_model_name: str | None = option(None, help="the model's name for clients; default: as it was named")
+    api_key_file: str | None = option(
+        None, help=f"file with one key a line that only you may read; or {KEYS_VARIABLE}, keys with commas between"
+    )
+    no_keys: bool = option(False, help="let everybody who reaches the address ask", flag="--no-keys")
+    allowed_hosts: list[str] | None = option(
+        None, help="a name that clients may call this server by, beside localhost and its address; repeat it"
+    )
+    chat_template: str | None = option(None, help="file with a chat template (Jinja) in place of the model's own")
+    tool_parser: str = option(
+        "auto",
+        help="how the model writes tool calls: hermes, llama3, mistral, or auto: as its chat template does",
+        choices=("auto", *FAMILIES),
+    )
+    max_body_bytes: int = option(4 * 2**20, help="most bytes of a request's body", minimum=1)
+    max_n: int = option(128, help="most samples of a request", minimum=1, maximum=1024)
+    max_open: int = option(1024, help="most requests at once; more get 429", minimum=1)
+    max_open_per_key: int | None = option(None, help="most requests of one key at once; default: any number", minimum=1)
+    max_logprobs: int = option(20, help="most log-probabilities of a token that may be asked for", minimum=0)
+    max_schema_bytes: int = option(
+        LONGEST, help="most bytes of a schema, pattern or grammar", minimum=1, maximum=LONGEST
+    )
+    header_s: float = option(10.0, help="seconds in which a request's headers must come", above=0.0)
+    body_s: float = option(30.0, help="seconds in which a request's body must come", above=0.0)
+    request_s: float = option(3600.0, help="seconds after which a request ends with what it has", above=0.0)
+    drain_s: float = option(30.0, help="seconds that requests have to end after SIGTERM", minimum=0.0)
+    start_s: float = option(600.0, help="seconds that the engine has to load", above=0.0)
+    stuck_s: float = option(60.0, help="seconds at one step after which the engine is taken to hang", above=0.0)
+    per_request_spec_decode_metrics: str = option(
+        "summary",
+        help="what answers say of their speculation, in vLLM's shape: none, summary, or detailed, each step of it",
+        choices=("none", "summary", "detailed"),
+    )
+    metrics_names: str = option(
+        "paceline",
+        help="whose names /metrics has for what vLLM counts, too: paceline or vllm",
+        choices=("paceline", "vllm"),
+    )
+    stream_interval_ms: float = option(0.0, help="least milliseconds between two chunks of a stream", minimum=0.0)
+
+    def __post_init__(self) -> None:
+        check(self)
+        self.template()
+
+    def template(self) -> str | None:
+        """The chat template that was given.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            asked = f"--chat-template {self.chat_template}"
+            raise ConfigError(asked, f"it cannot be read ({error})", "name a text file") from error
+
+    def listen(self) -> socket.socket:
+        """A socket that listens.
+
+        Raises:
+            ConfigError: the port cannot be had.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family, backlog=1024)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            asked = f"--host {self.host} --port {self.port}"
+            raise ConfigError(asked, f"it cannot be had ({why})", "name a free port") from error
+
+    def keys(self) -> list[str]:
+        """The keys of which a request must have one; empty: none is asked for.
+
+        Raises:
+            ConfigError: a file that others may read or without a key, or an address for others without keys.
+        """
+        found = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+        if self.api_key_file is not None:
+            found += _keys_of(Path(self.api_key_file))
+        if not found and not self.no_keys and not _own(self.host):
+            remedy = f"give --api-key-file, set {KEYS_VARIABLE}, or say --no-keys"
+            raise ConfigError(f"--host {self.host}", "others can reach it, and there are no keys", remedy)
+        return [] if self.no_keys else found
+
+
+def _own(host: str) -> bool:
+    """Whether nobody but this host reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _keys_of(file: Path) -> list[str]:
+    asked = f"--api-key-file {file}"
+    try:
+        mode, text = file.stat().st_mode, file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(asked, f"it cannot be read ({error})", "name a text file with one key a line") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(asked, "others may read it", f"chmod 600 {file}")
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise ConfigError(asked, "it has no key", "write one key a line")
+    return keys

@@ -1,0 +1,242 @@
+"""Run one request: what every endpoint that generates stands on.
+
+    answer = await begin(server, asked)          # APIError: refused, before a byte was sent
+    async with answer:                           # leaving it early ends the request
+        async for deltas in answer:              # what came at once: of each `Delta` text, token_ids, logprobs, ..
+            ...
+    answer.stats, answer.usage()                 # afterwards
+
+Everything that may be refused is refused by `begin`, so that a stream's first byte comes after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..core.errors import ConfigError
+from ..distributed.requests import Description, LogprobRow, Piece, Submit
+from .acceptance import speculative_decoding
+from .client import EngineClient, EngineDown, Open, TooMany
+from .config import ServeConfig
+from .histograms import Times
+from .http import APIError
+from .texts import Texts
+
+WHOLE_INTERVAL_S = 0.5  # between pieces of an answer that is not streamed: so much is computed again after a failure
+Delta = Piece  # what is new in a sample
+
+
+@dataclass(slots=True)
+class Server:
+    """What endpoints share."""
+
+    config: ServeConfig
+    client: EngineClient
+    model: str  # its name for clients
+    started: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    times: Times = field(default_factory=Times)
+    _texts: Texts | None = None
+
+    @property
+    def described(self) -> Description:
+        """What is served.
+
+        Raises:
+            APIError: it is not known yet.
+        """
+        if self.client.description is None:
+            raise APIError(503, "the engine is being loaded", code="loading")
+        return self.client.description
+
+    @property
+    def texts(self) -> Texts:
+        """Its tokenizer and templates; errors as of `described`."""
+        if self._texts is None:
+            self._texts = Texts(self.described, self.config.template())
+        return self._texts
+
+    def application(self, model: str | None) -> str | None:
+        """The application that a request's ``model`` means; None: the base model.
+
+        Raises:
+            APIError: there is no such model.
+        """
+        if model is None or model == self.model:
+            return None
+        if model not in self.described.applications:
+            known = ", ".join([self.model, *self.described.applications])
+            raise APIError(
+                404, f"there is no model {model[:200]!r}; these are served: {known}", "model", "model_not_found"
+            )
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request, however it came."""
+
+    ids: list[int]  # of the prompt
+    params: dict[str, Any]  # fields of `SamplingParams` that were given
+    application: str | None = None
+    streams: bool = False
+    priority: int = 0  # lower ones first
+    speculation: dict[str, Any] | None = None  # fields of `core.speculation.Speculation`
+    shows: Literal["", "origins", "steps"] = ""  # see `Submit`
+
+
+class Answer:
+    """An answer while it comes; see `begin`."""
+
+    def __init__(self, server: Server, asked: Asked, one: Open, begun: float) -> None:
+        self.asked, self.prompt_tokens = asked, len(asked.ids)
+        self.seed: int = one.asked.params["seed"]
+        self.completion_tokens = 0
+        self.stats: dict[str, Any] = {}  # `SpecStats.as_dict`, when it has ended
+        self.prompt_logprobs: list[LogprobRow | None] | None = None
+        self.steps: list[tuple[int, int]] = []  # of each with drafts, tokens drafted and accepted, where these are told
+        self._server, self._one = server, one
+        self._begun = begun
+        # The engine keeps the deadline, and one that hangs is found out after `stuck_s`.
+        self._until = begun + server.config.request_s + server.config.stuck_s
+        self._last: dict[int, float] = {}  # when a sample's last piece came
+
+    async def __aenter__(self) -> Answer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """End the request, if it has not ended."""
+        self._server.client.abort(self._one.asked.id)
+
+    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        """What comes, all that is there at once.
+
+        Raises:
+            APIError: the request failed, or took too long.
+        """
+        pieces = self._server.client.pieces(self._one)
+        while True:
+            try:
+                left = max(0.0, self._until - time.monotonic())
+                deltas = await asyncio.wait_for(anext(pieces), left)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                raise APIError(504, f"the request took longer than {self._server.config.request_s:g} s") from error
+            except (EngineDown, ConfigError) as error:
+                raise APIError(503, str(error), code="engine_down") from error
+            for delta in deltas:
+                self._took(delta)
+            yield deltas
+
+    def _took(self, delta: Delta) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        if delta.token_ids:
+            self._time(delta.index)
+        if delta.shown is not None:
+            self.steps += delta.shown.counts
+        if delta.finish_reason == "error":
+            raise APIError(400, f"the request's own rules failed: {delta.error}", code="request_failed")
+        if delta.ended is not None:
+            self.stats, self.prompt_logprobs = delta.ended.stats, delta.ended.prompt_logprobs
+            samples = self.asked.params.get("n", 1)
+            took = time.monotonic() - self._begun
+            self._server.times.ended(self.stats, took, self.prompt_tokens, self.completion_tokens, samples)
+
+    def _time(self, index: int) -> None:
+        """A piece of a sample has come."""
+        now, times = time.monotonic(), self._server.times
+        if not self._last:
+            times.time_to_first_token_seconds.add(now - self._begun)
+        elif self.asked.streams and index in self._last:
+            times.inter_token_latency_seconds.add(now - self._last[index])
+        self._last[index] = now
+
+    def usage(self) -> dict[str, Any]:
+        """Counts in OpenAI's form, so far."""
+        return usage([self])
+
+    def speculative_decoding(self) -> dict[str, Any] | None:
+        """vLLM's ``metrics.speculative_decoding``; None: more than one sample, no drafter, or not wanted."""
+        level, described = self._server.config.per_request_spec_decode_metrics, self._server.described.speculation
+        none = level == "none" or described["drafter"] is None
+        if none or not self.stats or self.asked.params.get("n", 1) != 1:
+            return None
+        return speculative_decoding(self.stats, described["max_nodes"], self.steps if level == "detailed" else None)
+
+
+def usage(answers: list[Answer]) -> dict[str, Any]:
+    """The counts of several answers of one request."""
+    prompt, said = sum(a.prompt_tokens for a in answers), sum(a.completion_tokens for a in answers)
+    cached = sum(a.stats.get("cached_prompt_tokens", 0) for a in answers)
+    found: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": said,
+        "total_tokens": prompt + said,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    if any((a.asked.speculation or {}).get("prediction") for a in answers):
+        read = [a.stats.get("sources", {}).get("prediction", {}) for a in answers]
+        drafted, accepted = (sum(one.get(name, 0) for one in read) for name in ("drafted", "accepted"))
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        found["completion_tokens_details"] = details
+    return found
+
+
+def check_params(config: ServeConfig, params: dict[str, Any]) -> None:
+    """Raises APIError where a request asks for more than it may."""
+    bounds = {"n": config.max_n, "logprobs": config.max_logprobs, "prompt_logprobs": config.max_logprobs}
+    for name, most in bounds.items():
+        if params.get(name, 0) > most:
+            raise APIError(400, f"{name} must be {most} or less", name, "invalid_value")
+    grammar = params.get("grammar") or {"kind": "", "text": ""}
+    if len(grammar["text"].encode("utf-8", "surrogatepass")) > config.max_schema_bytes:
+        message = f"a {grammar['kind']} may have {config.max_schema_bytes} bytes: give a smaller one"
+        raise APIError(400, message, "structured_outputs", "invalid_value")
+
+
+async def begin(server: Server, asked: Asked) -> Answer:
+    """Have a request queued.
+
+    Raises:
+        APIError: it is refused, or the server takes none at the moment.
+    """
+    begun, config, described = time.monotonic(), server.config, server.described
+    if server.draining:
+        raise APIError(503, "the server is about to end and takes no requests", code="draining")
+    if server.client.num_open >= config.max_open:
+        raise APIError(429, f"{config.max_open} requests are in flight, and no more fit", code="queue_full")
+    if len(asked.ids) >= described.max_model_len:
+        room = described.max_model_len
+        message = f"this model's context is {room} tokens, and the prompt has {len(asked.ids)}: shorten it"
+        raise APIError(400, message, "messages", "context_length_exceeded")
+    check_params(config, asked.params)
+    interval = config.stream_interval_ms / 1e3 if asked.streams else WHOLE_INTERVAL_S
+    params = {**described.sampling, **asked.params}
+    submit = Submit(
+        secrets.token_hex(12),
+        asked.ids,
+        params,
+        asked.application,
+        interval,
+        priority=asked.priority,
+        deadline_s=config.request_s,
+        speculation=asked.speculation,
+        shows=asked.shows or ("origins" if config.per_request_spec_decode_metrics == "detailed" else ""),
+    )
+    try:
+        return Answer(server, asked, await server.client.submit(submit), begun)
+    except ConfigError as error:
+        raise APIError(400, str(error), error.asked.partition("=")[0][:80], "invalid_value") from error
+    except TooMany as error:
+        raise APIError(429, str(error), code="queue_full") from error
+    except EngineDown as error:
+        raise APIError(503, str(error), code="engine_down") from error

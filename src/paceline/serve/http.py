@@ -1,0 +1,171 @@
+"""Bodies, errors and event streams, as OpenAI's API has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+MESSAGES = "/v1/messages"  # paths that begin so are Anthropic's
+ANTHROPIC_KINDS = KINDS | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+RETRY_S = 1
+
+
+class APIError(Exception):
+    """An answer that says what is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self, path: str = "") -> dict[str, Any]:
+        """In OpenAI's form, or in Anthropic's on its paths."""
+        if path.startswith(MESSAGES):
+            kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, path: str = "") -> Response:
+        """With its status; one that may be asked again says when."""
+        again = {"retry-after": str(RETRY_S)} if self.status in (429, 503) else {}
+        return json_response(self.body(path), self.status, again)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON; what is no number there becomes null."""
+    return Response(to_json(content, inf_nan_mode="null"), status, headers, "application/json")
+
+
+class Strict(BaseModel):
+    """A request's body: no unknown field, no value of another type."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+async def read(request: Request, kind: type[M], seconds: float) -> M:
+    """A request's body.
+
+    Raises:
+        APIError: it is not JSON, not what is expected, or did not come in time.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise APIError(415, "the body must be JSON: send content-type: application/json")
+    try:
+        body = await asyncio.wait_for(request.body(), seconds)
+    except TimeoutError as error:
+        raise APIError(408, f"the body did not come within {seconds:g} s") from error
+    except ClientDisconnect as error:
+        raise Gone from error
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+def refusal(error: ValidationError) -> APIError:
+    """The first thing that is wrong with a body; of several forms that a value may have, with the one it is nearest."""
+    fault = max(error.errors(include_url=False, include_input=False), key=lambda found: len(found["loc"]))
+    place = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "list[", "str", "int"))]
+    name = ".".join(place) or None
+    if fault["type"] == "extra_forbidden":
+        return APIError(400, f"unknown field: {name}", name, "unknown_field")
+    if fault["type"] == "json_invalid":
+        return APIError(400, f"the body is no JSON that can be read: {_printable(fault['msg'])}", None, "invalid_json")
+    return APIError(400, f"{name or 'body'}: {_printable(fault['msg'])}", name, "invalid_value")
+
+
+def _printable(text: str) -> str:
+    return text[:300].encode("utf-8", "backslashreplace").decode()
+
+
+class Gone(Exception):
+    """The client has left."""
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Do something for a client, until he leaves; the body must have been read.
+
+    Raises:
+        Gone: he left; the work was cancelled, and has ended.
+    """
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        for one in (task, leaving):
+            one.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, whose bytes are made by who writes them.
+
+    Args:
+        events: the bytes, one or several whole events at a time; closed when the client leaves.
+        end: called at the end in any case, also where the client left before the first event was asked for.
+        keep_alive_s: after so long without one a comment is sent.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], object], keep_alive_s: float = 15.0) -> None:
+        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no"}, "text/event-stream")
+        del self.headers["content-length"]
+        self._events, self._end, self._keep_alive_s = events, end, keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all of them."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await unless_gone(receive, self._send(send))
+        except Gone:
+            return
+        finally:
+            self._end()
+
+    async def _send(self, send: Send) -> None:
+        def body(data: bytes, more: bool = True) -> Awaitable[None]:
+            return send({"type": "http.response.body", "body": data, "more_body": more})
+
+        following = asyncio.ensure_future(anext(self._events, None))
+        try:
+            while True:
+                done, _ = await asyncio.wait({following}, timeout=self._keep_alive_s)
+                if not done:
+                    await body(b": keep-alive\n\n")
+                    continue
+                data = following.result()
+                if data is None:
+                    break
+                await body(data)
+                following = asyncio.ensure_future(anext(self._events, None))
+            await body(b"", False)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            close: Callable[[], Awaitable[None]] = getattr(self._events, "aclose")  # noqa: B009  (a generator's)
+            await close()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: Any) -> bytes:
+    """One event of JSON."""
+    return b"data: " + to_json(content, inf_nan_mode="null") + b"\n\n"

@@ -1,0 +1,178 @@
+"""``GET /metrics`` in Prometheus' form.
+
+What vLLM counts, too, has its name: ``paceline:time_to_first_token_seconds``, or with ``--metrics-names vllm``
+``vllm:time_to_first_token_seconds``. What it does not count is always under ``paceline:``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from starlette.responses import Response
+
+from .client import EngineDown
+from .generation import Server
+from .histograms import Histogram, Times, of_counts
+
+OWN = "paceline"
+BASE = "base"  # the application of requests that name none; Prometheus takes an empty label for none
+Labels = dict[str, str]
+Count = tuple[str, str, Labels, float]  # name, help, labels besides the model's, value
+
+GAUGES = {
+    "num_requests_running": "Sequences that are running.",
+    "num_requests_waiting": "Sequences that wait.",
+    "kv_cache_usage_perc": "Share of the K/V pool that running sequences hold; 1 is all of it.",
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "From a request's arrival to its first token.",
+    "inter_token_latency_seconds": "Between two chunks of a stream, of one token or several.",
+    "request_time_per_output_token_seconds": "Time behind the first token, over the tokens behind it.",
+    "e2e_request_latency_seconds": "From a request's arrival to its end.",
+    "request_queue_time_seconds": "From a request's arrival at the engine to its first step.",
+    "request_inference_time_seconds": "From a request's first step to its end.",
+    "request_prefill_time_seconds": "From a request's first step to its first token.",
+    "request_decode_time_seconds": "From a request's first token to its end.",
+    "request_prompt_tokens": "Tokens of a prompt.",
+    "request_generation_tokens": "Tokens of an answer.",
+}
+
+
+def gauges(engine: Mapping[str, Any]) -> dict[str, float]:
+    """How an engine is, from `Snapshot.as_dict`."""
+    used = engine["kv_used"] / engine["kv_tokens"] if engine["kv_tokens"] else 0.0
+    values = (engine["running"], engine["waiting"], used)
+    return dict(zip(GAUGES, values, strict=True))
+
+
+def shared_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
+    """What vLLM counts, too."""
+    stats = engine["stats"]
+    drafts = sum(map(sum, stats["accepted_by_drafted"].values()))
+    plain = {
+        "num_preemptions": (stats["preemptions"], "Sequences that had to give way."),
+        "prompt_tokens": (stats["prompt_tokens"], "Tokens of prompts."),
+        "generation_tokens": (stats["emitted"], "Tokens of answers."),
+        "prefix_cache_queries": (engine["prefix_queries"], "Prompt tokens that were looked for in the K/V pool."),
+        "prefix_cache_hits": (engine["prefix_hits"], "Those of them that were found."),
+        "spec_decode_num_drafts": (drafts, "Steps of a sequence with drafts."),
+        "spec_decode_num_draft_tokens": (stats["drafted"], "Tokens that were drafted and checked."),
+        "spec_decode_num_accepted_tokens": (stats["accepted"], "Those of them that were accepted."),
+    }
+    for name, (value, words) in plain.items():
+        yield name, words, {}, value
+    for position, value in enumerate(stats["depth_accepted"]):
+        words = "Accepted tokens by their depth in the draft."
+        yield "spec_decode_num_accepted_tokens_per_pos", words, {"position": str(position)}, value
+    for reason, value in engine["ended"].items():
+        yield "request_success", "Samples that have ended.", {"finished_reason": reason}, value
+
+
+def own_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
+    """What vLLM does not count."""
+    for part in ("draft", "verify", "host", "idle"):
+        words = "Time of the engine's steps by what it was for."
+        yield "time_seconds", words, {"part": part}, engine["stats"][f"{part}_ms"] / 1e3
+    yield "engine_steps", "Steps of the engine.", {}, engine["steps"]
+    for name, stats in engine["by_application"].items():
+        application = {"application": name or BASE}
+        yield "passes", "Passes of the target that brought tokens.", application, stats["passes"]
+        words = "Accepted tokens; 1 + accepted / passes is the mean accepted length."
+        yield "accepted_tokens", words, application, stats["accepted"]
+        for source, part in stats["sources"].items():
+            labels = application | {"source": source}
+            yield "source_draft_tokens", "Drafted tokens by who drafted them.", labels, part["drafted"]
+            yield "source_accepted_tokens", "Accepted tokens by who drafted them.", labels, part["accepted"]
+            for position, value in enumerate(part["accepted_at"]):
+                words = "Accepted tokens by who drafted them and how deep."
+                yield "source_accepted_tokens_per_pos", words, labels | {"position": str(position)}, value
+
+
+def nodes(engine: Mapping[str, Any]) -> Histogram:
+    """Nodes that were drafted in the steps of a sequence."""
+    stats = engine["stats"]
+    rows = {float(drafted): sum(row) for drafted, row in stats["accepted_by_drafted"].items()}
+    return of_counts({0.0: stats["passes"] - sum(rows.values())} | rows)
+
+
+class Metrics:
+    """The metrics of a server. Its counters only grow, whatever becomes of its engine; but ``draft_nodes`` begins anew
+    with a new one.
+
+    Args:
+        model: its name for clients.
+        times: of its requests.
+        names: whose names are used where there are two.
+    """
+
+    def __init__(self, model: str, times: Times, names: str) -> None:
+        self._labels = {"model_name": model, "engine": "0"}
+        self._times, self._shared = times, names
+        self.engine: Mapping[str, Any] | None = None  # its counters at the last look
+        self.restarts = 0
+        self.up = False
+        self._before: dict[tuple[str, tuple[str, ...]], float] = {}  # what engines counted that are gone
+
+    def looked(self, engine: Mapping[str, Any] | None, restarts: int) -> None:
+        """Take in the engine's counters; None: there is no engine at the moment."""
+        self.up = engine is not None
+        if engine is None:
+            return
+        if self.engine is not None and restarts != self.restarts:
+            for name, _, labels, value in self._counts(self.engine):
+                key = name, (*labels.values(),)
+                self._before[key] = self._before.get(key, 0.0) + value
+        self.engine, self.restarts = engine, restarts
+
+    def _counts(self, engine: Mapping[str, Any]) -> Iterator[Count]:
+        for prefix, counts in ((self._shared, shared_counts(engine)), (OWN, own_counts(engine))):
+            for name, words, labels, value in counts:
+                yield f"{prefix}:{name}", words, labels, value
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them, for prometheus_client."""
+        for name, words in HISTOGRAMS.items():
+            yield self._histogram(f"{self._shared}:{name}", words, getattr(self._times, name))
+        restarts = CounterMetricFamily(f"{OWN}:engine_restarts", "Engines that were lost.", labels=[*self._labels])
+        restarts.add_metric([*self._labels.values()], self.restarts)
+        yield restarts
+        if self.engine is None:
+            return
+        for name, value in gauges(self.engine).items() if self.up else ():
+            gauge = GaugeMetricFamily(f"{self._shared}:{name}", GAUGES[name], labels=[*self._labels])
+            gauge.add_metric([*self._labels.values()], value)
+            yield gauge
+        yield self._histogram(f"{OWN}:draft_nodes", "Nodes drafted in a step of a sequence.", nodes(self.engine))
+        families: dict[str, CounterMetricFamily] = {}
+        for name, words, labels, value in self._counts(self.engine):
+            all_labels = self._labels | labels
+            family = families.setdefault(name, CounterMetricFamily(name, words, labels=[*all_labels]))
+            family.add_metric([*all_labels.values()], value + self._before.get((name, (*labels.values(),)), 0.0))
+        yield from families.values()
+
+    def _histogram(self, name: str, words: str, found: Histogram) -> Metric:
+        family = HistogramMetricFamily(name, words, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], found.buckets(), found.total)
+        return family
+
+
+def router(server: Server) -> APIRouter:
+    """The endpoint."""
+    made, registry = APIRouter(), CollectorRegistry()
+    found = Metrics(server.model, server.times, server.config.metrics_names)
+    registry.register(found)
+
+    @made.get("/metrics")
+    async def metrics() -> Response:
+        """Counters, gauges and histograms."""
+        try:
+            found.looked(await server.client.look(), server.client.restarts)
+        except EngineDown:
+            found.looked(None, server.client.restarts)
+        return Response(generate_latest(registry), 200, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return made

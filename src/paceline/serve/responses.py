@@ -1,0 +1,350 @@
+"""``POST /v1/responses``, stateless: nothing of an answer is kept here."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .chat import asked
+from .generation import Answer, Delta, Server, begin
+from .http import APIError, EventStream, Strict, json_response, read, unless_gone
+from .schemas import ChatRequest, FunctionName, JSONSchema, Message, NamedTool, ResponseFormat, SpeculationChoice, Tool
+from .schemas import Function as ChatFunction
+from .tools import CallReader, ToolUse, tool_use
+
+
+class Part(Strict):
+    """A part of a message: text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class InputMessage(Strict):
+    """A message, of a client or of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    id: str | None = None
+    status: str | None = None
+    phase: Any = None
+
+
+class FunctionCall(Strict):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionOutput(Strict):
+    """What a call brought."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[Part]
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionTool(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Strict):
+    """The tool that it must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """Of the text."""
+
+    format: TextFormat | None = None
+    verbosity: Any = None
+
+
+class ResponsesRequest(Strict):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: str | Annotated[list[InputMessage | FunctionCall | FunctionOutput], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    seed: int | None = None
+    priority: int = 0
+    speculation: bool | SpeculationChoice | None = None  # false: nothing is drafted
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    truncation: Literal["disabled"] | None = None
+    # These change nothing.
+    metadata: Any = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    include: Any = None
+    stream_options: Any = None
+    reasoning: Any = None
+
+
+def router(server: Server) -> APIRouter:
+    """The endpoint."""
+    made = APIRouter()
+
+    @made.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in the form of OpenAI's responses."""
+        body = await read(request, ResponsesRequest, server.config.body_s)
+        return await unless_gone(request.receive, _answer(server, body))
+
+    return made
+
+
+async def _answer(server: Server, body: ResponsesRequest) -> Response:
+    for name in ("store", "background", "previous_response_id"):
+        if getattr(body, name):
+            raise APIError(
+                400, f"{name}: this server keeps no answers; send the whole conversation", name, "unsupported"
+            )
+    chat = _chat(body)
+    use = tool_use(chat, server.texts, server.config.tool_parser)
+    reply = _Reply(await begin(server, asked(server, chat, use)), body.model or server.model, body, use)
+    if body.stream:
+        return EventStream(reply.events(), reply.abort)
+    return json_response(await reply.whole())
+
+
+def _chat(body: ResponsesRequest) -> ChatRequest:
+    """The same request as a chat."""
+    told = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
+    for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
+        if isinstance(item, InputMessage):
+            told.append(Message(role=item.role, content=_text(item.content)))
+        elif isinstance(item, FunctionOutput):
+            told.append(Message(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
+        else:
+            call: dict[str, Any] = {"id": item.call_id, "type": "function"}
+            call |= {"function": {"name": item.name, "arguments": item.arguments}}
+            if told and told[-1].tool_calls is not None:
+                told[-1].tool_calls.append(call)
+            else:
+                told.append(Message(role="assistant", tool_calls=[call]))
+    names = ("temperature", "top_p", "seed", "parallel_tool_calls", "speculation", "priority")
+    fields: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    if body.tools is not None:
+        fields["tools"] = [
+            Tool(type="function", function=ChatFunction(**tool.model_dump(exclude={"type"}))) for tool in body.tools
+        ]
+    choice = body.tool_choice
+    if isinstance(choice, NamedFunction):
+        fields["tool_choice"] = NamedTool(type="function", function=FunctionName(name=choice.name))
+    elif choice is not None:
+        fields["tool_choice"] = choice
+    wanted = None if body.text is None else body.text.format
+    if wanted is not None:
+        named = {"name": wanted.name, "schema": wanted.schema_}
+        schema = JSONSchema.model_validate(named) if wanted.type == "json_schema" else None
+        fields["response_format"] = ResponseFormat(type=wanted.type, json_schema=schema)
+    return ChatRequest(model=body.model, messages=told, max_tokens=body.max_output_tokens, **fields)
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class _Reply:
+    """An answer in the form of this endpoint: items of output, which are written one after the other."""
+
+    def __init__(self, answer: Answer, model: str, body: ResponsesRequest, use: ToolUse | None) -> None:
+        self._answer, self._model, self._body = answer, model, body
+        self._reader = None if use is None else CallReader(use)
+        self._name = f"{answer.seed:x}{time.time_ns():x}"
+        self._created = int(time.time())
+        self._items: list[dict[str, Any]] = []  # of output; the last one may be open
+        self._status = "in_progress"
+        self._events: list[bytes] = []
+        self._number = 0
+
+    def abort(self) -> None:
+        """End the request."""
+        self._answer.abort()
+
+    def _response(self) -> dict[str, Any]:
+        body, ended = self._body, self._status != "in_progress"
+        fields = body.model_dump(
+            by_alias=True,
+            include={"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "truncation", "user"},
+        )
+        usage = None
+        if ended:
+            said = self._answer.usage()
+            usage = {
+                "input_tokens": said["prompt_tokens"],
+                "input_tokens_details": said["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens": said["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": said["total_tokens"],
+            }
+        return {
+            **fields,
+            "id": f"resp_{self._name}",
+            "object": "response",
+            "created_at": self._created,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "model": self._model,
+            "output": self._items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
+            "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
+            "tools": [tool.model_dump() for tool in body.tools or []],
+            "usage": usage,
+            **({"stats": self._answer.stats} if ended else {}),
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """Not streamed."""
+        async with self._answer as answer:
+            async for deltas in answer:
+                for delta in deltas:
+                    self._take(delta)
+        return self._response()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Streamed."""
+        self._say("response.created", response=self._response())
+        self._say("response.in_progress", response=self._response())
+        try:
+            async with self._answer as answer:
+                yield self._said()
+                async for deltas in answer:
+                    for delta in deltas:
+                        self._take(delta)
+                    yield self._said()
+        except APIError as error:
+            self._say("error", code=error.code, message=error.message, param=error.param)
+        else:
+            self._say(f"response.{self._status}", response=self._response())
+        yield self._said()
+
+    def _said(self) -> bytes:
+        events, self._events = b"".join(self._events), []
+        return events
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        told = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json(told, inf_nan_mode="null")))
+
+    def _take(self, delta: Delta) -> None:
+        parts: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
+        if self._reader is not None:
+            parts = self._reader.read(delta)
+        for part in parts:
+            if "content" in part:
+                self._write(part["content"])
+            else:
+                [call] = part["tool_calls"]
+                if "id" in call:
+                    self._call(call)
+                else:
+                    self._argue(call["function"]["arguments"])
+        if delta.finish_reason is not None:
+            if not self._items:
+                self._write("")
+            self._close()
+            self._status = "incomplete" if delta.finish_reason in ("length", "deadline") else "completed"
+
+    def _open(self, item: dict[str, Any]) -> None:
+        self._close()
+        self._items.append(item)
+        self._say("response.output_item.added", output_index=len(self._items) - 1, item=item)
+
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _write(self, text: str) -> None:
+        if not self._items or self._items[-1]["type"] != "message":
+            name = f"msg_{self._name}_{len(self._items)}"
+            head = {"type": "message", "id": name, "status": "in_progress", "role": "assistant"}
+            self._open({**head, "content": []})
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._items[-1]["content"] = [part]
+            self._say("response.content_part.added", **self._at(), content_index=0, part=part)
+        if text:
+            self._items[-1]["content"][0]["text"] += text
+            self._say("response.output_text.delta", **self._at(), content_index=0, delta=text, logprobs=[])
+
+    def _call(self, call: dict[str, Any]) -> None:
+        name = f"fc_{self._name}_{len(self._items)}"
+        head = {"type": "function_call", "id": name, "call_id": call["id"], "name": call["function"]["name"]}
+        self._open({**head, "arguments": "", "status": "in_progress"})
+
+    def _argue(self, text: str) -> None:
+        self._items[-1]["arguments"] += text
+        self._say("response.function_call_arguments.delta", **self._at(), delta=text)
+
+    def _close(self) -> None:
+        """End the open item."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return
+        item = self._items[-1]
+        item["status"] = "completed"
+        if item["type"] == "message":
+            [part] = item["content"]
+            at = {**self._at(), "content_index": 0}
+            self._say("response.output_text.done", **at, text=part["text"], logprobs=[])
+            self._say("response.content_part.done", **at, part=part)
+        else:
+            fields = {"arguments": item["arguments"], "name": item["name"]}
+            self._say("response.function_call_arguments.done", **self._at(), **fields)
+        self._say("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+
+def _plain(choice: str | NamedFunction) -> Any:
+    return choice if isinstance(choice, str) else json.loads(choice.model_dump_json())

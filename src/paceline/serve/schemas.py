@@ -1,0 +1,313 @@
+"""The bodies of OpenAI's requests, with vLLM's additions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ..core.errors import ConfigError
+from ..core.grammar import Grammar
+from .http import APIError, Strict
+
+SAMPLED = (  # fields that mean what those of `SamplingParams` of the same name do
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "max_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+
+
+class StreamOptions(Strict):
+    """What a stream has beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SpeculationChoice(Strict):
+    """How a request is drafted for."""
+
+    sources: Annotated[list[str], Field(min_length=1)] | None = None  # of those that the server was started with
+    max_nodes: Annotated[int, Field(ge=1)] | None = None
+    provenance: bool = False  # whether choices say of each token who drafted it
+    trace: bool = False  # whether they say of each step what was drafted and accepted
+
+
+class JSONSchema(Strict):
+    """What OpenAI's ``response_format`` names."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are values, as templates want them; clients send them back as text."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise APIError(400, "a tool call names its function", "messages.tool_calls", "invalid_value")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            message = f"the arguments of {function['name'][:80]!r} are no JSON ({error})"
+            raise APIError(400, message, "messages.tool_calls", "invalid_value") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class ResponseFormat(Strict):
+    """OpenAI's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's; one of them."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class Sampling(Strict):
+    """What both kinds of requests have."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    logit_bias: dict[int, float] | None = None
+    return_token_ids: bool | None = None
+    speculation: bool | SpeculationChoice | None = None  # false: nothing is drafted
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # These change nothing.
+    user: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    def drafting(self) -> dict[str, Any] | None:
+        """The fields of `Speculation` that were given; None: none."""
+        if self.speculation is None or isinstance(self.speculation, bool):
+            return {"enabled": False} if self.speculation is False else None
+        return self.speculation.model_dump(exclude_none=True, exclude={"provenance", "trace"}) or None
+
+    def shows(self) -> Literal["", "origins", "steps"]:
+        """See `Submit.shows`."""
+        if self.speculation is None or isinstance(self.speculation, bool):
+            return ""
+        return "steps" if self.speculation.trace else "origins" if self.speculation.provenance else ""
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that were given."""
+        found = {name: getattr(self, name) for name in SAMPLED if getattr(self, name) is not None}
+        if self.logit_bias:
+            found["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        grammar = grammar_of(self.response_format, self.structured_outputs)
+        return found | ({"grammar": grammar} if grammar is not None else {})
+
+
+class Part(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """A message of a conversation; what clients send back of an answer may be there."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it."""
+        content = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
+        calls = None if self.tool_calls is None else [_with_values(call) for call in self.tool_calls]
+        others = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
+        return found | {name: value for name, value in others.items() if value is not None}
+
+
+class Prediction(Strict):
+    """OpenAI's predicted output: text that the answer is likely to repeat."""
+
+    type: Literal["content"]
+    content: str | list[Part]
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Function(Strict):
+    """What a tool is."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: none
+    strict: bool | None = None
+
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """Of an object that holds the arguments."""
+        return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Tool(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def parallel(self) -> bool:
+        """Whether an answer may have several calls."""
+        return self.parallel_tool_calls is not False
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: (
+        str | list[int] | Annotated[list[str], Field(min_length=1)] | Annotated[list[list[int]], Field(min_length=1)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def grammar_of(wanted: ResponseFormat | None, structured: StructuredOutputs | None) -> dict[str, str] | None:
+    """The fields of the `Grammar` that a request asks for; None: it asks for none.
+
+    Raises:
+        APIError: none that can be read, or two at once.
+    """
+    found: list[tuple[str, str, Any]] = []  # where it stands, its kind, its text
+    if wanted is not None and wanted.type != "text":
+        schema = None if wanted.json_schema is None else wanted.json_schema.schema_
+        if wanted.type == "json_schema" and schema is None:
+            message = 'json_schema needs a schema: {"type": "json_schema", "json_schema": {"name": .., "schema": {..}}}'
+            raise APIError(400, message, "response_format.json_schema", "invalid_value")
+        found.append(("response_format", wanted.type, "" if wanted.type == "json_object" else schema))
+    if structured is not None:
+        given = {
+            "json_schema": structured.json_,
+            "regex": structured.regex,
+            "choice": structured.choice,
+            "lark": structured.grammar,
+            "structural_tag": structured.structural_tag,
+            "json_object": "" if structured.json_object else None,
+        }
+        found += [("structured_outputs", kind, text) for kind, text in given.items() if text is not None]
+    if len(found) > 1:
+        both = " and ".join(f"{place} ({kind})" for place, kind, _ in found)
+        raise APIError(400, f"two grammars at once: {both}; give one", found[1][0], "invalid_value")
+    if not found:
+        return None
+    [(place, kind, text)] = found
+    fields = {"kind": kind, "text": text if isinstance(text, str) else json.dumps(text)}
+    try:
+        Grammar.read(fields)
+    except ConfigError as error:
+        raise APIError(400, str(error), place, "invalid_value") from None
+    return fields

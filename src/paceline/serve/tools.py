@@ -1,0 +1,162 @@
+"""Tools: what the template is told of them, how the answer is bound, and calls read out of its text."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..distributed.requests import Piece
+from .http import APIError
+from .parsers import ToolParser
+from .schemas import ChatRequest, Function
+from .texts import Texts
+
+TAGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}  # in front of a call
+ARGUMENTS = {"hermes": "arguments", "mistral": "arguments", "llama3": "parameters"}  # what a call names them
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request's tools mean for its answer."""
+
+    family: str  # how calls are written
+    told: list[dict[str, Any]] | None  # what the template is given
+    grammar: dict[str, str] | None = None  # fields of a `Grammar` that makes calls valid
+    tag: str | None = None  # the tag, where it is a special token, whose text must stay in the answer
+    named: bool = False  # the request names the function to call
+
+
+def family_of(template: str) -> str | None:
+    """How a chat template writes tool calls; None: it has none."""
+    if "tools" not in template:
+        return None
+    for family, tag in TAGS.items():
+        if tag in template:
+            return family
+    return "llama3" if '"parameters"' in template else "hermes"
+
+
+def tool_use(body: ChatRequest, texts: Texts, parser: str) -> ToolUse | None:
+    """What a request's tools mean; None: it has none, or wants none.
+
+    Args:
+        parser: the family, or "auto": the template's.
+
+    Raises:
+        APIError: a choice without tools or of none of them, or a model without a template for them.
+    """
+    choice = body.tool_choice
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise APIError(400, "tool_choice needs tools", "tool_choice", "invalid_value")
+        return None
+    if choice == "none":
+        return None
+    family = family_of(texts.template(tools=True)) if parser == "auto" else parser
+    if family is None:
+        message = "tools: this model's chat template has no place for them; start the server with --chat-template FILE"
+        raise APIError(400, message, "tools", "unsupported_value")
+    functions = {tool.function.name: tool.function for tool in body.tools}
+    told = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    tag = TAGS[family] if TAGS[family] in texts.special else None
+    if choice is None or choice == "auto":
+        strict = [one for one in functions.values() if one.strict]
+        grammar = bound(family, strict, tag) if strict else None
+        return ToolUse(family, told, grammar, tag)
+    if choice == "required":
+        return ToolUse(family, told, calls(family, list(functions.values()), body.parallel, texts), tag)
+    assert not isinstance(choice, str)
+    if choice.function.name not in functions:
+        message = f"tool_choice names {choice.function.name!r}; the tools are {', '.join(functions)}"
+        raise APIError(400, message, "tool_choice", "invalid_value")
+    one = functions[choice.function.name]
+    return ToolUse(family, told, calls(family, [one], False, texts), tag, named=True)
+
+
+def calls(family: str, functions: list[Function], many: bool, texts: Texts) -> dict[str, str]:
+    """The grammar of an answer that is one call, or several."""
+    schemas = [_call(family, function) for function in functions]
+    schema = json.dumps(_compact({"anyOf": schemas} if len(schemas) > 1 else schemas[0]))
+    tag, more = _literal(TAGS[family], texts), "+" if many else ""
+    if family == "hermes":
+        text = f'start: one{more}\none: {tag} "\\n" call "\\n" {_literal("</tool_call>", texts)}'
+    elif family == "mistral":
+        text = f'start: {tag} "[" call {"(" + chr(34) + "," + chr(34) + " call)*" if many else ""} "]"'
+    else:
+        text = f"start: call{' (' + chr(34) + ';' + chr(34) + ' call)*' if many else ''}"
+    return {"kind": "lark", "text": f"{text}\ncall: %json {schema}"}
+
+
+def _call(family: str, function: Function) -> dict[str, Any]:
+    arguments = ARGUMENTS[family]
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, arguments: function.schema_of_arguments()},
+        "required": ["name", arguments],
+        "additionalProperties": False,
+    }
+
+
+def bound(family: str, strict: list[Function], special: str | None) -> dict[str, str]:
+    """The grammar of free text in which calls of strict functions are valid."""
+    if family != "hermes" or special is not None:
+        message = f"strict tools under tool_choice auto, as the {family} form writes calls: use tool_choice required"
+        raise APIError(400, message, "tools", "unsupported_value")
+    structures = [
+        {
+            "begin": f'<tool_call>\n{{"name": {json.dumps(one.name)}, "arguments": ',
+            "schema": one.schema_of_arguments(),
+            "end": "}\n</tool_call>",
+        }
+        for one in strict
+    ]
+    return {"kind": "structural_tag", "text": json.dumps({"structures": structures, "triggers": ["<tool_call>"]})}
+
+
+def _literal(text: str, texts: Texts) -> str:
+    """A text in a grammar: a special token by its number."""
+    return f"<[{texts.special[text]}]>" if text in texts.special else json.dumps(text)
+
+
+def _compact(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"x-guidance": {"whitespace_flexible": False}, **schema}
+
+
+@dataclass(slots=True)
+class CallReader:
+    """The content and the calls of one sample, as OpenAI's answers have them."""
+
+    use: ToolUse
+    calls: list[dict[str, Any]] = field(default_factory=list)  # whole
+    content: str = ""
+    _parser: ToolParser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._parser = ToolParser(self.use.family)
+
+    def read(self, delta: Piece) -> list[dict[str, Any]]:
+        """What a piece brings, as ``delta`` of chunks."""
+        pieces = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            pieces += self._parser.end()
+        found: list[dict[str, Any]] = []
+        for kind, text in pieces:
+            if kind == "content":
+                self.content += text
+                found.append({"content": text})
+            elif kind == "name":
+                call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+                self.calls.append(call | {"function": {"name": text, "arguments": ""}})
+                function = {"name": text, "arguments": ""}
+                found.append({"tool_calls": [{"index": len(self.calls) - 1, **call, "function": function}]})
+            else:
+                self.calls[-1]["function"]["arguments"] += text
+                found.append({"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": text}}]})
+        return found
+
+    def finish(self, reason: str | None) -> str | None:
+        """Why the sample ended: "tool_calls" where it called, of its own will."""
+        return "tool_calls" if reason == "stop" and self.calls and not self.use.named else reason

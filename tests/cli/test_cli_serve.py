@@ -1,0 +1,30 @@
+"""Options of the server are read without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+from paceline import options
+from paceline.attention import BACKENDS
+from paceline.config import LLMConfig
+from paceline.rounds import AUTO, ROUNDS
+from paceline.rounds.verification import DEFAULT_VERIFIER, VERIFIERS
+
+
+def test_no_torch_before_the_server_runs() -> None:
+    code = "import sys; from paceline.cli import load; load('serve'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False"]
+
+
+def test_names_that_are_written_twice_are_the_same() -> None:
+    assert options.BACKENDS == BACKENDS and tuple(ROUNDS) == options.ROUNDS and options.AUTO_ROUND == AUTO
+    assert tuple(VERIFIERS) == options.VERIFIERS and options.VERIFIERS[0] == DEFAULT_VERIFIER
+
+
+def test_the_options_are_those_of_the_engine() -> None:
+    read, meant = fields(options.LLMOptions), fields(LLMConfig)
+    assert [(one.name, one.default) for one in read] == [(one.name, one.default) for one in meant]
+    assert [one.metadata["help"] for one in read] == [one.metadata["help"] for one in meant]

@@ -1,0 +1,102 @@
+"""Conversations in a model's template, as OpenAI's clients write them; and the bytes of a token."""
+
+from __future__ import annotations
+
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kits.byte_tokens import byte_tokenizer
+
+from paceline.core.errors import ConfigError
+from paceline.engine.tokens import chat_ids, token_bytes
+from paceline.network.loader import load_tokenizer
+
+ZOO = load_tokenizer(Path(__file__).parents[2] / "zoo" / "paceline-small")
+USER = {"role": "user", "content": "hi"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1, "x"]}'}}
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{{ mood or '' }}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.a[1] }})"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def with_template(template: str) -> Any:
+    made = copy(ZOO)
+    made.chat_template = template
+    return made
+
+
+def text(messages: Any, template: str = TEMPLATE, **options: Any) -> str:
+    tokenizer = with_template(template)
+    ids, said = chat_ids(messages, tokenizer, "m", **options)
+    assert tokenizer.decode(ids) == said
+    return said
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert text([{"role": "user", "content": parts}]) == "<user>a b<assistant>"
+
+
+def test_developers_are_systems_where_the_template_knows_none():
+    messages = [{"role": "developer", "content": "be"}, USER]
+    assert text(messages) == "<system>be<user>hi<assistant>"
+    assert text(messages, TEMPLATE + "{# developer #}") == "<developer>be<user>hi<assistant>"
+
+
+def test_tools_their_calls_and_what_they_said():
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
+    assert text(messages, tools=TOOLS) == "[add]<user>hi<assistant>add(x)<tool>3<assistant>"
+    assert CALL["function"]["arguments"].startswith("{")  # type: ignore[index]  # the caller's own is as it was
+
+
+def test_variables_of_the_template():
+    assert text([USER], chat_template_kwargs={"mood": "calm"}) == "calm<user>hi<assistant>"
+
+
+def test_the_final_message_goes_on():
+    messages = [USER, {"role": "assistant", "content": "I am"}]
+    assert text(messages, continue_final_message=True) == "<user>hi<assistant>I am"
+    ids, said = chat_ids(messages, ZOO, "m", continue_final_message=True)
+    assert said.endswith("I am") and ids[-1] != ZOO.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "word"),
+    [
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "reads text alone"),
+        ([{"role": "user", "content": ["x"]}], {}, "reads text alone"),
+        ([{"role": "user", "content": None}], {}, "a role and a text"),
+        ([{"role": 3, "content": "x"}], {}, "a role and a text"),
+        (["x"], {}, "a role and a text"),
+        ([USER], {"tools": TOOLS}, "has none"),
+        ([USER], {"continue_final_message": True}, "no assistant's"),
+        ([USER], {"chat_template_kwargs": {"tokenize": True}}, "no variable"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {}, "no JSON"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], {}, "names no function"),
+    ],
+)
+def test_what_a_conversation_cannot_have(messages: Any, options: Any, word: str):
+    with pytest.raises(ConfigError, match=word):
+        chat_ids(messages, ZOO, "m", **options)
+
+
+LEVELS, PIECES = token_bytes(ZOO), token_bytes(byte_tokenizer(strip=False))
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_the_bytes_of_tokens_are_those_of_the_text(said: str):
+    ids = ZOO.encode(said, add_special_tokens=False)
+    assert b"".join(map(LEVELS, ids)).decode() == ZOO.decode(ids)
+    pieces = byte_tokenizer(strip=False).encode(said.replace("\u2581", ""), add_special_tokens=False)
+    assert b"".join(map(PIECES, pieces)).decode() == said.replace("\u2581", "")
+
+
+def test_the_bytes_of_special_tokens():
+    assert LEVELS(1) == b"<|eos|>" and LEVELS(ZOO.vocab_size + 10**6) == b""

@@ -1,0 +1,95 @@
+"""What a request's steps did, where it asks to see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kits.tiny import VOCAB, assemble, draft_model, hybrid, streams, tiny_decoder
+
+from paceline.core.errors import ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.core.speculation import Speculation
+from paceline.core.trace import StepTrace
+from paceline.drafters.ngram import NgramConfig
+from paceline.engine.engine import Engine
+
+pytestmark = pytest.mark.timeout(120)
+TARGET = tiny_decoder()
+PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
+PROMPT = torch.randint(10, VOCAB, (9,), generator=torch.Generator().manual_seed(1)).tolist() * 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "model": {"drafter": draft_model(depth=5)},
+    "ngram": {"drafter": NgramConfig(branches=2)},
+    "hybrid": {"drafter": hybrid()},
+    "streams": {"drafter": streams()},
+    "mirror": {"drafter": draft_model(depth=4), "round": "mirror"},
+    "pipeline": {"drafter": draft_model(depth=4), "round": "pipeline,stages=2"},
+}
+
+
+def finish(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_trace_says_all_of_an_output(name: str) -> None:
+    engine = assemble(decoder=TARGET, **OPTIONS[name])
+    live, other = (
+        engine.live[engine.submit(PROMPT, PARAMS, speculation=wish)] for wish in (Speculation(trace=True), None)
+    )
+    sequence = live.sequences[0]
+    finish(engine)
+    trace, state = sequence.trace, sequence.state
+    assert trace and other.sequences[0].trace is None
+    assert state.token_ids == other.sequences[0].state.token_ids
+    known = [*PROMPT, *state.token_ids]
+    for step, following in zip(trace, [*trace[1:], None], strict=True):
+        at = len(PROMPT) + step.first
+        assert step.tokens[0] == known[at - 1] and step.parents[0] == -1
+        assert [step.parents[n] for n in step.path] == [0, *step.path][: len(step.path)]
+        assert [step.tokens[n] for n in step.path] == known[at : at + len(step.path)]
+        assert following is None or following.first == step.first + step.emitted
+        assert len({len(step.tokens), len(step.parents), len(step.sources)}) == 1
+        assert step.why and step.verify_ms > 0 and step.batch_size in (1, 2)
+    origins = [origin for step in trace for origin in step.origins()]
+    assert len(origins) == len(state.token_ids)
+    assert ["drafted" if depth else "target" for _, depth in origins] == state.origins
+    accepted: dict[str, int] = {}
+    for source, depth in origins:
+        assert (source is None) == (depth == 0)
+        if source is not None:
+            accepted[source] = accepted.get(source, 0) + 1
+    counted = {name: part.accepted for name, part in state.stats.sources.items() if part.accepted}
+    assert accepted == counted and (name == "plain") == (not counted)
+
+
+def test_a_trace_goes_on_behind_an_interrupted_step() -> None:
+    engine = assemble(decoder=TARGET, drafter=NgramConfig(branches=2))
+    live = engine.live[engine.submit(PROMPT, PARAMS, speculation=Speculation(trace=True))]
+    for _ in range(4):
+        engine.step()
+    engine._begin()  # a call that does not end: the next one mends
+    finish(engine)
+    trace = live.sequences[0].trace
+    assert trace is not None
+    origins = [origin for step in trace for origin in step.origins()]
+    assert len(origins) == len(live.sequences[0].state.token_ids) == 24
+
+
+def test_origins_end_where_the_stop_rules_cut() -> None:
+    def origins(path: list[int], emitted: int) -> list[tuple[str | None, int]]:
+        step = StepTrace(0, emitted, [1, 2, 3], [-1, 0, 1], ["", "a", "b"], None, path, 2)
+        return step.origins()
+
+    assert origins([1, 2], 3) == [("a", 1), ("b", 2), (None, 0)]
+    assert origins([1, 2], 2) == [("a", 1), ("b", 2)]
+    assert origins([], 1) == [(None, 0)]
+
+
+def test_trace_is_true_or_false() -> None:
+    with pytest.raises(ConfigError, match="trace=1"):
+        Speculation(trace=1)  # type: ignore[arg-type]

@@ -1,0 +1,75 @@
+"""A live server in processes of its own, for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2 as httpx
+
+START_S = 120.0
+
+
+@dataclass(frozen=True)
+class LiveServer:
+    """``paceline serve``, ready."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the engine's process, the server's only child that is one."""
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(pids) == 1
+        return int(pids[0])
+
+    def kill_engine(self) -> int:
+        """End it at once; its number was this."""
+        pid = self.engine_pid
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def until_ready(self) -> None:
+        """Wait until it takes requests."""
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            assert self.process.poll() is None, "the server has ended"
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError("the server is not ready")
+
+
+@contextmanager
+def live_server(*options: str, environment: dict[str, str] | None = None, ready: bool = True) -> Iterator[LiveServer]:
+    """A server of the embedded model on a free port; it has ended when this ends."""
+    port = free_port()
+    command = [sys.executable, "-m", "paceline", "serve", "paceline-small", "--port", str(port), "--threads", "1"]
+    process = subprocess.Popen([*command, *options], env=os.environ | (environment or {}))
+    server = LiveServer(process, f"http://127.0.0.1:{port}")
+    try:
+        if ready:
+            server.until_ready()
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

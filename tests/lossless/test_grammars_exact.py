@@ -1,0 +1,99 @@
+"""Outputs under a grammar: what is drafted, in whatever batch, changes no token, and all of it is valid."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from kits.grammars import SCHEMA
+
+from paceline import LLM, SamplingParams
+from paceline.core.grammar import Grammar
+from paceline.core.speculation import Speculation
+
+PROMPTS = ["Question: How many names are there?\n", "name[The Mill], food[English]", "As JSON:"]
+GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
+DRAFTERS = ("grammar", "suffix", "hybrid:grammar+suffix", "draft_model:paceline-small-draft", "eagle", "medusa")
+DRAFTERS = (*DRAFTERS, "lyanna", "streams", "hybrid:grammar+paceline-small-draft", "spire", "magicdec")
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM("paceline-small", exact=True)
+
+
+def ids(llm: LLM, prompts: list[str] = PROMPTS, **options: Any) -> list[list[int]]:
+    params = SamplingParams(**{"max_tokens": 60, "seed": 5, "grammar": GRAMMAR, **options})
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_change_no_token(plain: LLM, drafter: str) -> None:
+    drafting = LLM("paceline-small", drafter=drafter, budget=8, exact=True, share=plain)
+    for temperature in (0.0, 1.0):
+        expected = ids(plain, temperature=temperature)
+        assert ids(drafting, temperature=temperature) == expected
+        assert ids(drafting, PROMPTS[:1], temperature=temperature) == expected[:1]
+        for tokens in expected:
+            jsonschema.validate(json.loads(plain.tokenizer.decode(tokens, skip_special_tokens=True)), SCHEMA)
+
+
+@pytest.mark.parametrize("kind", ["regex", "choice", "json_object"])
+def test_other_kinds(plain: LLM, kind: Any) -> None:
+    text = {"regex": "[a-z]{3,9} [0-9]{2}", "choice": '["yes", "no", "perhaps"]', "json_object": ""}[kind]
+    drafting = LLM("paceline-small", drafter="hybrid:grammar+suffix", budget=8, exact=True, share=plain)
+    for temperature in (0.0, 1.0):
+        options = {"grammar": Grammar(kind, text), "temperature": temperature}
+        assert ids(drafting, **options) == ids(plain, **options)
+
+
+def test_preemption_and_what_was_said_change_no_token(plain: LLM) -> None:
+    expected = ids(plain, temperature=1.0)
+    small = LLM(
+        "paceline-small", drafter="hybrid:grammar+suffix", exact=True, share=plain, kv_memory="1800KB", max_model_len=96
+    )
+    assert ids(small, temperature=1.0) == expected
+    params = SamplingParams(max_tokens=60, seed=5, grammar=GRAMMAR, temperature=1.0)
+    said = expected[0][:7]
+    engine = plain.engine
+    prompt = plain.tokenizer.encode(PROMPTS[0])
+    engine.submit(prompt, params, request_id="again", said=[said])
+    live = engine.live["again"]
+    while not live.finished:
+        engine.step()
+    assert live.sequences[0].state.token_ids == expected[0]
+
+
+def test_forced_tokens_are_drafted_and_come_true(plain: LLM) -> None:
+    drafting = LLM("paceline-small", drafter="grammar", budget=8, exact=True, share=plain)
+    params = SamplingParams(max_tokens=60, seed=5, grammar=GRAMMAR, temperature=0)
+    [forced] = drafting.generate(PROMPTS[:1], params)
+    [alone] = plain.generate(PROMPTS[:1], params)
+    assert forced.stats.passes < 0.7 * alone.stats.passes
+    assert forced.stats.accepted > 0.9 * forced.stats.drafted
+    [free] = drafting.generate(PROMPTS[:1], SamplingParams(max_tokens=8, temperature=0))
+    assert free.stats.drafted == 0
+
+
+def test_drafts_outside_of_the_grammar_never_become_rows(plain: LLM) -> None:
+    """The prompt repeats what the look-up then drafts, and no token of it is allowed."""
+    drafting = LLM("paceline-small", drafter="suffix", budget=8, exact=True, share=plain)
+    params = SamplingParams(max_tokens=12, temperature=0, grammar=Grammar("regex", "(ab ){12}"))
+    prompt = "ab 123 ab 123 ab 123 ab 123 ab 123 ab"
+    [found] = drafting.generate(prompt, params)
+    assert found.stats.drafted == found.stats.accepted
+    assert found.outputs[0].token_ids == ids(plain, [prompt], max_tokens=12, temperature=0, grammar=params.grammar)[0]
+
+
+def test_a_request_chooses_to_do_without(plain: LLM) -> None:
+    drafting = LLM("paceline-small", drafter="grammar", budget=8, exact=True, share=plain)
+    params = SamplingParams(max_tokens=60, seed=5, grammar=GRAMMAR, temperature=0)
+    engine, prompt = drafting.engine, plain.tokenizer.encode(PROMPTS[0])
+    engine.submit(prompt, params, request_id="alone", speculation=Speculation(enabled=False))
+    live = engine.live["alone"]
+    while not live.finished:
+        engine.step()
+    assert live.sequences[0].state.stats.drafted == 0
+    assert live.sequences[0].state.token_ids == ids(plain, PROMPTS[:1], temperature=0)[0]

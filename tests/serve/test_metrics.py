@@ -1,0 +1,138 @@
+"""Counters, gauges and histograms as Prometheus reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.tiny import VOCAB, assemble, draft_model, tiny_decoder
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
+from paceline.serve.acceptance import acceptance
+from paceline.serve.histograms import Histogram, Times
+from paceline.serve.metrics import HISTOGRAMS, Metrics
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
+TARGET = tiny_decoder()
+PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
+PROMPT = torch.randint(10, VOCAB, (9,), generator=torch.Generator().manual_seed(1)).tolist() * 2
+
+
+def counters(engine: Engine) -> dict[str, Any]:
+    """As they come over the line."""
+    found: dict[str, Any] = json.loads(json.dumps(engine.snapshot().as_dict() | {"speculation": {}}))
+    return found
+
+
+@pytest.fixture
+def engine() -> Engine:
+    made = assemble(draft_model(depth=5), decoder=TARGET)
+    for _ in range(2):
+        made.submit(PROMPT, PARAMS)
+    while made.busy:
+        made.step()
+    return made
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    drop = ("model_name", "engine")
+    return {
+        (s.name, tuple(sorted((k, v) for k, v in s.labels.items() if k not in drop))): s.value
+        for family in families
+        for s in family.samples
+    }
+
+
+def test_counts_are_the_engines(engine: Engine) -> None:
+    metrics = Metrics("m", Times(), "paceline")
+    metrics.looked(counters(engine), 0)
+    found, stats = samples(metrics), engine.snapshot().stats
+    assert found["paceline:spec_decode_num_accepted_tokens_total", ()] == stats.accepted > 0
+    assert found["paceline:spec_decode_num_draft_tokens_total", ()] == stats.drafted
+    assert found["paceline:generation_tokens_total", ()] == stats.emitted == 48
+    per_pos = [v for (name, _), v in found.items() if name == "paceline:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert sum(per_pos) == stats.accepted and per_pos == sorted(per_pos, reverse=True)
+    assert found["paceline:draft_nodes_count", ()] == stats.passes
+    assert found["paceline:draft_nodes_sum", ()] == stats.drafted
+    source = (("application", "base"), ("source", "draft_model"))
+    assert found["paceline:source_accepted_tokens_total", source] == stats.accepted
+    assert found["paceline:request_success_total", (("finished_reason", "length"),)] == 2
+    assert found["paceline:num_requests_running", ()] == 0
+    assert 0 <= found["paceline:kv_cache_usage_perc", ()] <= 1
+
+
+def test_vllms_names_for_what_it_counts_and_no_others(engine: Engine) -> None:
+    ours, theirs = Metrics("m", Times(), "paceline"), Metrics("m", Times(), "vllm")
+    for metrics in (ours, theirs):
+        metrics.looked(counters(engine), 0)
+    renamed = {name for name, _ in samples(theirs) if name.startswith("vllm:")}
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"):
+        assert f"vllm:spec_decode_num_{name}_total" in renamed
+    assert {f"vllm:{name}_bucket" for name in HISTOGRAMS} <= renamed
+    back = {(name.replace("vllm:", "paceline:"), labels): v for (name, labels), v in samples(theirs).items()}
+    assert {k: v for k, v in back.items() if "_created" not in k[0]} == samples(ours)
+    assert {"paceline:draft_nodes_bucket", "paceline:passes_total"} <= {name for name, _ in samples(theirs)}
+
+
+def test_counters_grow_through_a_restart(engine: Engine) -> None:
+    metrics, name = Metrics("m", Times(), "paceline"), ("paceline:generation_tokens_total", ())
+    metrics.looked(counters(engine), 0)
+    metrics.looked(None, 1)
+    assert samples(metrics)[name] == 48 and ("paceline:num_requests_running", ()) not in samples(metrics)
+    metrics.looked(counters(engine), 1)
+    assert samples(metrics)[name] == 96 and samples(metrics)["paceline:engine_restarts_total", ()] == 1
+    metrics.looked(counters(engine), 1)
+    assert samples(metrics)[name] == 96
+
+
+def test_a_histogram_is_cumulative_and_bounds_belong_to_what_is_below() -> None:
+    found = Histogram((1, 2))
+    for value in (0.5, 1, 1.5, 3):
+        found.add(value)
+    assert found.buckets() == [("1.0", 2), ("2.0", 3), ("+Inf", 4)] and found.total == 6
+
+
+def test_the_parts_of_a_requests_time_add_up(engine: Engine) -> None:
+    live = engine.live[engine.submit(PROMPT, PARAMS)]
+    while engine.busy:
+        engine.step()
+    stats = engine.output(live).stats.as_dict()
+    times = Times()
+    times.ended(stats, 1.0, len(PROMPT), 24, 1)
+    parts = [getattr(times, f"request_{name}_time_seconds").total for name in ("queue", "prefill", "decode")]
+    assert all(part >= 0 for part in parts) and sum(parts) == pytest.approx(stats["elapsed_ms"] / 1e3)
+    assert times.request_time_per_output_token_seconds.total == pytest.approx(parts[2] / 23)
+
+
+def test_acceptance_by_source_depth_and_application(engine: Engine) -> None:
+    found = acceptance(counters(engine))
+    assert found["by_application"][""]["accepted"] == found["accepted"] > 0
+    part = found["by_source"]["draft_model"]
+    assert sum(part["accepted_by_depth"]) == part["accepted"] == found["accepted"]
+    assert found["by_depth"] == pytest.approx(engine.snapshot().stats.depth_acceptance)
+    assert found["mean_accepted_length"] == pytest.approx(1 + found["accepted"] / found["passes"])
+
+
+def test_the_dashboard_asks_for_names_that_there_are(engine: Engine) -> None:
+    metrics = Metrics("m", Times(), "paceline")
+    metrics.looked(counters(engine), 0)
+    known = {name for name, _ in samples(metrics)}
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert len(queries) > 15
+    asked = {name for query in queries for name in re.findall(r"[a-z]+:[a-z0-9_]+", query)}
+    assert asked <= known, asked - known
+    kinds = {"_bucket", "_sum", "_count"}
+    told = {re.sub("|".join(f"{kind}$" for kind in kinds), "", name) for name in known}
+    left = {name for name in told if not any(query_name.startswith(name) for query_name in asked)}
+    assert len(left) <= 8, left  # most of what there is can be seen

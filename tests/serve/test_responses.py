@@ -1,0 +1,104 @@
+"""``/v1/responses`` by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx2 as httpx
+import jsonschema
+import openai
+import pytest
+from kits.server import LiveServer, live_server
+from kits.tools import CITY, TEMPLATE
+from pydantic import BaseModel
+
+MODEL = "paceline-small"
+TOOLS: list[Any] = [{"type": "function", "name": "weather", "description": "of a city", "parameters": CITY}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    template = tmp_path_factory.mktemp("templates") / "tools.jinja"
+    template.write_text(TEMPLATE)
+    with live_server("--chat-template", str(template)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_text_is_that_of_chat_whole_and_streamed(client: openai.OpenAI) -> None:
+    said: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Tell me of the sea."}]
+    chat = client.chat.completions.create(model=MODEL, messages=said, max_tokens=24, temperature=0)
+    same: dict[str, Any] = {"model": MODEL, "max_output_tokens": 24, "temperature": 0}
+    found = client.responses.create(**same, input="Tell me of the sea.", instructions="Be short.")
+    assert found.output_text == chat.choices[0].message.content
+    assert found.status == ("incomplete" if chat.choices[0].finish_reason == "length" else "completed")
+    assert found.usage is not None and chat.usage is not None
+    assert found.usage.output_tokens == chat.usage.completion_tokens
+    parts = [{"role": "system", "content": "Be short."}]
+    parts.append({"role": "user", "content": [{"type": "input_text", "text": "Tell me of the sea."}]})  # type: ignore[dict-item]
+    events = list(client.responses.create(**same, input=parts, stream=True))
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
+    ]  # fmt: skip
+    assert kinds[-4:-1] == ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == found.output_text
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    assert events[-1].response.output_text == found.output_text
+
+
+def test_the_client_reads_its_own_type(client: openai.OpenAI) -> None:
+    class Answer(BaseModel):
+        city: Literal["Paris", "Rome"]
+        sure: bool
+
+    found = client.responses.parse(model=MODEL, input="Where?", text_format=Answer, max_output_tokens=60)
+    assert isinstance(found.output_parsed, Answer)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_calls_whole_streamed_and_answered(client: openai.OpenAI, choice: Any) -> None:
+    same: dict[str, Any] = {"model": MODEL, "max_output_tokens": 120, "temperature": 0, "tools": TOOLS}
+    same |= {"tool_choice": choice, "parallel_tool_calls": False, "input": "Weather?"}
+    found = client.responses.create(**same)
+    [call] = found.output
+    assert call.type == "function_call" and call.name == "weather"
+    jsonschema.validate(json.loads(call.arguments), CITY)
+    with client.responses.stream(**same) as stream:
+        deltas = "".join(e.delta for e in stream if e.type == "response.function_call_arguments.delta")
+        [again] = stream.get_final_response().output
+    assert again.type == "function_call" and again.arguments == deltas == call.arguments
+    said: list[Any] = [
+        {"role": "user", "content": "Weather?"},
+        call.model_dump(exclude_none=True),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+    ]
+    answer = client.responses.create(model=MODEL, input=said, tools=TOOLS, max_output_tokens=4)
+    assert answer.usage is not None and found.usage is not None
+    assert answer.usage.input_tokens > found.usage.input_tokens
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "what is kept": ({"input": "a", "store": True}, "keeps no answers"),
+    "an earlier one": ({"input": "a", "previous_response_id": "resp_1"}, "keeps no answers"),
+    "later": ({"input": "a", "background": True}, "keeps no answers"),
+    "nothing": ({"input": []}, "input"),
+    "an image": ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "content"),
+    "another's tool": ({"input": "a", "tools": [{"type": "web_search"}]}, "function"),
+    "an unknown field": ({"input": "a", "frog": 1}, "frog"),
+    "no schema": ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_a_400_in_words(server: LiveServer, case: str) -> None:
+    body, words = WRONG[case]
+    found = httpx.post(f"{server.url}/v1/responses", json=body)
+    assert found.status_code == 400 and words in found.json()["error"]["message"], found.text

@@ -1,0 +1,300 @@
+"""One live server, many clients: ids, streams, refusals, an engine that dies, a drain."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from kits.server import LiveServer, live_server
+
+from paceline import LLM, SamplingParams
+
+DRAFTER = "ngram"
+PROMPT = "one two three one two three one two"
+CHAT = [{"role": "user", "content": "Tell me of the sea."}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server(
+        "--drafter", DRAFTER, "--budget", "4"
+    ) as made:  # automatic ones depend on the time that steps take
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def offline() -> LLM:
+    return LLM("paceline-small", threads=1)
+
+
+def extra(**fields: Any) -> dict[str, Any]:
+    return {"extra_body": {"return_token_ids": True, **fields}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "top_p": 0.9}])
+def test_completions_give_the_offline_ids(
+    client: openai.OpenAI, offline: LLM, fields: dict[str, Any], stream: bool
+) -> None:
+    expected = offline.generate(PROMPT, SamplingParams(max_tokens=40, **fields))[0].outputs[0]
+    answer: Any = client.completions.create(
+        model="paceline-small", prompt=PROMPT, max_tokens=40, stream=stream, **fields, **extra()
+    )
+    choices = [c.choices[0] for c in answer] if stream else [answer.choices[0]]
+    assert [token for choice in choices for token in choice.token_ids] == expected.token_ids
+    assert "".join(choice.text for choice in choices) == expected.text
+    assert choices[-1].finish_reason == expected.finish_reason
+
+
+def test_chat_gives_the_offline_ids_whole_and_streamed(client: openai.OpenAI, offline: LLM) -> None:
+    expected = offline.chat(CHAT, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
+    asked: dict[str, Any] = {"model": "paceline-small", "messages": CHAT, "temperature": 0, "max_tokens": 30}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == expected.text
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected.text
+    assert [c.choices == [] for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_answers_say_what_was_drafted(client: openai.OpenAI) -> None:
+    answer: Any = client.completions.create(model="paceline-small", prompt=PROMPT, max_tokens=40, temperature=0)
+    spec = answer.metrics["speculative_decoding"]
+    drafting = sum(map(sum, answer.stats["accepted_by_drafted"].values()))
+    assert spec["num_spec_steps"] == sum(spec["acceptance_histogram"]) == drafting <= answer.stats["passes"]
+    assert spec["num_accepted_draft_tokens"] == answer.stats["accepted"] > 0
+
+
+@pytest.mark.parametrize("choice", [False, {"max_nodes": 2}])
+def test_a_request_chooses_its_speculation_and_the_ids_stay(client: openai.OpenAI, choice: Any) -> None:
+    asked: dict[str, Any] = {"model": "paceline-small", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    usual: Any = client.completions.create(**asked, **extra())
+    chosen: Any = client.completions.create(**asked, **extra(speculation=choice))
+    assert chosen.choices[0].token_ids == usual.choices[0].token_ids
+    assert chosen.stats["drafted"] == 0 if choice is False else len(chosen.stats["accepted_histogram"]) <= 3
+    with pytest.raises(openai.BadRequestError, match="other"):
+        client.completions.create(**asked, **extra(speculation={"sources": ["other"]}))
+
+
+def test_samples_prompts_echo_and_logprobs(client: openai.OpenAI, offline: LLM) -> None:
+    params = SamplingParams(n=2, seed=3, max_tokens=8, logprobs=2)
+    expected = [offline.generate(text, params)[0] for text in (PROMPT, "hello")]
+    answer = client.completions.create(
+        model="paceline-small", prompt=[PROMPT, "hello"], n=2, seed=3, max_tokens=8, logprobs=2, echo=True
+    )
+    assert len(answer.choices) == 4
+    for choice, sample in zip(answer.choices, [s for o in expected for s in o.outputs], strict=True):
+        assert choice.text.endswith(sample.text) and choice.text.strip().startswith(("one", "hello"))
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        said = [row[t].logprob for row, t in zip(sample.logprobs or [], sample.token_ids, strict=True)]
+        assert choice.logprobs.token_logprobs == pytest.approx(said, abs=1e-3)
+
+
+def test_chat_logprobs_stand_beside_their_tokens(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="paceline-small", messages=CHAT, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    )
+    rows = answer.choices[0].logprobs
+    assert rows is not None and rows.content is not None and len(rows.content) == 6
+    for row in rows.content:
+        assert row.top_logprobs[0].token == row.token and len(row.top_logprobs) == 3
+        assert [t.logprob for t in row.top_logprobs] == sorted((t.logprob for t in row.top_logprobs), reverse=True)
+
+
+def test_nothing_of_a_stop_string_is_streamed(client: openai.OpenAI) -> None:
+    text = (
+        client.completions.create(model="paceline-small", prompt=PROMPT, max_tokens=30, temperature=0).choices[0].text
+    )
+    stop = text[10:14]
+    chunks = client.completions.create(
+        model="paceline-small", prompt=PROMPT, max_tokens=30, temperature=0, stop=stop, stream=True
+    )
+    assert "".join(c.choices[0].text for c in chunks) == text[: text.index(stop)]
+
+
+def test_models_tokenize_and_the_rest(server: LiveServer, offline: LLM) -> None:
+    get = {path: httpx.get(server.url + path) for path in ("/v1/models", "/v1/models/paceline-small", "/version")}
+    assert get["/v1/models"].json()["data"] == [get["/v1/models/paceline-small"].json()]
+    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": PROMPT}).json()
+    assert ids["tokens"] == offline.tokenizer.encode(PROMPT) and ids["count"] == len(ids["tokens"])
+    chat = httpx.post(f"{server.url}/tokenize", json={"messages": CHAT}).json()["tokens"]
+    said = offline.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert chat == offline.tokenizer.encode(said, add_special_tokens=False)
+    back = httpx.post(f"{server.url}/detokenize", json={"tokens": ids["tokens"]}).json()["prompt"]
+    assert back.strip().endswith(PROMPT)
+    assert "paceline:spec_decode_num_draft_tokens_total" in httpx.get(f"{server.url}/metrics").text
+    assert httpx.get(f"{server.url}/v1/speculation").json()["drafter"] == DRAFTER
+    assert "/v1/completions" in httpx.get(f"{server.url}/openapi.json").json()["paths"]
+
+
+BAD = {
+    "no json": (b"{", 400),
+    "deep": (b'{"prompt": ' + b"[" * 100_000, 400),
+    "surrogate": (rb'{"prompt": "\ud800"}', 400),
+    "nan": (b'{"prompt": "a", "temperature": NaN}', 400),
+    "type": (b'{"prompt": "a", "max_tokens": "3"}', 400),
+    "unknown field": (b'{"prompt": "a", "foo": 1}', 400),
+    "no prompt": (b"{}", 400),
+    "empty prompt": (b'{"prompt": []}', 400),
+    "id": (b'{"prompt": [99999999]}', 400),
+    "huge id": (b'{"prompt": [99999999999999999999999]}', 400),
+    "temperature": (b'{"prompt": "a", "temperature": -1}', 400),
+    "top_p": (b'{"prompt": "a", "top_p": 2}', 400),
+    "n": (b'{"prompt": "a", "n": 100000}', 400),
+    "logprobs": (b'{"prompt": "a", "logprobs": 21}', 400),
+    "stop": (b'{"prompt": "a", "stop": ""}', 400),
+    "bias": (b'{"prompt": "a", "logit_bias": {"99999999": 1}}', 400),
+    "too long": (b'{"prompt": [' + b"5," * 5000 + b"5]}", 400),
+    "model": (b'{"prompt": "a", "model": "other"}', 404),
+    "large": (b'{"prompt": "' + b"a" * 5_000_000 + b'"}', 413),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_bodies_are_refused_in_words(server: LiveServer, name: str) -> None:
+    body, status = BAD[name]
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["message"] and set(error) == {"message", "type", "param", "code"}
+    if name == "unknown field":
+        assert error["param"] == "foo"
+
+
+def test_other_paths_methods_types_and_hosts(server: LiveServer) -> None:
+    json_type = {"content-type": "application/json"}
+    for answer, status in (
+        (httpx.post(f"{server.url}/v1/embeddings", json={}), 404),
+        (httpx.get(f"{server.url}/v1/completions"), 405),
+        (httpx.post(f"{server.url}/v1/completions", content=b"a=1", headers={"content-type": "text/plain"}), 415),
+        (httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example:80"}), 400),
+        (httpx.post(f"{server.url}/v1/completions", content=iter([b"a" * 3_000_000] * 2), headers=json_type), 413),
+    ):
+        assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(server: LiveServer, stream: bool) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1800, "ignore_eos": True, "stream": stream, "temperature": 1})
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as one:
+        one.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        until(lambda: load(server)["running"] == 1)
+    until(lambda: load(server) == {"server_load": 0, "running": 0, "waiting": 0}, 1.0)
+
+
+def load(server: LiveServer) -> dict[str, int]:
+    found: dict[str, int] = httpx.get(f"{server.url}/load").json()
+    return found
+
+
+def until(holds: Any, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_where_the_engine_dies_or_hangs(
+    server: LiveServer, client: openai.OpenAI, offline: LLM, signal_: signal.Signals
+) -> None:
+    params: dict[str, Any] = {"temperature": 0.8, "seed": 11, "max_tokens": 300}
+    expected = offline.generate(PROMPT, SamplingParams(ignore_eos=True, **params))[0].outputs[0]
+    before = server.engine_pid
+    ids: list[int] = []
+    text, hit = "", False
+    for chunk in client.completions.create(
+        model="paceline-small", prompt=PROMPT, stream=True, **params, **extra(ignore_eos=True)
+    ):
+        choice: Any = chunk.choices[0]
+        ids += choice.token_ids
+        text += choice.text
+        if len(ids) > 20 and not hit:
+            os.kill(before, signal_)
+            hit = True
+    assert hit and (ids, text) == (expected.token_ids, expected.text)
+    assert server.engine_pid != before
+
+
+def test_the_process_that_speaks_http_is_small_and_has_no_torch(server: LiveServer) -> None:
+    process = Path(f"/proc/{server.process.pid}")
+    status = (process / "status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    assert int(resident.split()[1]) < 200_000
+    assert "libtorch" not in (process / "maps").read_text()
+
+
+def test_a_drain_lets_streams_end_and_takes_no_more(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    with live_server("--api-key-file", str(keys)) as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        assert httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        lines: list[str] = []
+        begun = threading.Event()
+
+        def follow() -> None:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    begun.set()
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        assert begun.wait(20)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        refused = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": False}, headers=headers)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        thread.join(30)
+        assert "data: [DONE]" in lines
+        assert server.process.wait(10) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "0.0.0.0"], "no keys"),
+        (["--api-key-file", "/nowhere"], "cannot be read"),
+        (["--port", "1"], "cannot be had"),
+        (["--drafter", "nothing"], "nothing"),
+    ],
+)
+def test_what_cannot_be_served_is_said_at_once(options: list[str], words: str) -> None:
+    if options == ["--port", "1"]:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            options = ["--port", str(taken.getsockname()[1])]
+            done = serve_once(options)
+    else:
+        done = serve_once(options)
+    assert done.returncode == 2 and words in done.stderr
+
+
+def serve_once(options: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", "serve", "paceline-small", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)

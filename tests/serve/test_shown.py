@@ -1,0 +1,127 @@
+"""What a live server shows of its speculation: in answers, in streams, and its answers to nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from kits.server import LiveServer, live_server
+from prometheus_client.parser import text_string_to_metric_families
+
+PROMPT = "one two three one two three one two"
+CHAT = [{"role": "user", "content": "Tell me of the sea."}]
+ASKED = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+PATHS = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": CHAT}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    options = ("--drafter", "hybrid:ngram+suffix", "--budget", "8", "--per-request-spec-decode-metrics", "detailed")
+    limits = ("--request-s", "2", "--max-n", "2", "--max-model-len", "160")
+    with live_server(*options, *limits, "--metrics-names", "vllm") as made:
+        yield made
+
+
+def ask(server: LiveServer, path: str, **fields: Any) -> Any:
+    answer = httpx.post(server.url + path, json={**PATHS[path], **ASKED, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(server: LiveServer, path: str, **fields: Any) -> list[Any]:
+    body = {**PATHS[path], **ASKED, **fields, "stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", server.url + path, json=body, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [httpx.Response(200, text=line).json() for line in lines]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_provenance_and_trace_say_all_of_an_answer(server: LiveServer, path: str) -> None:
+    wish = {"speculation": {"provenance": True, "trace": True}}
+    whole = ask(server, path, **wish)
+    choice = whole["choices"][0]
+    tokens, provenance, trace = choice["token_ids"], choice["provenance"], choice["trace"]
+    assert len(provenance) == len(tokens) == sum(step["emitted"] for step in trace) == 40
+    sources = {one["source"] for one in provenance}
+    assert None in sources and sources & {"ngram", "suffix"}
+    assert all((one["source"] is None) == (one["depth"] == 0) for one in provenance)
+    assert sum(one["depth"] > 0 for one in provenance) == whole["stats"]["accepted"] > 0
+    for step in trace:
+        said = [step["tokens"][node] for node in step["path"]]
+        assert tokens[step["first"] : step["first"] + len(said)] == said
+        assert len(step["texts"]) == len(step["tokens"]) == len(step["parents"]) and step["why"]
+    chunks = events(server, path, **wish)
+    parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    texts = [one["token"] for part in parts for one in part.get("provenance", [])]
+    assert texts == [one["token"] for one in provenance]  # what is drafted may differ: suffix has seen the answer
+    assert sum(step["emitted"] for part in parts for step in part.get("trace", [])) == 40
+    assert all(len(part["provenance"]) == len(part["token_ids"]) for part in parts if part.get("token_ids"))
+    plain = ask(server, path)["choices"][0]
+    assert plain["token_ids"] == tokens and not {"provenance", "trace"} & set(plain)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_detailed_metrics_have_each_step(server: LiveServer, path: str) -> None:
+    whole, last = ask(server, path), events(server, path)[-1]
+    spec = whole["metrics"]["speculative_decoding"]
+    assert sum(spec["per_step_drafted"]) == spec["num_draft_tokens"] == whole["stats"]["drafted"] > 0
+    assert sum(spec["per_step_accepted"]) == spec["num_accepted_draft_tokens"] > 0
+    assert len(spec["per_step_drafted"]) == spec["num_spec_steps"]
+    assert last["choices"] == [] and set(last["metrics"]["speculative_decoding"]) == set(spec)
+    assert ask(server, path, n=2, seed=1, temperature=1)["metrics"] == {"speculative_decoding": None}
+
+
+def test_metrics_and_speculation_of_a_live_server(server: LiveServer) -> None:
+    ask(server, "/v1/completions", n=2, temperature=1, seed=1)
+    events(server, "/v1/chat/completions")
+    said = httpx.get(f"{server.url}/metrics")
+    assert said.headers["content-type"].startswith("text/plain; version=0.0.4")
+    values = {
+        (sample.name, sample.labels.get("source")): sample.value
+        for family in text_string_to_metric_families(said.text)
+        for sample in family.samples
+        if sample.labels.get("le") in (None, "+Inf")
+    }
+    first, between = (
+        values[f"vllm:{name}_seconds_count", None] for name in ("time_to_first_token", "inter_token_latency")
+    )
+    assert 0 < first < between
+    assert (
+        values["vllm:request_queue_time_seconds_count", None] == values["vllm:e2e_request_latency_seconds_count", None]
+    )
+    assert values["paceline:source_accepted_tokens_total", "suffix"] > 0
+    found = httpx.get(f"{server.url}/v1/speculation").json()
+    assert found["max_nodes"] == 8 and found["engine"]["speculation"]["sources"] == ["ngram", "suffix"]
+    assert found["accepted"] == values["vllm:spec_decode_num_accepted_tokens_total", None]
+    assert sum(part["accepted"] for part in found["by_source"].values()) == found["accepted"] > 0
+
+
+def test_whatever_is_sent_is_answered_in_form(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    fuzz: Any = import_module("fuzz_server")
+    found = fuzz.Fuzzer(server.url).run(70, 25.0)
+    assert not found.wrong and found.cases >= 50
+    paths = {name.split()[1] for name in found.statuses}
+    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/tokenize"} <= paths
+    assert {200, 400, 415} <= set().union(*found.statuses.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "good"),
+    [
+        ("/v1/completions", {"error": {"message": "a", "type": "b", "param": None, "code": None}}, True),
+        ("/v1/completions", {"error": {"message": "a", "type": "b"}}, False),
+        ("/v1/completions", {"detail": "a"}, False),
+        ("/v1/messages", {"type": "error", "error": {"message": "a", "type": "b"}}, True),
+        ("/v1/messages", {"error": {"message": "a", "type": "b"}}, False),
+    ],
+)
+def test_the_fuzzer_knows_the_forms(path: str, body: Any, good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    fuzz: Any = import_module("fuzz_server")
+    assert fuzz.error_in_form(path, body) is good
