@@ -1,8 +1,9 @@
 """A target's answers as token ids alone, small enough to keep: packs files of `train answers`, and unpacks them.
 
     .venv/bin/python tools/answer_ids.py pack ANSWERS/*.jsonl --out FOLDER
-    .venv/bin/python tools/answer_ids.py unpack FOLDER/*.ids.xz --target MODEL --data DATA --out ANSWERS
+    .venv/bin/python tools/answer_ids.py unpack FOLDER/*.ids.xz --target MODEL --data DATA --out ANSWERS --held-out 60 dolly gsm8k
 
+With `--held-out N NAMES` the last N answers of these files are in files of their own, `held-NAME.jsonl`, for evaluations.
 What is kept is what made the file and the ids that the target said, a hundredth of the bytes. Prompts and texts come
 from the same data and the target's tokenizer; `paceline train answers` then goes on with the unpacked file.
 """
@@ -82,6 +83,15 @@ def unpack(file: Path, target: str, data: Path, out: Path) -> Path:
     return path
 
 
+def hold_out(path: Path, count: int) -> Path:
+    """Move the last answers of a file into one of their own, which no run trains on."""
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    held = path.with_name(f"held-{path.name}")
+    held.write_text("".join(lines[-count:]), "utf-8")
+    path.write_text("".join(lines[:-count]), "utf-8")
+    return held
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,12 +100,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for what is made")
     parser.add_argument("--target", help="unpack: the model that answered")
     parser.add_argument("--data", type=Path, help="unpack: the folder of the files that it was asked")
+    parser.add_argument("--held-out", nargs="+", default=["0"], metavar=("N", "NAME"), help="unpack: answers kept apart")
     given = parser.parse_args()
+    count, *held = given.held_out
     if given.what == "unpack" and not (given.target and given.data):
         parser.error("unpack wants --target and --data")
     for file in given.files:
         made = pack(file, given.out) if given.what == "pack" else unpack(file, given.target, given.data, given.out)
         print(made)
+        if made.stem in held:
+            print(hold_out(made, int(count)))
     if given.what == "pack":
         write_manifest(given.out)
 

@@ -111,6 +111,8 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "no such tool": (
         {"max_tokens": 2, "messages": ASK, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}},
         400, "weather"),
+    "a tool's name": (
+        {"max_tokens": 2, "messages": ASK, "tools": [{"name": "\x81é", "input_schema": {}}]}, 400, "name"),
     "a tool without a name": (
         {"max_tokens": 2, "messages": ASK, "tools": TOOLS, "tool_choice": {"type": "tool"}}, 400, "names one"),
 }  # fmt: skip

@@ -93,6 +93,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "content"),
     "another's tool": ({"input": "a", "tools": [{"type": "web_search"}]}, "function"),
     "an unknown field": ({"input": "a", "frog": 1}, "frog"),
+    "a tool's name": ({"input": "a", "tools": [{"type": "function", "name": "\x81é"}]}, "name"),
     "no schema": ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema"),
 }
 

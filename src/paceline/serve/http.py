@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -82,6 +83,19 @@ def refusal(error: ValidationError) -> APIError:
     if fault["type"] == "json_invalid":
         return APIError(400, f"the body is no JSON that can be read: {_printable(fault['msg'])}", None, "invalid_json")
     return APIError(400, f"{name or 'body'}: {_printable(fault['msg'])}", name, "invalid_value")
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Refuse what a request of another form says that the common form does not allow.
+
+    Raises:
+        APIError: with the first thing that is wrong.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        raise refusal(error) from None
 
 
 def _printable(text: str) -> str:

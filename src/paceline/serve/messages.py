@@ -16,8 +16,8 @@ from starlette.responses import Response
 from .chat import asked
 from .generation import Answer, Delta, Server, begin
 from .http import MESSAGES as PATH
-from .http import APIError, EventStream, Strict, json_response, read, unless_gone
-from .schemas import ChatRequest, Function, FunctionName, Message, NamedTool, SpeculationChoice, Tool
+from .http import APIError, EventStream, Strict, json_response, read, refusing, unless_gone
+from .schemas import ChatRequest, Function, FunctionName, Message, NamedTool, SpeculationChoice, Tool, ToolName
 from .tools import CallReader, ToolUse, tool_use
 
 
@@ -64,7 +64,7 @@ class Turn(Strict):
 class ToolSpec(Strict):
     """A tool that the model may call."""
 
-    name: str
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
@@ -126,6 +126,7 @@ def router(server: Server) -> APIRouter:
     return made
 
 
+@refusing()
 def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
     """The same request in OpenAI's form."""
     told: list[Message] = []

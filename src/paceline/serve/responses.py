@@ -15,9 +15,18 @@ from starlette.responses import Response
 
 from .chat import asked
 from .generation import Answer, Delta, Server, begin
-from .http import APIError, EventStream, Strict, json_response, read, unless_gone
-from .schemas import ChatRequest, FunctionName, JSONSchema, Message, NamedTool, ResponseFormat, SpeculationChoice, Tool
-from .schemas import Function as ChatFunction
+from .http import APIError, EventStream, Strict, json_response, read, refusing, unless_gone
+from .schemas import (
+    ChatRequest,
+    Function,
+    FunctionName,
+    JSONSchema,
+    Message,
+    NamedTool,
+    ResponseFormat,
+    SpeculationChoice,
+    Tool,
+)
 from .tools import CallReader, ToolUse, tool_use
 
 
@@ -62,14 +71,10 @@ class FunctionOutput(Strict):
     status: str | None = None
 
 
-class FunctionTool(Strict):
+class FunctionTool(Function):
     """A tool that the model may call."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class NamedFunction(Strict):
@@ -156,6 +161,7 @@ async def _answer(server: Server, body: ResponsesRequest) -> Response:
     return json_response(await reply.whole())
 
 
+@refusing()
 def _chat(body: ResponsesRequest) -> ChatRequest:
     """The same request as a chat."""
     told = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
@@ -175,7 +181,7 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
     fields: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if body.tools is not None:
         fields["tools"] = [
-            Tool(type="function", function=ChatFunction(**tool.model_dump(exclude={"type"}))) for tool in body.tools
+            Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in body.tools
         ]
     choice = body.tool_choice
     if isinstance(choice, NamedFunction):

@@ -192,10 +192,13 @@ class Prediction(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
 class Function(Strict):
     """What a tool is."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema; None: none
     strict: bool | None = None
