@@ -38,7 +38,6 @@ LOOKUP = "suffix,depth=14,max_tokens=0"  # beside a model that is named alone
 MODEL = "draft_model:{},depth=8"
 SURE = 0.8  # with a fixed budget: chance of the next token from which no other drafter is asked
 UNSURE = 0.3  # with a fixed budget: chance of a path below which a network goes no further
-EVEN = log(0.5)  # chance of a node, given its parent, of which its drafter says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,17 +243,15 @@ class Hybrid(Drafter):
             floor=UNSURE if rule is None else rule.level_chance(source, len(asked)),
             caches=[want.caches[i] for i in asked] if want.caches else (),
         )
-        tree = part.propose(request)
-        for b, i in enumerate(asked):
-            if tree.counts[b] == 1:
+        found = part.draft(request)
+        for i, draft in zip(asked, found, strict=True):
+            if not draft.tokens:
                 continue
-            scores = [EVEN * depth for depth in tree.depths()[b]] if tree.scores is None else tree.scores[b]
-            found = Proposal(tree.tokens[b][1:], tree.parents[b][1:], scores[1:])
-            begins = [score for score, parent in zip(found.log_scores, found.parents, strict=True) if not parent]
+            begins = [score for score, parent in zip(draft.log_scores, draft.parents, strict=True) if not parent]
             chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
             first[i] = max(first[i], chance)
-            drafts[i].graft(found, source)
-        return max(map(max, tree.depths())) if request.passes is None else request.passes
+            drafts[i].graft(draft, source)
+        return max(draft.depth for draft in found) if request.passes is None else request.passes
 
 
 def _check(config: HybridConfig, spec: DrafterSpec) -> None:

@@ -1,7 +1,7 @@
-"""The draft of a drafter, in plain Python, before the batch's tree is built.
+"""The draft of a drafter for one sequence. `to_tree` makes one `TokenTree` of a batch of them, for the pass.
 
-One `Proposal` a sequence; `to_tree` turns a batch of them into one `TokenTree`. Proposals of several
-drafters can be compared by `expected_accepted` before any tensor exists.
+Drafts of several drafters are merged (`graft`), ranked and cut (`best`) before that, and compared by
+`expected_accepted`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import inf, log
 import torch
 from torch import Tensor
 
-from ..core.tree import TokenTree
+from ..core.tree import TokenTree, depths_below
 
 
 @dataclass(slots=True)
@@ -89,6 +89,11 @@ class Proposal:
     def is_chain(self) -> bool:
         """Whether every node is the child of the one before."""
         return self.parents == list(range(len(self.parents)))
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest node; 0: there is none."""
+        return max(depths_below(self.parents), default=0)
 
     @property
     def expected_accepted(self) -> float:
