@@ -23,7 +23,7 @@ from .core.model_spec import parse_model
 from .drafters import registry
 from .drafters.base import Drafter
 from .drafters.registry import DrafterConfig, DrafterContext
-from .drafters.sessions import DraftSessions
+from .drafters.sessions import GoingSessions
 from .engine import calibration
 from .engine.auto import AutoBudget
 from .engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
@@ -258,7 +258,7 @@ def kv_layout(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> tu
 class ServeApart(Protocol):
     """Starts the process of a configuration's drafter: see `rounds.base.Serve`, and tokens of the target's K/V pool."""
 
-    def __call__(self, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> DraftSessions: ...
+    def __call__(self, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions: ...
 
 
 class StartStages(Protocol):
@@ -304,10 +304,10 @@ def build_engine(
     find, trained = partial(resolve_folder, offline=config.offline), partial(zoo.weights, model=config.model)
     origin = Origin(target.name, target.folder, find, trained)
     parts: dict[str, Any] = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
-    parts["origin"] = origin
+    parts |= {"origin": origin, "serve": starts}
     if config.pipeline is not None and start is not None:
         parts["start"] = partial(start, config, parse_split(config.pipeline), target, pool)
-    round_ = make_round(config.round, starts, **parts)
+    round_ = make_round(config.round, **parts)
     shape = decoder.config
     limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=max_model_len, eos_ids=shape.eos_ids)
     grammars = Grammars(target.tokenizer, shape.vocab_size, shape.eos_ids)

@@ -16,7 +16,7 @@ from .core.errors import ConfigError
 from .core.options import shown
 from .core.request import RequestOutput
 from .core.sampling import SamplingParams
-from .drafters.sessions import DraftSessions
+from .drafters.sessions import GoingSessions
 from .engine.calibration import Fingerprint
 from .engine.engine import LiveRequest
 from .engine.lock import ReentryError
@@ -33,7 +33,7 @@ from .rounds.pipeline.stage_line import StageLine
 Message = Mapping[str, Any]  # {"role": .., "content": ..}
 
 
-def _serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> DraftSessions:
+def _serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions:
     """The drafter in a process of its own; what that takes is imported where it is asked for."""
     from .draft_worker import serve_apart
 

@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError
-from paceline.drafters.base import Drafter, DrafterSpec, DraftRule
+from paceline.drafters.base import DrafterSpec, DraftRule
 from paceline.drafters.resampling import left_over
-from paceline.kv.pool import KVPool
-from paceline.network.decoder import Decoder
 from paceline.rounds import ROUNDS
-from paceline.rounds.base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, Serve, StepResult, Work
+from paceline.rounds.base import Round, RoundConfig, RoundParts, RunningSequence, StepResult, Work
 from paceline.rounds.serial import SerialRound
-from paceline.rounds.verification import DEFAULT_VERIFIER
 
 
 class ExtraPass:
@@ -81,20 +78,12 @@ class ExtraPassConfig(RoundConfig):
             return None
         return "nothing is re-sampled", "draft with lyanna and resample=alone"
 
-    def build(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter | None,
-        verifier: str = DEFAULT_VERIFIER,
-        origin: Origin = UNKNOWN,
-        serve: Serve | None = None,
-    ) -> Round:
-        config: Any = getattr(drafter, "config", None)
+    def build(self, parts: RoundParts) -> Round:
+        config: Any = getattr(parts.drafter, "config", None)
         if getattr(config, "resample", None) != "alone":
             wrong = "its re-sampled trees are verified beside fresh ones"
             raise ConfigError("round='extra_pass'", wrong, "draft with resample=alone")
-        return ExtraPass(SerialRound(target, pool, drafter, verifier))
+        return ExtraPass(SerialRound(parts.target, parts.pool, parts.drafter, parts.verifier))
 
 
 @contextmanager

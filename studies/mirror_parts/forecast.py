@@ -22,9 +22,9 @@ from mirror_parts.latency import MirrorStep
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.distributed.placement import cores, pin
+from paceline.drafters.local_sessions import LocalSessions
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
 from paceline.rounds.mirror.rollout import Candidate, Chain, Rollout
-from paceline.rounds.mirror.running import Remote
 
 SECONDS = 4.0  # that parts are measured for, at least
 ALONE, AT_ONCE = "alone", "both at work"
@@ -148,13 +148,13 @@ def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
     """Of a run in one process: the share of fallbacks, among how many steps, and the shapes of its rollouts."""
     llm = LLM(ask.model, drafter=drafter_of(ask), round=mirror_of(ask, ask.candidates), **ask.llm)
     round_: Any = llm.engine.round
-    start, shapes = round_.runner.start, list[Shape]()
+    begin, shapes = round_.sessions.begin, list[Shape]()
 
-    def noted(rollout: Rollout) -> None:
-        shapes.extend(shape_of(own, levels) for own, levels in zip(*rollout.asks(), strict=True))
-        start(rollout)
+    def noted(asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Any:
+        shapes.extend(shape_of(own, wanted) for own, wanted in zip(asks, levels, strict=True) if own.given)
+        return begin(asks, levels)
 
-    round_.runner.start = noted
+    round_.sessions.begin = noted
     heard = listen(llm, others_of(ask, llm), ask, 0.0, alone=True)
     reuse, fallback = (whole(own, ask.gamma) for own in after(steps_of(heard)))
     return len(fallback) / len(reuse + fallback), len(reuse + fallback), shapes
@@ -179,7 +179,7 @@ def _made_up(ask: MirrorFlags, base: LLM | None = None) -> LLM:
     options = {**ask.llm, "threads": 1, "share": base}
     llm = LLM(ask.model, drafter=drafter_of(ask), round=mirror_of(ask, ask.candidates), **options)
     round_: Any = llm.engine.round
-    round_.sessions = MadeUp()
+    round_.sessions = LocalSessions(MadeUp())
     return llm
 
 
@@ -220,7 +220,7 @@ class MadeUp:
     def nothing(self, *_: Any) -> None:
         """They know no text."""
 
-    open = reroot = commit = close = nothing
+    open = reroot = commit = close = forget = nothing
 
 
 def _drafter_llm(ask: MirrorFlags) -> LLM:
@@ -258,7 +258,7 @@ class Driven:
 
     def __init__(self, sessions: Any, vocab: int, gamma: int) -> None:
         self.sessions, self.vocab, self.gamma = sessions, vocab, gamma
-        self.runner, self.window, self.tokens = Remote(), Chain(), count()
+        self.window, self.tokens = Chain(), count()
         self.steps, self.rest_ms = 0, 50.0
 
     def open(self, tokens: Sequence[int]) -> None:
@@ -274,20 +274,20 @@ class Driven:
         if not self.window:
             yield {"fresh": _ms(self._draft_fresh)}
         rollout, given = self._rollout(shape)
-        sent = _ms(lambda: self.runner.start(rollout))
+        sent = _ms(rollout.start)
         sleep(self.rest_ms / 1e3)  # nobody reads what comes
         best = max(given, key=lambda one: one.levels)
         said = (self.KEY, best.place, best.token if self.steps % 2 else -1)
         reused: dict[Any, Any] = {}
-        verdict = _ms(lambda: reused.update(self.runner.finish(rollout, {said: [1] * (best.place + 1)}, [])))
+        verdict = _ms(lambda: reused.update(rollout.finish({said: [1] * (best.place + 1)}, [])))
         self.window = reused[said].chain if reused else Chain()
         self.steps, self.rest_ms = self.steps + 1, 1.5 * rollout.ms + 2
         yield {"send": sent, "draft": rollout.ms - sent, "verdict": verdict}
 
     def _draft_fresh(self) -> None:
         rollout = Rollout(self.sessions, self.vocab)
-        rollout.start(self.KEY, self.gamma)
-        self.runner.run(rollout)
+        rollout.begin(self.KEY, self.gamma)
+        rollout.run()
         self.window = rollout.fresh[self.KEY].chain
 
     def _rollout(self, shape: Shape) -> tuple[Rollout, list[Candidate]]:

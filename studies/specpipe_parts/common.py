@@ -16,7 +16,7 @@ from paceline.bench import workloads
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.channels import Link
 from paceline.distributed.clock import VIRTUAL, VirtualClock
-from paceline.distributed.stages import VirtualLevels, VirtualStages
+from paceline.distributed.stages import VirtualSessions, VirtualStages
 from paceline.distributed.timeline import Span
 from paceline.drafters import registry
 from paceline.drafters.base import DrafterSpec, SequenceView
@@ -27,6 +27,7 @@ from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
 from paceline.llm import LLM
 from paceline.planning.models import named
+from paceline.rounds.base import RoundParts
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.rounds.pipeline.records import Tick
 from paceline.rounds.pipeline.round import PipelineRound
@@ -270,12 +271,9 @@ def decode(
     with VirtualClock() as clock:
         stage_line = VirtualStages(clock, config.cut(decoder, pool), [stage_s] * config.stages, link, far, own_s)
         round_ = config.over(
-            decoder,
-            pool,
-            drafter,
-            "sample_and_match",
+            RoundParts(target=decoder, pool=pool, drafter=drafter),
             stage_line,
-            levels=lambda sessions: VirtualLevels(clock, sessions, draft_s, stage_line.timeline),
+            lambda sessions: VirtualSessions(clock, sessions, draft_s, stage_line.timeline),
         )
         ticks: list[Tick] = []
         round_.on_tick, round_.widths = ticks.append, widths

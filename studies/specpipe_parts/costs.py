@@ -15,6 +15,7 @@ from kit.study import Table
 from paceline.distributed.frames import Codec
 from paceline.distributed.stage_service import KINDS, Computed, frame_of, message_of
 from paceline.network.stages import Frame, StagesInTurn
+from paceline.rounds.base import RoundParts
 from specpipe_parts.common import (
     LEAP,
     OWN,
@@ -113,8 +114,8 @@ def costs_of(ask: PipeFlags, batch: int, found: Sequence[Sequence[int]]) -> Cost
     pool, config = pool_of(ask, jobs, drafter), levels(ask, rows=LEAP - batch)
     seconds, costs = Seconds(), Costs()
     stage_line = TimedStages(config.cut(decoder, pool), seconds, costs)
-    round_: Any = config.over(decoder, pool, drafter, "sample_and_match", stage_line)
-    sessions = round_.source.sessions
+    round_: Any = config.over(RoundParts(target=decoder, pool=pool, drafter=drafter), stage_line)
+    sessions = round_.source.sessions.inner
     sessions.grow = seconds.timed(sessions.grow, "elsewhere")
     whole = round_._tick
 

@@ -23,9 +23,9 @@ from paceline.distributed.placement import Placement
 from paceline.distributed.timeline import Timeline
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
 from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
+from paceline.rounds.base import RoundParts
 from paceline.rounds.mirror.records import Verdict
 from paceline.rounds.mirror.round import MirrorRound
-from paceline.rounds.mirror.running import Remote
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 WARM = SamplingParams(temperature=0.9, repetition_penalty=1.3, logit_bias={7: -3.0, 12: 0.5}, stop=["x"], seed=2**70)
@@ -244,8 +244,8 @@ def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[Verdict]]:
     engine = assemble(draft_model(noise=0.2, depth=4), round="mirror,kappa=4,exit=2", decoder=TARGET)
     made, verdicts = engine.round, list[Verdict]()
     assert isinstance(made, MirrorRound) and isinstance(sessions, GoingSessions)
-    given = made.drafter, "sample_and_match", made.exit, made.kappas, made.waits, made.noisy
-    engine.round = MirrorRound(made.target, made.pool, *given, sessions, Remote())
+    parts = RoundParts(target=made.target, pool=made.pool, drafter=draft_model(noise=0.2, depth=4))
+    engine.round = MirrorRound(made.config, parts, made.exit, sessions)
     engine.round.on_verdict = verdicts.append
     return ids(run(engine, JOBS)), verdicts
 

@@ -13,13 +13,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.channels import Link
 from paceline.distributed.clock import VirtualClock
-from paceline.distributed.stages import ROW_BYTES, VirtualLevels, VirtualStages
+from paceline.distributed.stages import ROW_BYTES, VirtualSessions, VirtualStages
 from paceline.drafters.base import DrafterSpec, SequenceView
 from paceline.drafters.text_sessions import TextSessions
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
+from paceline.rounds.base import RoundParts
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.rounds.pipeline.records import Tick
 
@@ -74,10 +75,11 @@ def decode(
     config = PipelineConfig(stages=STAGES, width=1, children=1)
     stage_line = VirtualStages(clock, config.cut(DECODER, pool), [stage_s] * STAGES, **parts)
 
-    def levels(sessions: Any) -> VirtualLevels:
-        return VirtualLevels(clock, sessions, source_s, stage_line.timeline)
+    def going(sessions: Any) -> VirtualSessions:
+        return VirtualSessions(clock, sessions, source_s, stage_line.timeline)
 
-    round_ = config.over(DECODER, pool, drafter, "sample_and_match", stage_line, levels=levels)  # type: ignore[arg-type]
+    parts = RoundParts(target=DECODER, pool=pool, drafter=drafter)  # type: ignore[arg-type]
+    round_ = config.over(parts, stage_line, going)
     ticks: list[Tick] = []
     round_.on_tick = ticks.append
     limits = EngineLimits(vocab_size=VOCAB, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)

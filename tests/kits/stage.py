@@ -24,6 +24,7 @@ from paceline.kv.pool import KVPool
 from paceline.kv.store import KVStore
 from paceline.network.decoder import Decoder
 from paceline.network.stages import Stage, even_cuts
+from paceline.rounds.base import RoundParts
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.rounds.pipeline.records import Tick
 
@@ -133,7 +134,7 @@ def engine_over(
     stage_line = StageWorkers(workers, Stage(decoder, 0, decoder.num_layers, pool.tensors), LAYERS)
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), 64, pool.num_tokens, decoder.device)
-    round_ = config.over(decoder, pool, drafter, "sample_and_match", stage_line)
+    round_ = config.over(RoundParts(target=decoder, pool=pool, drafter=drafter), stage_line)
     ticks: list[Tick] = []
     round_.on_tick = ticks.append
     limits = EngineLimits(vocab_size=CONFIG.vocab_size, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)

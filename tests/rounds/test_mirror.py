@@ -98,7 +98,7 @@ def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
     assert any(v.reused for v in told) and any(not v.reused for v in told)
     assert any(v.accepted == len(v.window) > 0 for v in told)
     assert engine.pool.idle and round_.failure is None
-    assert round_.sessions.pool.idle  # type: ignore[attr-defined]
+    assert round_.sessions.inner.pool.idle  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("parts", [f"{LOOKUP}+{MODEL}", f"{LOOKUP}+ngram;depth=5"], ids=["model", "look-ups"])
@@ -115,7 +115,7 @@ def test_several_drafters_at_once(parts: str) -> None:
     accepted, longest = (5, 4) if "draft_model" in parts else (0, 2)  # look-ups hardly hit on a random target
     assert sum(o.stats.accepted for o in outputs) > accepted and any(v.reused for v in verdicts)
     assert max(len(v.window) for v in verdicts) >= longest
-    assert engine.pool.idle and (made._models == [] or round_.sessions._model.pool.idle)
+    assert engine.pool.idle and (made._models == [] or round_.sessions.inner._model.pool.idle)
 
 
 class SerialTrace:
@@ -185,7 +185,7 @@ def test_a_verdict_ends_what_is_not_needed_any_more() -> None:
     steps = []
     for way in ("between", "beside"):
         engine, round_, verdicts = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=4)
-        round_.sessions = Slow(round_.sessions)
+        round_.sessions.inner = Slow(round_.sessions.inner)
         times: list[StepTimes] = []
         round_.on_step = times.append
         run(engine, [job])
@@ -216,7 +216,7 @@ def test_a_step_takes_the_longer_of_target_and_rollout_not_both() -> None:
     walls = {}
     for way in ("between", "beside"):
         engine, round_, _ = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=2)
-        round_.sessions, round_.target = Slow(round_.sessions), SlowAbove(round_.target)  # type: ignore[assignment]
+        round_.sessions.inner, round_.target = Slow(round_.sessions.inner), SlowAbove(round_.target)  # type: ignore[assignment]
         times: list[StepTimes] = []
         round_.on_step = times.append
         engine.submit(PROMPTS[1], replace(GREEDY, max_tokens=16))
@@ -357,7 +357,7 @@ class Dying:
 def test_a_drafter_that_fails_costs_no_token(lies: bool, way: str) -> None:
     jobs = [(prompt, GREEDY) for prompt in PROMPTS]
     engine, round_, verdicts = mirrored(f"{MIRROR},rollout={way}")
-    round_.sessions = Dying(round_.sessions, 9, lies)
+    round_.sessions.inner = Dying(round_.sessions.inner, 9, lies)
     outputs = run(engine, jobs)
     assert ids(outputs) == plain(jobs)
     assert round_.failure is not None and ("outside the vocabulary" in round_.failure) is lies
@@ -377,7 +377,7 @@ def test_wrong_drafts_are_only_slow() -> None:
 
     jobs = [(prompt, GREEDY) for prompt in PROMPTS]
     engine, round_, _ = mirrored()
-    round_.sessions = Liar(round_.sessions, 0, True)
+    round_.sessions.inner = Liar(round_.sessions.inner, 0, True)
     outputs = run(engine, jobs)
     assert ids(outputs) == plain(jobs) and round_.failure is None
     assert sum(o.stats.drafted for o in outputs) > 20 > 5 * sum(o.stats.accepted for o in outputs)
@@ -389,7 +389,7 @@ def test_abort_and_a_second_request() -> None:
     for _ in range(3):
         engine.step()
     assert engine.abort(first) is not None
-    assert round_.sessions.pool.idle  # type: ignore[attr-defined]
+    assert round_.sessions.inner.pool.idle  # type: ignore[attr-defined]
     assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
 
 

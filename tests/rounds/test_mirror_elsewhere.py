@@ -10,12 +10,19 @@ import pytest
 from kits.tiny import assemble, run
 from test_mirror import DECODER, PARAMS, PROMPTS, drafter, ids, plain
 
+from paceline.drafters.local_sessions import LocalSessions
 from paceline.drafters.sessions import Ask, GoingSessions, Grown, Opening
 from paceline.engine.engine import Engine
+from paceline.rounds.base import RoundParts
 from paceline.rounds.mirror import MirrorConfig
 from paceline.rounds.mirror.records import StepTimes, Verdict
+from paceline.rounds.mirror.rollout import Rollout
 from paceline.rounds.mirror.round import MirrorRound
-from paceline.rounds.mirror.running import Remote
+
+
+@pytest.fixture(autouse=True)
+def _without_a_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rollout, "spin_s", 0.0)
 
 
 @dataclass
@@ -111,11 +118,12 @@ def elsewhere(
     engine = assemble(drafter(depth=4), round="mirror,kappa=4,exit=2", decoder=DECODER, **options)
     made = engine.round
     assert isinstance(made, MirrorRound)
-    going = Going(made.sessions, pace, lost)
+    assert isinstance(made.sessions, LocalSessions)
+    going = Going(made.sessions.inner, pace, lost)
     assert isinstance(going, GoingSessions)
-    parts = made.target, made.pool, made.drafter, "sample_and_match"
+    parts = RoundParts(target=made.target, pool=made.pool, drafter=drafter(depth=4))
     config = MirrorConfig(kappa=4, exit="2", rows=rows)
-    round_ = config.over(*parts, config.exit_head(made.target), going, Remote(spin_s=0.0))
+    round_ = MirrorRound(config, parts, config.exit_head(made.target), going)
     verdicts: list[Verdict] = []
     times: list[StepTimes] = []
     round_.on_verdict, round_.on_step = verdicts.append, times.append

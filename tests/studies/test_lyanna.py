@@ -39,6 +39,7 @@ from paceline.drafters.vocabulary import tokenizer_mark
 from paceline.network.files import fingerprint
 from paceline.network.loader import load_tokenizer, read_config, resolve_folder
 from paceline.rounds import parse_round
+from paceline.rounds.base import RoundParts
 from paceline.training.data import SourceSpec
 from paceline.training.network import Network
 from paceline.training.target import ModelShape
@@ -318,7 +319,7 @@ def test_the_extra_pass_is_known_within_figure_12_alone() -> None:
         assert config is not None and config.refusal(lyanna_drafter(resample="alone").spec) is None
         assert config.refusal(None) is not None
         with pytest.raises(ConfigError, match="beside fresh ones"):
-            config.build(None, None, lyanna_drafter(resample="top"), "sample_and_match")  # type: ignore[arg-type]
+            config.build(RoundParts(target=None, pool=None, drafter=lyanna_drafter(resample="top")))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no such round"):
         parse_round("extra_pass")
 

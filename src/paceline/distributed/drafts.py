@@ -21,6 +21,7 @@ from pydantic import Field
 
 from ..core.errors import PacelineError
 from ..core.sampling import SamplingParams
+from ..drafters.local_sessions import Growth
 from ..drafters.sessions import Ask, DraftSessions, Grown, Opening
 from ..drafters.sessions import Growing as AnyGrowing
 from .channels import ChannelClosed, Line, local_pair
@@ -148,43 +149,6 @@ KINDS: dict[str, type[Any]] = {
 # -- who serves
 
 
-@dataclass(slots=True)
-class _Growth:
-    """One growth that is under way."""
-
-    ticket: int
-    asks: dict[int, Ask]  # by sequence, of the next level
-    left: dict[int, dict[int, int]]  # by sequence: of each node in its ask how many levels are wanted below it
-    given: dict[int, list[int]]  # by sequence: of each given node the same, until these have numbers
-
-    @staticmethod
-    def of(message: Grow) -> _Growth:
-        """Its beginning."""
-        asks, left, given = {}, {}, {}
-        for w in message.wanted:
-            asks[w.key] = Ask(w.key, w.given, w.expand, w.width, w.levels)
-            given[w.key] = w.levels[: len(w.given)]
-            left[w.key] = dict(zip(w.expand, w.levels[len(w.given) :], strict=True))
-        return _Growth(message.ticket, asks, left, given)
-
-    def grew(self, key: int, grown: Grown) -> None:
-        """The next level of a sequence, after this one."""
-        left = self.left.pop(key) | dict(zip(grown.given, self.given.pop(key, ()), strict=True))
-        below: dict[int, int] = {}
-        for parent, node in zip(grown.parents, grown.nodes, strict=True):  # parents first
-            below[node] = (below[parent] if parent in below else left[parent]) - 1
-        tips = {node: levels for node, levels in below.items() if levels > 0 and node not in grown.parents}
-        del self.asks[key]
-        if tips:
-            ask = Ask(key, (), [*tips], most=[*tips.values()])
-            self.asks[key], self.left[key], self.given[key] = ask, tips, []
-
-    def call_off(self, key: int) -> None:
-        """Nothing more of a sequence."""
-        for part in (self.asks, self.left, self.given):
-            part.pop(key, None)
-
-
 class DraftService:
     """Draft sessions behind a line.
 
@@ -206,12 +170,13 @@ class DraftService:
     ) -> None:
         self.sessions, self.facts, self._clock = sessions, facts, clock or RealClock()
         self._pace = Pace(self._clock, level_s)
-        self._growths: deque[_Growth] = deque()
+        self._growths: deque[Growth] = deque()
 
     def handle(self, message: Any) -> Iterable[Any]:
         """Do what a message says; growths are left for `work`."""
         if isinstance(message, Grow):
-            self._growths.append(_Growth.of(message))
+            asks = [Ask(w.key, w.given, w.expand, w.width) for w in message.wanted]
+            self._growths.append(Growth.of(asks, [w.levels for w in message.wanted], message.ticket))
             return ()
         if isinstance(message, Forget):
             self.sessions.forget()

@@ -14,7 +14,8 @@ from functools import partial
 
 from ..core.errors import ConfigError
 from ..core.inference import inference
-from ..drafters.sessions import Ask, DraftSessions, Grown
+from ..drafters.local_sessions import Growth, LocalSessions
+from ..drafters.sessions import Ask, DraftSessions, Growing, Grown
 from ..network.stages import Frame, Stage, StagesInTurn
 from .channels import Link
 from .clock import Clock, Late, Mailbox, Pace, VirtualClock
@@ -126,8 +127,8 @@ class VirtualStages(StagesInTurn):
         return frame.rows * (decoder.config.d_model * decoder.dtype.itemsize + ROW_BYTES)
 
 
-class VirtualLevels:
-    """Levels of draft sessions that take time, beside the stages.
+class VirtualSessions(LocalSessions):
+    """Draft sessions whose levels take time, beside the stages. A growth is one level.
 
     Args:
         clock: whose activity it is.
@@ -143,7 +144,8 @@ class VirtualLevels:
         seconds: Callable[[int], float],
         timeline: Timeline | None = None,
     ) -> None:
-        self._sessions, self._pace = sessions, Pace(clock, seconds)
+        super().__init__(sessions)
+        self._pace = Pace(clock, seconds)
         self._timeline = timeline or Timeline(clock)
         self._inbox: Mailbox = clock.mailbox()
         self._outbox: Mailbox = clock.mailbox()
@@ -155,22 +157,31 @@ class VirtualLevels:
             rows = sum(len(ask.expand) for ask in asks)
             with self._timeline.span("source", "draft", rows=rows), self._pace.work(rows):
                 try:
-                    answer: list[Grown] | Exception = self._sessions.grow(asks)
+                    answer: list[Grown] | Exception = self.inner.grow(asks)
                 except Exception as error:
                     answer = error
             self._outbox.put(answer)
 
-    def begin(self, asks: Sequence[Ask]) -> None:
-        """See `rounds.pipeline.source.Levels`."""
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growth:
+        """See `GoingSessions`."""
         self._inbox.put(asks)
+        self._waiting = Growth.of(asks, levels)
+        return self._waiting
 
-    def take(self, wait: bool = False) -> Sequence[Grown] | None:
-        """See `rounds.pipeline.source.Levels`; what the sessions raised is raised."""
+    def look(self) -> None:
+        """See `GoingSessions`; what the sessions raised is raised."""
+        self._take(0)
+
+    def wait(self, growing: Growing) -> None:
+        """See `GoingSessions`; what the sessions raised is raised."""
+        self._take(None)
+
+    def _take(self, timeout: float | None) -> None:
         try:
-            answer = self._outbox.get(None if wait else 0)
+            answer = self._outbox.get(timeout)
         except Late:
-            return None
+            return
         if isinstance(answer, Exception):
             raise answer
-        found: Sequence[Grown] = answer
-        return found
+        self._waiting.levels.append(dict(zip(self._waiting.asks, answer, strict=True)))
+        self._waiting.done = True

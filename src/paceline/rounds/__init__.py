@@ -9,7 +9,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.named import made, pairs
 from ..core.options import MOST_TEXT, shown
 from ..drafters.base import DrafterSpec
-from .base import Round, RoundConfig, Serve
+from .base import Round, RoundConfig, RoundParts
 from .fused import FusedConfig
 from .mirror import MirrorConfig
 from .pipeline import PipelineConfig
@@ -69,13 +69,12 @@ def round_of(text: str, spec: DrafterSpec | None) -> RoundConfig:
     return chosen
 
 
-def make_round(text: str, serve: Serve | None = None, **parts: Any) -> Round:
-    """The round that a user named, made of target, pool, drafter and verifier; "auto": by the drafter.
+def make_round(text: str, **parts: Any) -> Round:
+    """The round that a user named; "auto": by the drafter.
 
     Args:
         text: as of `parse_round`.
-        serve: starts a drafter's own process, where the round asks for one.
-        parts: as of `RoundConfig.build`.
+        parts: fields of `RoundParts`.
 
     Raises:
         ConfigError: an unknown round, or options that do not fit target or drafter.
@@ -83,6 +82,6 @@ def make_round(text: str, serve: Serve | None = None, **parts: Any) -> Round:
     """
     drafter = parts.get("drafter")
     chosen = round_of(text, None if drafter is None else drafter.spec)
-    if chosen.place is not None and serve is None:
+    if chosen.place is not None and parts.get("serve") is None:
         raise CapabilityError(f"round={text!r}", "nothing here starts processes", "let an LLM make the engine")
-    return chosen.build(**parts, serve=serve)
+    return chosen.build(RoundParts(**parts))

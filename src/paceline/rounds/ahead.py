@@ -1,14 +1,20 @@
-"""What rounds share whose drafters draft ahead of the target's decisions: options, and which drafters can do that."""
+"""What rounds share whose drafters draft ahead of the target's decisions: options, refusals, and faults."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..core.errors import ConfigError
 from ..core.options import option
-from ..drafters.base import Drafter, DrafterSpec
-from ..drafters.sessions import DraftSessions
-from .base import Place, RoundConfig, Serve
+from ..drafters.base import DrafterSpec
+from ..drafters.local_sessions import LocalSessions
+from ..drafters.sessions import GoingSessions
+from .base import Place, RoundConfig, RoundParts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,56 @@ class AheadConfig(RoundConfig):
             return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
         return None
 
-    @staticmethod
-    def sessions(drafter: Drafter, rows: int, place: Place | None, serve: Serve | None) -> DraftSessions:
-        """Sessions with room for so many drafted nodes of a sequence, here or in a process."""
-        return drafter.sessions(rows) if place is None or serve is None else serve(rows=rows, place=place)
+    def sessions(self, parts: RoundParts, rows: int, beside: bool = False) -> GoingSessions:
+        """Sessions with room for so many drafted nodes of a sequence, here (in a thread, if ``beside``) or in a
+        process."""
+        assert parts.drafter is not None
+        if self.place is None or parts.serve is None:
+            return LocalSessions(parts.drafter.sessions(rows), beside)
+        return parts.serve(rows=rows, place=self.place)
+
+
+class SessionGuard:
+    """What becomes of sessions that fail: it costs no request. Those of another process may come back.
+
+    Args:
+        drafter: its name.
+        sessions: of it.
+        drop: told that all sessions are gone.
+    """
+
+    def __init__(self, drafter: str, sessions: GoingSessions, drop: Callable[[], None]) -> None:
+        self.failure: str | None = None  # why drafting has ended
+        self._drafter, self._sessions, self._drop = drafter, sessions, drop
+        self._comes_back = not isinstance(sessions, LocalSessions)
+        self._away = self._comes_back
+
+    def __enter__(self) -> None:
+        """In here nothing is raised: decoding goes on without the drafter, until it comes back where it can."""
+
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> bool:
+        if isinstance(error, Exception):
+            why = f"drafter {self._drafter!r} failed: {type(error).__name__}: {error}"
+            self._away = self._comes_back and not isinstance(error, ConfigError)
+            if not self._away:
+                self.failure = why
+            log.error("%s; decoding goes on without it", why, exc_info=error)
+            self._drop()
+        return isinstance(error, Exception)
+
+    @property
+    def there(self) -> bool:
+        """Whether sessions can be asked for anything."""
+        return self.failure is None and not self._away
+
+    def look(self) -> bool:
+        """The same, after a look at those that were lost."""
+        if self.failure is None and self._away:
+            self._away = not self._sessions.ready()
+        return self.there
+
+    def forget(self) -> None:
+        """Let the sessions forget sequences that ended; those that are gone have nothing left to forget."""
+        if self.there:
+            with self:
+                self._sessions.forget()

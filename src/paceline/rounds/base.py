@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from ..core.named import NamedConfig
 from ..core.request import Logprob, SequenceState
 from ..core.sampling import SamplingParams
 from ..core.trace import StepTrace
 from ..drafters.base import Drafter, DrafterSpec, DraftRule, SequenceView
-from ..drafters.sessions import DraftSessions
+from ..drafters.sessions import GoingSessions
 from ..kv.pool import KVPool, SequenceCache
 from ..network.applications import Application
 from ..network.decoder import Decoder
 from ..network.streams import StreamSet
+
+if TYPE_CHECKING:
+    from .pipeline.stage_line import StageLine
+
+DEFAULT_VERIFIER = "sample_and_match"
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +201,21 @@ UNKNOWN = Origin()
 class Serve(Protocol):
     """Starts a drafter's process, whose sessions have room for so many drafted nodes of a sequence."""
 
-    def __call__(self, rows: int, place: Place) -> DraftSessions: ...
+    def __call__(self, rows: int, place: Place) -> GoingSessions: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundParts:
+    """What a round is made of."""
+
+    target: Decoder  # verifies
+    pool: KVPool  # its K/V
+    drafter: Drafter | None = None  # where `RoundConfig.place` names a process the same drafter runs there; this one is
+    # not bound then, and is asked for nothing but what it declares
+    verifier: str = DEFAULT_VERIFIER
+    origin: Origin = UNKNOWN  # where the target comes from
+    serve: Serve | None = None  # starts the drafter's process, where one is named
+    start: Callable[[], StageLine] | None = None  # starts stages elsewhere, where the target has the last one's layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,25 +237,8 @@ class RoundConfig(NamedConfig):
         """Why a drafter (None: no drafter) cannot run in this round, and what to do; None: it can."""
         raise NotImplementedError(f"{type(self).__name__}.refusal")
 
-    def build(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter | None,
-        verifier: str,
-        origin: Origin = UNKNOWN,
-        serve: Serve | None = None,
-    ) -> Round:
-        """Make the round.
-
-        Args:
-            target: the model that verifies.
-            pool: its K/V.
-            drafter: one that `refusal` has nothing against. Where `place` names a process, the same drafter runs
-                there; this one is not bound, and is asked for nothing but what it declares.
-            verifier: name of the verifier.
-            origin: where the target comes from.
-            serve: starts the drafter's process, where `place` names one.
+    def build(self, parts: RoundParts) -> Round:
+        """Make the round of parts that `refusal` has nothing against.
 
         Raises:
             ConfigError: options, or a verifier, that do not fit the target or the drafter; a process that cannot be

@@ -20,7 +20,7 @@ from ..kv.pool import KVPool
 from ..network.base import Taps
 from ..network.decoder import Decoder
 from ..network.streams import StreamSet, check_exit
-from .base import UNKNOWN, Origin, Round, RoundConfig, Serve, StepResult, Work
+from .base import Round, RoundConfig, RoundParts, StepResult, Work
 from .compiled_streams import StreamDrafts, count_stream_drafts, decide_streams_compiled
 from .drafting import GuardedDrafter, GuardedRound
 from .outcome import Emitter, keep
@@ -29,7 +29,6 @@ from .pruning import prune
 from .stream_reading import count_streams, read_streams
 from .stream_rows import Carriers, StreamInsertion, choose_carriers
 from .taps import Shown, Tapped, show
-from .verification import DEFAULT_VERIFIER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +42,9 @@ class FusedConfig(RoundConfig):
             return None
         return "it drafts with streams, and this one has none", "use drafter='streams:FOLDER', or round='serial'"
 
-    def build(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter | None,
-        verifier: str = DEFAULT_VERIFIER,
-        origin: Origin = UNKNOWN,
-        serve: Serve | None = None,
-    ) -> Round:
-        assert drafter is not None
-        return FusedRound(target, pool, drafter, verifier)
+    def build(self, parts: RoundParts) -> Round:
+        assert parts.drafter is not None
+        return FusedRound(parts.target, parts.pool, parts.drafter, parts.verifier)
 
 
 class FusedRound(GuardedRound):

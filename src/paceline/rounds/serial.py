@@ -15,13 +15,12 @@ from ..drafters.base import Drafter, DrafterSpec, DraftRule
 from ..kv.pool import KVPool
 from ..network.base import Taps
 from ..network.decoder import Decoder
-from .base import UNKNOWN, Origin, Round, RoundConfig, Serve, StepResult, Work
+from .base import Round, RoundConfig, RoundParts, StepResult, Work
 from .compiled import decide_compiled
 from .drafting import GuardedDrafter, GuardedRound
 from .outcome import Emitter, keep
 from .passes import Pass, decide, embed, lay_out, read_logits
 from .taps import Tapped, show
-from .verification import DEFAULT_VERIFIER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +34,8 @@ class SerialConfig(RoundConfig):
             return None
         return "it drafts with streams beside the target's rows, and this round has none", "use round='fused'"
 
-    def build(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter | None,
-        verifier: str = DEFAULT_VERIFIER,
-        origin: Origin = UNKNOWN,
-        serve: Serve | None = None,
-    ) -> Round:
-        return SerialRound(target, pool, drafter, verifier)
+    def build(self, parts: RoundParts) -> Round:
+        return SerialRound(parts.target, parts.pool, parts.drafter, parts.verifier)
 
 
 class SerialRound(GuardedRound):

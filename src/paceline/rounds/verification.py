@@ -13,6 +13,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.tree import TokenTree
 from ..core.verify import Accepted
 from ..drafters.base import DrafterSpec, SequenceView
+from .base import DEFAULT_VERIFIER as DEFAULT_VERIFIER
 
 # (sequences [B], trees [B, N], packed logits [sum of nodes, V]) -> verdicts [B]
 Verifier = Callable[[Sequence[SequenceView], TokenTree, Tensor], list[Accepted]]
@@ -90,7 +91,6 @@ class VerifierKind:
         return self.needs_q or self.lossy
 
 
-DEFAULT_VERIFIER = "sample_and_match"
 VERIFIERS: dict[str, VerifierKind] = {
     DEFAULT_VERIFIER: VerifierKind(),
     "rejection": VerifierKind(_against_q(verify.rejection), needs_q=True),

@@ -11,7 +11,7 @@ import torch
 from kits.masks import append_layer, kept_cache, pruned, subtree
 
 from paceline.network.stages import TEXT, Survivors
-from paceline.rounds.pipeline.flight import NONE, Flight, Offer, Verdict
+from paceline.rounds.pipeline.flight import NONE, Cut, Flight, Offer
 
 Path = tuple[int, ...]  # all tokens of the text up to a node's own
 
@@ -56,7 +56,7 @@ class World:
     store: list[Path] = field(default_factory=list)
     committed: int = 0
     frames: list[tuple[int, list[int], list[Path]]] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[Cut] = field(default_factory=list)
     text: Path = (0,)
 
     def path(self, number: int) -> Path:
@@ -203,5 +203,5 @@ def test_after_a_verdict_children_are_asked_for_where_a_level_is_left() -> None:
     (late,) = tree.extend([Offer(a, 9, -0.3)])  # a late sibling, beside a level that is in flight
     assert tree.waiting == [late] and tree.nodes[late].place == tree.nodes[below_a].place
     assert tree.enter(4) == [late] and tree.nodes[late].row == 2
-    assert tree.say(9).rows == (0, 2) and tree.say(0) == Verdict(3, 0, False, frozenset(), (0,))
+    assert tree.say(9).rows == (0, 2) and tree.say(0) == Cut(3, 0, False, frozenset(), (0,))
     assert tree.waiting == [tree.root] == tree.tips(9) and tree.nodes[tree.root].place == 3

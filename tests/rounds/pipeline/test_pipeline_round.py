@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kits.tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, t
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec
+from paceline.drafters.local_sessions import Growth, LocalSessions
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.none import NoneConfig
 from paceline.drafters.sessions import Ask, Grown
@@ -24,7 +26,7 @@ from paceline.engine.engine import Engine
 from paceline.rounds import parse_round
 from paceline.rounds.pipeline.flight import Draft
 from paceline.rounds.pipeline.lossy import relaxed, within_top_p
-from paceline.rounds.pipeline.records import Filling, Tick
+from paceline.rounds.pipeline.records import Tick
 from paceline.rounds.pipeline.round import PipelineRound
 
 LAYERS = 8
@@ -120,19 +122,22 @@ def test_what_a_request_left_is_right_for_the_next_one() -> None:
     assert seen > 400 and sum(tick.hits for tick in ticks) > 40
 
 
-class Late:
-    """Levels of a source that takes some ticks for each."""
+class Late(LocalSessions):
+    """Sessions that take some ticks for each level."""
 
     def __init__(self, inner: Any, ticks: int) -> None:
-        self.inner, self.ticks, self.left = inner, ticks, 0
+        super().__init__(inner)
+        self.ticks, self.left = ticks, 0
 
-    def begin(self, asks: Sequence[Ask]) -> None:
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growth:
         self.left = self.ticks
-        self.inner.begin(asks)
+        self.growth = super().begin(asks, levels)
+        self.growth.done = False
+        return self.growth
 
-    def take(self, wait: bool = False) -> Sequence[Grown] | None:
+    def look(self) -> None:
         self.left -= 1
-        return None if self.left >= 0 else self.inner.take()
+        self.growth.done = self.left < 0
 
 
 def test_a_source_that_is_late_costs_ticks_and_no_token() -> None:
@@ -140,7 +145,7 @@ def test_a_source_that_is_late_costs_ticks_and_no_token() -> None:
     for late in (0, 1, 2, 9):
         engine, round_, ticks = piped(drafter(0.0), 4)
         assert round_.source is not None
-        round_.source._levels = Late(round_.source._levels, late)
+        round_.source.sessions = Late(round_.source.sessions.inner, late)  # type: ignore[attr-defined]
         assert ids(run(engine, jobs)) == plain(jobs)
         assert any(tick.waits for tick in ticks) == (late > 0)
         counts.append(len(ticks))
@@ -168,7 +173,7 @@ def test_micro_batches_fill_the_stages_with_several_requests() -> None:
     counts = []
     for together in (None, 1):
         engine, round_, ticks = piped(None, 4)
-        round_.filling = Filling(texts=together)
+        round_.config = replace(round_.config, texts=together)
         assert ids(run(engine, jobs)) == plain(jobs)
         counts.append(len(ticks))
     assert counts[0] == 40 * 4  # all in one stage at any time
@@ -176,18 +181,15 @@ def test_micro_batches_fill_the_stages_with_several_requests() -> None:
 
 
 def test_a_broken_source_is_left_alone() -> None:
-    class Broken:
-        calls = 0
-
-        def begin(self, asks: Sequence[Ask]) -> None:
-            self.calls += 1
-
-        def take(self, wait: bool = False) -> Sequence[Grown]:
-            return [Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0])]
+    class Broken(LocalSessions):
+        def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growth:
+            growth = Growth({}, {}, {}, done=True)
+            growth.levels.append({asks[0].key: Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0])})
+            return growth
 
     engine, round_, _ = piped(drafter(), 4)
     assert round_.source is not None
-    round_.source._levels = Broken()
+    round_.source.sessions = Broken(round_.source.sessions)
     assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
     assert "vocabulary" in str(round_.failure)
 

@@ -19,7 +19,7 @@ from paceline.drafters.base import DrafterSpec
 from paceline.engine.engine import Engine
 from paceline.kv.pool import KVPool
 from paceline.rounds import parse_round
-from paceline.rounds.base import Place
+from paceline.rounds.base import Place, RoundParts
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.rounds.pipeline.records import Tick
 from paceline.rounds.pipeline.round import PipelineRound
@@ -59,7 +59,7 @@ def apart(level_s: float = 0.0, noise: float = 0.03) -> tuple[Engine, Stand, lis
     old = engine.round
     assert isinstance(old, PipelineRound) and isinstance(engine.pool, KVPool)
     config = PipelineConfig(stages=4, source="process", threads=1)
-    round_ = config.build(DECODER, engine.pool, drafter, "sample_and_match", serve=serve)
+    round_ = config.build(RoundParts(target=DECODER, pool=engine.pool, drafter=drafter, serve=serve))
     assert isinstance(round_, PipelineRound) and asked == [(config.nodes, Place((), 1))]
     ticks: list[Tick] = []
     round_.on_tick = ticks.append

@@ -104,7 +104,7 @@ def test_ids_do_not_depend_on_it() -> None:
     round_.now = now
 
     def note(ticked: Any) -> None:
-        seen.add(round_.filling.width)
+        seen.add(round_.width)
 
     round_.on_tick = note
     assert ids(run(engine, jobs)) == plain(jobs)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ...core.errors import ConfigError
 from ...core.options import option
-from ...drafters.base import Drafter, DrafterSpec
-from ...drafters.sessions import DraftSessions
-from ...kv.pool import KVPool
+from ...drafters.base import DrafterSpec
 from ...network.decoder import Decoder
 from ...network.exits import ExitHead, exit_layer, exit_of
 from ...network.files import fingerprint
 from ..ahead import AheadConfig
-from ..base import UNKNOWN, Origin, Place, Round, Serve
+from ..base import UNKNOWN, Origin, Place, RoundParts
 from .round import MirrorRound
-from .running import Beside, Between, Remote, Runner
 
 # Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
 KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
@@ -80,62 +78,21 @@ class MirrorConfig(AheadConfig):
             return wrong, "leave out branching and topk"
         return self.misfit(spec, *late, remedy)
 
-    def build(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter | None,
-        verifier: str,
-        origin: Origin = UNKNOWN,
-        serve: Serve | None = None,
-    ) -> Round:
-        assert drafter is not None
-        exit_head = self.exit_head(target, origin)  # before anything is allocated or started
-        sessions = self.sessions(drafter, self.capacity(drafter.spec), self.place, serve)
-        runners: dict[str, type[Runner]] = {"between": Between, "beside": Beside, "process": Remote}
-        return self.over(target, pool, drafter, verifier, exit_head, sessions, runners[self.rollout]())
+    def build(self, parts: RoundParts) -> MirrorRound:
+        assert parts.drafter is not None
+        exit_head = self.exit_head(parts.target, parts.origin)  # before anything is allocated or started
+        sessions = self.sessions(parts, self.capacity(parts.drafter.spec), self.rollout == "beside")
+        return MirrorRound(self, parts, exit_head, sessions)
 
     def capacity(self, spec: DrafterSpec) -> int:
         """Drafted nodes that a sequence may hold at once: a window, and a branch below every candidate."""
         gamma = spec.window
-        return (gamma + 1) * (1 + max(self._kappas().values()) * gamma)
+        return (gamma + 1) * (1 + max(self.kappas.values()) * gamma)
 
-    def over(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter,
-        verifier: str,
-        exit_head: ExitHead,
-        sessions: DraftSessions,
-        runner: Runner,
-    ) -> MirrorRound:
-        """The round over sessions that are served wherever they are.
-
-        Args:
-            target, pool, drafter, verifier: as for `build`.
-            exit_head: of the target.
-            sessions: of the drafter, with room for `capacity`.
-            runner: how rollouts run there.
-
-        Raises:
-            ConfigError: a verifier that does not fit.
-        """
-        kappas = {batch: min(kappa, target.config.vocab_size) for batch, kappa in self._kappas().items()}
-        waits = self.policy == "wait"
-        return MirrorRound(
-            target,
-            pool,
-            drafter,
-            verifier,
-            exit_head,
-            kappas,
-            waits,
-            self.ranks == "noise",
-            sessions,
-            runner,
-            self.rows,
-        )
+    @property
+    def kappas(self) -> Mapping[int, int]:
+        """Candidates of a position by batch size, from each size on."""
+        return KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}
 
     def exit_head(self, target: Decoder, origin: Origin = UNKNOWN) -> ExitHead:
         """The exit of a target, and all else that is asked for checked against it.
@@ -161,6 +118,3 @@ class MirrorConfig(AheadConfig):
             wrong, remedy = f"the zoo has no exits for {origin.name}", "name a folder of them, or leave heads out"
             raise ConfigError(f"round='mirror,heads={ZOO}'", wrong, remedy)
         return found
-
-    def _kappas(self) -> dict[int, int]:
-        return KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import ClassVar
 
-from ...drafters.sessions import ROOT, Ask, DraftSessions, Grown
+from ...drafters.sessions import ROOT, Ask, GoingSessions, Growing, Grown
 
 Outcome = tuple[int, int, int]  # of a pass: a sequence, its accepted tokens, and the token that follows
 
@@ -60,78 +61,134 @@ class Candidate:
 
 
 class Rollout:
-    """Chains of several sequences that grow together, one batched level a call.
+    """Chains of several sequences that grow together, one batched level a call, wherever their sessions are.
+
+    Nobody else may use the sessions between `start` and `finish`. The verdict calls off what is left of a growth, once
+    the nodes are known that it is about; what is then missing of the branches that are reused is asked for once more.
 
     Args:
         sessions: of the drafter.
         vocab_size: of the target: nothing else comes out of a drafter that is to be trusted.
     """
 
-    def __init__(self, sessions: DraftSessions, vocab_size: int) -> None:
+    spin_s: ClassVar[float] = 0.05  # how long the first level is looked for without sleep; after that it is waited for
+
+    def __init__(self, sessions: GoingSessions, vocab_size: int) -> None:
         self.sessions, self._vocab = sessions, vocab_size
         self._given: dict[int, list[Candidate]] = {}
-        self.open: list[Branch] = []
-        self.found: dict[Outcome, Branch] = {}
+        self._open: list[Branch] = []
+        self._found: dict[Outcome, Branch] = {}
         self.fresh: dict[int, Branch] = {}  # by sequence: chains below the root
         self.ms = 0.0  # that its levels took
         self.told_ms = 0.0  # that telling the drafter the verdict took
         self.nodes = 0  # drafted
-        self._outcomes: frozenset[Outcome] | None = None  # after the verdict: those that came true
+        self._growing: Growing | None = None
+        self._taken = 0  # levels of it
+        self._began = 0.0
 
     def prepare(self, key: int, candidates: Sequence[Candidate]) -> None:
         """A branch for each candidate of a sequence."""
         if candidates:
             self._given[key] = [*candidates]
 
-    def start(self, key: int, levels: int) -> None:
+    def begin(self, key: int, levels: int) -> None:
         """A chain below the root."""
         self.fresh[key] = Branch(key, ROOT, levels)
-        self.open.append(self.fresh[key])
+        self._open.append(self.fresh[key])
 
-    def narrow(self, outcomes: Iterable[Outcome]) -> None:
-        """The verdict: from the next level on nothing is drafted but for these. Safe from another thread."""
-        self._outcomes = frozenset(outcomes)
+    # -- drafting
 
-    def lengthen(self, branches: Iterable[Branch]) -> None:
-        """What came true is wanted whole: open the branches that were prepared for fewer levels than that."""
-        for branch in branches:
-            branch.levels = max(branch.levels, branch.whole)
-            if branch not in self.open and not branch.stuck and 0 < len(branch.chain) < branch.levels:
-                self.open.append(branch)
+    def run(self) -> None:
+        """Have all of it drafted now. Raises what the drafter raises, and ValueError where it answers nonsense; so do
+        `start` and `finish`."""
+        self.start()
+        self._end()
 
-    def advance(self) -> bool:
-        """Draft one level of everything. False: nothing is left to draft.
-
-        Raises:
-            ValueError: the drafter answers nonsense.
-        """
-        began = perf_counter()
-        asks, _ = self.asks()
+    def start(self) -> None:
+        """Have it drafted, now or from now on."""
+        asks, levels = self.asks()
+        self._growing, self._taken, self._began = None, 0, perf_counter()
         if asks:
-            grown = self.sessions.grow(asks)
-            if len(grown) != len(asks):
-                raise ValueError(f"{len(grown)} answers to {len(asks)} questions")
-            self.take({ask.key: answer for ask, answer in zip(asks, grown, strict=True)})
-        self.ms += (perf_counter() - began) * 1e3
-        return bool(self.open)
+            self._growing = self.sessions.begin(asks, levels)
+
+    def finish(self, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
+        """The verdict: waits for what is reused, and for nothing else.
+
+        Args:
+            said: the outcomes that came true, and their tokens.
+            ended: sequences that have ended.
+
+        Returns:
+            The branches that are reused; of the other outcomes nothing is drafted.
+        """
+        self._look(said)
+        reused = self._go_on(said, ended)
+        self._end()
+        self._given, self._open = {}, []
+        for branch in reused.values():  # what came true is wanted whole
+            branch.levels = max(branch.levels, branch.whole)
+            if not branch.stuck and len(branch.chain) < branch.levels:
+                self._open.append(branch)
+        self.run()
+        return reused
+
+    def _look(self, said: Iterable[Outcome]) -> None:
+        """Take what came, and at least the nodes of what was said."""
+        until = perf_counter() + self.spin_s
+        while True:
+            self.sessions.look()
+            self._take()
+            if not self._owes(said):
+                return
+            if perf_counter() >= until:
+                return self._end()
+
+    def _go_on(self, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
+        """Let the drafter go on to what was said, all branches of which it keeps or drops (section 3.1)."""
+        reused, began = {}, perf_counter()
+        for key in ended:
+            self.sessions.close(key)
+        for outcome, tokens in said.items():
+            branch = self._found.get(outcome)
+            if branch is None:
+                self.sessions.commit(outcome[0], tokens)
+            else:
+                self.sessions.reroot(outcome[0], branch.candidate)
+                branch.prepared = len(branch.chain)
+                reused[outcome] = branch
+        self.told_ms = (perf_counter() - began) * 1e3
+        return reused
+
+    def _end(self) -> None:
+        """Wait until nothing more comes."""
+        if self._growing is not None:
+            self.sessions.wait(self._growing)
+            self._take()
+            times = self._growing.times  # of what was drafted, also where nobody looked before the verdict
+            self.ms += ((times[-1][1] if times else perf_counter()) - self._began) * 1e3
+            self._growing = None
+
+    def _take(self) -> None:
+        """The levels that came since the last look."""
+        if self._growing is not None:
+            levels = self._growing.levels[self._taken :]
+            for level in levels:
+                self.take(level)
+            self._taken += len(levels)
+
+    # -- levels
 
     def asks(self) -> tuple[list[Ask], list[list[int]]]:
-        """The next level of everything, and how many tokens are wanted below each of its nodes, given ones first."""
-        if self._outcomes is not None:
-            self._drop(self._outcomes)
-        by_key = self._by_key()
-        given = [self._given.get(key, []) for key in by_key]
-        levels = [
-            [*(c.levels for c in own), *(branch.levels - len(branch.chain) for branch in branches)]
-            for branches, own in zip(by_key.values(), given, strict=True)
-        ]
-        asks = [
-            Ask(key, [(c.parent, c.token) for c in own], [branch.tip for branch in branches], most=most)
-            for (key, branches), own, most in zip(by_key.items(), given, levels, strict=True)
-        ]
+        """The first level of everything, and how many tokens are wanted below each of its nodes, given ones first."""
+        asks, levels = [], []
+        for key, branches in self._by_key().items():
+            given = self._given.get(key, ())
+            asks.append(Ask(key, [(c.parent, c.token) for c in given], [branch.tip for branch in branches]))
+            left = [branch.levels - len(branch.chain) for branch in branches]
+            levels.append([*(c.levels for c in given), *left])
         return asks, levels
 
-    def owes(self, outcomes: Iterable[Outcome]) -> bool:
+    def _owes(self, outcomes: Iterable[Outcome]) -> bool:
         """Whether one of these was prepared for, and has no node yet."""
         given = {(key, c.place, c.token) for key, own in self._given.items() for c in own}
         return any(outcome in given for outcome in outcomes)
@@ -142,11 +199,11 @@ class Rollout:
         Raises:
             ValueError: the drafter answers nonsense.
         """
-        by_key, self.open = self._by_key(), []
+        by_key, self._open = self._by_key(), []
         for key, branches in by_key.items():
             answer = answers.get(key)
             if answer is None:
-                self.open += branches
+                self._open += branches
                 continue
             self._check(key, answer)
             self._append(branches + self._begun(key, answer), answer)
@@ -154,22 +211,16 @@ class Rollout:
 
     def _by_key(self) -> dict[int, list[Branch]]:
         found: dict[int, list[Branch]] = {key: [] for key in self._given}
-        for branch in self.open:
+        for branch in self._open:
             found.setdefault(branch.key, []).append(branch)
         return found
-
-    def _drop(self, outcomes: frozenset[Outcome]) -> None:
-        """Leave the branches of outcomes that did not come true as they are."""
-        self.open = [branch for branch in self.open if branch.outcome in outcomes]
-        given = {k: [c for c in own if (k, c.place, c.token) in outcomes] for k, own in self._given.items()}
-        self._given = {key: own for key, own in given.items() if own}
 
     def _begun(self, key: int, answer: Grown) -> list[Branch]:
         begun = []
         for candidate, node in zip(self._given.get(key, ()), answer.given, strict=True):
             outcome = key, candidate.place, candidate.token
             whole = candidate.whole or candidate.levels
-            branch = self.found[outcome] = Branch(key, node, candidate.levels, outcome, node, whole)
+            branch = self._found[outcome] = Branch(key, node, candidate.levels, outcome, node, whole)
             begun.append(branch)
         return begun
 
@@ -186,7 +237,7 @@ class Rollout:
             self.nodes += len(branch.chain) - before
             branch.stuck = len(branch.chain) == before
             if not branch.stuck and len(branch.chain) < branch.levels:
-                self.open.append(branch)
+                self._open.append(branch)
 
     def _check(self, key: int, answer: Grown) -> None:
         """Refuse what is no answer."""
@@ -217,29 +268,3 @@ def share_rows(chances: Sequence[float], most: Sequence[int], rows: int, kept: f
     for _, branch in sorted(worth, key=lambda one: (-one[0], one[1]))[:rows]:
         levels[branch] += 1
     return levels
-
-
-def go_on(rollout: Rollout, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
-    """Let the drafter go on to what was said, all branches of which it keeps or drops (section 3.1).
-
-    Args:
-        rollout: what was prepared.
-        said: the outcomes that came true, and their tokens.
-        ended: sequences that have ended.
-
-    Returns:
-        The branches that are reused; of the other outcomes nothing is drafted.
-    """
-    reused, began = {}, perf_counter()
-    for key in ended:
-        rollout.sessions.close(key)
-    for outcome, tokens in said.items():
-        branch = rollout.found.get(outcome)
-        if branch is None:
-            rollout.sessions.commit(outcome[0], tokens)
-        else:
-            rollout.sessions.reroot(outcome[0], branch.candidate)
-            branch.prepared = len(branch.chain)
-            reused[outcome] = branch
-    rollout.told_ms = (perf_counter() - began) * 1e3
-    return reused

@@ -9,51 +9,40 @@ what it is.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 
-from ...core.errors import ConfigError
 from ...core.inference import inference
 from ...core.tree import TokenTree
-from ...drafters.base import Drafter, DraftRule
-from ...drafters.sessions import DraftSessions, GoingSessions, Opening
-from ...kv.pool import KVPool
-from ...network.decoder import Decoder
+from ...drafters.base import DraftRule
+from ...drafters.sessions import GoingSessions, Opening
 from ...network.exits import ExitHead
-from ..base import RunningSequence, StepResult, Work
+from ..ahead import SessionGuard
+from ..base import RoundParts, RunningSequence, StepResult, Work
 from ..outcome import Emitter, keep
 from ..passes import Pass, decide, embed, lay_out, read_logits
 from ..verification import make_verifier
 from .channel import Message, outcome_chances, overlap, speak
 from .records import StepTimes, Verdict
 from .rollout import Branch, Candidate, Chain, Outcome, Rollout, share_rows
-from .running import Runner
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .config import MirrorConfig
 
 
 class MirrorRound:
     """Verification of one window and drafting of the next at the same time.
 
     Args:
-        target: the model that verifies.
-        pool: its K/V.
-        drafter: one with draft sessions.
-        verifier: name of the verifier.
+        config: its options. With ``rows`` branches are of unequal depth, and the one that is reused is drafted to its
+            end after the verdict; without, all are as long as a window.
+        parts: target, pool, verifier, and a drafter with draft sessions.
         exit_head: what the target says in the middle of its layers.
-        kappas: candidates of a position by batch size, from each size on.
-        waits: whether a fresh window is drafted at once after an outcome that was not prepared for; else the next pass
-            has none.
-        noisy: whether candidates are ranked with the noise of the target's own choices.
-        sessions: of the drafter.
-        runner: runs the rollouts.
-        rows: drafted tokens of a sequence's rollout at most; branches are then of unequal depth, and the one that is
-            reused is drafted to its end after the verdict. None: all branches are as long as a window.
+        sessions: of the drafter, with room for `MirrorConfig.capacity`.
 
     Raises:
         ConfigError: a verifier that does not fit the drafter.
@@ -64,36 +53,30 @@ class MirrorRound:
     busy = False  # a pass ends in the step that began it
     past = 0
 
-    def __init__(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter,
-        verifier: str,
-        exit_head: ExitHead,
-        kappas: Mapping[int, int],
-        waits: bool,
-        noisy: bool,
-        sessions: DraftSessions,
-        runner: Runner,
-        rows: int | None = None,
-    ) -> None:
-        self.target, self.pool, self.drafter = target, pool, drafter
-        self.exit, self.kappas, self.waits = exit_head, dict(sorted(kappas.items())), waits
-        self.noisy = noisy
-        self.sessions, self.runner, self.rows = sessions, runner, rows
-        self.verifier = make_verifier(verifier, drafter.spec)
-        self.emitter = Emitter(target.num_layers, drafter.spec)
-        self.gamma = drafter.spec.window
-        self.failure: str | None = None  # why drafting has ended
+    def __init__(self, config: MirrorConfig, parts: RoundParts, exit_head: ExitHead, sessions: GoingSessions) -> None:
+        assert parts.drafter is not None
+        spec = parts.drafter.spec
+        self.config, self.target, self.pool = config, parts.target, parts.pool
+        self.exit, self.sessions = exit_head, sessions
+        self.verifier = make_verifier(parts.verifier, spec)
+        self.emitter = Emitter(parts.target.num_layers, spec)
+        self.gamma = spec.window
+        self.waits = config.policy == "wait"
+        vocab = parts.target.config.vocab_size
+        self._kappas = [(size, min(k, vocab)) for size, k in sorted(config.kappas.items(), reverse=True)]
         self.on_verdict: Callable[[Verdict], None] | None = None  # told every verdict, where anybody listens
         self.on_step: Callable[[StepTimes], None] | None = None  # told the times of every step
         self._rollout: Rollout | None = None  # the one under way
-        self._away = isinstance(sessions, GoingSessions)  # whether they are not there, and may come back
         self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
         self._fallen: set[int] = set()  # whose last outcome was not prepared for
+        self._guarded = SessionGuard(spec.name, sessions, self._drop)
         # By place of a window: tokens that were verified behind accepted ones, and how many of them were accepted.
         self._offered, self._accepted = [0] * self.gamma, [0] * self.gamma
+
+    @property
+    def failure(self) -> str | None:
+        """Why drafting has ended."""
+        return self._guarded.failure
 
     @inference
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
@@ -151,10 +134,8 @@ class MirrorRound:
             self._close(key)
 
     def forget(self) -> None:
-        """Let the sessions forget sequences that ended; those that are gone have nothing left to forget."""
-        if not self._away and self.failure is None:
-            with self._guarded():
-                self.sessions.forget()
+        """Let the sessions forget sequences that ended."""
+        self._guarded.forget()
 
     # -- windows
 
@@ -168,8 +149,8 @@ class MirrorRound:
 
     def _open(self, works: Sequence[Work]) -> None:
         """Sessions of sequences that get tokens from now on."""
-        with self._guarded():
-            if not self._there():
+        with self._guarded:
+            if not self._guarded.look():
                 return
             for work in works:
                 view = work.sequence.view
@@ -177,24 +158,18 @@ class MirrorRound:
                     self._windows[view.key] = Chain()
                     self.sessions.open(Opening.of(view))
 
-    def _there(self) -> bool:
-        """Whether sessions can be opened; those that were lost elsewhere come back."""
-        if self.failure is None and self._away and isinstance(self.sessions, GoingSessions):
-            self._away = not self.sessions.ready()
-        return self.failure is None and not self._away
-
     def _draft_fresh(self, works: Sequence[Work]) -> None:
         """A chain below the root where a pass would verify nothing."""
-        if self.failure is not None:
+        if not self._windows:
             return
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
         for work in works:
             key = work.sequence.view.key
             waits = self.waits or key not in self._fallen
             if work.budget > 0 and work.generates and waits and key in self._windows and not self._windows[key]:
-                rollout.start(key, min(work.budget, work.max_depth, self.gamma))
-        with self._guarded():
-            self.runner.run(rollout)
+                rollout.begin(key, min(work.budget, work.max_depth, self.gamma))
+        with self._guarded:
+            rollout.run()
         for key, branch in rollout.fresh.items():
             if key in self._windows:
                 self._windows[key] = branch.chain
@@ -216,10 +191,10 @@ class MirrorRound:
             return told
         rows = [row for i in listening for row in range(p.spans[i].root, p.spans[i].stop)]
         logits = self.exit.logits(p.state.hidden[torch.tensor(rows, device=p.state.hidden.device)])
-        begin = 0
+        begin, noisy = 0, self.config.ranks == "noise"
         for i in listening:
             end = begin + p.spans[i].nodes
-            message = speak(p.works[i].sequence.view, windows[i].tokens, logits[begin:end], kappa, self.noisy)
+            message = speak(p.works[i].sequence.view, windows[i].tokens, logits[begin:end], kappa, noisy)
             if message is not None:
                 told[i] = message
             begin = end
@@ -232,7 +207,7 @@ class MirrorRound:
 
     def _kappa(self, batch: int) -> int:
         """Candidates of a position at a batch size."""
-        return next((k for size, k in reversed(self.kappas.items()) if batch >= size), 0)
+        return next((k for size, k in self._kappas if batch >= size), 0)
 
     def _prepare(self, p: Pass, windows: Mapping[int, Chain], told: Mapping[int, Message]) -> Rollout:
         """A branch below every candidate that leaves room for a draft."""
@@ -245,8 +220,8 @@ class MirrorRound:
                 levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
                 if levels > 0:
                     candidates += [Candidate(window.behind(place), token, place, levels) for token in tokens]
-            if self.rows is not None:
-                candidates = self._share(candidates, message, self.rows)
+            if self.config.rows is not None:
+                candidates = self._share(candidates, message, self.config.rows)
             rollout.prepare(work.sequence.view.key, candidates)
         return rollout
 
@@ -273,17 +248,17 @@ class MirrorRound:
         """Have the rollout drafted."""
         if self.failure is None:
             self._rollout = rollout
-            with self._guarded():
-                self.runner.start(rollout)
+            with self._guarded:
+                rollout.start()
 
     def _finish(self, said: Mapping[Outcome, Sequence[int]], ended: Sequence[int]) -> Mapping[Outcome, Branch]:
         """The verdict: the windows of the branches that are reused, and none where there was nothing to reuse."""
         rollout, reused = self._rollout, dict[Outcome, Branch]()
         if rollout is None:
             return reused
-        with self._guarded():
+        with self._guarded:
             known = {outcome: tokens for outcome, tokens in said.items() if outcome[0] in self._windows}
-            reused = self.runner.finish(rollout, known, [key for key in ended if key in self._windows])
+            reused = rollout.finish(known, [key for key in ended if key in self._windows])
         self._rollout = None
         for key in ended:
             self._forget(key)
@@ -333,28 +308,17 @@ class MirrorRound:
             told = replace(verdict, reused=branch is not None, prepared=prepared)
             self.on_verdict(told)  # type: ignore[misc]  # there are none else
 
-    # -- faults
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """A drafter's fault costs no request: decoding goes on without it, until it comes back where it can."""
-        try:
-            yield
-        except Exception as error:
-            why = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
-            self._away = isinstance(self.sessions, GoingSessions) and not isinstance(error, ConfigError)
-            if not self._away:
-                self.failure = why
-            log.error("%s; decoding goes on without it", why, exc_info=error)
-            self._windows.clear()
-            self._fallen.clear()
-
     def _close(self, key: int) -> None:
         if self._forget(key):
-            with self._guarded():
+            with self._guarded:
                 self.sessions.close(key)
 
     def _forget(self, key: int) -> bool:
         """Whether it had a session."""
         self._fallen.discard(key)
         return self._windows.pop(key, None) is not None
+
+    def _drop(self) -> None:
+        """All sessions are gone."""
+        self._windows.clear()
+        self._fallen.clear()

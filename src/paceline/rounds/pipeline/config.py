@@ -10,19 +10,17 @@ from typing import ClassVar, Literal
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
-from ...drafters.base import Drafter, DrafterSpec
-from ...drafters.sessions import DraftSessions
+from ...drafters.base import DrafterSpec
+from ...drafters.sessions import GoingSessions
 from ...kv.pool import KVPool
 from ...network.decoder import Decoder
 from ...network.stages import Stage, StagesInTurn, even_cuts
 from ..ahead import AheadConfig
-from ..base import UNKNOWN, Origin, Serve
+from ..base import RoundParts
 from ..verification import make_verifier
-from . import lossy
-from .round import Filling, PipelineRound
-from .source import Levels, Source, levels_of
+from .round import PipelineRound
+from .source import Source
 from .stage_line import StageLine
-from .widths import Widths
 
 MEASURED = "auto"  # in place of a cut
 
@@ -78,9 +76,9 @@ class PipelineConfig(AheadConfig):
         self.require("layers", named in (0, self.stages), f"names {named} stages, and stages={self.stages}")
 
     @property
-    def filling(self) -> Filling:
-        """What enters in a tick."""
-        return Filling(width=self.width, rows=self.rows, texts=self.texts, tree=_numbers(self.tree))
+    def factors(self) -> tuple[int, ...]:
+        """Children by level of a tree that enters whole (SpecInfer), in place of levels; none: levels enter."""
+        return _numbers(self.tree)
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL', ngram or suffix"
@@ -98,24 +96,10 @@ class PipelineConfig(AheadConfig):
         )
         return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
 
-    def build(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter | None,
-        verifier: str,
-        origin: Origin = UNKNOWN,
-        serve: Serve | None = None,
-        start: Callable[[], StageLine] | None = None,
-    ) -> PipelineRound:
-        """See `RoundConfig`.
-
-        Args:
-            start: starts stages elsewhere, where the target has the last one's layers alone.
-        """
-        self._fit(verifier, drafter)
-        stage_line = StagesInTurn(self.cut(target, pool)) if start is None else start()
-        return self.over(target, pool, drafter, verifier, stage_line, serve)
+    def build(self, parts: RoundParts) -> PipelineRound:
+        self._fit(parts)
+        stage_line = StagesInTurn(self.cut(parts.target, parts.pool)) if parts.start is None else parts.start()
+        return self.over(parts, stage_line)
 
     def bounds(self, layers: int) -> list[int]:
         """First layer of every stage, and one past the last one's last.
@@ -146,45 +130,37 @@ class PipelineConfig(AheadConfig):
         return [Stage(target, a, b, pool.tensors.part(a * stretch, b * stretch)) for a, b in pairs]
 
     def over(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter | None,
-        verifier: str,
-        stage_line: StageLine,
-        serve: Serve | None = None,
-        levels: Callable[[DraftSessions], Levels] = levels_of,
+        self, parts: RoundParts, stage_line: StageLine, going: Callable[[GoingSessions], GoingSessions] | None = None
     ) -> PipelineRound:
         """The round over stages wherever they are.
 
         Args:
-            target, pool, drafter, verifier, serve: as for `build`.
+            parts: as for `build`.
             stage_line: the stages.
-            levels: how the drafter's sessions grow.
+            going: how the drafter's sessions grow, in their place; None: as they are.
 
         Raises:
             ConfigError, CapabilityError: a verifier that does not fit.
         """
-        self._fit(verifier, drafter)
+        self._fit(parts)
         source = None
-        if drafter is not None and drafter.spec.ahead:
-            sessions = self.sessions(drafter, self.nodes, self.place, serve)
-            source = Source(sessions, levels(sessions), self.children, target.config.vocab_size, self.filling.tree)
-        accept = lossy.rule(self.accept, 0.9 if self.accept_p is None else self.accept_p)
-        widths = Widths(self.width, stage_line.count) if self.adapt else None
-        return PipelineRound(target, pool, stage_line, source, self.filling, accept, drafter, widths)
+        if parts.drafter is not None and parts.drafter.spec.ahead:
+            sessions = self.sessions(parts, self.nodes)
+            vocab = parts.target.config.vocab_size
+            source = Source(going(sessions) if going else sessions, self.children, vocab, self.factors)
+        return PipelineRound(self, parts, stage_line, source)
 
     @staticmethod
-    def _fit(verifier: str, drafter: Drafter | None) -> None:
-        if make_verifier(verifier, None if drafter is None else drafter.spec).verify is not None:
+    def _fit(parts: RoundParts) -> None:
+        spec = None if parts.drafter is None else parts.drafter.spec
+        if make_verifier(parts.verifier, spec).verify is not None:
             wrong = "what the target says itself decides here, and nothing else"
-            raise CapabilityError(f"verifier={verifier!r} with round='pipeline'", wrong, "leave out the verifier")
+            raise CapabilityError(f"verifier={parts.verifier!r} with round='pipeline'", wrong, "leave out the verifier")
 
     @property
     def nodes(self) -> int:
         """Drafted nodes that a session may hold at once: a level for every stage, and what is owed."""
-        tree = self.filling.tree
-        if tree:
+        if tree := self.factors:
             return (self.stages + 2 + len(tree)) * math.prod(tree) ** 2  # the next one below each leaf
         return (self.stages + 2) * self.width * self.children
 

@@ -45,7 +45,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Cut:
     """What a token that was said has done to the tree."""
 
     version: int  # verdicts so far, this one included
@@ -101,6 +101,11 @@ class Flight:
         self.nodes[number] = node
         self._children[node.parent, node.token] = number
         return number
+
+    @property
+    def place(self) -> int:
+        """Of the root in the text."""
+        return self.nodes[self.root].place
 
     # -- growing
 
@@ -276,7 +281,7 @@ class Flight:
             allowed=len(nodes) - 1,
         )
 
-    def say(self, token: int) -> Verdict:
+    def say(self, token: int) -> Cut:
         """The target says ``token`` behind the root: reroot to the child that carries it, or start again with it.
 
         Raises:
@@ -290,10 +295,10 @@ class Flight:
         if child == NONE:
             self.nodes, self._children, self.rows, self.spare = {}, {}, 0, []
             self.root = self._add(Node(NONE, token, old.place + 1))
-            return Verdict(self.version, token, False, frozenset(), (0,))
+            return Cut(self.version, token, False, frozenset(), (0,))
         return self._reroot(child)
 
-    def _reroot(self, child: int) -> Verdict:
+    def _reroot(self, child: int) -> Cut:
         self.nodes = {number: self.nodes[number] for number in self._below(child)}
         self.nodes[child].parent = NONE
         self.root = child
@@ -304,7 +309,7 @@ class Flight:
             node.row = row
         self.rows = len(entered)
         root = self.nodes[child]
-        return Verdict(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows)
+        return Cut(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows)
 
     def _below(self, root: int) -> list[int]:
         """A node and all below it; parents have lower numbers than their children."""

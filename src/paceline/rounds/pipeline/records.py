@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...kv.pool import SequenceCache
 from ..base import RunningSequence
-from .flight import Flight, Verdict
+from .flight import Cut, Flight
 from .replay import Replay
 
 
@@ -19,7 +19,7 @@ class Tick:
     said: int  # tokens
     hits: int  # of them in flight when they were said
     waits: bool  # whether the source was late
-    verdicts: Sequence[Verdict] = ()  # behind each token but an answer's last one
+    verdicts: Sequence[Cut] = ()  # behind each token but an answer's last one
     refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
     late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
 
@@ -52,13 +52,3 @@ class Running:
     counted: int = 0  # nodes that entered since the last verdict, roots not counted
     newest: int = 0  # place of the newest level since the last flush
     replay: Replay | None = None  # in a survey of widths
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filling:
-    """What enters a pipeline in a tick."""
-
-    width: int = 1  # w, drafted tokens of one request at most
-    rows: int | None = None  # of all requests together, W: w falls as they join (SpecPipe-DB: W / B); None: no limit
-    texts: int | None = None  # requests whose text enters, at most; None: all. Running / stages: micro-batches
-    tree: tuple[int, ...] = ()  # children by level of a tree that enters whole (SpecInfer), in place of levels

@@ -12,82 +12,82 @@ it is not in flight.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...core.errors import ConfigError
 from ...core.inference import inference
-from ...drafters.base import Drafter, DraftRule, SequenceView
+from ...drafters.base import DraftRule, SequenceView
 from ...drafters.sessions import Opening
-from ...kv.pool import KVPool
-from ...network.decoder import Decoder
 from ...network.stages import TEXT, Frame, StageRows
-from ..base import RunningSequence, StepResult, Work
+from ..ahead import SessionGuard
+from ..base import RoundParts, RunningSequence, StepResult, Work
 from ..outcome import logprobs_of, source_name
 from ..passes import record_prompt
 from ..verification import choose_nodes
-from .flight import Flight, Offer, Verdict
-from .lossy import Accept
-from .records import Filling, PendingMoves, Running, Tick
+from . import lossy
+from .flight import Cut, Flight, Offer
+from .records import PendingMoves, Running, Tick
 from .source import Source
 from .stage_line import StageLine
 from .widths import Widths
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .config import PipelineConfig
 
 
-@dataclass(eq=False)
 class PipelineRound:
     """Levels of trees enter a target's stages behind each other.
 
     Args:
-        target: reads the states of the last stage.
-        pool: whose slots the stages' stores have; its moves go with the frames.
+        config: its options.
+        parts: the target, which reads the states of the last stage; a pool whose slots the stages' stores have, and
+            whose moves go with the frames; the drafter.
         stage_line: the stages.
         source: of tokens; None: a plain pipeline, in which a token enters when the one before it was said.
-        filling: what enters in a tick.
-        accept: chooses a token from the target's scores and the drafts in flight; None: the target alone decides.
-        drafter: whose sessions the source has.
-        widths: choose w while requests run; None: it stays.
     """
 
-    target: Decoder
-    pool: KVPool
-    stage_line: StageLine
-    source: Source | None
-    filling: Filling = Filling()
-    accept: Accept | None = None
-    drafter: Drafter | None = None
-    widths: Widths | None = None
-    now: Callable[[], float] = field(default=perf_counter, init=False)  # by which ticks are timed
-    name: str = field(default="pipeline", init=False)
-    sources: tuple[str, ...] = field(default=(), init=False)  # its trees have one width for all requests
-    past: int | None = field(default=0, init=False)
-    failure: str | None = field(default=None, init=False)  # why drafting has ended
-    on_tick: Callable[[Tick], None] | None = field(default=None, init=False)  # told every tick, where anybody listens
-    _running: dict[int, Running] = field(default_factory=dict, init=False)  # by request
-    _requests: dict[int, int] = field(default_factory=dict, init=False)  # by sequence's key
-    _queue: list[tuple[Running, Work]] = field(default_factory=list, init=False)  # text that waits for its turn
-    _ended: list[int] = field(default_factory=list, init=False)  # requests that the stages may forget
-    _moves: PendingMoves = field(default_factory=PendingMoves, init=False)
-    _fresh: int = field(default=0, init=False)
-    _epoch: int = field(default=0, init=False)
-    _turn: int = field(default=0, init=False)  # who comes first where not all have room in a tick
-    _verdicts: list[Verdict] = field(default_factory=list, init=False)  # of the tick
-    _added: tuple[int, int] = field(default=(0, 0), init=False)  # refills and late siblings of the tick
-    _tick_count: int = field(default=0, init=False)
-    _ticks: int = field(default=0, init=False)  # since the last frame that has rows entered
-    _levels_in: deque[int] = field(init=False)  # rows of the frames in flight; 0: of text, which says nothing of w
-    _torn: bool = field(default=False, init=False)  # whether a step has begun, or ended in its middle
+    name = "pipeline"
+    sources: tuple[str, ...] = ()  # its trees have one width for all requests
+    past = 0
 
-    def __post_init__(self) -> None:
+    def __init__(self, config: PipelineConfig, parts: RoundParts, stage_line: StageLine, source: Source | None) -> None:
+        self.config, self.target, self.pool = config, parts.target, parts.pool
+        self.stage_line, self.source = stage_line, source
+        self.now: Callable[[], float] = perf_counter  # by which ticks are timed
+        self.on_tick: Callable[[Tick], None] | None = None  # told every tick, where anybody listens
+        self.width = config.width
+        self.widths = Widths(config.width, stage_line.count) if config.adapt else None  # choose w while requests run
+        self._accept = lossy.rule(config.accept, 0.9 if config.accept_p is None else config.accept_p)
+        self._tree = config.factors
+        self._spec = None if parts.drafter is None else parts.drafter.spec
+        self._guard = None
+        if source is not None and self._spec is not None:
+            self._guard = SessionGuard(self._spec.name, source.sessions, self._lost)
+        self._running: dict[int, Running] = {}  # by request
+        self._requests: dict[int, int] = {}  # by sequence's key
+        self._queue: list[tuple[Running, Work]] = []  # text that waits for its turn
+        self._ended: list[int] = []  # requests that the stages may forget
+        self._moves = PendingMoves()
         self.pool.store = self._moves
-        self._levels_in = deque([0] * self.stage_line.count, maxlen=self.stage_line.count)
+        self._fresh = self._epoch = 0
+        self._turn = 0  # who comes first where not all have room in a tick
+        self._verdicts: list[Cut] = []  # of the tick
+        self._added = 0, 0  # refills and late siblings of the tick
+        self._tick_count = 0
+        self._ticks = 0  # since the last frame that has rows entered
+        # Rows of the frames in flight; 0: of text, which says nothing of w.
+        self._levels_in = deque([0] * stage_line.count, maxlen=stage_line.count)
+        self._torn = False  # whether a step has begun, or ended in its middle
+
+    @property
+    def failure(self) -> str | None:
+        """Why drafting has ended."""
+        return None if self._guard is None else self._guard.failure
 
     @property
     def busy(self) -> bool:
@@ -139,11 +139,11 @@ class PipelineRound:
 
     def forget(self) -> None:
         """Let the source forget requests that ended."""
-        self._guard(Source.forget)
+        if self._guard is not None:
+            self._guard.forget()
 
     def _close(self, request: int) -> None:
-        if self.source is not None:
-            self._guard(lambda source: source.close(request))
+        self._asked(lambda source: source.close(request))
 
     # -- what enters
 
@@ -162,16 +162,12 @@ class PipelineRound:
         """One tick of everything; returns who got how many tokens."""
         self._tick_count += 1
         began, frame = self.now(), self._frame()
-        if self.source is not None and self.source.away:
-            self._guard(self._reopen)
-        if self.source is not None:
-            self._guard(self._ask)
+        self._look()
+        self._asked(self._ask)
         self._ticks = 0 if frame is not None and frame.rows else self._ticks + 1
         out = self.stage_line.tick(frame)
         said, hits = self._decide(out)
-        waits = False
-        if self.source is not None:
-            waits = not self._guard(self._take)
+        waits = self._guard is not None and self._guard.there and not self._asked(self._take)
         verdicts, self._verdicts = self._verdicts, []
         if self.widths is not None:
             self._adapt(self.widths, frame, self.now() - began)
@@ -188,7 +184,7 @@ class PipelineRound:
         self._levels_in.append(0 if text else max((len(part.nodes) for part in parts), default=1))
         if 0 not in self._levels_in:
             widths.time.saw(max(self._levels_in), seconds)
-        self.filling = replace(self.filling, width=widths.width)
+        self.width = widths.width
         for running in self._running.values():
             if not widths.surveying:
                 running.replay = None
@@ -197,10 +193,10 @@ class PipelineRound:
 
     def _frame(self) -> Frame | None:
         """What enters now: text that waits, and a level of each tree."""
-        taken = self._queue[: self.filling.texts]
+        taken = self._queue[: self.config.texts]
         self._queue = self._queue[len(taken) :]
         parts = [self._text(running, work) for running, work in taken]
-        if not self.filling.tree:
+        if not self._tree:
             parts += self._levels({running.request for running, _ in taken})
         ended, self._ended = self._ended, []
         moves = self._moves.take()
@@ -211,10 +207,9 @@ class PipelineRound:
     @property
     def _share(self) -> int:
         """w: drafted tokens of each request in a tick."""
-        filling = self.filling
-        if filling.rows is None:
-            return filling.width
-        return max(1, min(filling.width, filling.rows // max(1, len(self._running))))
+        if self.config.rows is None:
+            return self.width
+        return max(1, min(self.width, self.config.rows // max(1, len(self._running))))
 
     def _levels(self, begun: Container[int]) -> list[StageRows]:
         """The next level of each tree but those that have just begun, ragged, in rows that all share.
@@ -227,9 +222,9 @@ class PipelineRound:
         self._turn += 1
         start = self._turn % len(live)
         parts: list[StageRows] = []
-        left = self.filling.rows
+        left = self.config.rows
         for place, running in enumerate([*live[start:], *live[:start]]):
-            share = self.filling.width
+            share = self.width
             if left is not None:
                 share = min(share, -(-left // (len(live) - place)))
             part = self._level(running, share) if share else None
@@ -241,7 +236,7 @@ class PipelineRound:
     def _text(self, running: Running, work: Work) -> StageRows:
         """Rows of a text; the last one is the root, where the text ends with them. Those before it are committed: what
         enters later finds them written, at every stage."""
-        if self.filling.tree and work.rows == 1 and work.generates and running.flight is not None:
+        if self._tree and work.rows == 1 and work.generates and running.flight is not None:
             return self._whole_tree(running)
         sequence, cache = running.sequence, running.cache
         view, rows = sequence.view, work.rows
@@ -275,11 +270,11 @@ class PipelineRound:
         view = running.sequence.view
         root = len(view.tokens) - 1
         running.farthest = root + (work.max_depth if work.may_draft else 0)
-        running.flight = Flight(view.tokens[-1], root, len(self.filling.tree))
+        running.flight = Flight(view.tokens[-1], root, len(self._tree))
         if self.widths is not None and self.widths.surveying:
             running.replay = self.widths.replay(running.flight, running.farthest, fresh=True)
-        if running.farthest > root and self.source is not None:
-            self._guard(lambda source: self._open(source, running))
+        if running.farthest > root:
+            self._asked(lambda source: self._open(source, running))
 
     def _level(self, running: Running, width: int) -> StageRows | None:
         """The next level of a tree, as far as there are slots for it: drafts never displace anybody."""
@@ -295,18 +290,18 @@ class PipelineRound:
         flight = running.flight
         assert flight is not None
         while self.source is not None and running.request in self.source.open and self._lacks(flight, running.farthest):
-            self._guard(self._ask)
-            if not self._guard(self._wait):
+            self._asked(self._ask)
+            if not self._asked(self._wait):
                 break
         running.cache.reserve(0)  # what was reserved for the root alone
-        deepest = flight.nodes[flight.root].place + len(self.filling.tree)
+        deepest = flight.place + len(self._tree)
         level = flight.enter(max(1, self._room(running)), deepest, self._tick_count)
         running.counted += len(level) - 1
         return self._rows(running, flight, level)
 
     def _lacks(self, flight: Flight, farthest: int) -> bool:
         """Whether the static tree has levels that are still to be drafted."""
-        return bool(flight.tips(min(farthest, flight.nodes[flight.root].place + len(self.filling.tree))))
+        return bool(flight.tips(min(farthest, flight.place + len(self._tree))))
 
     def _wait(self, source: Source) -> bool:
         found = source.take(wait=True)
@@ -343,28 +338,31 @@ class PipelineRound:
 
     # -- the source
 
-    def _guard(self, call: Callable[[Source], bool | None]) -> bool:
-        """Ask the source for something; one that fails is left alone from then on. Returns what it gives."""
-        if self.source is None:
+    def _asked(self, call: Callable[[Source], bool | None]) -> bool:
+        """Ask the source for something; returns what it gives, False where it fails or is away."""
+        if self.source is None or self._guard is None or not self._guard.there:
             return False
-        try:
+        with self._guard:
             return call(self.source) is not False
-        except Exception as error:
-            flights = [running.flight for running in self._running.values() if running.flight is not None]
-            if not isinstance(error, ConfigError) and self.source.lost(flights):
-                log.warning("%s; decoding goes on without drafts until it is back", error)
-                return False
-            log.exception("the drafter failed: decoding goes on without it")
-            self.failure, self.source = f"{type(error).__name__}: {error}", None
-            return False
+        return False
 
-    def _reopen(self, source: Source) -> None:
-        """Open the sessions that a source has lost, if it is there again."""
-        if not source.ready():
-            return
+    def _lost(self) -> None:
+        """All sessions are gone."""
+        assert self.source is not None
+        self.source.lost()
         for running in self._running.values():
-            if running.flight is not None and running.flight.nodes[running.flight.root].place < running.farthest:
-                self._open(source, running)
+            if running.flight is not None:
+                running.flight.orphan()
+
+    def _look(self) -> None:
+        """Open the sessions that a source has lost, if it is there again."""
+        if self.source is None or self._guard is None or self._guard.there:
+            return
+        with self._guard:
+            if self._guard.look():
+                for running in self._running.values():
+                    if running.flight is not None and running.flight.place < running.farthest:
+                        self._open(self.source, running)
 
     @staticmethod
     def _open(source: Source, running: Running) -> None:
@@ -386,7 +384,7 @@ class PipelineRound:
             if flight is None:
                 continue
             offers = came.get(running.request, ())
-            if self.filling.tree:
+            if self._tree:
                 flight.extend(offer for offer in offers if offer.parent in flight.nodes)
             else:
                 self._append(running, flight, offers)
@@ -453,9 +451,9 @@ class PipelineRound:
     def _choose(self, view: SequenceView, flight: Flight, logits: Tensor) -> int:
         """The token behind the root: the target's own choice, unless a lossy rule is asked for and finds another."""
         token = int(choose_nodes(view, logits, None, 0)[0])
-        if self.accept is None or view.fault is not None:
+        if self._accept is None or view.fault is not None:
             return token
-        found = self.accept(view.sampler.process(logits)[0], flight.in_flight())
+        found = self._accept(view.sampler.process(logits)[0], flight.in_flight())
         return token if found is None else found
 
     def _emit(self, running: Running, token: int, logits: Tensor) -> int:
@@ -472,8 +470,8 @@ class PipelineRound:
             stats.row_layers += (1 + drafted) * self.stage_line.layers
             drafted = max(drafted, int(hit))
             if kept:
-                name = source_name(None if self.drafter is None else self.drafter.spec, 0)
-                sources = {} if self.drafter is None else {name: (drafted, [1] * hit)}
+                name = source_name(self._spec, 0)
+                sources = {} if self._spec is None else {name: (drafted, [1] * hit)}
                 offered = min(1, drafted)
                 stats.record_pass(drafted=drafted, accepted=int(hit), emitted=kept, offered=offered, sources=sources)
                 if sequence.trace is not None:
@@ -497,7 +495,7 @@ class PipelineRound:
         self.stage_line.tell(running.request, verdict.version, verdict.alive)
         if self.source is not None and running.request in self.source.open:
             number = -1 if node is None else node.source
-            self._guard(lambda source: source.go_on(running.request, token, number))
+            self._asked(lambda source: source.go_on(running.request, token, number))
             if number < 0:  # what the source has of it begins here
                 flight.ask_again([flight.root])
         return verdict.hit

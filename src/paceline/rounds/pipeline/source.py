@@ -2,74 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
-from ...drafters.sessions import ROOT, Ask, DraftSessions, GoingSessions, Growing, Grown, Opening
+from ...drafters.sessions import ROOT, Ask, GoingSessions, Growing, Grown, Opening
 from .flight import Flight, Offer
-
-
-class Levels(Protocol):
-    """Grows trees beside the stages."""
-
-    def begin(self, asks: Sequence[Ask]) -> None:
-        """Begin to draft one level; the one before was taken."""
-        ...
-
-    def take(self, wait: bool = False) -> Sequence[Grown | None] | None:
-        """The level that was begun, one answer for each ask (None: it was called off); None: it is not there yet, and
-        is not waited for."""
-        ...
-
-
-class AtOnce:
-    """Levels of sessions in this process, drafted when they are begun."""
-
-    def __init__(self, sessions: DraftSessions) -> None:
-        self._sessions = sessions
-        self._grown: Sequence[Grown] = ()
-
-    def begin(self, asks: Sequence[Ask]) -> None:
-        """See `Levels`."""
-        self._grown = self._sessions.grow(asks)
-
-    def take(self, wait: bool = False) -> Sequence[Grown | None] | None:
-        """See `Levels`."""
-        return self._grown
-
-
-class Going:
-    """Levels of sessions that are served elsewhere, and go on beside the stages."""
-
-    def __init__(self, sessions: GoingSessions) -> None:
-        self._sessions = sessions
-        self._keys: list[int] = []
-        self._growing: Growing | None = None
-
-    def begin(self, asks: Sequence[Ask]) -> None:
-        """See `Levels`."""
-        self._keys = [ask.key for ask in asks]
-        self._growing = self._sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
-
-    def take(self, wait: bool = False) -> Sequence[Grown | None] | None:
-        """See `Levels`."""
-        growing = self._growing
-        if growing is None:
-            return None
-        if wait:
-            self._sessions.wait(growing)
-        else:
-            self._sessions.look()
-        if not growing.done:
-            return None
-        self._growing = None
-        level = growing.levels[0] if growing.levels else {}
-        return [level.get(key) for key in self._keys]
-
-
-def levels_of(sessions: DraftSessions) -> Levels:
-    """How sessions grow: at once, or by themselves where they are served elsewhere."""
-    return Going(sessions) if isinstance(sessions, GoingSessions) else AtOnce(sessions)
 
 
 class Source:
@@ -77,46 +13,27 @@ class Source:
 
     Args:
         sessions: of the drafter.
-        levels: how they grow.
         children: k, candidates below each node.
-        tree: children by level of static trees, in their place.
         vocab_size: of the target: nothing else comes out of a drafter that is to be trusted.
+        tree: children by level of static trees, in place of levels.
     """
 
-    def __init__(
-        self, sessions: DraftSessions, levels: Levels, children: int, vocab_size: int, tree: Sequence[int] = ()
-    ) -> None:
-        self.sessions, self._levels = sessions, levels
-        self._children, self._vocab, self._tree = children, vocab_size, tree
-        self._asked: list[tuple[int, dict[int, int]]] = []  # by ask: a request, and its source's nodes by the tree's
+    def __init__(self, sessions: GoingSessions, children: int, vocab_size: int, tree: Sequence[int] = ()) -> None:
+        self.sessions, self._children, self._vocab, self._tree = sessions, children, vocab_size, tree
+        self._asked: dict[int, dict[int, int]] = {}  # by request: of what is owed its source's nodes by the tree's
+        self._growing: Growing | None = None
         self._flights: Mapping[int, Flight] = {}  # that were asked for
         self.open: set[int] = set()  # requests
-        self.away = False  # whether all sessions are lost, and may be opened again later
 
     def begin(self, request: int, opening: Opening) -> None:
         """A request's tree begins at the end of its text."""
-        if self.away:
-            return
         self.sessions.open(opening)
         self.open.add(request)
 
-    def lost(self, flights: Iterable[Flight]) -> bool:
-        """All sessions are gone. False: they never come back."""
+    def lost(self) -> None:
+        """All sessions are gone."""
         self.open.clear()
         self._asked.clear()
-        for flight in flights:
-            flight.orphan()
-        self.away = isinstance(self.sessions, GoingSessions)
-        return self.away
-
-    def ready(self) -> bool:
-        """Whether sessions that were lost may be opened again.
-
-        Raises:
-            ConfigError: they never come back.
-        """
-        self.away = isinstance(self.sessions, GoingSessions) and not self.sessions.ready()
-        return not self.away
 
     @property
     def owes(self) -> bool:
@@ -138,11 +55,10 @@ class Source:
             tips = flight.tips(farthest[request])
             if tips:
                 flight.ask(tips)
-                below = {ROOT if n == flight.root else flight.nodes[n].source: n for n in tips}
-                self._asked.append((request, below))
-                asks.append(Ask(request, expand=[*below], width=self._below(flight, tips[0])))
+                self._asked[request] = {ROOT if n == flight.root else flight.nodes[n].source: n for n in tips}
+                asks.append(Ask(request, expand=[*self._asked[request]], width=self._below(flight, tips[0])))
         if asks:
-            self._levels.begin(asks)
+            self._growing = self.sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
 
     def _below(self, flight: Flight, tip: int) -> int:
         """Children of a node of the newest level."""
@@ -160,19 +76,20 @@ class Source:
         Raises:
             ValueError: the drafter answers nonsense.
         """
-        grown = self._levels.take(wait) if self._asked else None
-        if grown is None:
+        growing = self._growing
+        if not self._asked or growing is None:
             return {}
-        asked, self._asked = self._asked, []
-        if len(grown) != len(asked):
-            raise ValueError(f"{len(grown)} answers to {len(asked)} questions")
-        found: dict[int, list[Offer]] = {}
-        for (request, below), answer in zip(asked, grown, strict=True):
-            if answer is None:
-                self._flights[request].ask_again(below.values())
-            else:
-                found[request] = self._offers(below, answer)
-        return found
+        if wait:
+            self.sessions.wait(growing)
+        else:
+            self.sessions.look()
+        if not growing.done:
+            return {}
+        asked, self._asked, self._growing = self._asked, {}, None
+        level = growing.levels[0] if growing.levels else {}
+        for request in asked.keys() - level.keys():  # called off
+            self._flights[request].ask_again(asked[request].values())
+        return {request: self._offers(asked[request], answer) for request, answer in level.items()}
 
     def _offers(self, below: Mapping[int, int], answer: Grown) -> list[Offer]:
         if any(not 0 <= token < self._vocab for token in answer.tokens):
@@ -190,11 +107,6 @@ class Source:
             self.sessions.commit(request, [token])
         else:
             self.sessions.reroot(request, node)
-
-    def forget(self) -> None:
-        """Drop what the sessions keep of requests that ended; those that are gone have nothing left to forget."""
-        if not self.away:
-            self.sessions.forget()
 
     def close(self, request: int) -> None:
         """The request ended."""

@@ -1,0 +1,160 @@
+"""Growths of several levels, and draft sessions of this process that go on by themselves, as those elsewhere do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from threading import Event
+from time import perf_counter
+
+from .sessions import Ask, DraftSessions, Growing, Grown, Opening
+
+FIRST_S = 1e-3  # how long `LocalSessions.look` waits for the first level of a thread
+
+
+@dataclass(slots=True)
+class Growth:
+    """A growth that is under way: what its next level asks for, and what came; see `Growing`."""
+
+    asks: dict[int, Ask]  # by sequence, of the next level
+    left: dict[int, dict[int, int]]  # by sequence: of each node in its ask how many levels are wanted below it
+    given: dict[int, list[int]]  # by sequence: of each given node the same, until these have numbers
+    ticket: int = 0  # by which who asked knows it
+    levels: list[dict[int, Grown]] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)
+    done: bool = False
+
+    @staticmethod
+    def of(asks: Sequence[Ask], levels: Sequence[Sequence[int]], ticket: int = 0) -> Growth:
+        """Its beginning; see `GoingSessions.begin`."""
+        growth = Growth({}, {}, {}, ticket)
+        for ask, wanted in zip(asks, levels, strict=True):
+            count = len(ask.given)
+            growth.asks[ask.key], growth.given[ask.key] = replace(ask, most=wanted), [*wanted[:count]]
+            growth.left[ask.key] = dict(zip(ask.expand, wanted[count:], strict=True))
+        return growth
+
+    def grew(self, key: int, grown: Grown) -> None:
+        """The next level of a sequence, after this one."""
+        left = self.left.pop(key) | dict(zip(grown.given, self.given.pop(key, ()), strict=True))
+        del self.asks[key]
+        if max(left.values()) == 1:
+            return
+        below: dict[int, int] = {}
+        for parent, node in zip(grown.parents, grown.nodes, strict=True):  # parents first
+            below[node] = (below[parent] if parent in below else left[parent]) - 1
+        if tips := {node: levels for node, levels in below.items() if levels > 0 and node not in grown.parents}:
+            ask = Ask(key, (), [*tips], most=[*tips.values()])
+            self.asks[key], self.left[key], self.given[key] = ask, tips, []
+
+    def call_off(self, key: int) -> None:
+        """Nothing more of a sequence."""
+        for part in (self.asks, self.left, self.given):
+            part.pop(key, None)
+        self.done = not self.asks
+
+    def advance(self, sessions: DraftSessions) -> None:
+        """Draft one level of everything that is left."""
+        began, asks = perf_counter(), [*self.asks.values()]
+        level = {ask.key: grown for ask, grown in zip(asks, sessions.grow(asks), strict=True)}
+        for key, grown in level.items():
+            self.grew(key, grown)
+        self.levels.append(level)
+        self.times.append((began, perf_counter()))
+        self.done = not self.asks
+
+
+class LocalSessions:
+    """Sessions of this process as `GoingSessions`: a growth is drafted when it begins, or in a thread.
+
+    Compiled passes hold no lock of Python's, so that a thread and its caller make way at the same time.
+
+    Args:
+        inner: the sessions.
+        beside: whether a thread drafts.
+    """
+
+    def __init__(self, inner: DraftSessions, beside: bool = False) -> None:
+        self.inner = inner
+        self._thread = ThreadPoolExecutor(1, "paceline-drafts") if beside else None
+        self._under_way: Future[None] | None = None
+        self._growth: Growth | None = None  # the thread's last one
+        self._came, self._halted = Event(), False
+
+    def ready(self) -> bool:
+        """See `GoingSessions`."""
+        return True
+
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growth:
+        """See `GoingSessions`; what is drafted at once raises what the sessions raise."""
+        growth = Growth.of(asks, levels)
+        if self._thread is None:
+            self._draft(growth)
+        else:
+            self._pause()
+            self._came.clear()
+            self._growth, self._under_way = growth, self._thread.submit(self._draft, growth)
+        return growth
+
+    def _draft(self, growth: Growth) -> None:
+        while not growth.done and not self._halted:
+            growth.advance(self.inner)
+            self._came.set()
+
+    def look(self) -> None:
+        """See `GoingSessions`; a thread is given a little time for its first level."""
+        if self._under_way is not None:
+            self._came.wait(FIRST_S)
+
+    def wait(self, growing: Growing) -> None:
+        """See `GoingSessions`."""
+        self._settle()
+        if isinstance(growing, Growth):
+            self._draft(growing)  # what is left of one that was halted
+
+    def _settle(self) -> None:
+        """Until the thread rests."""
+        while self._under_way is not None:
+            under_way = self._under_way
+            try:
+                under_way.result()
+            finally:
+                if under_way.done():  # else the wait was interrupted, and the thread goes on
+                    self._under_way = None
+
+    def _pause(self, key: int | None = None) -> DraftSessions:
+        """The sessions, once the thread has left them; what is left of a sequence's growth is called off."""
+        if self._under_way is not None:
+            self._halted = True
+            try:
+                self._settle()
+            finally:
+                self._halted = False
+        if self._growth is not None and key is not None:
+            self._growth.call_off(key)
+        return self.inner
+
+    def open(self, opening: Opening) -> None:
+        """See `DraftSessions`."""
+        self._pause().open(opening)
+
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        """See `DraftSessions`."""
+        return self._pause().grow(asks)
+
+    def reroot(self, key: int, node: int) -> None:
+        """See `DraftSessions`."""
+        self._pause(key).reroot(key, node)
+
+    def commit(self, key: int, tokens: Sequence[int]) -> None:
+        """See `DraftSessions`."""
+        self._pause(key).commit(key, tokens)
+
+    def close(self, key: int) -> None:
+        """See `DraftSessions`."""
+        self._pause(key).close(key)
+
+    def forget(self) -> None:
+        """See `DraftSessions`."""
+        self._pause().forget()
