@@ -24,7 +24,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.placement import cores, pin
 from paceline.drafters.local_sessions import LocalSessions
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
-from paceline.rounds.mirror.rollout import Candidate, Chain, Rollout
+from paceline.rounds.mirror.rollout import Branch, Chain, Rollout
 
 SECONDS = 4.0  # that parts are measured for, at least
 ALONE, AT_ONCE = "alone", "both at work"
@@ -290,13 +290,13 @@ class Driven:
         rollout.run()
         self.window = rollout.fresh[self.KEY].chain
 
-    def _rollout(self, shape: Shape) -> tuple[Rollout, list[Candidate]]:
+    def _rollout(self, shape: Shape) -> tuple[Rollout, list[Branch]]:
         rollout, most = Rollout(self.sessions, self.vocab), len(self.window)
         given = [
-            Candidate(self.window.behind(min(place, most)), next(self.tokens) % self.vocab, place, levels)
+            Branch(self.KEY, self.window.behind(min(place, most)), levels, next(self.tokens) % self.vocab, place)
             for place, levels in shape
         ]
-        rollout.prepare(self.KEY, given)
+        rollout.prepare(given)
         return rollout, given
 
 

@@ -36,28 +36,23 @@ class Chain:
 
 @dataclass(slots=True)
 class Branch:
-    """A chain below one candidate, or below the root."""
+    """A chain below a token that a pass may say next, or below the root."""
 
     key: int  # of the sequence
-    tip: int  # node below which the next token is drafted
+    tip: int  # node below which the next token is drafted; before ``token`` has a node, that which it follows
     levels: int  # tokens wanted
-    outcome: Outcome | None = None  # that it is prepared for; None: a chain below the root
-    candidate: int = -1  # node of the outcome's last token; -1: below the root
-    whole: int = 0  # tokens wanted if the outcome comes true
+    token: int = -1  # that may be said; -1: a chain below the root
+    place: int = -1  # of it: after so many accepted tokens
+    whole: int = 0  # tokens wanted if it is said; 0: as many
+    node: int = ROOT  # of ``token``
     stuck: bool = False  # it goes no further: want of room, or no token is allowed
-    prepared: int = 0  # tokens that were there at the verdict, if the outcome came true
+    prepared: int = 0  # tokens that were there at the verdict, if the token was said
     chain: Chain = field(default_factory=Chain)
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A token that may come next, and how many tokens are wanted below it."""
-
-    parent: int
-    token: int
-    place: int  # position of the window
-    levels: int
-    whole: int = 0  # tokens wanted if it comes; 0: the same
+    @property
+    def outcome(self) -> Outcome:
+        """That it is prepared for."""
+        return self.key, self.place, self.token
 
 
 class Rollout:
@@ -75,7 +70,7 @@ class Rollout:
 
     def __init__(self, sessions: GoingSessions, vocab_size: int) -> None:
         self.sessions, self._vocab = sessions, vocab_size
-        self._given: dict[int, list[Candidate]] = {}
+        self._given: dict[int, list[Branch]] = {}  # by sequence: whose tokens have no nodes yet
         self._open: list[Branch] = []
         self._found: dict[Outcome, Branch] = {}
         self.fresh: dict[int, Branch] = {}  # by sequence: chains below the root
@@ -86,10 +81,10 @@ class Rollout:
         self._taken = 0  # levels of it
         self._began = 0.0
 
-    def prepare(self, key: int, candidates: Sequence[Candidate]) -> None:
-        """A branch for each candidate of a sequence."""
-        if candidates:
-            self._given[key] = [*candidates]
+    def prepare(self, branches: Iterable[Branch]) -> None:
+        """Branches below tokens that may be said."""
+        for branch in branches:
+            self._given.setdefault(branch.key, []).append(branch)
 
     def begin(self, key: int, levels: int) -> None:
         """A chain below the root."""
@@ -153,7 +148,7 @@ class Rollout:
             if branch is None:
                 self.sessions.commit(outcome[0], tokens)
             else:
-                self.sessions.reroot(outcome[0], branch.candidate)
+                self.sessions.reroot(outcome[0], branch.node)
                 branch.prepared = len(branch.chain)
                 reused[outcome] = branch
         self.told_ms = (perf_counter() - began) * 1e3
@@ -183,14 +178,13 @@ class Rollout:
         asks, levels = [], []
         for key, branches in self._by_key().items():
             given = self._given.get(key, ())
-            asks.append(Ask(key, [(c.parent, c.token) for c in given], [branch.tip for branch in branches]))
-            left = [branch.levels - len(branch.chain) for branch in branches]
-            levels.append([*(c.levels for c in given), *left])
+            asks.append(Ask(key, [(b.tip, b.token) for b in given], [b.tip for b in branches]))
+            levels.append([branch.levels - len(branch.chain) for branch in [*given, *branches]])
         return asks, levels
 
     def _owes(self, outcomes: Iterable[Outcome]) -> bool:
         """Whether one of these was prepared for, and has no node yet."""
-        given = {(key, c.place, c.token) for key, own in self._given.items() for c in own}
+        given = {branch.outcome for own in self._given.values() for branch in own}
         return any(outcome in given for outcome in outcomes)
 
     def take(self, answers: Mapping[int, Grown]) -> None:
@@ -206,23 +200,17 @@ class Rollout:
                 self._open += branches
                 continue
             self._check(key, answer)
-            self._append(branches + self._begun(key, answer), answer)
-            self._given.pop(key, None)
+            begun = self._given.pop(key, [])
+            for branch, node in zip(begun, answer.given, strict=True):
+                branch.tip = branch.node = node
+                self._found[branch.outcome] = branch
+            self._append(branches + begun, answer)
 
     def _by_key(self) -> dict[int, list[Branch]]:
         found: dict[int, list[Branch]] = {key: [] for key in self._given}
         for branch in self._open:
             found.setdefault(branch.key, []).append(branch)
         return found
-
-    def _begun(self, key: int, answer: Grown) -> list[Branch]:
-        begun = []
-        for candidate, node in zip(self._given.get(key, ()), answer.given, strict=True):
-            outcome = key, candidate.place, candidate.token
-            whole = candidate.whole or candidate.levels
-            branch = self._found[outcome] = Branch(key, node, candidate.levels, outcome, node, whole)
-            begun.append(branch)
-        return begun
 
     def _append(self, branches: Sequence[Branch], answer: Grown) -> None:
         """Append to each branch what was drafted below its tip."""

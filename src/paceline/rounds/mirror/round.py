@@ -28,7 +28,7 @@ from ..passes import Pass, decide, embed, lay_out, read_logits
 from ..verification import make_verifier
 from .channel import Message, outcome_chances, overlap, speak
 from .records import StepTimes, Verdict
-from .rollout import Branch, Candidate, Chain, Outcome, Rollout, share_rows
+from .rollout import Branch, Chain, Outcome, Rollout, share_rows
 
 if TYPE_CHECKING:
     from .config import MirrorConfig
@@ -215,26 +215,26 @@ class MirrorRound:
         for i, message in told.items():
             work, window = p.works[i], windows[i]
             wanted = min(work.budget or self.gamma, self.gamma)
-            candidates = []
+            key, branches = work.sequence.view.key, list[Branch]()
             for place, tokens in enumerate(message.tokens):
                 levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
                 if levels > 0:
-                    candidates += [Candidate(window.behind(place), token, place, levels) for token in tokens]
+                    branches += [Branch(key, window.behind(place), levels, token, place) for token in tokens]
             if self.config.rows is not None:
-                candidates = self._share(candidates, message, self.config.rows)
-            rollout.prepare(work.sequence.view.key, candidates)
+                branches = self._share(branches, message, self.config.rows)
+            rollout.prepare(branches)
         return rollout
 
-    def _share(self, candidates: Sequence[Candidate], message: Message, rows: int) -> list[Candidate]:
-        """The candidates that are worth a row, with as many levels as they are worth."""
+    def _share(self, branches: Sequence[Branch], message: Message, rows: int) -> list[Branch]:
+        """The branches that are worth a row, with as many levels as they are worth."""
         counts = [*zip(self._accepted, self._offered, strict=True)]
         kept = [(1 + accepted) / (2 + offered) for accepted, offered in counts]
         mean = (1 + sum(self._accepted)) / (2 + sum(self._offered))
         by_place = outcome_chances(message, kept)
-        chances = [by_place[c.place][message.tokens[c.place].index(c.token)] for c in candidates]
-        levels = share_rows(chances, [c.levels for c in candidates], rows, mean)
-        shorter = zip(candidates, levels, strict=True)
-        return [replace(c, levels=count, whole=c.levels if self.waits else count) for c, count in shorter if count]
+        chances = [by_place[b.place][message.tokens[b.place].index(b.token)] for b in branches]
+        for branch, count in zip(branches, share_rows(chances, [b.levels for b in branches], rows, mean), strict=True):
+            branch.levels, branch.whole = count, branch.levels if self.waits else 0
+        return [branch for branch in branches if branch.levels]
 
     def _count(self, p: Pass, windows: Mapping[int, Chain]) -> None:
         """Note how many tokens of each window were accepted."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -131,7 +132,7 @@ class PipelineRound:
             self._queue = [item for item in self._queue if item[0].request != request]
             self.stage_line.close(request)
             self._ended.append(request)
-            self._close(request)
+            self._asked(partial(Source.close, request=request))
         if self._torn:  # the engine starts over: nothing of the stages' K/V will be found again
             self._epoch, self._torn = self.stage_line.clear(), False
             self._moves.take()
@@ -141,9 +142,6 @@ class PipelineRound:
         """Let the source forget requests that ended."""
         if self._guard is not None:
             self._guard.forget()
-
-    def _close(self, request: int) -> None:
-        self._asked(lambda source: source.close(request))
 
     # -- what enters
 
