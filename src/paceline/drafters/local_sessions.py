@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from threading import Event
 from time import perf_counter
 
 from .sessions import Ask, DraftSessions, Growing, Grown, Opening
-
-FIRST_S = 1e-3  # how long `LocalSessions.look` waits for the first level of a thread
 
 
 @dataclass(slots=True)
@@ -80,7 +77,7 @@ class LocalSessions:
         self._thread = ThreadPoolExecutor(1, "paceline-drafts") if beside else None
         self._under_way: Future[None] | None = None
         self._growth: Growth | None = None  # the thread's last one
-        self._came, self._halted = Event(), False
+        self._halted = False
 
     def ready(self) -> bool:
         """See `GoingSessions`."""
@@ -93,19 +90,16 @@ class LocalSessions:
             self._draft(growth)
         else:
             self._pause()
-            self._came.clear()
             self._growth, self._under_way = growth, self._thread.submit(self._draft, growth)
         return growth
 
     def _draft(self, growth: Growth) -> None:
         while not growth.done and not self._halted:
             growth.advance(self.inner)
-            self._came.set()
 
     def look(self) -> None:
-        """See `GoingSessions`; a thread is given a little time for its first level."""
-        if self._under_way is not None:
-            self._came.wait(FIRST_S)
+        """See `GoingSessions`; a thread ends with its level, and what is left is drafted by `wait`."""
+        self._pause()
 
     def wait(self, growing: Growing) -> None:
         """See `GoingSessions`."""
