@@ -531,7 +531,7 @@ def test_from_options_to_answers() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_drafter_in_a_process_dies_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("CRITICAL", "paceline.rounds.mirror.round")  # what is caught keeps the sessions alive
+    caplog.set_level("CRITICAL", "paceline.rounds.ahead")  # what is caught keeps the sessions alive
     plain = LLM("paceline-small", kv_memory="64MiB", exact=True)
     mirror = LLM(
         "paceline-small",
