@@ -250,10 +250,11 @@ class Hybrid(Drafter):
                 continue
             scores = [EVEN * depth for depth in tree.depths()[b]] if tree.scores is None else tree.scores[b]
             found = Proposal(tree.tokens[b][1:], tree.parents[b][1:], scores[1:])
-            begins = [score for score, parent in zip(found.log_scores, found.parents, strict=True) if not parent]
-            chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
-            first[i] = max(first[i], chance)
             drafts[i].graft(found, source)
+            if source + 1 < len(self.parts):  # whom a later one is asked for depends on it
+                begins = [score for score, parent in zip(found.log_scores, found.parents, strict=True) if not parent]
+                chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
+                first[i] = max(first[i], chance)
         return max(map(max, tree.depths())) if request.passes is None else request.passes
 
 
