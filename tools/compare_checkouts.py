@@ -26,22 +26,23 @@ from paceline import LLM, SamplingParams
 
 prompts, cases, threads = map(json.loads, sys.argv[1:])
 models = {}
-for name, case in cases.items():
-    drafter = case["drafter"]
-    if drafter not in models:
+for case in cases.values():
+    key = case["drafter"], case["budget"]
+    if key not in models:
         first = next(iter(models.values()), None)
         options = {"budget": case["budget"], "max_model_len": 1024, "threads": threads}
-        models[drafter] = LLM("paceline-small", drafter=drafter, share=first, **options)
+        models[key] = LLM("paceline-small", drafter=case["drafter"], share=first, **options)
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     case = cases[json.loads(line)]
-    llm, batch = models[case["drafter"]], (prompts * 32)[: case["batch"]]
+    llm, batch = models[case["drafter"], case["budget"]], (prompts * 32)[: case["batch"]]
+    groups = [[prompt] for prompt in prompts] if case["batch"] == 1 else [batch]
     params = SamplingParams(temperature=case["temperature"], seed=1, max_tokens=case["tokens"], ignore_eos=True)
     # `LLM.forget`, which older checkouts do not have: nothing of the round before is found.
     llm.engine.pool.forget()
     getattr(llm.engine.round.drafter, "forget", int)()
     begin = time.perf_counter()
-    outputs = llm.generate(batch, params)
+    outputs = [output for group in groups for output in llm.generate(group, params)]
     seconds = time.perf_counter() - begin
     tokens = [sample.token_ids for output in outputs for sample in output.outputs]
     print(json.dumps({"rate": sum(map(len, tokens)) / seconds, "ids": tokens}), flush=True)
@@ -55,12 +56,12 @@ PROMPTS = [
 HYBRID = "hybrid:paceline-small-draft,dtype=int8"
 
 
-def case(drafter: str | None, batch: int, budget: int | None = None, temperature: float = 0.0) -> dict[str, Any]:
-    """One measurement: who drafts (``None``: plain), how many requests at once, how many nodes."""
+def case(drafter: str | None, batch: int, budget: int | str | None = None, temperature: float = 0.0) -> dict[str, Any]:
+    """One measurement: who drafts (``None``: plain), requests at once (1: all prompts in turn), and nodes."""
     return {"drafter": drafter, "batch": batch, "budget": budget, "temperature": temperature, "tokens": 96}
 
 
-# Budgets are fixed, so that both sides compute the same passes.
+# Budgets are fixed, so that both sides compute the same passes, but where a case is about the rule that chooses them.
 CASES = {
     "plain, batch 1": case(None, 1),
     "plain, batch 8": case(None, 8),
@@ -70,6 +71,10 @@ CASES = {
     "ngram, batch 8": case("ngram", 8, 6),
     "hybrid, batch 1": case(HYBRID, 1, 8),
     "hybrid, batch 4": case(HYBRID, 4, 8),
+    "ngram, batch 1, auto": case("ngram", 1, "auto"),
+    "hybrid, batch 1, auto": case(HYBRID, 1, "auto"),
+    "hybrid, batch 1, 14 nodes": case(HYBRID, 1, 14),
+    "hybrid, batch 4, auto": case(HYBRID, 4, "auto"),
     "streams, batch 1": case("streams:paceline-small-streams,nodes=7", 1, 7),
 }
 
@@ -143,9 +148,9 @@ def main() -> None:
                     result.add(said[0], said[1])
         for side in sides.values():
             side.process.kill()
-    print(f"{'case':<22} {'old tok/s':>10} {'new tok/s':>10}   new / old")
+    print(f"{'case':<26} {'old tok/s':>10} {'new tok/s':>10}   new / old")
     for name, result in results.items():
-        print(f"{name:<22} {result.line()}")
+        print(f"{name:<26} {result.line()}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
@@ -23,10 +24,10 @@ from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import DrafterSpec
 from paceline.engine import calibration
-from paceline.engine.auto import EXPLORE, FIRST_ROWS, LISTEN_EVERY, PLAIN_EVERY, AutoBudget
+from paceline.engine.auto import EXPLORE, FIRST_ROWS, LOOK_EVERY, PLAIN_EVERY, AutoBudget
 from paceline.engine.budget import AUTO, FixedBudget, StepRecord, parse_budget
 from paceline.engine.calibration import Calibration, Fingerprint
-from paceline.engine.chances import Chances, History, RequestKind, judge_all, weigh_all
+from paceline.engine.chances import CELLS, Chances, History, RequestKind, weigh
 from paceline.engine.costs import CostTable, DraftCosts, StepCosts, bucket, interpolate
 
 PLAIN = FixedBudget(size=0)
@@ -237,16 +238,23 @@ def test_a_first_call_for_a_short_text_does_not_price_a_drafter_out() -> None:
 
 def _text(chances: list[Chances]) -> History:
     view: Any = SimpleNamespace(key=0, tokens=[1])
-    return History(view, RequestKind(chances), len(chances), 0, 0)
+    return History(view, RequestKind(chances), len(chances), room=16)
+
+
+def _odds(chances: Chances) -> list[float]:
+    return [chances.odds(cell) for cell in range(CELLS)]
 
 
 def _weigh(text: History, tokens: list[int], parents: list[int], scores: list[float]) -> tuple[Any, Any]:
     """The chances of a tree's nodes given their parents, and those of the paths to them."""
     count = len(parents)
-    weigh_all(None, [text], TokenTree([tokens], [parents], [[0] * count], [count]), [scores], count)
-    assert text.proposal is not None
-    chances = text.proposal[0].chances
-    return chances[:count], chances[count:]
+    tree = TokenTree([tokens], [parents], [[0] * count], [count])
+    weigh(None, [text], tree, [scores], array("d", [0.0] * count))
+    given_ = [node[-1] for node in text.proposal]
+    path = [1.0]
+    for parent, chance in zip(parents[1:], given_[1:], strict=True):
+        path.append(path[parent] * chance)
+    return given_, path
 
 
 def _chain(text: History, proposal: list[int], odds: float) -> tuple[Any, Any]:
@@ -258,7 +266,7 @@ def _chain(text: History, proposal: list[int], odds: float) -> tuple[Any, Any]:
 def _follow(text: History, tokens: list[int]) -> None:
     """The text goes on."""
     text.view.tokens += tokens
-    judge_all(None, [text])
+    weigh(None, [text], TokenTree.roots([text.view.tokens[-1]]), None, array("d", [0.0]))
 
 
 @pytest.mark.parametrize("claimed", [0.2, 1.0, 30.0])
@@ -278,13 +286,13 @@ def test_nodes_that_were_not_reached_teach_nothing() -> None:
     chances = [Chances()]
     text = _text(chances)
     _chain(text, [0, 1, 1], 1.0)
-    before = [*chances[0].odds]
+    before = _odds(chances[0])
     _follow(text, [1, 1, 1])
-    assert sum(a != b for a, b in zip(before, chances[0].odds, strict=True)) == 1
+    assert sum(a != b for a, b in zip(before, _odds(chances[0]), strict=True)) == 1
     _chain(text, [1, 1, 1], 1.0)
-    before = [*chances[0].odds]
+    before = _odds(chances[0])
     _follow(text, [])
-    assert before == [*chances[0].odds]
+    assert before == _odds(chances[0])
 
 
 def test_of_siblings_one_is_right() -> None:
@@ -535,7 +543,8 @@ def test_plain_steps_are_measured_at_intervals_that_double() -> None:
     history = run(auto(world), world, 1, 700).history
     plain = [step for step, nodes in enumerate(history) if not nodes]
     apart = [b - a for a, b in itertools.pairwise(plain)]
-    assert apart[:5] == [1, 5, 9, 17, 33] and PLAIN_EVERY < max(apart) <= PLAIN_EVERY + LISTEN_EVERY
+    assert apart[:4] == [1, 5, 9, 17] and 33 <= apart[4] < 33 + LOOK_EVERY
+    assert PLAIN_EVERY < max(apart) <= PLAIN_EVERY + LOOK_EVERY
 
 
 def test_a_wrong_plain_step_is_found_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from kits.native import needs_kernels
 from paceline import native
 from paceline.core.tree import TokenTree
 from paceline.engine.auto import AutoBudget
-from paceline.engine.chances import UNKNOWN, Chances, History, RequestKind, judge_all, odds_of, weigh_all
+from paceline.engine.chances import UNKNOWN, Chances, History, RequestKind, odds_of, weigh
 from paceline.engine.costs import DraftCosts
 
 pytestmark = needs_kernels
@@ -35,7 +36,7 @@ def histories() -> list[Any]:
     """Three sequences of two kinds of requests."""
     kinds = [[Chances() for _ in range(KINDS)] for _ in range(2)]
     views: list[Any] = [SimpleNamespace(key=key, tokens=[0, 1]) for key in range(3)]
-    return [History(view, RequestKind(kinds[view.key // 2]), len(kinds[0]), 0, 0) for view in views]
+    return [History(view, RequestKind(kinds[view.key // 2]), len(kinds[0]), room=9) for view in views]
 
 
 def trees(made: list[list[tuple[int, int, int, float]]], own: list[Any]) -> TokenTree:
@@ -54,7 +55,7 @@ def state(own: list[Any]) -> list[Any]:
     return [
         (
             history.shift.tobytes(),
-            [(c.odds.tobytes(), c._hits.tobytes(), c._tries.tobytes()) for c in history.chances],
+            [chances.table.tobytes() for chances in history.kind.chances],
         )
         for history in own
     ]
@@ -66,21 +67,36 @@ def test_compiled_chances_are_those_of_the_long_way(steps: Any) -> None:
     """Trees of several sequences, with and without estimates; judged by texts that go on as drafted or do not."""
     fast, slow, library = histories(), histories(), native.library()
     for made, scored, limit in steps:
-        if not any(made):
-            continue
         lists = trees(made, fast)
-        given_ = lists.scores if scored else None
-        found = weigh_all(library, fast, lists, given_, limit)
-        assert found == weigh_all(None, slow, lists, given_, limit)
-        (one, _), (other, _) = fast[0].proposal, slow[0].proposal
-        assert one.cells == other.cells and one.chances == other.chances
+        nodes = sum(map(len, made))
+        prices = array("d", [0.07 * k for k in range(1 + min(limit, nodes))])
+        one, other = (
+            weigh(of, own, lists, lists.scores if scored else None, prices, every=limit == 3)
+            for of, own in ((library, fast), (None, slow))
+        )
+        assert one.kept == other.kept and [*one.counts] == [*other.counts]
+        assert [*one.gains] == [*other.gains] and (one.tokens, one.levels) == (other.tokens, other.levels)
+        assert state(fast) == state(slow)
         for key, row in enumerate(made):  # as many tokens as the tree has nodes; those of some path
             for own in (fast, slow):
                 own[key].view.tokens += [n[0] for n in row][: limit % 7]
-        judge_all(library, fast)
-        judge_all(None, slow)
-        assert state(fast) == state(slow)
-        assert all(history.proposal is None for history in (*fast, *slow))
+
+
+def test_the_nodes_that_are_worth_most_are_kept() -> None:
+    """Of two texts, by what so many rows cost; a node's parent is kept with it."""
+    own = histories()[:2]
+    made = [[(1, 0, 0, math.log(0.9)), (1, 0, 1, math.log(0.9)), (2, 0, 0, -9.0)], [(1, 1, 0, math.log(0.6))]]
+    for prices, kept in (
+        ([0.0] * 5, [[0, 1, 2, 3], [0, 1]]),
+        ([0.4 * k for k in range(5)], [[0, 1, 2], [0, 1]]),
+        ([0.0, 0.1, 0.2, 2.0, 3.0], [[0, 1, 2], [0]]),
+        ([0.0, 0.1, 0.2], [[0, 1, 2], [0]]),
+        ([2.0 * k for k in range(5)], [[0], [0]]),
+    ):
+        found = weigh(native.library(), own, trees(made, own), trees(made, own).scores, array("d", prices))
+        assert found.kept == kept, prices
+        count = sum(map(len, kept)) - 2
+        assert sum(found.gains) == pytest.approx(found.tokens - prices[count])
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -106,7 +122,14 @@ def test_what_is_no_tree_is_refused(column: str) -> None:
     else:
         getattr(lists, column)[1][2] = 5
     with pytest.raises(ValueError, match="trees whose"):
-        weigh_all(native.library(), own, lists, scores, 9)
+        weigh(native.library(), own, lists, scores, array("d", [0.0] * 4))
+    assert not any(history.count for history in own)
+
+
+def test_more_nodes_than_there_is_room_for_are_refused() -> None:
+    own = histories()[:1]
+    with pytest.raises(ValueError, match="more than the cap"):
+        weigh(native.library(), own, trees([[(1, 0, 0, -1.0)] * 10], own), None, array("d", [0.0]))
 
 
 def test_of_a_node_without_an_estimate_nothing_is_assumed() -> None:

@@ -14,6 +14,7 @@ import math
 import random
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from paceline.attention.base import Segment
 from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
-from paceline.engine.chances import Chances, History, RequestKind, judge_all, weigh_all
+from paceline.engine.chances import Chances, History, RequestKind, weigh
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.native.lookup import NgramTexts, SuffixTexts
@@ -482,11 +483,10 @@ def look_ups(draw: random.Random) -> None:
     suffixes = SuffixTexts(1, draw.randint(1, 9), draw.choice([0.5, 4.0]), 0.1, draw.choice([0, 40, 400]))
     chances = [Chances(), Chances()]
     views: list[Any] = [SimpleNamespace(key=key, tokens=text) for key, text in enumerate(texts)]
-    histories = [History(view, RequestKind(chances), len(chances), 0, 0) for view in views]
+    histories = [History(view, RequestKind(chances), len(chances), room=7) for view in views]
     for _ in range(60):
         for text in texts:
             text += draw.choices(range(3), k=draw.choice([1, 1, 2, 9]))
-        judge_all(native.library(), histories)
         asked = [(key, texts[key], draw.randint(1, 7)) for key in draw.sample(range(4), draw.randint(1, 4))]
         drafted = [row for _, row in found.draft(asked)]
         if any(drafted):
@@ -494,7 +494,11 @@ def look_ups(draw: random.Random) -> None:
             marks = [[0, *draw.choices((0, 1), k=len(row))] for row in drafted]
             tokens = [[texts[key][-1], *row] for (key, _, _), row in zip(asked, drafted, strict=True)]
             lists = TokenTree(tokens, parents, marks, [*map(len, tokens)])
-            weigh_all(native.library(), [histories[key] for key, _, _ in asked], lists, None, draw.choice([0, 1, 99]))
+            own = [histories[key] for key, _, _ in asked]
+            rows = min(sum(lists.counts) - len(own), draw.choice([0, 1, 99]))
+            weigh(
+                native.library(), own, lists, None, array("d", [0.1 * k for k in range(1 + rows)]), draw.random() < 0.5
+            )
         suffixes.draft([(key, texts[key], depth, 1 + depth % 3) for key, _, depth in asked])
         if draw.random() < 0.2:
             key = draw.randint(0, 3)

@@ -247,9 +247,10 @@ class Hybrid(Drafter):
         for i, draft in zip(asked, found, strict=True):
             if not draft.tokens:
                 continue
-            begins = [score for score, parent in zip(draft.log_scores, draft.parents, strict=True) if not parent]
-            chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
-            first[i] = max(first[i], chance)
+            if source + 1 < len(self.parts):  # whom a later one is asked for depends on it
+                begins = [score for score, parent in zip(draft.log_scores, draft.parents, strict=True) if not parent]
+                chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
+                first[i] = max(first[i], chance)
             drafts[i].graft(draft, source)
         return max(draft.depth for draft in found) if request.passes is None else request.passes
 

@@ -1,15 +1,12 @@
-"""The chance of every drafted node: what its drafter says, corrected by how often such nodes were right.
+"""The chance that a drafted node is accepted, from its source, its depth and its drafter's own score.
 
-A node's score is its drafter's own estimate of the chance that the path to it is accepted. Nodes are told apart by who
-proposed them, by their depth and by their estimate given their parent; for each such class it is counted how often a
-node whose parent was right was right itself. One set of counts belongs to a kind of request (an application); a
-sequence shifts from it by a factor on the odds that follows its own text.
+A drafter's score of a node is turned into odds, which name one of a few classes, apart for each depth. Of each class a
+count is kept of how often nodes whose parent was right were right themselves, for each kind of request; and each
+sequence has a shift of all log odds of its own, since texts differ more than drafts of one text do. A proposal is
+judged by the text that follows it, whether or not its nodes were checked.
 
-A proposal is compared with the text that followed: a node that the target never checked is counted as well. What asks
-of a source brought is kept beside it, for a sequence and for its kind of request.
-
-All nodes of a step are weighed in one compiled call, and judged in another, where there are compiled kernels;
-`_weigh` and `_judge` give the same numbers without them.
+`weigh` judges the last proposals, gives every node of the new ones its chance, and chooses those that pay, in one
+compiled call; `_weigh` does the same where there are no compiled kernels, number for number.
 """
 
 from __future__ import annotations
@@ -18,8 +15,9 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from math import exp
+from operator import mul
 from typing import Any
 
 from ..core.tree import TokenTree
@@ -29,6 +27,7 @@ from ..drafters.base import SequenceView
 EDGES = (1 / 16, 1 / 8, 1 / 4, 0.45, 0.75, 1.25, 1.75, 2.4, 3.4, 5, 7, 10, 20, 50, 150, 500)
 CLASSES = len(EDGES) + 1
 DEPTHS = 5  # 1, 2, 3-4, 5-8, deeper
+CELLS = DEPTHS * CLASSES
 UNKNOWN = 1.0  # odds of a node of which its drafter says nothing
 
 PRIOR = 4.0  # observations that the drafter's own estimate is worth
@@ -42,35 +41,31 @@ QUICKEST = 0.08  # least weight of an ask in what its sequence's asks bring
 KIND_RATE = 1 / 256  # least weight of an ask in what a kind's asks bring: several requests, not the last text
 _NUMBERS = array("d", (UNKNOWN, MEMORY, SHIFT, FADE, MOST_SHIFT, *EDGES))
 
-Ranked = list[tuple[float, int, int]]  # chance of a node's path, its tree, its node; the chances fall
-
 
 class Chances:
     """How often nodes of each class were right, for one source of drafts and one kind of request."""
 
-    __slots__ = ("_hits", "_tries", "odds")
-
     def __init__(self) -> None:
         middles = [EDGES[0] / 2, *((a * b) ** 0.5 for a, b in zip(EDGES, EDGES[1:], strict=False)), EDGES[-1] * 2]
-        self.odds = array("d", middles * DEPTHS)  # by class: the chance over the chance of the contrary
-        self._hits = array("d", [PRIOR * odds / (1 + odds) for odds in self.odds])
-        self._tries = array("d", [PRIOR] * len(self.odds))
+        hits = [PRIOR * odds / (1 + odds) for odds in middles]
+        # [3, CELLS]: hits, tries, and the odds that follow from them
+        self.table = array("d", hits * DEPTHS + [PRIOR] * CELLS + middles * DEPTHS)
 
-    @property
-    def addresses(self) -> tuple[int, int, int]:
-        """Of hits, tries and odds by class, for compiled code."""
-        return self._hits.buffer_info()[0], self._tries.buffer_info()[0], self.odds.buffer_info()[0]
+    def odds(self, cell: int) -> float:
+        """Of a node of a class, given that its parent is right."""
+        return self.table[2 * CELLS + cell]
 
     def learn(self, cell: int, right: bool) -> None:
         """Count a node whose parent was right."""
-        hits = self._hits[cell] = MEMORY * self._hits[cell] + right
-        tries = self._tries[cell] = MEMORY * self._tries[cell] + 1
-        self.odds[cell] = (hits + 0.01) / (tries - hits + 0.01)
+        table = self.table
+        hits = table[cell] = MEMORY * table[cell] + right
+        tries = table[CELLS + cell] = MEMORY * table[CELLS + cell] + 1
+        table[2 * CELLS + cell] = (hits + 0.01) / (tries - hits + 0.01)
 
     def by_depth(self) -> list[float]:
         """For depths 1, 2, 3-4, 5-8 and beyond, how often a node was right whose parent was, of those met lately."""
-        rows = [slice(d * CLASSES, (d + 1) * CLASSES) for d in range(DEPTHS)]
-        return [sum(self._hits[row]) / sum(self._tries[row]) for row in rows]
+        firsts = range(0, CELLS, CLASSES)
+        return [sum(self.table[i : i + CLASSES]) / sum(self.table[CELLS + i : CELLS + i + CLASSES]) for i in firsts]
 
 
 def cell_of(odds: float, depth: int) -> int:
@@ -112,20 +107,27 @@ class RequestKind:
 
 class History:
     """What is known of one sequence: the chances of its drafts, its last proposal until the text tells what that was
-    worth, and what asking each source brought."""
+    worth, and what asking each source brought.
 
-    __slots__ = (
-        *("asked_at", "begun", "born", "bucket", "chances", "counts_at", "gains", "kind", "odds_at", "proposal"),
-        *("rested_before", "seen", "shift", "view"),
-    )
+    Args:
+        view, kind: of the sequence.
+        sources: how many drafters may be asked for it.
+        room: most nodes of a proposal.
+    """
 
-    def __init__(self, view: SequenceView, kind: RequestKind, sources: int, born: int, rested: int) -> None:
-        self.view, self.kind, self.chances = view, kind, kind.chances  # by source mark
+    __slots__ = ("asked_at", "base", "begun", "born", "bucket", "count", "gains", "kind", "last", "places", "proposal",
+                 "rested_before", "room", "seen", "shift", "view")  # fmt: skip
+
+    def __init__(
+        self, view: SequenceView, kind: RequestKind, sources: int, room: int, born: int = 0, rested: int = 0
+    ) -> None:
+        self.view, self.kind = view, kind
         self.shift = array("d", [0.0] * len(kind.chances))  # by source mark: log odds against those of the kind
-        # Addresses for compiled code, by source mark: of hits, tries and odds; and of odds alone.
-        self.counts_at = [place for source in kind.chances for place in source.addresses]
-        self.odds_at = self.counts_at[2::3]
-        self.proposal: tuple[Proposals, int] | None = None
+        self.room, self.base, self.count = room, 0, 0  # of the last proposal: tokens of the text, nodes
+        # Its nodes' tokens, parents, marks, classes and chances given the parent, for compiled code and for `_weigh`.
+        self.last, self.proposal = array("q", bytes(40 * (room + 1))), list[tuple[int, int, int, int, float]]()
+        parts: list[array[Any]] = [self.shift, self.last, *(chances.table for chances in kind.chances)]
+        self.places = [part.buffer_info()[0] for part in parts]  # for compiled code
         self.born, self.rested_before = born, rested  # step of its first plan; rests before it
         self.bucket = -1  # of the batch sizes that `gains` are about
         self.gains: list[AskGain] = []  # by source; until it was asked for this sequence, that of the kind
@@ -135,14 +137,14 @@ class History:
 
     def first(self, source: int, log_scores: Iterable[float]) -> float:
         """The chance that one of the first tokens that a source proposes is right."""
-        odds, factor = self.chances[source].odds, exp(self.shift[source])
-        own = [odds[cell_of(odds_of(score), 1)] * factor for score in log_scores]
-        return min(1.0, sum(o / (1 + o) for o in own))
+        chances, factor = self.kind.chances[source], exp(self.shift[source])
+        own = [chances.odds(cell_of(odds_of(score), 1)) * factor for score in log_scores]
+        return min(1.0, sum([o / (1 + o) for o in own]))
 
     def unscored(self, depth: int) -> list[float]:
         """Chances of the paths of a chain of which its drafter says nothing, by depth."""
-        odds = [self.chances[0].odds[cell_of(UNKNOWN, d)] for d in range(1, depth + 1)]
-        return [*accumulate((o / (1 + o) for o in odds), lambda path, chance: path * chance)]
+        odds = [self.kind.chances[0].odds(cell_of(UNKNOWN, d)) for d in range(1, depth + 1)]
+        return [*accumulate([o / (1 + o) for o in odds], mul)]
 
     def at_batch(self, size: int) -> None:
         """The batch sizes are now those of a bucket, in which asks are worth something else."""
@@ -160,154 +162,139 @@ class History:
 
 
 @dataclass(slots=True)
-class SourceStep:
-    """One source in the coming step."""
+class Weighed:
+    """What a step's proposals are worth."""
 
-    opens: dict[int, float] = field(default_factory=dict)  # sequence -> chance that it is needed; of those asked for
-    unseen: int = 0  # tokens that it had to process first
-    ms: float = 0.0  # that it took, where it was told
-    passes: int = 0  # of its network; as many as its deepest proposal has levels, where it does not say
+    counts: Sequence[int]  # [B] nodes of each tree that pay, the root included
+    nodes: Sequence[int]  # which they are, ascending, tree after tree
+    gains: Sequence[float]  # [B x marks] tokens expected of those beyond what their rows cost
+    tokens: float  # expected of all of them
+    levels: int  # depth of the deepest node, whether it pays or not
 
-
-@dataclass(slots=True)
-class Proposals:
-    """The trees that one step proposes, flat, tree after tree, as compiled code reads and writes them."""
-
-    nodes: array[int]  # tokens, then parents, then sources
-    bases: list[int]  # [B] tokens of the text, the root included
-    starts: list[int]  # [B + 1] place of each root
-    cells: array[int] = field(init=False)  # class of each node
-    chances: array[float] = field(init=False)  # of each node given its parent, then of the path to each
-
-    def __post_init__(self) -> None:
-        total = self.starts[-1]
-        if len(self.nodes) != 3 * total:
-            raise ValueError("trees whose columns have different lengths")
-        self.cells, self.chances = array("q", bytes(8 * total)), array("d", bytes(16 * total))
-
-    def columns(self, b: int) -> list[array[int]]:
-        """Tokens, parents and sources of one tree."""
-        total, start, stop = self.starts[-1], self.starts[b], self.starts[b + 1]
-        return [self.nodes[start + at : stop + at] for at in (0, total, 2 * total)]
-
-    def addresses(self, b: int) -> tuple[int, ...]:
-        """Where one tree's tokens, parents, sources, classes and chances given the parent lie."""
-        start, total = 8 * self.starts[b], 8 * self.starts[-1]
-        first = self.nodes.buffer_info()[0] + start
-        places = first, first + total, first + 2 * total
-        return *places, self.cells.buffer_info()[0] + start, self.chances.buffer_info()[0] + start
+    @property
+    def kept(self) -> list[list[int]]:
+        """[B] the nodes of each tree that pay."""
+        ends = [*accumulate(self.counts, initial=0)]
+        return [[*self.nodes[start:stop]] for start, stop in pairwise(ends)]
 
 
-def weigh_all(
-    library: Any, texts: Sequence[History], tree: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
-) -> tuple[Ranked, int]:
-    """Weigh the proposals for several sequences, and note them for `judge_all`.
+def best_count(chances: Iterable[float], prices: Sequence[float]) -> int:
+    """How many nodes pay, of chances that fall, where so many rows cost ``prices`` tokens."""
+    total, best, count = 0.0, 0.0, 0
+    for k, chance in enumerate(chances, start=1):
+        total += chance
+        if total - prices[k] > best:
+            best, count = total - prices[k], k
+    return count
+
+
+def weigh(
+    library: Any,
+    texts: Sequence[History],
+    tree: TokenTree,
+    scores: Sequence[Sequence[float]] | None,
+    prices: array[float],
+    every: bool = False,
+) -> Weighed:
+    """Judge the last proposals for several sequences, and choose among the nodes of new ones.
 
     Args:
         library: the compiled kernels; None: there are none.
         texts: [B] of the sequences.
-        tree: [B] what is proposed, drafted nodes among it.
+        tree: [B] what is proposed.
         scores: [B] log of the drafter's own estimates; None: it gives none, or none that may be used.
-        most: nodes to rank at most.
-
-    Returns:
-        The likeliest nodes of all, and the depth of the deepest.
+        prices: what 0, 1, .. drafted rows cost over all sequences, in tokens; no more rows are chosen.
+        every: whether all nodes are kept, as far as there are prices.
 
     Raises:
-        ValueError: these are no trees, or a node's source is none of the drafter's.
+        ValueError: these are no trees, a node's source is none of the drafter's, or there is no room for so many.
     """
-    made = Proposals(
-        array("q", chain(*tree.tokens, *tree.parents, *tree.sources)),
-        [len(text.view.tokens) for text in texts],
-        [*accumulate(tree.counts, initial=0)],
-    )
+    columns = array("q", chain(*tree.tokens, *tree.parents, *tree.sources))
     own = None if scores is None else array("d", chain(*scores))
-    if own is not None and len(own) != made.starts[-1]:
+    total = sum(tree.counts)
+    if len(columns) != 3 * total or (own is not None and len(own) != total):
         raise ValueError("trees whose columns have different lengths")
-    most = min(most, made.starts[-1] - len(texts))
-    found = _weigh(texts, made, own, most) if library is None else _weigh_compiled(library, texts, made, own, most)
-    for b, text in enumerate(texts):
-        text.proposal = made, b
+    if any([count > text.room + 1 for count, text in zip(tree.counts, texts, strict=True)]):
+        raise ValueError("trees whose nodes are more than the cap")
+    followed = [text.view.tokens[text.base : text.base + text.count] for text in texts]
+    if library is None:
+        found = _weigh(texts, followed, tree, scores, prices, every)
+    else:
+        found = _weigh_compiled(library, texts, followed, tree.counts, columns, own, prices, every)
+    for text, count in zip(texts, tree.counts, strict=True):
+        text.base, text.count = len(text.view.tokens), count - 1 if found.levels >= 0 else 0
+    if found.levels < 0:
+        raise ValueError("trees whose parents or marks are out of range")
     return found
 
 
 def _weigh_compiled(
-    library: Any, texts: Sequence[History], made: Proposals, own: array[float] | None, most: int
-) -> tuple[Ranked, int]:
-    numbers = [len(texts), len(texts[0].shift), DEPTHS, len(EDGES), most]
-    for b, text in enumerate(texts):
-        numbers += (made.starts[b + 1] - made.starts[b], text.shift.buffer_info()[0], *text.odds_at)
-    given = array("q", numbers) + made.nodes[made.starts[-1] :]
-    places, best = array("q", bytes(16 * most)), array("d", bytes(8 * most))
-    results = [part.buffer_info()[0] for part in (made.cells, made.chances, places, best)]
-    own_at = None if own is None else own.buffer_info()[0]
-    deepest = library.pl_weigh(given.buffer_info()[0], _NUMBERS.buffer_info()[0], own_at, *results)
-    if deepest < 0:
-        raise ValueError("trees whose parents or marks are out of range")
-    return [*zip(best.tolist(), places[:most].tolist(), places[most:].tolist(), strict=True)], deepest
+    library: Any,
+    texts: Sequence[History],
+    followed: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    columns: array[int],
+    scores: array[float] | None,
+    prices: array[float],
+    every: bool,
+) -> Weighed:
+    trees, kinds = len(texts), len(texts[0].shift)
+    numbers = [trees, kinds, DEPTHS, len(EDGES), len(prices) - 1, every]
+    for text, count, known in zip(texts, counts, followed, strict=True):
+        numbers += (count, text.count + 1, len(known), *text.places)
+    given = array("q", chain(numbers, *followed)) + columns
+    kept, gains = array("q", bytes(8 * (trees + len(columns) // 3))), array("d", bytes(8 * (1 + trees * kinds)))
+    at = [None if part is None else part.buffer_info()[0] for part in (given, _NUMBERS, scores, prices, kept, gains)]
+    levels = library.pl_weigh(*at)
+    return Weighed(kept[:trees], kept[trees:], gains[1:], gains[0], levels)
 
 
-def _weigh(texts: Sequence[History], made: Proposals, scores: array[float] | None, most: int) -> tuple[Ranked, int]:
-    ranked: Ranked = []
-    deepest, total = 0, made.starts[-1]
+def _weigh(
+    texts: Sequence[History],
+    followed: Sequence[Sequence[int]],
+    tree: TokenTree,
+    scores: Sequence[Sequence[float]] | None,
+    prices: array[float],
+    every: bool,
+) -> Weighed:
+    for text, known in zip(texts, followed, strict=True):
+        _judge(text, known)
+    ranked: list[tuple[float, int, int, int]] = []  # chance of the path, tree, node, mark
+    kinds, levels = len(texts[0].shift), 0
     for b, text in enumerate(texts):
-        start = made.starts[b]
-        _, parents, sources = made.columns(b)
-        factors = [exp(x) if x else 1.0 for x in text.shift]
         cells, given, path, depths = [0], [1.0], [1.0], [0]
-        for node, (parent, source) in enumerate(zip(parents[1:], sources[1:], strict=True), start=1):
+        for node, (parent, mark) in enumerate(zip(tree.parents[b][1:], tree.sources[b][1:], strict=True), start=1):
+            if not (0 <= parent < node and 0 <= mark < kinds):
+                return Weighed((), (), (), 0.0, -1)
             depths.append(depths[parent] + 1)
-            own = UNKNOWN if scores is None else odds_of(scores[start + node] - scores[start + parent])
-            cells.append(cell_of(own, depths[-1]))
-            odds = text.chances[source].odds[cells[-1]] * factors[source]
+            own = UNKNOWN if scores is None else odds_of(scores[b][node] - scores[b][parent])
+            cells.append(cell_of(own, depths[node]))
+            odds = text.kind.chances[mark].odds(cells[node]) * (exp(text.shift[mark]) if text.shift[mark] else 1.0)
             given.append(odds / (1 + odds))
-            path.append(path[parent] * given[-1])
-            ranked.append((path[-1], b, node))
-        stop, deepest = start + len(cells), max(deepest, *depths)
-        made.cells[start:stop] = array("q", cells)
-        made.chances[start:stop], made.chances[total + start : total + stop] = array("d", given), array("d", path)
-    ranked.sort(key=lambda node: -node[0])
-    return ranked[:most], deepest
+            path.append(path[parent] * given[node])
+            ranked.append((path[node], b, node, mark))
+        text.proposal = [*zip(tree.tokens[b], tree.parents[b], tree.sources[b], cells, given, strict=True)]
+        levels = max(levels, *depths)
+    ranked = sorted(ranked, key=lambda node: -node[0])[: len(prices) - 1]
+    count = len(ranked) if every else best_count([chance for chance, *_ in ranked], prices)
+    kept, gains = [[0] for _ in texts], [0.0] * (len(texts) * kinds)
+    for chance, b, node, mark in ranked[:count]:
+        kept[b].append(node)
+        gains[b * kinds + mark] += chance - prices[count] / count
+    tokens = sum([chance for chance, *_ in ranked[:count]])
+    return Weighed([*map(len, kept)], [*chain(*map(sorted, kept))], gains, tokens, levels)
 
 
-def judge_all(library: Any, texts: Iterable[History]) -> None:
-    """Compare the last proposals for these sequences with what followed, and count every node whose parent turned out
-    right and whose place in the text is known."""
-    numbers: list[int] = []
-    followed: list[int] = []
-    held: list[Proposals] = []  # what the addresses mean must stay until the call
-    kinds = 0
-    for text in texts:
-        if text.proposal is None:
+def _judge(text: History, known: Sequence[int]) -> None:
+    """Compare the last proposal with the tokens behind its root, and count every node whose parent turned out right and
+    whose place in the text is known."""
+    shift, places = text.shift, {0: 0}  # by node that was right: the place of its children in ``known``
+    for node, (token, parent, mark, cell, given) in enumerate(text.proposal):
+        place = places.get(parent, len(known))
+        if not node or place >= len(known):
             continue
-        (made, b), text.proposal = text.proposal, None
-        count = made.starts[b + 1] - made.starts[b]
-        new = text.view.tokens[made.bases[b] : made.bases[b] + count - 1]
-        if not new:
-            continue
-        if library is None:
-            _judge(text, made, b, new)
-            continue
-        numbers += (*made.addresses(b), count, len(new), text.shift.buffer_info()[0], *text.counts_at)
-        followed += new
-        held.append(made)
-        kinds = len(text.shift)
-    if held:
-        given = array("q", [len(held), kinds, DEPTHS, len(EDGES), *numbers, *followed])
-        library.pl_judge(given.buffer_info()[0], _NUMBERS.buffer_info()[0])
-
-
-def _judge(text: History, made: Proposals, b: int, new: Sequence[int]) -> None:
-    tokens, parents, sources = made.columns(b)
-    start, shift = made.starts[b], text.shift
-    places = {0: 0}  # by node that was right: the place of its children in ``new``
-    for node in range(1, len(tokens)):
-        place = places.get(parents[node], len(new))
-        if place >= len(new):
-            continue
-        right, source = new[place] == tokens[node], sources[node]
-        text.chances[source].learn(made.cells[start + node], right)
-        moved = FADE * (shift[source] + SHIFT * (right - made.chances[start + node]))
-        shift[source] = max(-MOST_SHIFT, min(MOST_SHIFT, moved))
+        right = known[place] == token
+        text.kind.chances[mark].learn(cell, right)
+        shift[mark] = max(-MOST_SHIFT, min(MOST_SHIFT, FADE * (shift[mark] + SHIFT * (right - given))))
         if right:
             places[node] = place + 1

@@ -80,8 +80,7 @@ FUNCTIONS = {  # of the library: kinds of arguments, > and of what is returned, 
     "pl_suffix_text_new": "n>p",
     "pl_suffix_text_free": "p>-",
     "pl_suffixes": "pppp",
-    "pl_weigh": "ppppppp>n",
-    "pl_judge": "pp",
+    "pl_weigh": "pppppp>n",
 }
 
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights
