@@ -376,8 +376,6 @@ def drafter_context(
         load_model=ModelLoader(config, dtype, texts),
         dtype=dtype,
         device=parse_device(stage_devices(config)[-1]),
-        offline=config.offline,
-        revision=config.revision,
         find=partial(resolve_folder, offline=config.offline),
         target=name,
         target_folder=folder,

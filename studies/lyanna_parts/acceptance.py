@@ -19,8 +19,7 @@ from lyanna_parts.trained import read_log
 from paceline.bench.records import Report, Trial
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import ConfigError
-from paceline.drafters.lyanna.model import LyannaModel
-from paceline.drafters.states.head import fill
+from paceline.drafters.lyanna.model import FILES, LyannaModel
 from paceline.network.loader import resolve_folder
 
 Floats = NDArray[np.float64]
@@ -99,7 +98,7 @@ def without(folder: str, change: Mapping[str, Any], place: Path) -> str:
     hot = whole.info.hot if whole.info is not None and "rank" not in change else None
     made = LyannaModel(replace(whole.shape, **change), hot)
     values = whole.tensors()
-    fill(made.tensors(), {name: values[name] for name in made.tensors()}, place)
+    FILES.copy(made.tensors(), {name: values[name] for name in made.tensors()}, place)
     made.save(place)
     return str(place)
 

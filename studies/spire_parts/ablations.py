@@ -18,8 +18,8 @@ from kit.study import Table
 from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.drafters.spire.model import read_shape
-from paceline.drafters.spire.recipe import SpireOptions, SpireRecipe, load_trained
-from paceline.network.loader import load_tokenizer, resolve_folder
+from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, load_draft
+from paceline.network.loader import load_tokenizer, read_config, resolve_folder
 from paceline.training.data import Encoder, SourceSpec, TokenBatch, load_source
 from paceline.training.job import held_out
 from paceline.training.network import Network
@@ -73,7 +73,10 @@ def text_of(ask: SpireFlags) -> dict[str, list[TokenBatch]]:
 @torch.no_grad()
 def estimate(folder: str, target: Network, batches: Sequence[TokenBatch], depth: int | None = None) -> Estimate:
     """Of a trained draft, over every start in the text from which a whole draft can be judged."""
-    module, shape = load_trained(resolve_folder(folder), target)
+    place = resolve_folder(folder)
+    shape = read_shape(place)
+    module = SpireModule(Network(read_config(place), target.head_weight.device, frozen=True), shape)
+    load_draft(module, shape, target, place)
     shape = shape if depth is None else replace(shape, depth=depth)
     recipe = SpireRecipe(module, target, shape, SpireOptions(), {}, {})
     sums, starts = [], []

@@ -20,7 +20,7 @@ from paceline.bench import machine
 from paceline.bench.models import materialised
 from paceline.bench.report import wording as say
 from paceline.core.errors import ConfigError
-from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe
+from paceline.drafters.streams.recipe import StreamRecipe, StreamsOptions
 from paceline.network.adapters import linear_shapes
 from paceline.network.loader import resolve_folder
 from paceline.network.streams import StreamSet
@@ -86,7 +86,7 @@ def segment_cost(way: str, folder: str, task: Mapping[str, Any], device: str, th
     network = Network.load(Path(folder), device, frozen=True)
     shape = {name: task[name] for name in ("mode", "gamma", "layers", "rank")}
     segment, few = int(way) if way.isdecimal() else None, task["limit"] or None
-    options = StreamOptions(**shape, attention_limit=few, segment=segment)
+    options = StreamsOptions(**shape, attention_limit=few, segment=segment)
     shapes = linear_shapes(network.config)
     trained = StreamSet.fresh(options.config(network), shapes, torch.Generator().manual_seed(0))
     recipe = StreamRecipe(network, trained.to(device), options)

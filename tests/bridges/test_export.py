@@ -185,7 +185,7 @@ def test_what_an_engine_cannot_express_is_refused_and_nothing_is_written(tmp_pat
         ("vllm", zoo.find("paceline-small-medusa"), "Medusa"),
         ("sglang", zoo.find("paceline-small-streams"), "streams"),
         ("vllm", zoo.find("paceline-small-spire"), "SPIRe"),
-        ("vllm", tmp_path / "nowhere", "is missing"),
+        ("vllm", tmp_path / "nowhere", "there is no such folder"),
         ("tensorrt", plain, "vllm, sglang, speculators"),
     ]
     for engine, head, words in cases:

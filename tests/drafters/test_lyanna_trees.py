@@ -10,7 +10,7 @@ import torch
 from kits.state import algorithm_1
 from torch import Tensor
 
-from paceline.drafters.lyanna.trees import Chain, beam_sampling, token_info_sampling
+from paceline.drafters.lyanna.trees import LevelChain, beam_sampling, token_info_sampling
 from paceline.drafters.proposal import Proposal
 
 V = 11
@@ -43,11 +43,11 @@ def test_token_info_sampling_is_algorithm_1(seed: int, levels: int, branches: in
     """Of several sequences at once, of unlike depth, each as it would be alone."""
     drawn = [draw(100 * seed + i, levels - i % levels) for i in range(3)]
     table = drawn[0][1]
-    chains = [Chain(i + 2, logits) for i, (logits, _) in enumerate(drawn)]
+    chains = [LevelChain(i + 2, logits) for i, (logits, _) in enumerate(drawn)]
     token_info_sampling(chains, lambda tokens: table[list(tokens)], branches)
     for chain, (logits, _) in zip(chains, drawn, strict=True):
         assert_same(paths(chain.tree), algorithm_1(logits, table, chain.root, branches))
-    plain = Chain(2, drawn[0][0])
+    plain = LevelChain(2, drawn[0][0])
     token_info_sampling([plain], lambda tokens: None, branches)
     assert_same(paths(plain.tree), algorithm_1(drawn[0][0], torch.zeros(V, V), 2, branches))
 
@@ -55,7 +55,7 @@ def test_token_info_sampling_is_algorithm_1(seed: int, levels: int, branches: in
 @pytest.mark.parametrize(("seed", "levels", "branches"), CASES)
 def test_a_budget_keeps_the_likeliest_nodes_and_their_parents(seed: int, levels: int, branches: int) -> None:
     logits, table = draw(seed, levels)
-    chain = Chain(1, logits)
+    chain = LevelChain(1, logits)
     token_info_sampling([chain], lambda tokens: table[list(tokens)], branches)
     whole = paths(chain.tree)
     for budget in range(len(whole) + 2):
@@ -76,7 +76,7 @@ def test_rules_see_the_paths_and_may_forbid() -> None:
         rows[:, 2:] = -math.inf
         return rows
 
-    chain = Chain(0, logits, rule)
+    chain = LevelChain(0, logits, rule)
     token_info_sampling([chain], lambda tokens: table[list(tokens)], 4)
     found = paths(chain.tree)
     assert {path[-1] for path in found} == {0, 1} and len(found) == 2 + 4 + 8
@@ -105,6 +105,6 @@ def test_naive_beam_sampling_takes_the_likeliest_paths() -> None:
 
 
 def test_equal_scores_are_settled_by_order() -> None:
-    chain = Chain(0, torch.zeros(3, 4))
+    chain = LevelChain(0, torch.zeros(3, 4))
     token_info_sampling([chain], lambda tokens: None, 2)
     assert chain.tree.parents == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]

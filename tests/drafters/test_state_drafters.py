@@ -351,7 +351,7 @@ def test_eagle_3_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for wrong, message in (
         ({"d2t": SMALL}, "outside of the 96"),
         ({"d2t": -torch.arange(len(SMALL))}, "names a token twice"),
-        ({"fc.weight": torch.ones(32, 64)}, "fc.weight has shape"),
+        ({"fc.weight": torch.ones(32, 64)}, "fc.weight is"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_head(write_eagle3(tmp_path / "wrong", **wrong))
@@ -595,7 +595,7 @@ def test_a_target_with_other_weights_is_refused_when_it_is_named(kind: Any, tmp_
         made = eagle_model()
         made.facts = replace(made.facts, fingerprint="1" * 64, target="first")
         made.save(folder)
-    with pytest.raises(CapabilityError, match="trained for first: its weights differ from tiny's"):
+    with pytest.raises(CapabilityError, match="trained for first, whose weights differ from those of tiny"):
         kind(path=str(folder)).build(context)
     built = kind(path=str(folder)).build(replace(context, target_folder=None))
     assert built.spec.taps == (-1,) and built.spec.network

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from kits.tiny import VOCAB, assemble, run, tiny_decoder
 from scipy.stats import chi2
 
 from paceline.bench.models import materialised
-from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.core.stats import SpecStats
 from paceline.drafters import registry
@@ -88,30 +87,27 @@ def view(prompt: Sequence[int], said: Sequence[int], key: int = 0) -> SequenceVi
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize("accept", [0.8, "0.9/0.5/0.7"])
-def test_measured_acceptance_is_the_asked_one(target: Decoder, tmp_path: Path, params: SamplingParams, accept: Any):
+@pytest.mark.parametrize("accept", [0.8, 0.6])
+def test_measured_acceptance_is_the_asked_one(target: Decoder, tmp_path: Path, params: SamplingParams, accept: float):
     """Chi-square over the depths. With 300 offers a depth, a rate off by 0.1 at one depth fails with 97 % chance."""
     answers = answered(target, params, 40)
     config = SyntheticConfig(answers=recorded(tmp_path / "a.jsonl", answers), accept=accept, depth=4)
     outputs = run(assemble(config, decoder=target), [(prompt, params) for prompt, _ in answers])
     stats = merged(outputs)
-    rates = [*config.rates, *[config.rates[-1]] * (4 - len(config.rates))]
     offered, accepted = stats.depth_offered, stats.depth_accepted
-    assert len(offered) == 4 and min(offered) >= 300
-    distance = sum((a - n * p) ** 2 / (n * p * (1 - p)) for n, a, p in zip(offered, accepted, rates, strict=True))
-    assert chi2.sf(distance, df=4) > 0.01, list(zip(offered, accepted, rates, strict=True))
+    assert len(offered) == 4 and min(offered) >= 200
+    variance = accept * (1 - accept)
+    distance = sum((a - n * accept) ** 2 / (n * variance) for n, a in zip(offered, accepted, strict=True))
+    assert chi2.sf(distance, df=4) > 0.01, list(zip(offered, accepted, strict=True))
     assert stats.sources.keys() == {"synthetic"}
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize("accept", [0, 0.5, 1, "1/0.3"])
-@pytest.mark.parametrize("branches", [1, 3])
-def test_ids_are_plain_decodings_at_any_rate(
-    target: Decoder, tmp_path: Path, params: SamplingParams, accept: Any, branches: int
-):
+@pytest.mark.parametrize("accept", [0, 0.5, 1])
+def test_ids_are_plain_decodings_at_any_rate(target: Decoder, tmp_path: Path, params: SamplingParams, accept: float):
     answers = answered(target, params, 6)
     path = recorded(tmp_path / "a.jsonl", answers)
-    config = SyntheticConfig(answers=path, accept=accept, depth=3, branches=branches, seed=1)
+    config = SyntheticConfig(answers=path, accept=accept, depth=3, seed=1)
     outputs = run(assemble(config, decoder=target), [(prompt, params) for prompt, _ in answers])
     assert [[s.token_ids for s in o.outputs] for o in outputs] == [said for _, said in answers]
     stats = merged(outputs)
@@ -120,18 +116,6 @@ def test_ids_are_plain_decodings_at_any_rate(
         assert stats.accepted == 0 and stats.passes == 6 * LENGTH
     if accept == 1:  # the first pass has no draft, and every later one brings four tokens
         assert stats.passes == 6 * (1 + -(-(LENGTH - 1) // 4))
-
-
-def test_the_rate_does_not_depend_on_the_shape_of_the_tree(target: Decoder, tmp_path: Path):
-    """Wrong siblings beside the chain change nothing but the number of nodes."""
-    answers = answered(target, GREEDY, 4)
-    path = recorded(tmp_path / "a.jsonl", answers)
-    stats = []
-    for branches in (1, 4):
-        config = SyntheticConfig(answers=path, accept=0.6, branches=branches)
-        stats.append(merged(run(assemble(config, decoder=target), [(prompt, GREEDY) for prompt, _ in answers])))
-    assert stats[0].depth_accepted == stats[1].depth_accepted
-    assert stats[1].drafted == 4 * stats[0].drafted
 
 
 def test_samples_of_one_prompt_each_follow_their_own_answer(target: Decoder, tmp_path: Path):
@@ -153,23 +137,19 @@ def test_samples_of_one_prompt_each_follow_their_own_answer(target: Decoder, tmp
         lambda v: st.tuples(st.just(v), st.lists(st.integers(0, v - 1), min_size=1, max_size=12))
     ),
     st.integers(0, 5),
-    st.integers(1, 4),
     st.integers(0, 9),
 )
 def test_a_wrong_token_is_never_the_recorded_one(
-    tmp_path_factory: pytest.TempPathFactory, toy: tuple[int, list[int]], said: int, branches: int, seed: int
+    tmp_path_factory: pytest.TempPathFactory, toy: tuple[int, list[int]], said: int, seed: int
 ):
     vocab_size, output = toy
-    branches = min(branches, vocab_size - 1)
     path = tmp_path_factory.mktemp("toy") / "a.jsonl"
-    drafter = bound(path, [([0], [output])], vocab_size, accept=0, branches=branches, seed=seed)
+    drafter = bound(path, [([0], [output])], vocab_size, accept=0, seed=seed)
     proposal = drafter.draft_one(view([0], output[:said]), 64, 64)
-    assert len(proposal) == branches * min(4, max(0, len(output) - said))
+    assert len(proposal) == min(4, max(0, len(output) - said))
     assert all(0 <= token < vocab_size for token in proposal.tokens)
     for node, token in enumerate(proposal.tokens):
-        assert token != output[said + node // branches]
-    first = proposal.tokens[:branches]
-    assert len(set(first)) == len(first)
+        assert token != output[said + node]
 
 
 def test_draws_are_a_function_of_seed_prompt_position_and_depth_alone(tmp_path: Path):
@@ -195,12 +175,12 @@ def test_draws_are_a_function_of_seed_prompt_position_and_depth_alone(tmp_path: 
 
 def test_budget_and_depth_are_respected(tmp_path: Path):
     answer = [5] * 20
-    drafter = bound(tmp_path / "a.jsonl", [([1], [answer])], accept=1, depth=6, branches=3)
-    assert drafter.spec.default_budget == 18 and drafter.spec.tree
+    drafter = bound(tmp_path / "a.jsonl", [([1], [answer])], accept=1, depth=6)
+    assert drafter.spec.default_budget == 6 and not drafter.spec.tree
     for budget, max_depth, nodes, deepest in [
-        (64, 64, 18, 6),
-        (64, 2, 6, 2),
-        (4, 64, 4, 2),
+        (64, 64, 6, 6),
+        (64, 2, 2, 2),
+        (4, 64, 4, 4),
         (0, 64, 0, 0),
         (64, 0, 0, 0),
     ]:
@@ -214,15 +194,14 @@ def test_budget_and_depth_are_respected(tmp_path: Path):
 def test_nothing_is_proposed_without_a_record(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     drafter = bound(tmp_path / "a.jsonl", [([1, 2], [[3, 4, 5]])], accept=1)
     assert drafter.draft_one(view([1, 2], []), 8, 8).tokens == [3, 4, 5]
-    assert drafter.idle_reason is None
+    assert not drafter.misses
     assert drafter.draft_one(view([2, 1], [], key=1), 8, 8).tokens == []
-    assert "1 for prompts that are not in the file" in str(drafter.idle_reason)
+    assert "no recorded token for prompts that are not in the file" in caplog.text
     assert len(caplog.records) == 1
     assert drafter.draft_one(view([1, 2], [3, 9], key=2), 8, 8).tokens == []
     assert drafter.draft_one(view([1, 2], [3, 9, 5], key=2), 8, 8).tokens == []
     assert drafter.draft_one(view([1, 2], [3, 4, 5], key=3), 8, 8).tokens == []
     assert drafter.misses == {"unknown": 1, "left": 2, "ended": 1}
-    assert "had no recorded token 4 times" in str(drafter.idle_reason)
     assert len(caplog.records) == 1  # once is enough
     drafter.release([1, 2, 3])
     assert drafter.draft_one(view([1, 2], [3], key=2), 8, 8).tokens == [4, 5]  # a new sequence under an old key
@@ -239,22 +218,6 @@ def test_a_sequence_that_leaves_its_answer_still_says_what_plain_decoding_says(t
     assert engine.round.failure is None
     assert engine.round.drafter.misses["left"] == 3 * (LENGTH - 22)  # the last token leaves no room to draft
     assert merged(outputs).accepted > 0
-
-
-def test_a_proposal_takes_the_time_it_pretends_to(tmp_path: Path):
-    drafter = bound(tmp_path / "a.jsonl", [([1], [[2] * 8])], cost_ms=30)
-    views = [view([1], [2], key=key) for key in range(4)]
-    began = perf_counter()
-    drafter.propose(DraftRequest(views, [4] * 4, [8] * 4))
-    assert perf_counter() - began >= 0.030  # one proposal for the batch, so once and not four times
-    spent = min(_timed(drafter, DraftRequest(views, [0] * 4, [8] * 4)) for _ in range(3))
-    assert spent < 0.030  # nothing is drafted, so nothing is pretended
-
-
-def _timed(drafter: SyntheticDrafter, want: DraftRequest) -> float:
-    began = perf_counter()
-    drafter.propose(want)
-    return perf_counter() - began
 
 
 # -- options and files
@@ -275,11 +238,8 @@ def test_it_says_that_it_is_synthetic(tmp_path: Path):
         ("synthetic,answers=a,accept=1.5", ["accept must be 1 or less"]),
         ("synthetic,answers=a,accept=-0.1", ["accept must be 0 or more"]),
         ("synthetic,answers=a,accept=nan", ["accept"]),
-        ("synthetic,answers=a,accept=0.5/2", ["accept holds chances from 0 to 1"]),
-        ("synthetic,answers=a,accept=0.5/often", ["accept holds chances from 0 to 1"]),
-        ("synthetic,answers=a,accept=0.9/0.8/0.7,depth=2", ["accept names more depths than depth=2"]),
+        ("synthetic,answers=a,accept=often", ["accept takes number"]),
         ("synthetic,answers=a,depth=0", ["depth must be 1 or more"]),
-        ("synthetic,answers=a,cost_ms=-1", ["cost_ms must be 0 or more"]),
         ("synthetic,answers=a,rate=0.5", ["no option 'rate'"]),
     ],
 )
@@ -319,8 +279,6 @@ def test_a_missing_file_is_refused(tmp_path: Path):
 def test_answers_of_another_vocabulary_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="line 2: token id 96, and toy has 96"):
         bound(tmp_path / "a.jsonl", [([1], [[2]]), ([1], [[96]])])
-    with pytest.raises(CapabilityError, match="not so many wrong ones"):
-        bound(tmp_path / "a.jsonl", [([0], [[1]])], vocab_size=3, branches=3)
 
 
 # -- with a whole model

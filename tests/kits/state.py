@@ -138,7 +138,8 @@ def steps_by_hand(model: Any, features: Tensor, tokens: Tensor, anchor: int, ste
     found = [state]
     for step in range(2, steps + 1):
         token = table[tokens[anchor + step]] if anchor + step < len(tokens) else table[tokens[anchor]]
-        state = row(model.feed(state[None], token[None])[0], anchor + step - 1)
+        fed = head.fuse(state[None], token[None] if model.feeds_tokens else None)
+        state = row(fed[0], anchor + step - 1)
         found.append(state)
     return found
 

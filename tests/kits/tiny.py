@@ -278,9 +278,7 @@ def hybrid(
     """
     decoder = tiny_decoder(**{**(target or {}), "noise": noise, "exact": False})
     loaded = SimpleNamespace(decoder=decoder, tokenizer=None, name="tiny-draft", folder=None)
-    context = DrafterContext(
-        load_model=lambda name, dtype: loaded, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None
-    )
+    context = DrafterContext(load_model=lambda name, dtype: loaded, dtype=decoder.dtype, device=decoder.device)
     return HybridConfig(parts=parts, **options).build(context)
 
 
@@ -389,9 +387,7 @@ def assemble(
     decoder = decoder or tiny_decoder(dtype=dtype, device=device, exact=exact)
     shape = decoder.config
     if isinstance(drafter, DrafterConfig):
-        drafter = drafter.build(
-            DrafterContext(load_model=None, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None)
-        )
+        drafter = drafter.build(DrafterContext(load_model=None, dtype=decoder.dtype, device=decoder.device))
     pool = KVPool(
         *decoder.cache_shape,
         kv_tokens,

@@ -62,9 +62,7 @@ def narrow(compiled: bool, **options: Any) -> DraftModel:
 
 def narrow_hybrid(compiled: bool) -> Drafter:
     loaded = narrow_draft(compiled)
-    context = DrafterContext(
-        load_model=lambda name, dtype: loaded, dtype=torch.float32, device=CPU, offline=True, revision=None
-    )
+    context = DrafterContext(load_model=lambda name, dtype: loaded, dtype=torch.float32, device=CPU)
     return HybridConfig(parts="suffix;depth=6;max_tokens=0+draft_model:narrow;depth=3").build(context)
 
 

@@ -18,10 +18,12 @@ from toolkit import examples, network, trainer, write_data, write_target
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
+from paceline.drafters.fit import check_rotary
 from paceline.drafters.spire.model import SpireShape, read_memory, read_shape
 from paceline.drafters.spire.prefixes import Blocks, mask_of, run_blocks
-from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, _start, load_trained
+from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, _start, load_draft
 from paceline.llm import LLM
+from paceline.network.loader import read_config
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.job import TrainingJob, prepare, run
 from paceline.training.job import finish as write
@@ -272,7 +274,8 @@ def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Pat
     again = prepare(job(data, target, tmp_path / "again", options=options, init=folder))
     begun: Any = again.recipe
     whole = Network.load(target)
-    stored, _ = load_trained(folder, whole)
+    stored = SpireModule(Network(read_config(folder), frozen=True), shape)
+    load_draft(stored, shape, whole, folder)
     for name, value in stored.network.decoder.named_parameters():
         assert torch.equal(begun.module.network.decoder.get_parameter(name), value)
     lent = options.get("ends") == "target"
@@ -280,7 +283,7 @@ def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Pat
     with safe_open(folder / "model.safetensors", "pt") as tensors:
         assert all(name.startswith("model.layers.") for name in tensors.keys()) == lent  # noqa: SIM118  (no mapping)
     if lent:
-        with pytest.raises(ConfigError, match="ends=target, not own"):
+        with pytest.raises(ConfigError, match="its ends is 'target', this run's 'own'"):
             prepare(job(data, target, tmp_path / "other", options={**options, "ends": "own"}, init=folder))
 
 
@@ -290,7 +293,7 @@ def test_another_target_is_refused(places: tuple[Path, Path], tmp_path: Path) ->
     trained, outcome = run(one)
     folder = write(one, trained, outcome)
     other = write_target(tmp_path / "other", data, seed=1)
-    with pytest.raises(CapabilityError, match="its weights differ"):
+    with pytest.raises(CapabilityError, match="whose weights differ"):
         LLM(str(other), dtype="float32", drafter=f"spire:{folder}")
     facts = json.loads((folder / "spire.json").read_text("utf-8"))
     (folder / "spire.json").write_text(json.dumps(facts | {"feedback": False}))
@@ -317,12 +320,12 @@ def test_options_that_cannot_be(options: dict[str, Any], wrong: str, places: tup
 def test_targets_that_cannot_be(places: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="for a target"):
         prepare(job(places[0], None, tmp_path / "out"))
-    from paceline.drafters.spire.recipe import _check_target
-
-    with pytest.raises(CapabilityError, match="sliding windows"):
-        _check_target(tiny_config(), "tiny")
-    with pytest.raises(CapabilityError, match="learned"):
-        _check_target(tiny_config(windows=WHOLE, rope=None, learned_positions=64), "tiny")
+    for config, wrong in (
+        (tiny_config(), "sliding windows"),
+        (tiny_config(windows=WHOLE, rope=None, learned_positions=64), "learned"),
+    ):
+        with pytest.raises(CapabilityError, match=wrong):
+            check_rotary("training spire", config, "tiny", "train another")
     made = kind("spire")
     assert made.imitates(SpireOptions()) and not made.imitates(SpireOptions(loss="text"))
     assert not made.cached and not made.states

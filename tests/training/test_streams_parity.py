@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.attention.rope import RopeTable
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import StepFeatures
-from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe
+from paceline.drafters.streams.recipe import StreamRecipe, StreamsOptions
 from paceline.network.adapters import AdapterConfig
 from paceline.network.streams import StreamSet
 from paceline.training.data import Example, TokenBatch, collate
@@ -87,7 +87,7 @@ def test_training_computes_what_decoding_computes(name: str, mode: Any, limit: i
     batch = packed(texts)
     gamma = trained.config.gamma
     recipe = StreamRecipe(
-        network(), trained, StreamOptions(mode=mode, gamma=gamma, layers=SETS[name]["layers"], attention_limit=limit)
+        network(), trained, StreamsOptions(mode=mode, gamma=gamma, layers=SETS[name]["layers"], attention_limit=limit)
     )
     carriers = choose_carriers(batch)
     final, rows = recipe._outputs(batch, carriers)

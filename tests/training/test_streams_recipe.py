@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.attention.rope import RopeTable
 from paceline.core.errors import ConfigError
-from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, build
+from paceline.drafters.streams.recipe import StreamRecipe, StreamsOptions, build
 from paceline.network.adapters import linear_shapes
 from paceline.network.files import fingerprint
 from paceline.network.streams import StreamSet
@@ -52,7 +52,7 @@ def make_network(dtype: torch.dtype = torch.float64, **changes: Any) -> Network:
 
 def make_recipe(network: Network, noise: float = 0.3, **options: Any) -> StreamRecipe:
     """With random adapters, so that no delta is zero."""
-    chosen = StreamOptions(**{"gamma": GAMMA, "layers": 2, "rank": 4, "prune_rank": 3, **options})
+    chosen = StreamsOptions(**{"gamma": GAMMA, "layers": 2, "rank": 4, "prune_rank": 3, **options})
     generator = torch.Generator().manual_seed(5)
     trained = StreamSet.fresh(chosen.config(network), linear_shapes(network.config), generator)
     for parameter in trained.parameters():
@@ -85,12 +85,12 @@ def gradients(recipe: StreamRecipe, batch: TokenBatch) -> tuple[Tensor, dict[str
 FORMS: list[dict[str, Any]] = [
     {"mode": "lossless"},
     {"mode": "lossless", "start_rank": 2, "linears": ("qkv", "down")},
-    {"mode": "lossless", "identity": "rotation", "rotation_step": 0.3},
+    {"mode": "lossless", "identity": "rotation"},
     {"mode": "lossless", "linears": ("qkv", "out", "mlp")},
     {"mode": "lossless", "attention_limit": 5},
     {"mode": "shared", "attention_limit": 5},
     {"mode": "shared"},
-    {"mode": "shared", "identity": "rotation", "rotation_step": 0.3},
+    {"mode": "shared", "identity": "rotation"},
     {"mode": "lossless", "exits": (1, 3)},
     {"mode": "shared", "exits": (1, 3)},
 ]
@@ -230,11 +230,11 @@ def test_a_frozen_target_gets_no_gradient_and_keeps_its_bits() -> None:
 
 @pytest.mark.parametrize("mode", ["lossless", "shared"])
 def test_the_early_exit_pulls_on_its_own_map_alone(mode: Any) -> None:
-    """Without weight on streams and main rows, only the exit's loss is left."""
-    recipe = make_recipe(make_network(), mode=mode, alpha_0=0.0, alpha_j=0.0)
+    """Without weight on streams the exit's loss is left, and in shared mode that of main rows, which see streams."""
+    recipe = make_recipe(make_network(), mode=mode, alpha_j=0.0)
     _, found = gradients(recipe, make_batch())
     moved = {name.partition(".")[0] for name, value in found.items() if value.abs().max() > 0}
-    assert moved == {"prune_map"}
+    assert moved == ({"prune_map"} if mode == "lossless" else {"prune_map", "adapters", "embeddings"})
     without = make_recipe(make_network(), mode=mode, prune_rank=0)
     _, others = gradients(without, make_batch())
     _, all_of_them = gradients(make_recipe(make_network(), mode=mode), make_batch())
@@ -346,7 +346,6 @@ ADAPTERS_ALONE = {
         ({"positions": 0.5, "mode": "shared"}, "shared mode"),
         ({"distill": 0.5, "mode": "shared"}, "frozen target"),
         ({"top": 5}, "nothing is distilled"),
-        ({"alpha_0": 1.0}, "frozen main stream"),
         ({"segment": 0}, "1 or more"),
         ({"rank": 0}, "1 or more"),
         ({"attention_limit": 0}, "1 or more"),
@@ -355,31 +354,29 @@ ADAPTERS_ALONE = {
         ({"alpha_j": -1.0}, "0 or more"),
         ({"gamma": 0, "mode": "shared", "start_rank": 2}, "no streams to start"),
         ({"mode": "shared", "linears": ("mlp",)}, "main rows, which share the adapters, keep their MLP"),
-        ({"rotation_step": 0.1}, "trained embeddings"),
         ({"application": "sql"}, "a lossless set is for no application. Leave it out"),
         *(
             ({"gamma": 0, "mode": "shared"} | {name: value}, f"{name}=.*there are no streams")
             for name, value in ADAPTERS_ALONE.items()
         ),
         ({"gamma": 0, "positions": 0.5}, "positions=.*there are no streams"),
-        ({"gamma": 0, "mode": "shared", "identity": "rotation", "rotation_step": 0.1}, "identity=.*no streams"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
-        StreamOptions(**options)
+        StreamsOptions(**options)
 
 
 def test_adapters_alone_may_say_what_they_are() -> None:
-    said = StreamOptions(mode="shared", gamma=0, layers=4, prune_rank=0, alpha_0=0.5, application="sql")
+    said = StreamsOptions(mode="shared", gamma=0, layers=4, prune_rank=0, application="sql")
     assert said.config(make_network()).prune_rank == 0
-    StreamOptions(mode="shared", **ADAPTERS_ALONE)  # with streams all of it means something
+    StreamsOptions(mode="shared", **ADAPTERS_ALONE)  # with streams all of it means something
 
 
 @pytest.mark.parametrize(("options", "wrong"), [({"layers": 4}, "msa_layers"), ({"gamma": 0}, "gamma")])
 def test_options_that_do_not_fit_the_target_are_refused(options: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
-        StreamOptions(**options).config(make_network())
+        StreamsOptions(**options).config(make_network())
 
 
 # ---- held-out figures
@@ -477,7 +474,7 @@ def build_context(folder: Path, network: Network | None, init: Path | None = Non
 def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
     network = make_network(torch.float32)
     network.save(tmp_path / "toy", {"model_type": "llama"}, torch.float32)
-    options = StreamOptions(gamma=2, layers=1, rank=4)
+    options = StreamsOptions(gamma=2, layers=1, rank=4)
     recipe, again = (build(options, build_context(tmp_path / "toy", network)) for _ in range(2))
     config = recipe.module.config
     assert (config.target, config.gamma, config.msa_layers) == ("toy", 2, 1)
@@ -491,16 +488,15 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
     stored = [value.to(torch.bfloat16).float() for value in recipe.module.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(stored, more.module.parameters(), strict=True))
     with pytest.raises(ConfigError, match="its gamma is 2, this run's 3"):
-        wider = StreamOptions(gamma=3, layers=1, rank=4)
+        wider = StreamsOptions(gamma=3, layers=1, rank=4)
         build(wider, build_context(tmp_path / "toy", network, tmp_path / "set"))
     with pytest.raises(ConfigError, match="its adapter is"):
-        own_mlp = StreamOptions(gamma=2, layers=1, rank=4, linears=("qkv", "out", "mlp"))
+        own_mlp = StreamsOptions(gamma=2, layers=1, rank=4, linears=("qkv", "out", "mlp"))
         build(own_mlp, build_context(tmp_path / "toy", network, tmp_path / "set"))
-    for chosen in (options, StreamOptions(mode="shared", alpha_0=0.0, gamma=2, layers=1, rank=4)):
-        weighed = replace(build_context(tmp_path / "toy", network), prompt_weight=0.5)
-        with pytest.raises(ConfigError, match=r"prompt_weight=0.5.*main rows have no loss.*Leave prompt_weight out"):
-            build(chosen, weighed)
-    shared = StreamOptions(mode="shared", gamma=2, layers=1, rank=4)
+    weighed = replace(build_context(tmp_path / "toy", network), prompt_weight=0.5)
+    with pytest.raises(ConfigError, match=r"prompt_weight=0.5.*main rows have no loss.*Leave prompt_weight out"):
+        build(options, weighed)
+    shared = StreamsOptions(mode="shared", gamma=2, layers=1, rank=4)
     build(shared, replace(build_context(tmp_path / "toy", network), prompt_weight=0.5))
     with pytest.raises(ConfigError, match="no target"):
         build(options, build_context(tmp_path, None))
@@ -510,7 +506,7 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
 def test_recipe_files_describe_sets(file: str) -> None:
     recipe = read_recipe(RECIPES / file)
     assert recipe.kind == "streams"
-    options = fill(StreamOptions, dict(recipe.options), recipe.where)
+    options = fill(StreamsOptions, dict(recipe.options), recipe.where)
     config = options.config(Network(tiny_config(num_layers=12, windows=(None,) * 12), frozen=True))
     assert config.mode == ("shared" if any(task in file for task in ("sql", "e2e", "dialogsum")) else "lossless")
     assert (config.gamma == 0) == file.startswith("adapter")

@@ -16,7 +16,7 @@ from ..network.families import decoder_config
 from ..network.hot import hot_share
 from ..network.loader import load_weights
 from ..training.data import TokenBatch
-from ..training.features import Features, OnlineFeatures
+from ..training.features import Features, OnlineFeatures, top_tokens
 from ..training.losses import cross_entropy, distilled, kl, mixed, reverse_kl
 from ..training.network import Network
 from ..training.target import ModelShape
@@ -40,11 +40,7 @@ class DraftModelOptions(ModelShape):
         0.8, help="weight of the distance, 0 to 1; the rest is cross-entropy with the text", minimum=0, maximum=1
     )
     temperature: float = option(1.0, help="of both distributions in the distance, above 0", above=0)
-    top: int = option(
-        0,
-        help="likeliest tokens of the target that are learned, all others as one; 0: all. A cache holds them",
-        minimum=0,
-    )
+    top: int = top_tokens()
 
     def __post_init__(self) -> None:
         check(self)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import ConfigError
 from ..core.inference import inference
 from ..kv.pool import KVPool, SequenceCache
 from ..kv.views import PoolView, SinkWindow
@@ -28,9 +28,10 @@ from ..network.native import Stack
 from ..network.native_calls import ChainStart, NativeView
 from ..network.packing import RowPacker
 from .base import Drafter, DrafterSpec, DraftRequest
+from .fit import check_rotary
 from .growth import Grower, Growth, compiles
 from .proposal import Proposal
-from .registry import DrafterConfig, DrafterContext, option
+from .registry import DrafterConfig, DrafterContext, option, proposes_option
 from .resampling import REFUSED
 
 if TYPE_CHECKING:
@@ -47,9 +48,7 @@ class MagicDecConfig(DrafterConfig):
     window: int = option(64, help="last tokens that a drafting pass sees, its own among them", minimum=1)
     sinks: int = option(1, help="first tokens that it sees beside them", minimum=0)
     depth: int = option(4, help="tokens of a draft", minimum=1, maximum=64)
-    proposes: Literal["point", "coupled", "sampled"] = option(
-        "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
-    )
+    proposes: Literal["point", "coupled", "sampled"] = proposes_option(sampled=True)
 
     def build(self, context: DrafterContext) -> MagicDec:
         """The drafter; it gets the target in `bind`."""
@@ -57,7 +56,7 @@ class MagicDecConfig(DrafterConfig):
 
 
 @dataclass(slots=True)
-class _Growth(Growth):
+class _CachedGrowth(Growth):
     """A draft while it grows, and the target's K/V of its text."""
 
     cache: SequenceCache | None = None
@@ -98,25 +97,18 @@ class MagicDec(Drafter):
         """
         shape = target.decoder.config
         asked = f"drafter={self.config.kind},window={self.config.window},sinks={self.config.sinks}"
-        if any(window is not None for window in shape.windows):
-            wrong = f"layers of {target.name} have sliding windows of their own, which in-cache positions would move"
-            raise CapabilityError(asked, wrong, "use draft_model or ngram for this target")
-        if shape.ropes:
-            wrong = f"layers of {target.name} rotate keys in different ways, and in-cache positions move all alike"
-            raise CapabilityError(asked, wrong, "use draft_model or ngram for this target")
-        if shape.rope is None:
-            wrong = f"positions of {target.name} are learned: keys cannot be moved to others"
-            raise CapabilityError(asked, wrong, "use draft_model or ngram for this target")
+        check_rotary(asked, shape, target.name, "use draft_model or ngram for this target")
         if self.shape.keys >= target.max_position:
             wrong = f"{target.name} has {target.max_position} positions, and the view leaves none of them out"
             raise ConfigError(asked, wrong, f"give window and sinks below {target.max_position} together")
         self._decoder = target.decoder
+        assert shape.rope is not None, "it was checked"
         self._view = PoolView(self.shape, shape.rope, target.max_position, target.dtype, device)
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One chain a sequence, a token a pass, all sequences together."""
-        growths = [_Growth(*row) for row in want.rows()]
+        growths = [_CachedGrowth(*row) for row in want.rows()]
         for growth, cache in zip(growths, want.caches, strict=True):
             growth.cache = cache
             # A drafted token's K/V lies where verification will put it.
@@ -127,9 +119,9 @@ class MagicDec(Drafter):
         stack = self.decoder.stack
         adapted = any(growth.sequence.application is not None for growth in able)
         if able and stack is not None and not adapted and compiles(able, self.config.proposes):
-            self._roll(able, stack, floor)
+            self._grow_compiled(able, stack, floor)
         elif able:
-            self._crawl(able, replace(self._grower, floor=floor))
+            self._grow(able, replace(self._grower, floor=floor))
         return [growth.draft for growth in growths]
 
     # -- its parts
@@ -146,8 +138,8 @@ class MagicDec(Drafter):
         assert self._view is not None, "bind comes first"
         return self._view
 
-    def _roll(self, growths: Sequence[_Growth], stack: Stack, floor: float) -> None:
-        """The same as `_crawl`, in one compiled call."""
+    def _grow_compiled(self, growths: Sequence[_CachedGrowth], stack: Stack, floor: float) -> None:
+        """The same as `_grow`, in one compiled call."""
         chains = []
         ends = [len(growth.sequence.tokens) + growth.max_depth - 1 for growth in growths]
         view = NativeView(self.shape.sinks, self.shape.window, self.view.reach(max(ends) - 1))
@@ -162,7 +154,7 @@ class MagicDec(Drafter):
             for node, (token, log_q) in enumerate(drafted):
                 growth.add(node, token, log_q)
 
-    def _crawl(self, growths: Sequence[_Growth], grower: Grower) -> None:
+    def _grow(self, growths: Sequence[_CachedGrowth], grower: Grower) -> None:
         """A pass a level."""
         level = 0
         while growths:
@@ -170,7 +162,7 @@ class MagicDec(Drafter):
             growths = [growth for growth in growths if growth.frontier]
             level += 1
 
-    def _forward(self, growths: Sequence[_Growth]) -> Tensor:
+    def _forward(self, growths: Sequence[_CachedGrowth]) -> Tensor:
         """[growths, V] logits after the last node of each."""
         packer, rows = RowPacker(self.decoder, self.decoder.device), []
         for growth in growths:

@@ -55,8 +55,6 @@ class DrafterContext:
     load_model: Callable[..., Any] | None = None  # (name, dtype) -> a model of its own, for drafters that run one
     dtype: Any = None  # torch.dtype of the target
     device: Any = None  # torch.device of the target
-    offline: bool = False  # nothing may be fetched
-    revision: str | None = None  # hub revision of the target
     find: Callable[[str], Any] | None = None  # name of an embedded, local or hub folder -> its path
     target: str = ""  # name of the target
     target_folder: Any = None  # where its checkpoint lies; None: in memory alone
@@ -95,6 +93,16 @@ class DrafterConfig(NamedConfig):
     def build(self, context: DrafterContext) -> Drafter:
         """Make the drafter. Weights and caches come later, in its `bind`."""
         raise NotImplementedError(f"{type(self).__name__}.build")
+
+
+def proposes_option(sampled: bool = False) -> Any:
+    """The field ``proposes`` of a drafter with a distribution: how its tokens are chosen.
+
+    Args:
+        sampled: whether they may be drawn from it, too.
+    """
+    drawn = "; sampled: drawn from q (rejection)" if sampled else ""
+    return option("coupled", help=f"point: likeliest tokens; coupled: with the target's noise{drawn}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from .base import SequenceView
 from .levels import Said, count, cut
@@ -53,39 +53,6 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 }  # for `DrafterConfig.refuses` of drafters without level logits
 
 
-class ResamplingOptions(Protocol):
-    """A config that has the three."""
-
-    @property
-    def resample(self) -> Resample:
-        """Where re-sampled nodes stand."""
-        ...
-
-    @property
-    def extra(self) -> int:
-        """Their number at most."""
-        ...
-
-    @property
-    def threshold(self) -> int:
-        """Levels left over at or below which there are none."""
-        ...
-
-    def require(self, name: str, holds: bool, rule: str) -> None:
-        """See `DrafterConfig.require`."""
-        ...
-
-
-def check_options(config: ResamplingOptions) -> None:
-    """What can be said of the options alone.
-
-    Raises:
-        ConfigError: a threshold without re-sampling.
-    """
-    off = config.resample == "off"
-    config.require("threshold", not off or not config.threshold, "is of no meaning without re-sampling")
-
-
 # -- at work
 
 
@@ -115,18 +82,20 @@ class Resampling:
     """What each sequence's last draft left over, and how fresh and re-sampled nodes share a budget.
 
     Args:
-        config: the options.
+        config: of a drafter with the three options.
         nodes: of a fresh draft.
         levels: of a fresh draft.
 
     Raises:
-        ConfigError: no fresh node is left, or a threshold deeper than the draft.
+        ConfigError: no fresh node is left, a threshold without re-sampling, or one deeper than the draft.
     """
 
-    def __init__(self, config: ResamplingOptions, nodes: int, levels: int) -> None:
+    def __init__(self, config: Any, nodes: int, levels: int) -> None:
         self.form, self.extra, self.threshold, self.nodes = config.resample, config.extra, config.threshold, nodes
         self._drafted: dict[int, Drafted] = {}  # by sequence: what was not used again so far
-        if self.on:
+        if not self.on:
+            config.require("threshold", not config.threshold, "is of no meaning without re-sampling")
+        else:
             rule = f"must be below the {levels - 1} levels that a draft of {levels} can leave over"
             config.require("threshold", config.threshold < levels - 1, rule)
         rule = f"must leave a fresh node: they are to be {nodes} together"

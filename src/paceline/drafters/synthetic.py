@@ -16,14 +16,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
-from .base import DrafterSpec, DraftRequest, SequenceView
+from .base import DrafterSpec, SequenceView
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
@@ -44,29 +43,9 @@ class SyntheticConfig(DrafterConfig):
     kind: ClassVar[str] = "synthetic"
 
     answers: str = option(help="file of the target's own recorded answers; record_answers writes one")
-    accept: float | str = option(
-        0.8,
-        help="chance to be right, given that all above was; one number, or one a depth such as 0.9/0.8/0.7, "
-        "of which the last also holds below",
-        minimum=0,
-        maximum=1,
-    )
-    depth: int = option(4, help="tokens drafted along one branch", minimum=1, maximum=1024)
-    branches: int = option(1, help="branches that part at the root; all but the first are wrong", minimum=1, maximum=64)
+    accept: float = option(0.8, help="chance to be right, given that all above was", minimum=0, maximum=1)
+    depth: int = option(4, help="tokens of a draft", minimum=1, maximum=1024)
     seed: int = option(0, help="of the draws: which drafts are right is a function of it, prompt, position and depth")
-    cost_ms: float = option(0.0, help="time that a proposal for the batch pretends to take", minimum=0, maximum=60_000)
-
-    def validate(self) -> None:
-        self.require("accept", all(0 <= rate <= 1 for rate in self.rates), "holds chances from 0 to 1")
-        self.require("accept", len(self.rates) <= self.depth, f"names more depths than depth={self.depth}")
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Chance to be right at depth 1, 2, ..; the last one holds below."""
-        try:
-            return tuple(float(part) for part in str(self.accept).split("/"))
-        except ValueError:
-            return (math.nan,)  # which `validate` refuses
 
     def build(self, context: DrafterContext) -> SyntheticDrafter:
         return SyntheticDrafter(self)
@@ -77,7 +56,7 @@ class SyntheticConfig(DrafterConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedAnswer:
     """The target's answer to one prompt."""
 
     prompt: tuple[int, ...]
@@ -85,7 +64,7 @@ class Answer:
     line: int = 0  # of the file, from 1
 
 
-def read_answers(path: str | Path) -> list[Answer]:
+def read_answers(path: str | Path) -> list[RecordedAnswer]:
     """The answers of a file, in its order.
 
     Raises:
@@ -101,7 +80,7 @@ def read_answers(path: str | Path) -> list[Answer]:
     return answers
 
 
-def _read_line(path: str | Path, number: int, line: str) -> Answer:
+def _read_line(path: str | Path, number: int, line: str) -> RecordedAnswer:
     asked = f"answers={path}, line {number}"
     try:
         row = json.loads(line)
@@ -115,7 +94,7 @@ def _read_line(path: str | Path, number: int, line: str) -> Answer:
             raise ConfigError(asked, f"{name!r} is not a list of token ids", _FORM)
     if not row["prompt"]:
         raise ConfigError(asked, "the prompt is empty", _FORM)
-    return Answer(tuple(row["prompt"]), tuple(row["output"]), number)
+    return RecordedAnswer(tuple(row["prompt"]), tuple(row["output"]), number)
 
 
 def write_answers(path: str | Path, answers: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
@@ -155,7 +134,7 @@ def record_answers(
 class _Reading:
     """Where one running sequence stands in its recorded answer."""
 
-    left: list[Answer]  # answers that agree with the output so far; the first is read from
+    left: list[RecordedAnswer]  # answers that agree with the output so far; the first is read from
     known: int = 0  # output tokens that were compared
     key: bytes = b""  # of the draws: stands for seed and prompt
 
@@ -176,16 +155,8 @@ class SyntheticDrafter(LookUp):
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
-        self.spec = DrafterSpec(
-            name=config.kind,
-            default_budget=config.depth * config.branches,
-            tree=config.branches > 1,
-            synthetic=True,
-            ahead=True,
-        )
-        rates = config.rates
-        self._rates = [*rates, *[rates[-1]] * (config.depth - len(rates))]
-        self._answers: dict[tuple[int, ...], list[Answer]] = {}
+        self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, synthetic=True, ahead=True)
+        self._answers: dict[tuple[int, ...], list[RecordedAnswer]] = {}
         for answer in read_answers(config.answers):
             self._answers.setdefault(answer.prompt, []).append(answer)
         self._readings: dict[int, _Reading] = {}
@@ -197,7 +168,6 @@ class SyntheticDrafter(LookUp):
 
         Raises:
             ConfigError: an id that the target does not have.
-            CapabilityError: more branches than wrong tokens.
         """
         super().bind(target, max_sequences, pool_tokens, device)
         self._vocab_size = target.vocab_size
@@ -209,24 +179,9 @@ class SyntheticDrafter(LookUp):
                     f"token id {largest}, and {target.name} has {target.vocab_size}",
                     "record the answers of this target",
                 )
-        if self.config.branches >= target.vocab_size:
-            raise CapabilityError(
-                f"synthetic,branches={self.config.branches}",
-                f"{target.name} has {target.vocab_size} tokens, so there are not so many wrong ones",
-                "ask for fewer branches",
-            )
-
-    def draft(self, want: DraftRequest) -> list[Proposal]:
-        """Takes ``cost_ms``, where anything is drafted."""
-        until = perf_counter() + self.config.cost_ms * 1e-3
-        drafts = super().draft(want)
-        if any(map(len, drafts)):
-            while perf_counter() < until:  # busy, as a drafter would be
-                pass
-        return drafts
 
     def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
-        """Level by level, on each level the branch that may be right first."""
+        """The recorded tokens, or wrong ones in their places."""
         depth = min(self.config.depth, max_depth, budget)
         if depth <= 0:
             return Proposal()
@@ -236,13 +191,18 @@ class SyntheticDrafter(LookUp):
         if not following:
             self._miss(seq, reading)
             return Proposal()
-        return self._drafted(reading, len(seq.tokens), following, budget)
+        tokens = [self._guess(reading, len(seq.tokens) + level, level + 1, t) for level, t in enumerate(following)]
+        return Proposal.chain(tokens, max(self.config.accept, _NEVER))
+
+    def _guess(self, reading: _Reading, position: int, depth: int, token: int) -> int:
+        """What is drafted for a recorded token."""
+        uniform, offset = self._draw(reading, position, depth)
+        return token if uniform < self.config.accept else self._wrong(token, offset)
 
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
         """The recorded token, or a wrong one in its place, then other wrong ones.
 
-        Whether it is right is a function of its position in the text, not of where drafting began: the first of
-        ``accept`` is the rate.
+        Whether it is right is a function of its position in the text, not of where drafting began.
         """
         reading, said = self._reading(sequence), len(sequence.tokens) - sequence.prompt_len
         place = said + len(path)
@@ -251,39 +211,15 @@ class SyntheticDrafter(LookUp):
             return []
         output = reading.left[0].output
         uniform, offset = self._draw(reading, len(sequence.tokens) + len(path), 1)
-        right = [output[place]] if uniform < self._rates[0] and [*output[said:place]] == [*path] else []
+        right = [output[place]] if uniform < self.config.accept and [*output[said:place]] == [*path] else []
         wrong = [self._wrong(output[place], offset + other) for other in range(width - len(right))]
-        scores = [math.log(max(self._rates[0], _NEVER)), *[math.log(_NEVER)] * (width - 1)]
+        scores = [math.log(max(self.config.accept, _NEVER)), *[math.log(_NEVER)] * (width - 1)]
         return [*zip([*right, *wrong], scores, strict=True)]
-
-    def _drafted(self, reading: _Reading, position: int, following: Sequence[int], budget: int) -> Proposal:
-        proposal = Proposal()
-        tips = [0] * self.config.branches  # tree index of each branch's deepest node
-        score = 0.0
-        for level, token in enumerate(following):
-            uniform, offset = self._draw(reading, position + level, level + 1)
-            right = uniform < self._rates[level]
-            score += math.log(max(self._rates[level], _NEVER))
-            for branch in range(self.config.branches):
-                if len(proposal) == budget:
-                    return proposal
-                guess = token if right and branch == 0 else self._wrong(token, offset + branch)
-                hope = score if branch == 0 else score + math.log(_NEVER)
-                tips[branch] = proposal.add(tips[branch], guess, hope)
-        return proposal
 
     def release(self, keys: Sequence[int]) -> None:
         """Forget these sequences."""
         for key in keys:
             self._readings.pop(key, None)
-
-    @property
-    def idle_reason(self) -> str | None:
-        """Why it proposed nothing at times, for want of an answer; None where it never did."""
-        if not self.misses:
-            return None
-        kinds = ", ".join(f"{self.misses[kind]} {where}" for kind, where in MISSES.items() if self.misses[kind])
-        return f"synthetic had no recorded token {self.misses.total()} times: {kinds} ({self.config.answers})"
 
     # -- the record
 
@@ -302,10 +238,11 @@ class SyntheticDrafter(LookUp):
 
     def _miss(self, seq: SequenceView, reading: _Reading) -> None:
         """Count an empty proposal, and say so the first time."""
-        prompt = tuple(seq.tokens[: seq.prompt_len])
-        self.misses["ended" if reading.left else "left" if prompt in self._answers else "unknown"] += 1
+        known = tuple(seq.tokens[: seq.prompt_len]) in self._answers
+        why = "ended" if reading.left else "left" if known else "unknown"
+        self.misses[why] += 1
         if self.misses.total() == 1:
-            log.warning("%s; such steps are plain decoding", self.idle_reason)
+            log.warning("synthetic has no recorded token %s (%s): plain decoding", MISSES[why], self.config.answers)
 
     # -- the draws
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from .files import free_bytes, is_file, opened, read_json
 
 Config = TypeVar("Config")
 Made = TypeVar("Made", bound=nn.Module)
+Readers = Mapping[str, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class TrainedFiles:
         what: their name in messages.
         config_file, weights_file: names of the two files.
         restore: what to do where one of them is broken.
-        format: number of the JSON file's form.
+        format: number of the JSON file's form; None: it has none.
         tensors_of: a module's parameters under their names in the file.
     """
 
@@ -36,50 +37,84 @@ class TrainedFiles:
     config_file: str
     weights_file: str
     restore: str
-    format: int = 1
+    format: int | None = 1
     tensors_of: Callable[[Any], dict[str, Tensor]] = lambda module: dict(module.named_parameters())
 
     def save(self, module: nn.Module, config: Any, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write both files; the folder is made where it is missing.
+        """Write both files of a module.
 
         Args:
             module: whose parameters are kept.
             config: its shape, a dataclass.
-            dtype: of the numbers in the file; None: the parameters' own.
+            folder, dtype: as for `write`.
 
         Raises:
-            ConfigError: a parameter that holds NaN.
+            ConfigError: a parameter that holds NaN or infinity.
         """
-        tensors = self.tensors_of(module)
-        self._assert_loaded(tensors, folder / self.weights_file)
-        folder.mkdir(parents=True, exist_ok=True)
-        values = {name: value.detach().to("cpu", dtype).contiguous() for name, value in tensors.items()}
-        save_file(values, folder / self.weights_file, metadata={"format": "pt"})
-        text = json.dumps({"format": self.format, **asdict(config)}, indent=1)
-        (folder / self.config_file).write_text(text + "\n", encoding="utf-8")
+        self.write(self.tensors_of(module), asdict(config), folder, dtype)
 
-    def config(self, kind: Callable[..., Config], folder: Path, readers: Mapping[str, Callable[[Any], Any]]) -> Config:
-        """The shape that the JSON file says.
+    def write(
+        self, tensors: Mapping[str, Tensor], entries: Mapping[str, Any], folder: Path, dtype: torch.dtype | None
+    ) -> None:
+        """Write both files; the folder is made where it is missing.
 
         Args:
-            kind: its dataclass.
-            readers: of entries that JSON spells in another way, by their names.
+            tensors: by their names in the safetensors file.
+            entries: of the JSON file.
+            dtype: of the floating-point numbers in the file; None: their own.
 
         Raises:
-            ConfigError: no such file, no JSON object, another format, an entry that is unknown or missing, a value that
-                cannot be.
+            ConfigError: a tensor that holds NaN or infinity.
+        """
+        self._check_numbers(tensors, folder / self.weights_file)
+        folder.mkdir(parents=True, exist_ok=True)
+        values = {}
+        for name, value in tensors.items():
+            kind = dtype if value.is_floating_point() else None
+            values[name] = value.detach().to("cpu", kind).contiguous().clone()  # parts of one tensor share no memory
+        save_file(values, folder / self.weights_file, metadata={"format": "pt"})
+        form = {} if self.format is None else {"format": self.format}
+        text = json.dumps({**form, **entries}, indent=1)
+        (folder / self.config_file).write_text(text + "\n", encoding="utf-8")
+
+    def entries(self, folder: Path) -> dict[str, Any]:
+        """What the JSON file says.
+
+        Raises:
+            ConfigError: no such file, no JSON object, another format.
         """
         file = self._file(folder, self.config_file)
         given = read_json(file, self.restore, "not JSON")
         if not isinstance(given, dict):
             raise ConfigError(str(file), "not a JSON object", self.restore)
-        if given.pop("format", None) != self.format:
+        if self.format is not None and given.pop("format", None) != self.format:
             raise ConfigError(str(file), f"not written in format {self.format}", "train it again, or update Paceline")
+        return given
+
+    def config(self, kind: Callable[..., Config], folder: Path, readers: Readers | None = None) -> Config:
+        """The shape that the JSON file says; arguments and errors as for `made` and `entries`."""
+        return self.made(kind, self.entries(folder), folder / self.config_file, readers)
+
+    def made(
+        self, kind: Callable[..., Config], given: Mapping[str, Any], file: Path, readers: Readers | None = None
+    ) -> Config:
+        """A dataclass from entries of the JSON file.
+
+        Args:
+            kind: the dataclass.
+            given: the entries.
+            file: they came from, for messages.
+            readers: of entries that JSON spells in another way, by their names.
+
+        Raises:
+            ConfigError: an entry that is unknown or missing, a value that cannot be.
+        """
         known: Any = kind
         if unknown := sorted({*given} - {f.name for f in fields(known)}):
             raise ConfigError(str(file), f"unknown entries: {', '.join(unknown)[:200]}", self.restore)
+        read = readers or {}
         try:
-            return kind(**{name: readers[name](value) if name in readers else value for name, value in given.items()})
+            return kind(**{name: read[name](value) if name in read else value for name, value in given.items()})
         except ConfigError:
             raise
         except (TypeError, ValueError, AttributeError) as error:
@@ -104,14 +139,32 @@ class TrainedFiles:
 
         Args:
             module: on the meta device; not to be used any more.
-            values: its parameters.
-            file: they came from, for messages.
+            values, file: as for `copy`.
             device: of the result.
+        """
+        self._check_shapes(self.tensors_of(module), values, file)
+        module = module.to_empty(device=device)
+        self.copy(self.tensors_of(module), values, file)
+        return module
+
+    @torch.no_grad()
+    def copy(self, wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], file: Path) -> None:
+        """Copy the tensors of a file into those that they belong in.
+
+        Args:
+            wanted: by their names in the file.
+            values: what the file holds.
+            file: they came from, for messages.
 
         Raises:
-            ConfigError: parameters that are missing, misshaped, left over or NaN.
+            ConfigError: tensors that are missing, misshaped, left over, NaN or infinite.
         """
-        wanted = self.tensors_of(module)
+        self._check_shapes(wanted, values, file)
+        self._check_numbers(values, file)
+        for name, value in wanted.items():
+            value.data.copy_(values[name])
+
+    def _check_shapes(self, wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], file: Path) -> None:
         for name in sorted({*wanted, *values}):
             if name not in values:
                 wrong = "is missing"
@@ -119,29 +172,44 @@ class TrainedFiles:
                 wrong = "has no place here"
             elif values[name].shape != wanted[name].shape:
                 wrong = f"is {tuple(values[name].shape)}, wanted {tuple(wanted[name].shape)}"
-            elif not values[name].is_floating_point():
+            elif wanted[name].is_floating_point() and not values[name].is_floating_point():
                 wrong = f"is {values[name].dtype}, no floating-point numbers"
             else:
                 continue
             raise ConfigError(str(file), f"{name} {wrong}", self.restore)
-        module = module.to_empty(device=device)
-        tensors = self.tensors_of(module)
-        for name, parameter in tensors.items():
-            parameter.data.copy_(values[name])
-        self._assert_loaded(tensors, file)
-        return module
 
     def _file(self, folder: Path, name: str) -> Path:
         if not is_file(folder / name):
             wrong = f"it holds no {name}" if folder.is_dir() else "there is no such folder"
-            raise ConfigError(f"{self.what} {str(folder)!r}", wrong, f"name a folder that holds {self.what}")
+            lost = name != self.config_file and is_file(folder / self.config_file)
+            remedy = self.restore if lost else f"name a folder that holds {self.what}"
+            raise ConfigError(f"{self.what} {str(folder)!r}", wrong, remedy)
         return folder / name
 
-    def _assert_loaded(self, tensors: Mapping[str, Tensor], file: Path) -> None:
+    def _check_numbers(self, tensors: Mapping[str, Tensor], file: Path) -> None:
         for name, value in tensors.items():
-            if bool(value.isnan().any()):
-                wrong = f"{name} holds NaN: not loaded, or broken in the file"
+            if not bool(value.isfinite().all()):
+                wrong = f"{name} holds NaN or infinity: not loaded, or broken in the file"
                 raise ConfigError(str(file), wrong, self.restore)
+
+
+def continued(found: Any, wanted: Any, folder: Path, other: Iterable[str] = ()) -> None:
+    """Refuse to train on from a module of another shape. Its target may have been an earlier state of this run's.
+
+    Args:
+        found: its shape, a dataclass.
+        wanted: this run's.
+        folder: it came from.
+        other: fields beside the target's that may differ.
+
+    Raises:
+        ConfigError: the first field that differs.
+    """
+    for name in (f.name for f in fields(wanted)):
+        theirs, ours = getattr(found, name), getattr(wanted, name)
+        if theirs != ours and name not in ("target", "fingerprint", *other):
+            wrong = f"its {name} is {shown(theirs)}, this run's {shown(ours)}"
+            raise ConfigError(f"going on from {folder}", wrong, "train with its options, or without --init")
 
 
 def correct(what: str, config: Any, name: str, holds: bool, rule: str) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from torch import Tensor
+from torch import Tensor, nn
 
 from .data import TokenBatch
+from .losses import SoftTarget, TargetHidden, TargetTop
 from .multistream import CarrierRows
 
 TOP = 3  # children of a node that the simulated tree counts
@@ -94,3 +95,15 @@ def argmax(final: Tensor, head: Tensor) -> Tensor:
     """[rows] likeliest tokens."""
     step = max(1, EVALUATED_LOGITS // head.shape[0])
     return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in final.split(step)])
+
+
+def said_at(said: SoftTarget, rows: Tensor) -> SoftTarget:
+    """What the target says of some ``rows`` [R] of those that it was asked for."""
+    if isinstance(said, TargetTop):
+        return TargetTop(said.ids[rows], said.log_probs[rows])
+    return TargetHidden(said.hidden[rows], said.head)
+
+
+def no_loss(module: nn.Module) -> Tensor:
+    """The loss of a batch without anything to learn: a zero that every trained parameter is part of."""
+    return sum((p.sum() * 0.0 for p in module.parameters() if p.requires_grad), start=torch.zeros(()))

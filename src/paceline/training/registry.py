@@ -100,7 +100,7 @@ KINDS = {
     "streams": RecipeKind(
         "Speculative streams over a frozen target, or adapters for an application.",
         "paceline.drafters.streams.recipe",
-        "StreamOptions",
+        "StreamsOptions",
         imitates=lambda options: options.mode == "lossless",  # an application has answers of its own
     ),
     "medusa": RecipeKind(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -19,17 +18,16 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError
 from ...core.inference import inference
-from ...network.files import fingerprint
 from ...network.hot import load_hot
 from ...network.loader import read_config
 from ...network.native_calls import TreeStart
 from ..base import DrafterSpec, DraftRequest
+from ..fit import asked, check_shape, check_weights, trained_folder
 from ..growth import Grower, Growth, compiles, pack_frontier
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option
+from ..registry import DrafterConfig, DrafterContext, option, proposes_option
 from ..resampling import REFUSED
-from ..states.body import Size, StateBody, StateDrafter, StateNetwork
-from ..states.head import check_fit
+from ..states.body import StateBody, StateDrafter, StateNetwork
 from ..states.network import LAST, HeadNetwork
 from .eagle3 import Eagle3Model, Eagle3Network
 from .model import EagleModel, load_head, read_head
@@ -60,9 +58,7 @@ class EagleConfig(DrafterConfig):
         4, help="children of an expanded node, and nodes expanded a level; 1: a chain", minimum=1, maximum=64
     )
     nodes: int = option(12, help="nodes to verify, best first", minimum=1, maximum=MAX_NODES)
-    proposes: Literal["point", "coupled"] = option(
-        "coupled", help="point: likeliest tokens; coupled: with the target's noise"
-    )
+    proposes: Literal["point", "coupled"] = proposes_option()
     past: int = option(256, help="last tokens of a text that its K/V begins with", minimum=1)
 
     def build(self, context: DrafterContext) -> EagleDrafter:
@@ -72,11 +68,8 @@ class EagleConfig(DrafterConfig):
             ConfigError: a folder that holds none.
             CapabilityError: it was trained for another target.
         """
-        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
-        _, facts = read_head(folder)
-        if facts.fingerprint and context.target_folder is not None:
-            marks = {"fingerprint": facts.fingerprint}, {"fingerprint": fingerprint(context.target_folder)}
-            check_fit(f"drafter={self.kind}:{self.path}", facts.target, *marks, context.target)
+        folder = trained_folder(self, context)
+        check_weights(self, read_head(folder)[1], context)
         layers = None if context.target_folder is None else read_config(context.target_folder).num_layers
         model = load_head(folder)
         hot = load_hot(folder, model.head.config.vocab_size) if isinstance(model, EagleModel) else None
@@ -84,7 +77,7 @@ class EagleConfig(DrafterConfig):
 
 
 @dataclass(slots=True)
-class _Growth(Growth):
+class _StateGrowth(Growth):
     """A tree while it grows, and the states that its rows predict."""
 
     states: dict[int, Tensor] | None = None  # node -> [d]; of the root and of nodes with K/V
@@ -117,9 +110,7 @@ class EagleDrafter(StateDrafter):
         if isinstance(model, Eagle3Model):
             if num_layers is None:
                 wrong = "it reads three of the target's layers, and the target is not known when it is built"
-                raise CapabilityError(
-                    f"drafter={config.kind}:{config.path}", wrong, "build it for a target in a folder"
-                )
+                raise CapabilityError(asked(config), wrong, "build it for a target in a folder")
             taps = model.taps(num_layers)
         self.spec = DrafterSpec(
             name=config.kind,
@@ -136,40 +127,38 @@ class EagleDrafter(StateDrafter):
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check the target, and make the layer over its embedding and head."""
-        model, asked = self.model, f"drafter={self.config.kind}:{self.config.path}"
+        model = self.model
         c, name = (model.head.config, model.facts.target) if isinstance(model, EagleModel) else (model.config, "")
-        ours = {"d_model": c.d_model, "vocab_size": c.vocab_size}
-        check_fit(asked, name, ours, {"d_model": target.d_model, "vocab_size": target.vocab_size}, target.name)
+        check_shape(self.config, c, name, target)
         own, lent = model.embedding, target.handle
         if own is not None and not torch.allclose(own.float(), lent.table().float().cpu(), rtol=1e-2, atol=1e-3):
             wrong = f"its embedding is not the one of {target.name}, which it is to be fed with"
-            raise CapabilityError(asked, wrong, "use the target that it was trained for")
+            raise CapabilityError(asked(self.config), wrong, "use the target that it was trained for")
         model.embedding = None  # the target's serves both
         room = self.config.topk * max(1, self.depth - 1)
-        size = Size(room, self.config.past, max_sequences, pool_tokens)
         network: StateNetwork
         if isinstance(model, EagleModel):
             network = HeadNetwork(model.head, target.handle, device, hot=self._hot)
         else:
             network = Eagle3Network(model, model.taps(target.num_layers), target.handle, device)
-        self._body = StateBody(network, target.handle, size, device)
+        self._body = StateBody(network, room, self.config.past, max_sequences, pool_tokens, device)
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence, level by level, all sequences together."""
-        growths = [_Growth(*row) for row in want.rows()]
+        growths = [_StateGrowth(*row) for row in want.rows()]
         able = [g for g in growths if min(g.budget, g.max_depth) > 0 and self.body.ready(g.sequence)]
         want.passes = self._grow(able, want.log_floor) if able else 0
         return [growth.draft.best(growth.budget) for growth in growths]
 
     # -- its parts
 
-    def _grow(self, growths: Sequence[_Growth], floor: float) -> int:
+    def _grow(self, growths: Sequence[_StateGrowth], floor: float) -> int:
         """Grow all trees; returns the passes that it took."""
         for growth in growths:
             growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
         if self.body.fuse is not None and compiles(growths, self.config.proposes):
-            return self._sprout(growths, floor)
+            return self._grow_compiled(growths, floor)
         grower = replace(self._grower, floor=floor)
         states = self.body.catch_up([growth.sequence for growth in growths])
         for growth, state in zip(growths, states, strict=True):
@@ -182,19 +171,19 @@ class EagleDrafter(StateDrafter):
             found = self._forward(growths)
         return level
 
-    def _sprout(self, growths: Sequence[_Growth], floor: float) -> int:
+    def _grow_compiled(self, growths: Sequence[_StateGrowth], floor: float) -> int:
         """The same in one compiled call."""
         body, stack, grower = self.body, self.body.stack, self._grower
         assert stack is not None and body.fuse is not None
-        seeds = [self._seed(growth) for growth in growths]
+        starts = [self._tree_start(growth) for growth in growths]
         shape = grower.factors, grower.topk, grower.beam, floor
-        grown = stack.grow(seeds, *shape, body.pool, stack.shape[0], body.fuse)
-        body.settle([growth.sequence for growth in growths], [len(seed.pending) for seed in seeds])
+        grown = stack.grow(starts, *shape, body.pool, stack.shape[0], body.fuse)
+        body.settle([growth.sequence for growth in growths], [len(start.pending) for start in starts])
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
         return max(tree.passes for tree in grown)
 
-    def _seed(self, growth: _Growth) -> TreeStart:
+    def _tree_start(self, growth: _StateGrowth) -> TreeStart:
         """Where a tree starts, for compiled code."""
         levels, grower = growth.max_depth, self._grower
         room = (grower.beam if grower.topk > 1 else 1) * (levels - 1)
@@ -204,7 +193,7 @@ class EagleDrafter(StateDrafter):
         most, shift = growth.budget, text.start + 1
         return TreeStart(tokens, first, room, keys, growth.budget, levels, most, growth.rules, shift, states)
 
-    def _forward(self, growths: Sequence[_Growth]) -> Tensor | None:
+    def _forward(self, growths: Sequence[_StateGrowth]) -> Tensor | None:
         """[frontier nodes of all, d] the states that they predict; None where nothing is left to expand."""
         packer, fed = self.body.packer(), []
         for growth in growths:

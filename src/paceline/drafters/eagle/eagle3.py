@@ -30,12 +30,13 @@ from ...network.base import Batch
 from ...network.families import DecoderConfig, decoder_config
 from ...network.layers import rms, rms_constants, store
 from ...network.native_states import NativeFuse
-from ..states.head import fill
+from ...network.trained_files import TrainedFiles
 
 if TYPE_CHECKING:
     from ...network.handle import TargetHandle
     from ...network.native import Stack
 
+FILES = TrainedFiles("an EAGLE-3 head", "config.json", "model.safetensors", "restore the files that belong together")
 AUX = "eagle_aux_hidden_state_layer_ids"  # in the config: layers whose inputs are tapped
 
 
@@ -62,8 +63,7 @@ class Eagle3Model:
         known = named.get("lm_head.weight")
         tokens = self.config.vocab_size if known is None else len(known)
         self.tensors = {n: torch.zeros(shape) for n, shape in _shapes(self.config, tokens).items()}
-        with torch.no_grad():
-            fill(self.tensors, named, place)
+        FILES.copy(self.tensors, named, place)
         self.tokens = torch.arange(tokens) + (0 if to_target is None else to_target.long())
         self._check_tokens(tokens, place)
 
@@ -132,6 +132,7 @@ class Eagle3Network:
 
     stack: Stack | None = None
     fuse: NativeFuse | None = None
+    reads_tokens = True
 
     def __init__(
         self, model: Eagle3Model, taps: tuple[int, int, int], handle: TargetHandle, device: torch.device

@@ -10,29 +10,32 @@ Source: EAGLE (Li et al. 2024), section 4.1, and its published checkpoints.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import check, shown
-from ...network.files import is_file, read_json
-from ..states.head import StateHead, fill, known, read_tensors, stored
+from ...network.trained_files import TrainedFiles
+from ..states.head import StateHead
 from .eagle3 import Eagle3Model
 from .speculators import flat, is_speculators
+
+if TYPE_CHECKING:
+    from ..lyanna.token_info import TokenInfo
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 OWN = "paceline"  # the entry of the config with our facts
 EMBEDDING = "embed_tokens.weight"
-_PICKLE = (
-    "if there is a .bin file, convert it once: safetensors.torch.save_file(torch.load(FILE, weights_only=True), ...)"
+_RESTORE = (
+    "restore the file, or train the head again; if there is a .bin file, convert it once: "
+    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), ...)"
 )
+FILES = TrainedFiles("an EAGLE head", CONFIG_FILE, WEIGHTS_FILE, _RESTORE, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ class EagleModel(nn.Module):
         dtype, device: of the parameters.
     """
 
+    reads_tokens = feeds_tokens = True
+
     def __init__(
         self,
         layer: Mapping[str, Any],
@@ -68,6 +73,7 @@ class EagleModel(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_config, self.facts = dict(layer), facts
+        self.info: TokenInfo | None = None
         self.embedding: Tensor | None = None  # the target's, as the file has it; None: it holds none
         named = {**layer, "architectures": None}  # published heads have names of their own there
         self.head = StateHead(named, input_norm=False, bias=bias, dtype=dtype, device=device)
@@ -81,26 +87,8 @@ class EagleModel(nn.Module):
         made.head.start(generator)
         return made.requires_grad_(True)
 
-    # -- what the unrolled network asks (`states.unrolled.Unrollable`)
-
-    @property
-    def reads_tokens(self) -> bool:
-        """True: every step does."""
-        return True
-
-    def feed(self, states: Tensor, embedded: Tensor) -> Tensor:
-        """The next step's input [R, d]: the predicted state and the token after it."""
-        return self.head.fuse(states, embedded)
-
-    def logit_factors(
-        self, states: Tensor, embedded: Tensor, tokens: Tensor, head: Tensor
-    ) -> tuple[Tensor, Tensor, int]:
-        """The target's head alone: no part of it is trained."""
-        return states, head, head.shape[1]
-
     # -- files
 
-    @torch.no_grad()
     def resume(self, folder: Path) -> None:
         """Take the parameters of another head, to train them on.
 
@@ -108,7 +96,7 @@ class EagleModel(nn.Module):
             ConfigError: it is of another shape, or cannot be read.
         """
         found = EagleModel.load(folder)
-        fill(self.head.tensors(), found.head.tensors(), folder)
+        FILES.copy(self.head.tensors(), found.head.tensors(), folder / WEIGHTS_FILE)
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing.
@@ -116,16 +104,11 @@ class EagleModel(nn.Module):
         Raises:
             ConfigError: a parameter that holds NaN.
         """
-        place = Path(folder)
-        values = stored(self.head.tensors(), dtype, place)
-        place.mkdir(parents=True, exist_ok=True)
-        save_file(values, place / WEIGHTS_FILE, metadata={"format": "pt"})
         name = str(dtype).removeprefix("torch.")
         facts = {**self.layer_config, "dtype": name, "torch_dtype": name, OWN: asdict(self.facts)}
-        (place / CONFIG_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        FILES.write(self.head.tensors(), facts, Path(folder), dtype)
 
     @staticmethod
-    @torch.no_grad()
     def load(
         folder: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> EagleModel:
@@ -143,7 +126,7 @@ class EagleModel(nn.Module):
             raise CapabilityError(f"eagle head {str(place)!r}", wrong, "use a head of EAGLE or EAGLE-2")
         embedding = values.pop(EMBEDDING, None)
         made = EagleModel(config, facts, bias="fc.bias" in values, dtype=dtype, device=device)
-        fill(made.head.tensors(), values, place)
+        FILES.copy(made.head.tensors(), values, place / WEIGHTS_FILE)
         made.embedding = embedding
         return made
 
@@ -157,7 +140,7 @@ def load_head(folder: str | Path) -> EagleModel | Eagle3Model:
 
 def read_values(place: Path) -> dict[str, Tensor]:
     """The tensors of a head."""
-    return {n.removeprefix("model."): v for n, v in read_tensors(place / WEIGHTS_FILE, _PICKLE).items()}
+    return {n.removeprefix("model."): v for n, v in FILES.tensors(place).items()}
 
 
 def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
@@ -167,20 +150,13 @@ def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
         ConfigError: no such folder, or a file that is missing or broken.
         CapabilityError: one of the library speculators, of a kind that is not computed here.
     """
-    file = place / CONFIG_FILE
-    if not is_file(file):
-        wrong = f"it holds no {CONFIG_FILE}" if place.is_dir() else "there is no such folder"
-        raise ConfigError(f"eagle head {str(place)!r}", wrong, "name a folder that holds an EAGLE head")
-    values = read_json(file, "restore the file", "not JSON")
-    if not isinstance(values, dict):
-        raise ConfigError(str(file), "not a JSON object", "restore the file")
+    file, values = place / CONFIG_FILE, FILES.entries(place)
     own = values.pop(OWN, {})
     if not isinstance(own, dict):
         raise ConfigError(str(file), f"its {OWN!r} is {shown(own)}", "restore the file")
-    known(own, [f.name for f in fields(EagleFacts)], str(file))
     if is_speculators(values):
         values = flat(values, place)
-    return {"model_type": "llama", **values}, EagleFacts(**own)
+    return {"model_type": "llama", **values}, FILES.made(EagleFacts, own, file)
 
 
 def is_third(values: Mapping[str, Tensor]) -> bool:

@@ -36,7 +36,5 @@ def build(options: EagleOptions, context: BuildContext) -> UnrolledRecipe:
     generator = torch.Generator().manual_seed(context.seed)
     made = EagleModel.fresh(layer_json(target.config), facts, generator, context.device)
     begin(made, options, context)
-    if context.init is not None:
-        made.resume(context.init)
     given = target, options, context.held_out, context.features
     return UnrolledRecipe("eagle", made, *given, save=made.save, hot=context.hot)

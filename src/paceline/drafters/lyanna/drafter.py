@@ -12,35 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ...core.errors import CapabilityError
 from ...core.inference import inference
-from ...network.files import fingerprint
 from ...network.hot import load_hot
 from ...network.native_linear import NativeLinear
 from ...network.native_states import NativeTokenInfo, SampleStart, sample
 from ..base import DrafterSpec, DraftRequest, SequenceView
+from ..fit import asked, check_shape, check_weights, trained_folder
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option
-from ..resampling import (
-    Resample,
-    Resampling,
-    check_options,
-    extra_option,
-    merge,
-    resample_option,
-    threshold_option,
-)
-from ..states.body import Size, StateBody, StateDrafter
-from ..states.head import check_fit
+from ..registry import DrafterConfig, DrafterContext, option, proposes_option
+from ..resampling import Resample, Resampling, extra_option, merge, resample_option, threshold_option
+from ..states.body import StateBody, StateDrafter
 from ..states.network import LAST, HeadNetwork
 from ..vocabulary import tokenizer_mark
 from .model import LyannaModel, read_shape
-from .trees import Bias, Chain, Rule, beam_sampling, token_info_sampling
+from .trees import Bias, LevelChain, Rule, beam_sampling, token_info_sampling
 
 if TYPE_CHECKING:
     from ...network.decoder import TargetInfo
@@ -69,14 +60,11 @@ class LyannaConfig(DrafterConfig):
     sampling: Literal["token_info", "beam"] = option(
         "token_info", help="how tokens are chosen from logits; beam: levels independently (the naive way)"
     )
-    proposes: Literal["point", "coupled"] = option(
-        "coupled", help="point: likeliest tokens; coupled: with the target's noise"
-    )
+    proposes: Literal["point", "coupled"] = proposes_option()
     past: int = option(256, help="last tokens of a text that its K/V begins with", minimum=1)
 
     def validate(self) -> None:
         """Refuse options that contradict each other."""
-        check_options(self)
         beam = self.sampling == "beam"
         self.require("sampling", not beam or self.resample == "off", "by beam knows no re-sampling: resample=off")
         self.require("sampling", not beam or self.proposes == "point", "by beam takes likeliest tokens: proposes=point")
@@ -88,11 +76,8 @@ class LyannaConfig(DrafterConfig):
             ConfigError: a folder that holds none, a threshold that leaves nothing to re-sample.
             CapabilityError: it was trained for another target.
         """
-        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
-        shape = read_shape(folder)
-        if shape.fingerprint and context.target_folder is not None:
-            marks = {"fingerprint": shape.fingerprint}, {"fingerprint": fingerprint(context.target_folder)}
-            check_fit(f"drafter={self.kind}:{self.path}", shape.target, *marks, context.target)
+        folder = trained_folder(self, context)
+        check_weights(self, read_shape(folder), context)
         model = LyannaModel.load(folder)
         return LyannaDrafter(self, model, load_hot(folder, model.head.config.vocab_size))
 
@@ -132,16 +117,14 @@ class LyannaDrafter(StateDrafter):
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check the target, and make the layer over its embedding and head."""
-        shape, c = self.model.shape, self.model.head.config
-        asked = f"drafter={self.config.kind}:{self.config.path}"
-        ours = {"d_model": c.d_model, "vocab_size": c.vocab_size, "tokenizer": shape.tokenizer}
-        theirs: dict[str, Any] = {"d_model": target.d_model, "vocab_size": target.vocab_size}
-        theirs["tokenizer"] = tokenizer_mark(target.tokenizer)
-        check_fit(asked, shape.target, ours, theirs, target.name)
-        size = Size(self.depth, self.config.past, max_sequences, pool_tokens)
-        reads = self.model.reads_tokens
-        network = HeadNetwork(self.model.head, target.handle, device, reads, self._hot)
-        self._body = StateBody(network, target.handle, size, device, reads)
+        shape = self.model.shape
+        check_shape(self.config, self.model.head.config, shape.target, target)
+        if shape.tokenizer and (tokenizer_mark(target.tokenizer) or shape.tokenizer) != shape.tokenizer:
+            wrong = f"trained for {shape.target or 'another model'}: its tokenizer differs from {target.name}'s"
+            remedy = f"use one that was trained for {target.name}, or train one"
+            raise CapabilityError(asked(self.config), wrong, remedy)
+        network = HeadNetwork(self.model.head, target.handle, device, self.model.reads_tokens, self._hot)
+        self._body = StateBody(network, self.depth, self.config.past, max_sequences, pool_tokens, device)
         info = _token_info(self.model, target.handle, device)
         self._bias = _bias(info)
         if info is not None and self._body.fuse is not None:
@@ -156,20 +139,20 @@ class LyannaDrafter(StateDrafter):
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence; nodes that come from states of the draft before are marked."""
-        drafts = [_Draft(*row) for row in want.rows()]
+        drafts = [_SequenceDraft(*row) for row in want.rows()]
         for draft in drafts:
             self._plan(draft)
         fresh = [draft for draft in drafts if draft.steps]
         want.passes = max((draft.steps for draft in fresh), default=0)
         if self._compiles(drafts):
-            self._sample(drafts)
+            self._grow_compiled(drafts)
         else:
             self._grow(drafts, fresh)
         return [self._merge(draft) for draft in drafts]
 
     # -- its parts
 
-    def _grow(self, drafts: Sequence[_Draft], fresh: Sequence[_Draft]) -> None:
+    def _grow(self, drafts: Sequence[_SequenceDraft], fresh: Sequence[_SequenceDraft]) -> None:
         """Both trees of each sequence, part by part."""
         if fresh:
             self._draft_states(fresh)
@@ -180,12 +163,12 @@ class LyannaDrafter(StateDrafter):
         else:
             token_info_sampling(chains, self._bias, self.config.width)
 
-    def _compiles(self, drafts: Sequence[_Draft]) -> bool:
+    def _compiles(self, drafts: Sequence[_SequenceDraft]) -> bool:
         """Whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
         known = all(d.view.sampler.plain or d.view.sampler.draws for d in drafts)
         return self.body.fuse is not None and known and self.config.sampling == "token_info"
 
-    def _sample(self, drafts: Sequence[_Draft]) -> None:
+    def _grow_compiled(self, drafts: Sequence[_SequenceDraft]) -> None:
         """What `_grow` does, in one compiled call."""
         body, stack = self.body, self.body.stack
         assert stack is not None and body.fuse is not None
@@ -193,10 +176,10 @@ class LyannaDrafter(StateDrafter):
         fresh = [draft for draft in able if draft.steps]
         if not able:
             return
-        sprouts = [self._sprout(draft) for draft in able]
+        starts = [self._sample_start(draft) for draft in able]
         noisy = self.config.proposes == "coupled"
-        raw, found = sample(stack, sprouts, self.config.width, noisy, body.fuse, self._info, body.pool)
-        counts = [len(sprout.pending) for sprout in sprouts if sprout.steps]
+        raw, found = sample(stack, starts, self.config.width, noisy, body.fuse, self._info, body.pool)
+        counts = [len(start.pending) for start in starts if start.steps]
         body.settle([draft.view for draft in fresh], counts)
         rows = iter(raw.split([draft.steps for draft in fresh]))
         for draft, (tree, again) in zip(able, found, strict=True):
@@ -205,7 +188,7 @@ class LyannaDrafter(StateDrafter):
             if again is not None and draft.again is not None:
                 draft.again.tree = Proposal(*again[:3])
 
-    def _sprout(self, draft: _Draft) -> SampleStart:
+    def _sample_start(self, draft: _SequenceDraft) -> SampleStart:
         """Where its trees start, for compiled code."""
         tokens, sampler, steps = draft.view.tokens, draft.view.sampler, draft.steps
         rules = None if sampler.plain else sampler.rules
@@ -218,14 +201,14 @@ class LyannaDrafter(StateDrafter):
         keys = text.cache.slots(0, first + len(pending) + steps - 1)
         return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
 
-    def _keep(self, draft: _Draft, logits: Tensor) -> Chain:
+    def _keep(self, draft: _SequenceDraft, logits: Tensor) -> LevelChain:
         """The new draft's chain; its logits [steps, V] stay for the next time."""
         draft.fresh = self._chain(draft.view, logits)
         self.states_drafted += len(logits)
         self._resampling.keep(draft.view, logits)
         return draft.fresh
 
-    def _plan(self, draft: _Draft) -> None:
+    def _plan(self, draft: _SequenceDraft) -> None:
         """Which of both trees a sequence gets: what is left over of the last draft, and how many steps of a new one."""
         left = self._resampling.take(draft.view, draft.budget, draft.max_depth)
         most = min(draft.budget, draft.max_depth)
@@ -237,8 +220,8 @@ class LyannaDrafter(StateDrafter):
         if self._resampling.fresh(left):
             draft.steps = min(self.depth, most)
 
-    def _chain(self, view: SequenceView, logits: Tensor) -> Chain:
-        return Chain(view.tokens[-1], logits, self._rule(view))
+    def _chain(self, view: SequenceView, logits: Tensor) -> LevelChain:
+        return LevelChain(view.tokens[-1], logits, self._rule(view))
 
     def _rule(self, view: SequenceView) -> Rule | None:
         """How the sequence's own rules and noise change what tokens are ranked by."""
@@ -254,7 +237,7 @@ class LyannaDrafter(StateDrafter):
 
         return scores
 
-    def _draft_states(self, drafts: Sequence[_Draft]) -> None:
+    def _draft_states(self, drafts: Sequence[_SequenceDraft]) -> None:
         """k passes, and one product of all states with the head (section 4.2)."""
         body = self.body
         chains = [[state] for state in body.catch_up([draft.view for draft in drafts])]  # [d] each
@@ -267,7 +250,7 @@ class LyannaDrafter(StateDrafter):
         for draft, own in zip(drafts, logits.split([*map(len, chains)]), strict=True):
             self._keep(draft, own)
 
-    def _merge(self, draft: _Draft) -> Proposal:
+    def _merge(self, draft: _SequenceDraft) -> Proposal:
         """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
         own, room = self._resampling.share(draft.budget, draft.again is not None)
         fresh = Proposal() if draft.fresh is None else draft.fresh.tree.best(own)
@@ -275,15 +258,15 @@ class LyannaDrafter(StateDrafter):
 
 
 @dataclass(slots=True)
-class _Draft:
+class _SequenceDraft:
     """What a sequence is given."""
 
     view: SequenceView
     budget: int
     max_depth: int
     steps: int = 0  # of a new draft; 0: none
-    fresh: Chain | None = None
-    again: Chain | None = None  # of the states left over
+    fresh: LevelChain | None = None
+    again: LevelChain | None = None  # of the states left over
 
 
 @torch.no_grad()

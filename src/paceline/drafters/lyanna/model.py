@@ -6,26 +6,24 @@ that they make, and collapsed at load (section 5.1).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError
-from ...core.options import check, shown
+from ...core.options import check
 from ...network.families import decoder_config
-from ...network.files import is_file, read_json
-from ..states.head import Fusion, StateHead, fill, known, misfit, read_tensors, stored
+from ...network.trained_files import TrainedFiles, continued, correct
+from ..states.head import Fusion, StateHead
 from .token_info import TokenInfo
 
 CONFIG_FILE, WEIGHTS_FILE = "lyanna.json", "lyanna.safetensors"
-FORMAT = 1
 _RETRAIN = "restore it, or train the drafter again"
+FILES = TrainedFiles("a lyanna drafter", CONFIG_FILE, WEIGHTS_FILE, _RETRAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +49,7 @@ class LyannaShape:
         self._require("hot_columns", self.hot > 0 or not self.hot_columns, "needs hot tokens")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ConfigError(f"lyanna with {name}={shown(getattr(self, name))}", f"{name} {rule}", f"correct {name}")
+        correct("lyanna", self, name, holds, rule)
 
 
 class LyannaModel(nn.Module):
@@ -64,6 +61,8 @@ class LyannaModel(nn.Module):
         dtype, device: of the parameters.
     """
 
+    feeds_tokens = False  # a step makes its state of the one before alone (section 4.1)
+
     def __init__(
         self,
         shape: LyannaShape,
@@ -73,7 +72,7 @@ class LyannaModel(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.reads_tokens = shape, shape.first_token
         self.head = StateHead(shape.layer, fusion=shape.fusion, blank=True, dtype=dtype, device=device)
         c = self.head.config
         columns = shape.hot if shape.hot_columns else c.vocab_size
@@ -91,38 +90,8 @@ class LyannaModel(nn.Module):
             made.info.start(generator)
         return made.requires_grad_(True)
 
-    # -- what the unrolled network asks (`states.unrolled.Unrollable`)
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether the first step sees the token that follows the state."""
-        return self.shape.first_token
-
-    def feed(self, states: Tensor, embedded: Tensor) -> Tensor:
-        """The next step's input [R, d]: from the state alone, without a token (section 4.1)."""
-        return self.head.fuse(states, None)
-
-    def logit_factors(
-        self, states: Tensor, embedded: Tensor, tokens: Tensor, head: Tensor
-    ) -> tuple[Tensor, Tensor, int]:
-        """l' = h W_head + RMSNorm(E'(t)) as one product (section 4.1).
-
-        Args:
-            states: [R, d] predicted.
-            embedded, tokens: [R, n], [R] of the parents.
-            head: [V, d] the target's.
-
-        Returns:
-            [R, d + r] and [V, d + r], and how many leading columns of the latter are the target's own.
-        """
-        if self.info is None:
-            return states, head, head.shape[1]
-        u = self.info.factors(embedded, tokens)
-        return torch.cat((states, u.to(states.dtype)), 1), torch.cat((head, self.info.table()), 1), head.shape[1]
-
     # -- files
 
-    @torch.no_grad()
     def resume(self, folder: Path) -> None:
         """Take the parameters of a trained drafter, to train them on; its target may have been an earlier state of this
         one.
@@ -130,18 +99,13 @@ class LyannaModel(nn.Module):
         Raises:
             ConfigError: it is of another shape, or cannot be read.
         """
-        found = read_shape(folder)
-        for name in ("layer", "fusion", "first_token", "rank", "hot", "hot_columns"):
-            theirs, ours = getattr(found, name), getattr(self.shape, name)
-            if theirs != ours:
-                wrong = f"its {name} is {shown(theirs)}, this run's {shown(ours)}"
-                raise ConfigError(f"going on from {folder}", wrong, "train with its options, or without --init")
-        fill(self.tensors(), read_tensors(folder / WEIGHTS_FILE), folder)
+        continued(read_shape(folder), self.shape, folder, ("steps", "tokenizer"))
+        FILES.copy(self.tensors(), FILES.tensors(folder), folder / WEIGHTS_FILE)
 
     def cut(self, hot: Tensor) -> LyannaModel:
         """The same drafter with token-info for the tokens ``hot`` [H] alone: rows are normed whole, then cut."""
         made = LyannaModel(replace(self.shape, hot=len(hot)), hot)
-        fill({**made.tensors()}, {**self.tensors(), "token_info.hot": hot}, Path("memory"))
+        FILES.copy(made.tensors(), {**self.tensors(), "token_info.hot": hot}, Path("memory"))
         return made
 
     def tensors(self) -> dict[str, Tensor]:
@@ -155,17 +119,12 @@ class LyannaModel(nn.Module):
         Raises:
             ConfigError: a parameter that holds NaN.
         """
-        place = Path(folder)
-        values = stored(self.tensors(), dtype, place)
-        if self.info is not None and self.info.hot is not None:
-            values["token_info.hot"] = self.info.hot.to("cpu", torch.int32)
-        place.mkdir(parents=True, exist_ok=True)
-        save_file(values, place / WEIGHTS_FILE, metadata={"format": "pt"})
-        facts = {"format": FORMAT, **asdict(self.shape)}
-        (place / CONFIG_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        values = self.tensors()
+        if "token_info.hot" in values:
+            values["token_info.hot"] = values["token_info.hot"].int()
+        FILES.write(values, asdict(self.shape), Path(folder), dtype)
 
     @staticmethod
-    @torch.no_grad()
     def load(
         folder: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> LyannaModel:
@@ -179,10 +138,9 @@ class LyannaModel(nn.Module):
             ConfigError: files or tensors that are missing, broken, misshaped or left over.
         """
         place = Path(folder)
-        shape, values = read_shape(place), read_tensors(place / WEIGHTS_FILE)
-        hot = _hot(shape, values, place)
-        made = LyannaModel(shape, hot, dtype=dtype, device=device)
-        fill(made.tensors(), values, place)
+        shape, values = read_shape(place), FILES.tensors(place)
+        made = LyannaModel(shape, _hot(shape, values, place), dtype=dtype, device=device)
+        FILES.copy(made.tensors(), values, place / WEIGHTS_FILE)
         return made
 
 
@@ -192,7 +150,7 @@ def _hot(shape: LyannaShape, values: Mapping[str, Tensor], place: Path) -> Tenso
     if not shape.hot:
         return None  # one that is left over is refused with the other tensors
     if found is None:
-        raise misfit(place, "token_info.hot is missing")
+        raise ConfigError(str(place / WEIGHTS_FILE), "token_info.hot is missing", _RETRAIN)
     vocab, ids = decoder_config(dict(shape.layer)).vocab_size, found.long()
     whole = found.ndim == 1 and len(ids) == shape.hot and not found.is_floating_point()
     if not whole or not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
@@ -202,18 +160,5 @@ def _hot(shape: LyannaShape, values: Mapping[str, Tensor], place: Path) -> Tenso
 
 
 def read_shape(folder: str | Path) -> LyannaShape:
-    """The configuration of a trained drafter.
-
-    Raises:
-        ConfigError: no such folder, or a file that is missing, broken or of another format.
-    """
-    place = Path(folder)
-    file = place / CONFIG_FILE
-    if not is_file(file):
-        wrong = f"it holds no {CONFIG_FILE}" if place.is_dir() else "there is no such folder"
-        raise ConfigError(f"lyanna drafter {str(place)!r}", wrong, "name a folder that holds a trained drafter")
-    values = read_json(file, "restore the file", "not JSON")
-    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-        raise ConfigError(str(file), f"not written in format {FORMAT}", "train it again, or update Paceline")
-    known(values, [f.name for f in fields(LyannaShape)], str(file))
-    return LyannaShape(**values)
+    """The configuration of a trained drafter; errors as of `TrainedFiles.config`."""
+    return FILES.config(LyannaShape, Path(folder))

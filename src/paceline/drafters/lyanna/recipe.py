@@ -67,8 +67,6 @@ def build(options: LyannaOptions, context: BuildContext) -> UnrolledRecipe:
     )
     made = LyannaModel.fresh(shape, trained, torch.Generator().manual_seed(context.seed), context.device)
     begin(made, options, context)
-    if context.init is not None:
-        made.resume(context.init)
     save = made.save if hot is None or trained is not None else partial(_save_cut, made, hot)
     given = target, options, context.held_out, context.features
     return UnrolledRecipe("lyanna", made, *given, save=save, hot=context.hot)

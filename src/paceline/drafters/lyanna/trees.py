@@ -25,7 +25,7 @@ Rule = Callable[[Tensor, list[list[int]], list[int]], Tensor]
 
 
 @dataclass(slots=True)
-class Chain:
+class LevelChain:
     """The logits of a draft's levels, and the tree that is made of them."""
 
     root: int  # token that the first level follows
@@ -47,7 +47,7 @@ class Chain:
         return tokens[::-1]
 
 
-def token_info_sampling(chains: Sequence[Chain], bias: Bias, branches: int) -> None:
+def token_info_sampling(chains: Sequence[LevelChain], bias: Bias, branches: int) -> None:
     """Algorithm 1 for several sequences at once: level by level the ``branches`` likeliest children of every node of Q,
     and of all of them the ``branches`` with the highest joint probability are the next Q.
 
@@ -75,7 +75,7 @@ def token_info_sampling(chains: Sequence[Chain], bias: Bias, branches: int) -> N
             _grow(chain, [next(rows) for _ in chain.queue], branches)
 
 
-def _scores(chain: Chain, level: int, info: Tensor | None) -> Tensor:
+def _scores(chain: LevelChain, level: int, info: Tensor | None) -> Tensor:
     """[len(queue), V] what the children of the nodes in Q are ranked by."""
     raw = chain.logits[level]
     logits = raw.expand(len(chain.queue), -1) if info is None else raw + info
@@ -84,7 +84,7 @@ def _scores(chain: Chain, level: int, info: Tensor | None) -> Tensor:
     return chain.rule(logits, [chain.path(node) for node in chain.queue], [level] * len(chain.queue))
 
 
-def _grow(chain: Chain, rows: Sequence[tuple[list[int], list[float]]], branches: int) -> None:
+def _grow(chain: LevelChain, rows: Sequence[tuple[list[int], list[float]]], branches: int) -> None:
     """Children of the nodes in Q, and the next Q."""
     tree, fresh = chain.tree, []
     for node, (tokens, values) in zip(chain.queue, rows, strict=True):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -19,24 +18,17 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError
 from ...core.inference import inference
-from ...network.files import check_target, fingerprint
+from ...network.files import check_target
 from ...network.hot import FILE, load_hot, masked
 from ...network.linear import LinearOp, make_linear
 from ...network.native_calls import join
 from ...network.native_heads import NativeHeads
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..fit import asked, check_weights, trained_folder
 from ..levels import Said, best_levels, product_trees
 from ..proposal import Proposal, best_nodes
-from ..registry import DrafterConfig, DrafterContext, option
-from ..resampling import (
-    Resample,
-    Resampling,
-    check_options,
-    extra_option,
-    merge,
-    resample_option,
-    threshold_option,
-)
+from ..registry import DrafterConfig, DrafterContext, option, proposes_option
+from ..resampling import Resample, Resampling, extra_option, merge, resample_option, threshold_option
 from .heads import MOST_HEADS, Heads, load, read_config
 
 if TYPE_CHECKING:
@@ -62,28 +54,22 @@ class MedusaConfig(DrafterConfig):
     )
     nodes: int = option(24, help="nodes of the tree, those with the best hit rates", minimum=1, maximum=MAX_NODES)
     topk: int = option(10, help="most tokens taken of a head; 1: a chain", minimum=1, maximum=64)
-    proposes: Literal["point", "coupled"] = option(
-        "coupled", help="point: likeliest tokens; coupled: with the target's noise"
-    )
+    proposes: Literal["point", "coupled"] = proposes_option()
     resample: Resample = resample_option("off")
     extra: int = extra_option()
     threshold: int = threshold_option()
 
-    def validate(self) -> None:
-        """Refuse options that contradict each other."""
-        check_options(self)
-
     def build(self, context: DrafterContext) -> MedusaDrafter:
         """Load the heads, and check that they were trained for the target."""
-        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
-        config, asked = read_config(folder), f"drafter={self.kind}:{self.path}"
-        if config is not None and config.fingerprint and context.target_folder is not None:
-            check_target(asked, config, context.target or "this target", mark=fingerprint(context.target_folder))
+        folder = trained_folder(self, context)
+        config = read_config(folder)
+        if config is not None:
+            check_weights(self, config, context)
         heads = load(folder, context.dtype, context.device or "cpu")
         hot = load_hot(folder, heads.config.vocab_size)
         if hot is not None and heads.own is not None:
             wrong = "its folder names hot tokens, and its heads are its own, over all tokens"
-            raise CapabilityError(asked, wrong, f"remove {FILE} from it")
+            raise CapabilityError(asked(self), wrong, f"remove {FILE} from it")
         return MedusaDrafter(self, heads, hot)
 
 

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...network.files import fingerprint
 from ...network.hot import hot_share
-from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax
+from ...network.trained_files import continued
+from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, said_at
 from ...training.data import TokenBatch
-from ...training.features import Features, OnlineFeatures, last_states
-from ...training.losses import SoftTarget, TargetHidden, TargetTop, distilled
+from ...training.features import Features, OnlineFeatures, last_states, top_tokens
+from ...training.losses import SoftTarget, distilled
 from ...training.multistream import CarrierRows, choose_carriers
 from ...training.network import Network
 from .heads import MOST_HEADS, Heads, HeadsConfig, load
@@ -29,6 +29,7 @@ from .heads import MOST_HEADS, Heads, HeadsConfig, load
 if TYPE_CHECKING:
     from ...training.registry import BuildContext
 
+DECAY = 0.8  # lambda: weight of each further head's loss, of the one before
 RANKS = 10  # of each head's likeliest tokens, whose hit rates are kept
 
 
@@ -39,17 +40,10 @@ class MedusaOptions:
     hot_head: float = hot_share()
     heads: int = option(4, help="tokens drafted ahead", minimum=1, maximum=MOST_HEADS)
     rank: int = option(0, help="of each head's matrix; 0: a full one", minimum=0)
-    decay: float = option(
-        0.8, help="weight of each further head's loss, of the one before (lambda)", above=0, maximum=1
-    )
     distill: float = option(
         0.8, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
     )
-    top: int = option(
-        0,
-        help="likeliest tokens of the target that are learned, all others as one; 0: all. A cache holds them",
-        minimum=0,
-    )
+    top: int = top_tokens()
     positions: float = option(
         1.0, help="share of the answers' tokens that are learned from in a step", above=0, maximum=1
     )
@@ -88,7 +82,7 @@ class MedusaRecipe:
         aims, count = Aims.of(batch, carriers, self.module.config.heads), self.module.config.heads
         weights = aims.exists * batch.weights.flatten()[aims.main]  # [R, heads] of the tokens aimed at
         sums = weights.sum(0)
-        scale = torch.tensor([self.options.decay**j for j in range(count)], device=weights.device)
+        scale = torch.tensor([DECAY**j for j in range(count)], device=weights.device)
         normed = self._normed(self.features.states(batch), carriers)
         loss, parts = distilled(
             self.module(normed).flatten(0, 1),
@@ -111,11 +105,7 @@ class MedusaRecipe:
         """What the target says where each head's token comes next: `Features.said`, row for row of [R * heads]."""
         known = batch.weights.flatten() > 0
         places = torch.where(weights > 0, (known.cumsum(0) - 1)[aims.main], 0).flatten()
-        found = self.features.said(batch)
-        if isinstance(found, TargetTop):
-            return TargetTop(found.ids[places], found.log_probs[places])
-        assert isinstance(found, TargetHidden), "features give one of the two"
-        return TargetHidden(found.hidden[places], found.head)
+        return said_at(self.features.said(batch), places)
 
     # -- held-out figures
 
@@ -199,10 +189,6 @@ def build(options: MedusaOptions, context: BuildContext) -> MedusaRecipe:
 def _continued(folder: Path, config: HeadsConfig) -> Heads:
     """The heads in ``folder``, to be trained on; their target may have been an earlier state of this one."""
     heads = load(folder, torch.float32).requires_grad_(True)
-    found = replace(heads.config, accuracies=(), target=config.target, fingerprint=config.fingerprint)
-    if differ := [f.name for f in fields(config) if getattr(found, f.name) != getattr(config, f.name)]:
-        name = differ[0]
-        wrong = f"its {name} is {asdict(found)[name]!r}, this run's {asdict(config)[name]!r}"
-        raise ConfigError(f"going on from {folder}", wrong, "train with its options, or without --init")
+    continued(heads.config, config, folder, ("accuracies",))
     heads.config = config
     return heads

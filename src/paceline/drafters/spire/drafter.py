@@ -27,18 +27,17 @@ from ...kv.views import SinkWindow
 from ...network.applications import adapter_ranges
 from ...network.base import Taps
 from ...network.decoder import Decoder
-from ...network.files import fingerprint
 from ...network.hot import load_hot
 from ...network.loader import load_weights, read_config
 from ...network.native import unsupported
 from ...network.native_memory import RingChain
 from ...network.packing import RowPacker
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..fit import asked, check_rotary, check_shape, check_weights, trained_folder
 from ..growth import Grower, Growth, compiles
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option
+from ..registry import DrafterConfig, DrafterContext, option, proposes_option
 from ..resampling import REFUSED
-from ..states.head import check_fit
 from .model import SpireShape, read_memory, read_shape
 from .network import SpireNetwork
 
@@ -59,9 +58,7 @@ class SpireConfig(DrafterConfig):
     depth: int | None = option(
         None, help="tokens of a draft; default: as many as it was trained for", minimum=1, maximum=64
     )
-    proposes: Literal["point", "coupled", "sampled"] = option(
-        "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
-    )
+    proposes: Literal["point", "coupled", "sampled"] = proposes_option(sampled=True)
 
     def build(self, context: DrafterContext) -> SpireDrafter:
         """Read what the draft is; its weights come in `bind`.
@@ -70,19 +67,15 @@ class SpireConfig(DrafterConfig):
             ConfigError: a folder that holds none.
             CapabilityError: it was trained for another target.
         """
-        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
+        folder = trained_folder(self, context)
         shape = read_shape(folder)
-        layers = None
-        if context.target_folder is not None:
-            layers = read_config(context.target_folder).num_layers
-            if shape.fingerprint:
-                marks = {"fingerprint": shape.fingerprint}, {"fingerprint": fingerprint(context.target_folder)}
-                check_fit(f"drafter={self.kind}:{self.path}", shape.target, *marks, context.target)
+        check_weights(self, shape, context)
+        layers = None if context.target_folder is None else read_config(context.target_folder).num_layers
         return SpireDrafter(self, shape, folder, layers)
 
 
 @dataclass(slots=True)
-class _Text:
+class _RingText:
     """What is held of a running sequence: memory of positions ``start`` .. ``seen`` - 1 and of ``sunk`` sinks."""
 
     ring: int
@@ -114,11 +107,10 @@ class SpireDrafter(Drafter):
         num_layers: int | None = None,
     ) -> None:
         self.config, self.shape = config, shape
-        self._asked = f"drafter={config.kind}:{config.path}"
         if shape.past != "embedding" and (num_layers is None or num_layers <= shape.layers):
             wrong = f"it reads activations below the target's last {shape.layers} layers, and the target "
             wrong += "is not known when it is built" if num_layers is None else f"has {num_layers}"
-            raise CapabilityError(self._asked, wrong, "build it for the target that it was trained for")
+            raise CapabilityError(asked(config), wrong, "build it for the target that it was trained for")
         self.depth = config.depth or shape.depth
         self._taps = shape.taps(num_layers or 0)
         self.spec = DrafterSpec(
@@ -132,7 +124,7 @@ class SpireDrafter(Drafter):
         )
         self._grower = Grower((1,) * self.depth, proposes=config.proposes)
         self._source = source
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _RingText] = {}
         self._network: SpireNetwork | None = None
         self._ring: RingCache | None = None
         self._target: Decoder | None = None
@@ -146,31 +138,17 @@ class SpireDrafter(Drafter):
         Raises:
             CapabilityError: layers with sliding windows, positions that are not rotary, or a draft of another target.
         """
-        self._check(target)
+        check_rotary(asked(self.config), target.decoder.config, target.name, "use draft_model or ngram for this target")
         self._target = target.decoder
         decoder, memory = self._load(target, device)
         c = decoder.config
-        ours = {"d_model": c.d_model, "vocab_size": c.vocab_size}
-        theirs = {"d_model": target.d_model, "vocab_size": target.vocab_size}
-        check_fit(self._asked, self.shape.target, ours, theirs, target.name)
+        check_shape(self.config, c, self.shape.target, target)
         self._network = SpireNetwork(decoder, memory)
         decoder.cut(load_hot(self._source, c.vocab_size) if isinstance(self._source, Path) else None)
         view = SinkWindow(self.shape.sinks, self.shape.window)
-        shape = self._network.decoder.cache_shape
-        self._ring = RingCache(shape, view, self.depth, max_sequences, target.dtype, device)
+        self._ring = RingCache(decoder.cache_shape, view, self.depth, max_sequences, target.dtype, device)
         if self._taps and self.shape.sinks:
             self._scratch = KVPool(*self._target.cache_shape, self.shape.sinks, target.dtype, device)
-
-    def _check(self, target: TargetInfo) -> None:
-        shape = target.decoder.config
-        remedy = "use draft_model or ngram for this target"
-        if any(window is not None for window in shape.windows):
-            wrong = f"layers of {target.name} have sliding windows of their own"
-            raise CapabilityError(self._asked, wrong, remedy)
-        if shape.ropes:
-            raise CapabilityError(self._asked, f"layers of {target.name} rotate keys in different ways", remedy)
-        if shape.rope is None:
-            raise CapabilityError(self._asked, f"positions of {target.name} are learned, not rotary", remedy)
 
     def _load(self, target: TargetInfo, device: torch.device) -> tuple[Decoder, Tensor | None]:
         """The network, and its memory's weights."""
@@ -221,7 +199,7 @@ class SpireDrafter(Drafter):
         sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
         floor = -math.inf if sampled else want.log_floor
         if able and self.network.compiled and compiles(able, self.config.proposes):
-            want.passes = self._roll(able, floor)
+            want.passes = self._grow_compiled(able, floor)
         else:
             want.passes = self._grow(able, replace(self._grower, floor=floor))
         return [g.draft for g in growths]
@@ -248,7 +226,7 @@ class SpireDrafter(Drafter):
         begin = max(first, stop - window)
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = _Text(self.ring.open(), begin, first)
+            text = self._texts[key] = _RingText(self.ring.open(), begin, first)
         if text.seen != first:  # a gap
             text.start, text.sunk = begin, 0
         if begin > first:  # what lies before the window is not written
@@ -271,7 +249,7 @@ class SpireDrafter(Drafter):
             return False
         wanted = min(self.shape.sinks, root)
         if text.sunk < wanted:
-            self._sink(view, text, wanted)
+            self._compute_sinks(view, text, wanted)
         return True
 
     def _read_tokens(self, view: SequenceView, root: int) -> None:
@@ -284,7 +262,7 @@ class SpireDrafter(Drafter):
             slots = self.ring.slots(self._texts[view.key].ring, kept)
             self.network.write(self.ring, states, range(len(kept)), kept, slots)
 
-    def _sink(self, view: SequenceView, text: _Text, count: int) -> None:
+    def _compute_sinks(self, view: SequenceView, text: _RingText, count: int) -> None:
         """Memory of a text's first tokens, which no pass has shown: the target runs once more over these alone, whose
         activations depend on nothing behind them."""
         target, pool = self._target, self._scratch
@@ -298,7 +276,7 @@ class SpireDrafter(Drafter):
         self.network.write(self.ring, [taps.hidden[tap] for tap in self._taps], places, places, slots)
         text.sunk = count
 
-    def _roll(self, growths: Sequence[Growth], floor: float) -> int:
+    def _grow_compiled(self, growths: Sequence[Growth], floor: float) -> int:
         """The same as `_grow`, in one compiled call."""
         chains = []
         for growth in growths:
@@ -320,7 +298,7 @@ class SpireDrafter(Drafter):
             alive = [row for row, growth in enumerate(growths) if growth.frontier]
             growths = [growths[row] for row in alive]
             if alive and memory is not None:
-                self._remember(growths, memory, alive, level - 1)
+                self._write_memory(growths, memory, alive, level - 1)
         return level
 
     def _forward(self, growths: Sequence[Growth]) -> tuple[Tensor, Tensor | None]:
@@ -337,14 +315,14 @@ class SpireDrafter(Drafter):
             packer.add([token], [position], [node], where, keys, len(slots), prefix)
         return self.network.run(packer, self.ring)
 
-    def _seen(self, text: _Text, position: int) -> list[int]:
+    def _seen(self, text: _RingText, position: int) -> list[int]:
         """Positions whose memory a row sees: sinks, and a window of strictly earlier tokens; without feedback its own
         among them."""
         stop = position if self.network.feedback else position + 1
         sinks = min(self.shape.sinks, stop)
         return [*range(sinks), *range(max(sinks, text.start, stop - self.shape.window), stop)]
 
-    def _remember(self, growths: Sequence[Growth], memory: Tensor, rows: Sequence[int], level: int) -> None:
+    def _write_memory(self, growths: Sequence[Growth], memory: Tensor, rows: Sequence[int], level: int) -> None:
         """The memory of some rows of a level [layers, n, d_model], for the rows below them."""
         places = [len(growth.sequence.tokens) - 1 + level for growth in growths]
         rings = [self._texts[growth.sequence.key].ring for growth in growths]

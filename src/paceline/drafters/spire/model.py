@@ -7,23 +7,19 @@ and ``spire.safetensors``, the weights of its feedback memory.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ...core.errors import ConfigError
-from ...core.options import check, shown
-from ...network.files import is_file, read_json
-from ..states.head import fill, known, read_tensors, stored
+from ...core.options import check
+from ...network.trained_files import TrainedFiles, correct
 
 CONFIG_FILE, WEIGHTS_FILE = "spire.json", "spire.safetensors"
 MEMORY = "memory"
+FILES = TrainedFiles("a spire draft", CONFIG_FILE, WEIGHTS_FILE, "restore the file, or train the draft again", None)
 Past = Literal["layers", "embedding", "last"]
 Ends = Literal["own", "target"]
 OWN_WEIGHT = 2.0  # at the start, of the layer's own input in its memory; the others have 0
@@ -54,8 +50,7 @@ class SpireShape:
         self._require("shared", whole, "needs a past that is one vector a token (past = embedding or last)")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ConfigError(f"spire with {name}={shown(getattr(self, name))}", f"{name} {rule}", f"correct {name}")
+        correct("spire", self, name, holds, rule)
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         """Of each draft layer the target layer, 0-based, behind which its memory of verified tokens is read; none: it
@@ -82,42 +77,17 @@ class SpireShape:
 
 
 def save_shape(shape: SpireShape, memory: Tensor | None, folder: Path) -> None:
-    """Write what stands beside the checkpoint.
-
-    Raises:
-        ConfigError: weights that hold NaN.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    values: Mapping[str, Tensor] = {} if memory is None else {MEMORY: memory}
-    save_file(stored(values, torch.float32, folder), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(asdict(shape), indent=1) + "\n", encoding="utf-8")
+    """Write what stands beside the checkpoint; errors as of `TrainedFiles.write`."""
+    FILES.write({} if memory is None else {MEMORY: memory}, asdict(shape), folder, torch.float32)
 
 
 def read_shape(folder: Path) -> SpireShape:
-    """What the draft in a folder is.
-
-    Raises:
-        ConfigError: no such folder, or a file that is missing or broken.
-    """
-    file = folder / CONFIG_FILE
-    if not is_file(file):
-        wrong = f"it holds no {CONFIG_FILE}" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"spire draft {str(folder)!r}", wrong, "name a folder that `paceline train spire` wrote")
-    values: Any = read_json(file, "restore the file", "not JSON")
-    if not isinstance(values, dict):
-        raise ConfigError(str(file), "not a JSON object", "restore the file")
-    known(values, [f.name for f in fields(SpireShape)], str(file))
-    return SpireShape(**values)
+    """What the draft in a folder is; errors as of `TrainedFiles.config`."""
+    return FILES.config(SpireShape, folder)
 
 
-@torch.no_grad()
 def read_memory(shape: SpireShape, folder: Path) -> Tensor | None:
-    """The weights of its memory, float32; None: it has none.
-
-    Raises:
-        ConfigError: a file that is missing or broken, or of another shape.
-    """
+    """The weights of its memory, float32; None: it has none. Errors as of `TrainedFiles.copy`."""
     made = shape.fresh_memory()
-    values = read_tensors(folder / WEIGHTS_FILE)
-    fill({} if made is None else {MEMORY: made}, values, folder)
+    FILES.copy({} if made is None else {MEMORY: made}, FILES.tensors(folder), folder / WEIGHTS_FILE)
     return made

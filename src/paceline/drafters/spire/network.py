@@ -7,7 +7,7 @@ the layer's projections of these, behind the layer's norm as its own input would
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -20,40 +20,43 @@ from ...network.base import ForwardState, Taps
 from ...network.decoder import Decoder
 from ...network.families import DecoderConfig
 from ...network.layers import Layer, Norm, rms, rms_constants
-from ...network.linear import LinearOp, make_linear
+from ...network.linear import make_linear
 from ...network.native_memory import RingChain, recall, write_keys
 from ...network.packing import RowPacker
 
+Projection = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-class Projection:
+
+def projection(layer: Layer, c: DecoderConfig) -> Projection:
     """K and V of a layer, of any states: the only products that a verified token costs. Compiled layers have their own.
 
     Args:
         layer: its weights, not yet finished.
         c: of the draft.
+
+    Returns:
+        A function of states [rows, d_model] and of their rotation, cos and sin, that gives K and V [rows, kv_heads,
+        head_dim].
     """
+    dense: Any = layer.qkv
+    first = c.num_heads * c.head_dim
+    weight = dense.weight.data[first:].contiguous()
+    product = make_linear(weight, None if dense.bias is None else dense.bias.data[first:].contiguous())
+    norm = deepcopy(layer.attention_norm)
+    if isinstance(norm, Norm):
+        norm.finish()
+    scale = None if layer.k_norm is None else rms_constants(layer.k_norm.data, c.norm_eps)
 
-    def __init__(self, layer: Layer, c: DecoderConfig) -> None:
-        dense: Any = layer.qkv
-        first = c.num_heads * c.head_dim
-        weight = dense.weight.data[first:].contiguous()
-        bias = None if dense.bias is None else dense.bias.data[first:].contiguous()
-        self._product: LinearOp = make_linear(weight, bias)
-        self._norm = deepcopy(layer.attention_norm)
-        if isinstance(self._norm, Norm):
-            self._norm.finish()
-        self._scale = None if layer.k_norm is None else rms_constants(layer.k_norm.data, c.norm_eps)
-        self._heads, self._width = c.num_kv_heads, c.head_dim
-
-    def __call__(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, kv_heads, head_dim] of ``states`` [rows, d_model], keys turned by their positions."""
-        k, v = self._product(self._norm(states)).view(len(states), 2, self._heads, self._width).unbind(1)
-        if self._scale is not None:
-            k = rms(k, *self._scale)
+    def project(states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = product(norm(states)).view(len(states), 2, c.num_kv_heads, c.head_dim).unbind(1)
+        if scale is not None:
+            k = rms(k, *scale)
         dim = cos.shape[-1]
         part = k[..., :dim].to(cos.dtype)
         turned = (part * cos + part.roll(dim // 2, -1) * sin).to(k.dtype)
         return torch.cat((turned, k[..., dim:]), -1), v
+
+    return project
 
 
 class SpireNetwork:
@@ -68,7 +71,7 @@ class SpireNetwork:
         c = decoder.config
         assert c.rope is not None, "it was looked at before"
         layers: list[Any] = [] if decoder._native else list(decoder.layers)
-        self._projections = [Projection(layer, c) for layer in layers]
+        self._projections = [projection(layer, c) for layer in layers]
         self.decoder = decoder.finish()
         wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self._table = RopeTable(c.rope, c.max_position, wide, decoder.device)

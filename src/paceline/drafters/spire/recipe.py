@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import CapabilityError, ConfigError
+from ...core.errors import ConfigError
 from ...core.options import check, option
-from ...network.families import DecoderConfig, decoder_config
+from ...network.families import decoder_config
 from ...network.files import fingerprint
 from ...network.hot import hot_share
-from ...network.loader import load_weights, read_config
+from ...network.loader import load_weights
+from ...network.trained_files import continued
 from ...network.weights import weight_map
+from ...training.ahead import EVALUATED_LOGITS, no_loss
 from ...training.data import TokenBatch
 from ...training.losses import TargetHidden, cross_entropy, mixed
 from ...training.network import Network
+from ..fit import check_rotary
 from .model import Ends, Past, SpireShape, read_memory, read_shape, save_shape
 from .prefixes import Blocks, run_blocks
 
 if TYPE_CHECKING:
     from ...training.registry import BuildContext
-
-_EVALUATED_LOGITS = 2**21  # elements held at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,34 +83,14 @@ class SpireModule(nn.Module):
         self.memory = None if made is None else nn.Parameter(made.to(network.head_weight.device))
 
 
-def load_trained(folder: Path, target: Network) -> tuple[SpireModule, SpireShape]:
-    """A draft as training left it, float32, and what it is.
-
-    Args:
-        target: whose ends a draft has that has none of its own.
-
-    Raises:
-        ConfigError: a folder that holds none.
-    """
-    shape = read_shape(folder)
-    network = Network(read_config(folder), target.head_weight.device, frozen=True)
-    _load(network, shape, target, folder)
-    network.decoder.assert_loaded()
-    module = SpireModule(network, shape)
-    memory = read_memory(shape, folder)
-    if module.memory is not None and memory is not None:
-        module.memory.data.copy_(memory)
-    return module, shape
-
-
-class Known(NamedTuple):
+class TargetStates(NamedTuple):
     """What the target makes of a batch."""
 
     past: list[Tensor] | None  # of each layer [B, T, d] the memory of verified tokens; None: the draft's embeddings
     final: Tensor | None  # [B, T, d] its last states behind the final norm; None: nobody learns from them
 
 
-class Rows(NamedTuple):
+class PassRows(NamedTuple):
     """The rows of a pass that have something to learn."""
 
     hidden: Tensor  # [R, d] the draft's last states
@@ -151,11 +132,11 @@ class SpireRecipe:
         """The weighted mean over the rows of all passes, and that of each pass."""
         offset = int(torch.randint(self.shape.depth, (1,), generator=generator))
         needed = self.shape.past != "embedding" or self.options.loss == "mixed"
-        known = self.know(batch) if needed else Known(None, None)
+        known = self.know(batch) if needed else TargetStates(None, None)
         rows = list(self._rows(batch, offset, known))
         total = sum((part.weights.sum() for part in rows), start=batch.weights.new_zeros(()))
         if not total > 0:
-            return sum((p.sum() * 0.0 for p in self.module.parameters()), start=torch.zeros(())), {}
+            return no_loss(self.module), {}
         loss, figures = batch.weights.new_zeros(()), {}
         for step, part in enumerate(rows, 1):
             share, mean = part.weights.sum() / total, self._mean(part, known.final)
@@ -163,7 +144,7 @@ class SpireRecipe:
             figures[f"loss_{step}"] = float(mean.detach())
         return loss, figures
 
-    def _mean(self, part: Rows, final: Tensor | None) -> Tensor:
+    def _mean(self, part: PassRows, final: Tensor | None) -> Tensor:
         """The loss of the rows of a pass."""
         head = self.module.network.head_weight
         frozen = 0 if head.requires_grad else head.shape[1]
@@ -174,15 +155,15 @@ class SpireRecipe:
         return mixed(part.hidden, head, says, part.weights, frozen=frozen, omega=self.options.omega)
 
     @torch.no_grad()
-    def know(self, batch: TokenBatch) -> Known:
+    def know(self, batch: TokenBatch) -> TargetStates:
         """What the target makes of the tokens."""
         target, n = self.target, self.shape.layers
         last, inputs = target.run(target.embed(batch.tokens, batch.positions), 0, target.config.num_layers, batch)
         # y^{N-n-1+i} for draft layer i: what the target's own layer N - n + i reads (section 3.3)
         past = {"layers": inputs[-n:], "last": [last] * n, "embedding": None}[self.shape.past]
-        return Known(past, target.final(last))
+        return TargetStates(past, target.final(last))
 
-    def _rows(self, batch: TokenBatch, offset: int, known: Known) -> Iterator[Rows]:
+    def _rows(self, batch: TokenBatch, offset: int, known: TargetStates) -> Iterator[PassRows]:
         """Of each pass the rows that have something to learn."""
         blocks = Blocks.of(batch, self.shape.depth, offset)
         passes = run_blocks(self.module.network, self.module.memory, self.shape, batch, blocks, known.past)
@@ -194,7 +175,7 @@ class SpireRecipe:
             places = first + blocks.places[:, step]  # [B, P]
             own = torch.where(useful[:, :, step], weights[places], 0.0)
             kept = own > 0
-            yield Rows(hidden[kept], places[kept], targets[places[kept]], own[kept], kept)
+            yield PassRows(hidden[kept], places[kept], targets[places[kept]], own[kept], kept)
 
     # -- held-out figures
 
@@ -219,7 +200,7 @@ class SpireRecipe:
         return figures
 
     @torch.no_grad()
-    def judge(self, batch: TokenBatch, offset: int = 0, known: Known | None = None) -> tuple[Tensor, Tensor]:
+    def judge(self, batch: TokenBatch, offset: int = 0, known: TargetStates | None = None) -> tuple[Tensor, Tensor]:
         """[B * P, k] each: min(1, q/p) at the text's token, and sum min(p, q); NaN where a row is not there.
 
         Args:
@@ -237,10 +218,10 @@ class SpireRecipe:
             alphas.append(of_rows[1].flatten())
         return torch.stack(chances, 1), torch.stack(alphas, 1)
 
-    def _compare(self, part: Rows, final: Tensor) -> Tensor:
+    def _compare(self, part: PassRows, final: Tensor) -> Tensor:
         """[2, R] of the rows of a pass."""
         weight, found = self.module.network.head_weight, [part.hidden.new_empty(2, 0)]
-        for some in torch.arange(len(final), device=final.device).split(max(1, _EVALUATED_LOGITS // len(weight))):
+        for some in torch.arange(len(final), device=final.device).split(max(1, EVALUATED_LOGITS // len(weight))):
             q = self.module.network.logits(part.hidden[some].to(weight.dtype)).float().softmax(-1)
             p = self.target.logits(final[some]).float().softmax(-1)
             at = part.targets[some, None]
@@ -264,7 +245,7 @@ def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
     """
     target, folder = context.subject()
     whole = target.config
-    _check_target(whole, folder.name)
+    check_rotary("training spire", whole, folder.name, "train a draft_model for this target")
     layers = options.layers or max(1, round(whole.num_layers / 4))
     if layers >= whole.num_layers:
         asked = f"layers={options.layers}" if options.layers else "a quarter of its layers"
@@ -278,16 +259,6 @@ def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
     if context.init is not None:
         _resume(module, shape, target, context.init)
     return SpireRecipe(module, target, shape, options, config, context.held_out)
-
-
-def _check_target(config: DecoderConfig, name: str) -> None:
-    remedy = "train a draft_model for this target"
-    if any(window is not None for window in config.windows):
-        raise CapabilityError("training spire", f"layers of {name} have sliding windows of their own", remedy)
-    if config.ropes:
-        raise CapabilityError("training spire", f"layers of {name} rotate keys in different ways", remedy)
-    if config.rope is None:
-        raise CapabilityError("training spire", f"positions of {name} are learned, not rotary", remedy)
 
 
 def _config(folder: Path, layers: int) -> dict[str, Any]:
@@ -314,25 +285,30 @@ def _start(network: Network, target: Network, options: SpireOptions, seed: int) 
 
 
 @torch.no_grad()
-def _load(network: Network, shape: SpireShape, target: Network, folder: Path) -> None:
-    """Weights of a trained draft, and the target's ends where it has none."""
-    if shape.ends == "target":
+def load_draft(module: SpireModule, shape: SpireShape, target: Network, folder: Path) -> None:
+    """Fill a draft with what a folder holds.
+
+    Args:
+        shape: what it is.
+        target: whose ends it gets where the folder has none.
+
+    Raises:
+        ConfigError: a folder that holds no such draft.
+    """
+    decoder, lent = module.network.decoder, shape.ends == "target"
+    if lent:
         known = dict(target.decoder.named_parameters())
-        for name, parameter in network.decoder.named_parameters():
+        for name, parameter in decoder.named_parameters():
             if not name.startswith("layers."):
                 parameter.copy_(known[name])
-    load_weights(network.decoder, folder, layers_only=shape.ends == "target")
-
-
-@torch.no_grad()
-def _resume(module: SpireModule, shape: SpireShape, target: Network, folder: Path) -> None:
-    """Take the weights of another draft, to train them on."""
-    found = read_shape(folder)
-    for name in ("layers", "feedback", "shared", "ends"):
-        ours, theirs = getattr(shape, name), getattr(found, name)
-        if ours != theirs:
-            raise ConfigError(f"--init {folder}", f"it has {name}={theirs}, not {ours}", f"train with {name}={theirs}")
-    _load(module.network, shape, target, folder)
-    memory = read_memory(found, folder)
+    load_weights(decoder, folder, layers_only=lent)
+    memory = read_memory(shape, folder)
     if module.memory is not None and memory is not None:
         module.memory.copy_(memory)
+
+
+def _resume(module: SpireModule, shape: SpireShape, target: Network, folder: Path) -> None:
+    """Take the weights of another draft, to train them on."""
+    free = ("window", "sinks", "depth", "past")  # of no parameter
+    continued(read_shape(folder), shape, folder, free)
+    load_draft(module, shape, target, folder)

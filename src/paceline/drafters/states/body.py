@@ -37,7 +37,7 @@ CATCH_UP_ROWS = 512  # of a text, in one pass
 
 
 @dataclass(slots=True)
-class Text:
+class StateText:
     """What is known of one running sequence."""
 
     cache: SequenceCache
@@ -61,40 +61,27 @@ class Text:
 class StateNetwork(Protocol):
     """What computes the rows of a body."""
 
+    handle: TargetHandle
+    reads_tokens: bool  # whether the rows of a text see the token that follows them
     cache_shape: tuple[int, int, int]  # layers, K/V heads and a head's width
     stack: Stack | None  # the compiled layer; None: torch's kernels run it
     fuse: NativeFuse | None  # how compiled code makes its rows; None: it does not
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """See `Planner`."""
-        ...
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """[rows, d] what is kept of the taps that a pass showed."""
-        ...
 
     def final(self, states: Tensor) -> Tensor:
         """[rows, d] the states that rows are made of, from what was kept; where rows are fused in compiled code, that
         does it."""
-        ...
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
         """[rows, d] the states that come next; see `StateBody.run`."""
-        ...
 
     def logits(self, states: Tensor) -> Tensor:
         """[rows, V] float32 or wider, of states that it predicted."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How much room a body needs."""
-
-    room: int  # rows of a draft, beyond those of the text
-    past: int | None  # last states that are kept of a text while nothing is drafted; None: all
-    max_sequences: int  # as for `Drafter.bind`
-    pool_tokens: int
 
 
 class StateBody:
@@ -102,21 +89,25 @@ class StateBody:
 
     Args:
         network: computes rows.
-        handle: of the target.
-        size: of its K/V.
-        device: where the target runs.
-        reads_tokens: whether the rows of a text see the token that follows them.
+        room: rows of a draft, beyond those of the text.
+        past: last states that are kept of a text while nothing is drafted; None: all.
+        max_sequences, pool_tokens, device: as for `Drafter.bind`.
     """
 
     def __init__(
-        self, network: StateNetwork, handle: TargetHandle, size: Size, device: torch.device, reads_tokens: bool = True
+        self,
+        network: StateNetwork,
+        room: int,
+        past: int | None,
+        max_sequences: int,
+        pool_tokens: int,
+        device: torch.device,
     ) -> None:
-        self.network, self.handle, self._device = network, handle, device
-        self.room, self.past, self._reads_tokens = size.room, size.past, reads_tokens
+        self.network, self.room, self.past, self._device = network, room, past, device
         self.fuse, self.stack = network.fuse, network.stack
-        tokens = size.pool_tokens + size.max_sequences * (size.room + 32)
-        self.pool = KVPool(*network.cache_shape, tokens, handle.dtype, device)
-        self.texts: dict[int, Text] = {}
+        tokens = pool_tokens + max_sequences * (room + 32)
+        self.pool = KVPool(*network.cache_shape, tokens, network.handle.dtype, device)
+        self.texts: dict[int, StateText] = {}
 
     # -- states of the texts
 
@@ -144,11 +135,11 @@ class StateBody:
             text = self._begin(view, text.seen - len(last))
             text.states, text.waiting = [last], len(last)
 
-    def _begin(self, view: SequenceView, first: int) -> Text:
+    def _begin(self, view: SequenceView, first: int) -> StateText:
         """A text of which nothing before ``first`` is known."""
         self.drop([view.key])
         expected = None if view.max_len is None else view.max_len - first + self.room
-        text = self.texts[view.key] = Text(self.pool.open(expected=expected), first)
+        text = self.texts[view.key] = StateText(self.pool.open(expected=expected), first)
         return text
 
     def drop(self, keys: Sequence[int]) -> None:
@@ -186,7 +177,7 @@ class StateBody:
         while self.texts[view.key].waiting > CATCH_UP_ROWS:
             self._forward_waiting([view], CATCH_UP_ROWS)
 
-    def take(self, view: SequenceView) -> tuple[Text, list[int], Tensor]:
+    def take(self, view: SequenceView) -> tuple[StateText, list[int], Tensor]:
         """A text, for a compiled call: its waiting states [rows, d] and the tokens behind them; see `settle`."""
         self.shorten(view)
         text = self.texts[view.key]
@@ -220,7 +211,7 @@ class StateBody:
                 prefix=done,
             )
             ends.append(packer.rows - 1)
-        found = self.run(packer, self.network.final(torch.cat(states)), self._reads_tokens)
+        found = self.run(packer, self.network.final(torch.cat(states)), self.network.reads_tokens)
         self.settle(views, [*map(len, states)])
         return found if len(ends) == len(found) else found[ends]
 

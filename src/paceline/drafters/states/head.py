@@ -9,21 +9,17 @@ Sources: Lyanna, section 4.1; EAGLE (Li et al. 2024), section 4.1, whose publish
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...attention.rope import RopeTable
-from ...core.errors import CapabilityError, ConfigError
-from ...core.options import shown
+from ...core.errors import ConfigError
 from ...network.families import DecoderConfig, decoder_config
-from ...network.files import is_file, opened
 from ...network.layers import Layer
 from ...network.linear import Dense, nan_parameter
 from ...network.weights import Piece, weight_map
@@ -159,89 +155,3 @@ class StateHead(nn.Module):
         of_token, of_state = weight.chunk(2, dim=1)
         constant = F.linear(self.blank, of_token, self.fc.bias)
         return (F.linear(states, of_state) + constant).to(states.dtype)
-
-
-# -- files
-
-
-def fill(wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], place: Path) -> None:
-    """Copy the tensors of a file into ``wanted``, which has the same names and shapes.
-
-    Raises:
-        ConfigError: tensors that are missing, left over, misshaped or not finite.
-    """
-    for names, wrong in (({*wanted} - {*values}, "is missing"), ({*values} - {*wanted}, "has no place in this head")):
-        if names:
-            raise misfit(place, f"{min(names)} {wrong}")
-    for name, value in wanted.items():
-        given = values[name]
-        if given.shape != value.shape:
-            raise misfit(place, f"{name} has shape {list(given.shape)}, {list(value.shape)} is wanted")
-        if not bool(given.isfinite().all()):
-            raise misfit(place, f"{name} holds NaN or infinity")
-        value.copy_(given)
-
-
-def misfit(place: Path, wrong: str) -> ConfigError:
-    """Weights that are not those of their configuration."""
-    return ConfigError(f"weights in {place}", wrong, "use the files that belong together, or train the head again")
-
-
-def read_tensors(file: Path, missing: str = "restore it, or train the head again") -> dict[str, Tensor]:
-    """All tensors of a safetensors file.
-
-    Raises:
-        ConfigError: no such file, or one that cannot be read.
-    """
-    if not is_file(file):
-        raise ConfigError(f"state head {str(file.parent)!r}", f"{file.name} is missing", missing)
-    with opened(file, "restore it, or train the head again") as tensors:
-        try:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  (no mapping)
-        except (SafetensorError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"weights {file}", f"they cannot be read ({error})", "restore the file") from error
-
-
-def stored(tensors: Mapping[str, Tensor], dtype: torch.dtype, place: Path) -> dict[str, Tensor]:
-    """Parameters as a file has them.
-
-    Raises:
-        ConfigError: one that holds NaN.
-    """
-    if bad := [name for name, value in tensors.items() if bool(value.isnan().any())]:
-        raise ConfigError(f"weights for {place}", f"{bad[0]} holds NaN", "train or load the head before it is written")
-    return {name: value.detach().to("cpu", dtype).contiguous().clone() for name, value in tensors.items()}
-
-
-def check_fit(asked: str, trained_for: str, own: Mapping[str, Any], target: Mapping[str, Any], name: str) -> None:
-    """Refuse a head that was made for another target.
-
-    Args:
-        asked: how the message begins.
-        trained_for: name of the target it was trained for, or "".
-        own, target: facts by name that must agree; one that is None or "" is not known.
-        name: of the target.
-
-    Raises:
-        CapabilityError: the first fact that differs.
-    """
-    remedy = f"use a head that was trained for {name}, or train one"
-    for fact, theirs in own.items():
-        ours = target.get(fact)
-        if theirs in (None, "") or ours in (None, "") or theirs == ours:
-            continue
-        words = f"{fact}={shown(theirs)}, {name} has {shown(ours)}"
-        if fact in ("fingerprint", "tokenizer"):
-            what = "weights" if fact == "fingerprint" else "tokenizer"
-            words = f"its {what} differ{'s' if what == 'tokenizer' else ''} from {name}'s"
-        raise CapabilityError(asked, f"trained for {trained_for or 'another model'}: {words}", remedy)
-
-
-def known(values: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Refuse a file's entries that nobody reads.
-
-    Raises:
-        ConfigError: the first of them.
-    """
-    if unknown := sorted({*values} - {*names}):
-        raise ConfigError(where, f"unknown entry {shown(unknown[0])}", "update Paceline, or train the head again")

@@ -47,7 +47,7 @@ class HeadNetwork:
         reads_tokens: bool = True,
         hot: Tensor | None = None,
     ) -> None:
-        c, self.handle = head.config, handle
+        c, self.handle, self.reads_tokens = head.config, handle, reads_tokens
         native = handle.stack is not None and unsupported(c, handle.dtype, device) is None
         attention = make_backend("reference" if handle.dtype == torch.float64 else "sdpa", handle.dtype)
         given: dict[str, Any] = {"dtype": handle.dtype, "device": device, "native": native}

@@ -33,9 +33,10 @@ from torch import Tensor, nn
 from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...network.hot import hot_share, masked
+from ...training.ahead import EVALUATED_LOGITS, argmax, no_loss, said_at
 from ...training.data import TokenBatch
-from ...training.features import Features, OnlineFeatures, last_states
-from ...training.losses import SoftTarget, TargetHidden, TargetTop, mse_cross_entropy
+from ...training.features import Features, OnlineFeatures, last_states, top_tokens
+from ...training.losses import SoftTarget, TargetTop, mse_cross_entropy
 from ...training.multistream import CarrierRows, group_attention, make_carriers
 from ...training.network import Network, Rotation, attend, finish, project, visible
 from .head import StateHead
@@ -43,40 +44,21 @@ from .start import start_from_target
 
 if TYPE_CHECKING:
     from ...training.registry import BuildContext
+    from ..lyanna.token_info import TokenInfo
 
 BRANCHES = 4  # children of a node that the held-out figures count (Lyanna, Table 1)
-_EVALUATED_LOGITS = 2**21  # elements held at a time
 
 
 class Unrollable(Protocol):
     """A drafter of states, as training sees it: an `nn.Module`, too."""
 
     head: StateHead
+    info: TokenInfo | None  # what a token adds to the logits of the one after it; None: nothing
+    reads_tokens: bool  # whether the first step sees the token that follows the state
+    feeds_tokens: bool  # whether later steps see the one that follows theirs
 
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether the first step sees the token that follows the state."""
-        ...
-
-    def feed(self, states: Tensor, embedded: Tensor) -> Tensor:
-        """A later step's input [R, d], of the predicted states [R, d] and the embeddings [R, d] of the tokens after
-        them."""
-        ...
-
-    def logit_factors(
-        self, states: Tensor, embedded: Tensor, tokens: Tensor, head: Tensor
-    ) -> tuple[Tensor, Tensor, int]:
-        """The logits of predicted states as a product.
-
-        Args:
-            states: [R, d].
-            embedded, tokens: [R, d], [R] of the tokens in front of those that the logits are of.
-            head: [V, d] the target's.
-
-        Returns:
-            Left factor [R, k], right one [V, k], and how many leading columns of the latter are not trained.
-        """
-        ...
+    def resume(self, folder: Path) -> None:
+        """Take the parameters of another one, to train them on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +68,6 @@ class UnrollOptions:
     depth: int = option(3, help="steps it is unrolled for, as many as it will draft", minimum=1, maximum=16)
     alpha: float = option(1.0, help="weight of the squared error of states", minimum=0)
     beta: float = option(1.0, help="weight of the cross-entropy with the target's distribution", minimum=0)
-    decay: float = option(
-        1.0, help="weight of each step over that of the one before, above 0 and at most 1", above=0, maximum=1
-    )
     noise: float = option(0.0, help="features get uniform noise of so much up and down (EAGLE: 0.1)", minimum=0)
     anchors: float = option(
         1.0, help="share of the tokens that steps start from, above 0 and at most 1", above=0, maximum=1
@@ -97,7 +76,7 @@ class UnrollOptions:
     start: Literal["random", "target"] = option(
         "random", help="what the layer begins as, without --init: target: the target's last, its map fitted"
     )
-    top: int = option(0, help="likeliest tokens of the target that are learned, all others as one; 0: all", minimum=0)
+    top: int = top_tokens()
 
     def __post_init__(self) -> None:
         check(self)
@@ -109,8 +88,10 @@ class UnrollOptions:
 
 
 def begin(model: Unrollable, options: UnrollOptions, context: BuildContext) -> None:
-    """Fill a fresh drafter's layer as the options say; see `start_from_target`."""
-    if options.start == "target" and context.init is None:
+    """Fill a fresh drafter as the options say (see `start_from_target`), or go on from ``context.init``."""
+    if context.init is not None:
+        model.resume(context.init)
+    elif options.start == "target":
         target, _ = context.subject()
         if context.batches is None:
             raise ConfigError("start=target", "there is no data to fit its map on", "train it on data")
@@ -188,7 +169,8 @@ def unroll(
     states = [finish(head.layer, config, fused.flatten(0, 1)[index], attended)]
     shared, own_k, own_v = (k.flatten(0, 1), v.flatten(0, 1)), [], []
     for step in range(2, steps + 1):
-        fed = model.feed(states[-1], embed(Ahead.of(batch, index, step).tokens))[:, None]  # [R, 1, d]
+        token = embed(Ahead.of(batch, index, step).tokens) if model.feeds_tokens else None
+        fed = head.fuse(states[-1], token)[:, None]  # [R, 1, d]
         q, new_k, new_v = project(head.layer, config, fed, _rotation(head, anchors.positions[:, None] + step - 1))
         own_k.append(new_k)
         own_v.append(new_v)
@@ -255,22 +237,20 @@ class UnrolledRecipe:
         return F.embedding(tokens, self.target.decoder.embedding)
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        """Weighted mean over steps of ``alpha MSE + beta CE``, each a mean over its rows; and both parts of each
-        step."""
+        """Mean over steps of ``alpha MSE + beta CE``, each a mean over its rows; and both parts of each step."""
         o, anchors = self.options, choose_anchors(batch, self.options.anchors, generator)
         if not len(anchors):
-            return sum((p.sum() * 0.0 for p in self.module.parameters()), start=torch.zeros(())), {}
+            return no_loss(self.module), {}
         with torch.no_grad():
             true = self.target.final(self.features.states(batch))  # [B, T, d]
         said, places = self.features.said(batch), (batch.weights.flatten() > 0).cumsum(0) - 1
         states = unroll(self.model, self._noised(true, generator), batch, anchors, o.depth, self.embed)
-        shares = [o.decay**step for step in range(o.depth)]
         total, figures = true.new_zeros(()), {}
-        for step, (state, share) in enumerate(zip(states, shares, strict=True), 1):
+        for step, state in enumerate(states, 1):
             ahead = Ahead.of(batch, anchors.index, step)
-            aims = true.flatten(0, 1)[ahead.rows], _at(said, places[ahead.rows].clamp_min(0))
+            aims = true.flatten(0, 1)[ahead.rows], said_at(said, places[ahead.rows].clamp_min(0))
             loss, squared = self._step_loss(state, ahead, *aims)
-            total = total + share / sum(shares) * loss
+            total = total + 1 / o.depth * loss
             figures[f"mse_{step}"] = squared
             if o.beta:
                 figures[f"ce_{step}"] = (float(loss.detach()) - o.alpha * squared) / o.beta
@@ -279,17 +259,28 @@ class UnrolledRecipe:
     def _step_loss(self, state: Tensor, ahead: Ahead, true: Tensor, said: SoftTarget) -> tuple[Tensor, float]:
         """alpha MSE + beta CE of a step, and the MSE."""
         o, weights = self.options, ahead.weights
-        hidden, head, frozen = self.model.logit_factors(
-            state, self.embed(ahead.tokens), ahead.tokens, self.target.head_weight
-        )
+        hidden, head = self._logit_factors(state, ahead)
         if self.hot is not None:
             assert isinstance(said, TargetTop), "the options ask for likeliest tokens"
             head, said = F.pad(head[self.hot], (0, 0, 0, 1)), said.within(self._places)
-        loss = mse_cross_entropy(state, true, hidden, head, said, weights, alpha=o.alpha, beta=o.beta, frozen=frozen)
+        given = state, true, hidden, head, said, weights
+        loss = mse_cross_entropy(*given, alpha=o.alpha, beta=o.beta, frozen=state.shape[1])
         with torch.no_grad():
             errors = (state.float() - true.float()).square().mean(-1)
             squared = float((errors * weights).sum() / weights.sum().clamp_min(torch.finfo().tiny))
         return loss, squared
+
+    def _logit_factors(self, states: Tensor, ahead: Ahead) -> tuple[Tensor, Tensor]:
+        """The logits of predicted ``states`` [R, d] as a product, l' = h W_head + RMSNorm(E'(t)) (Lyanna, section 4.1).
+
+        Returns:
+            [R, d + r] and [V, d + r], of which the first d columns are the target's own.
+        """
+        head, info = self.target.head_weight, self.model.info
+        if info is None:
+            return states, head
+        u = info.factors(self.embed(ahead.tokens), ahead.tokens)
+        return torch.cat((states, u.to(states.dtype)), 1), torch.cat((head, info.table()), 1)
 
     def _noised(self, true: Tensor, generator: torch.Generator) -> Tensor:
         """With uniform noise, so that the drafter's own errors are met in training (EAGLE, section 4.2)."""
@@ -312,10 +303,11 @@ class UnrolledRecipe:
         """
         figures: dict[str, float] = {}
         for domain, batches in self.held_out.items():
-            tally = _Tally(self.options.depth)
-            for batch, (true, says) in zip(batches, self._known(domain), strict=True):
-                self._count(tally, batch.to(true.device), true, says)
-            figures |= {name.format(domain): value for name, value in tally.figures().items()}
+            pairs = zip(batches, self._known(domain), strict=True)
+            parts = [self._judge(batch.to(true.device), true, says) for batch, (true, says) in pairs]
+            if parts:
+                found = held_out_figures(*(torch.cat(own, -1) for own in zip(*parts, strict=True)))
+                figures |= {name.format(domain): value for name, value in found.items()}
         return figures
 
     def _known(self, domain: str) -> list[tuple[Tensor, Tensor]]:
@@ -328,32 +320,29 @@ class UnrolledRecipe:
 
     def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         true = self.target.final(last_states(self.target, batch))
-        chunk = max(1, _EVALUATED_LOGITS // self.target.head_weight.shape[0])
-        says = [self.target.logits(part).argmax(-1) for part in true.flatten(0, 1).split(chunk)]
-        return true, torch.cat(says).view_as(batch.tokens)
+        return true, argmax(true.flatten(0, 1), self.target.head_weight).view_as(batch.tokens)
 
-    def _count(self, tally: _Tally, batch: TokenBatch, true: Tensor, says: Tensor) -> None:
-        anchors = choose_anchors(batch)
+    def _judge(self, batch: TokenBatch, true: Tensor, says: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every step and anchor what `held_out_figures` counts: [steps, 2, R], [steps, R], [steps, R]."""
+        anchors, steps = choose_anchors(batch), self.options.depth
         if not len(anchors):
-            return
-        states = unroll(self.model, true, batch, anchors, self.options.depth, self.embed)
-        hits, exists = [], []
-        for step, state in enumerate(states, 1):
+            none = true.new_zeros(steps, 0)
+            return none[:, None].bool().expand(-1, 2, 0), none.float(), none.bool()
+        hits, losses, exists = [], [], []
+        for step, state in enumerate(unroll(self.model, true, batch, anchors, steps, self.embed), 1):
             ahead = Ahead.of(batch, anchors.index, step)
-            counted = ahead.weights > 0
-            wanted = says.flatten()[ahead.rows], batch.targets.flatten()[ahead.rows]
-            found, losses = self._guess(state, ahead, *wanted)
-            hits.append(found & counted)
-            exists.append(counted)
-            tally.add_loss(step, losses, counted)
-        tally.count(torch.stack(hits), torch.stack(exists))
+            found, loss = self._guess(state, ahead, says.flatten()[ahead.rows], batch.targets.flatten()[ahead.rows])
+            exists.append(ahead.weights > 0)
+            hits.append(found & exists[-1])
+            losses.append(loss)
+        return torch.stack(hits), torch.stack(losses), torch.stack(exists)
 
     def _guess(self, state: Tensor, ahead: Ahead, says: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """[2, R] whether the target's token is the likeliest, or one of `BRANCHES`; and [R] -log q of the text's."""
         weight = self.target.head_weight
-        hidden, head, _ = self.model.logit_factors(state, self.embed(ahead.tokens), ahead.tokens, weight)
+        hidden, head = self._logit_factors(state, ahead)
         found, losses = [], []
-        for part in torch.arange(len(state), device=state.device).split(max(1, _EVALUATED_LOGITS // len(weight))):
+        for part in torch.arange(len(state), device=state.device).split(max(1, EVALUATED_LOGITS // len(weight))):
             logits = F.linear(hidden[part].to(head.dtype), head).float()
             losses.append(F.cross_entropy(logits, text[part], reduction="none"))
             logits = logits if self.hot is None else masked(logits, self.hot)
@@ -366,43 +355,23 @@ class UnrolledRecipe:
         self.save(folder)
 
 
-def _at(said: SoftTarget, rows: Tensor) -> SoftTarget:
-    """What the target says of some ``rows`` [R] of those that it was asked for."""
-    if isinstance(said, TargetTop):
-        return TargetTop(said.ids[rows], said.log_probs[rows])
-    return TargetHidden(said.hidden[rows], said.head)
+def held_out_figures(hits: Tensor, losses: Tensor, exists: Tensor) -> dict[str, float]:
+    """The figures of `UnrolledRecipe.evaluate`; names hold ``{}`` where the domain goes.
 
-
-class _Tally:
-    """Sums of held-out figures of one domain; [2, ..]: the likeliest token, and `BRANCHES` of them."""
-
-    def __init__(self, steps: int) -> None:
-        self.tried, self.held = torch.zeros(2, steps), torch.zeros(2, steps)
-        self.losses, self.counted = torch.zeros(steps), torch.zeros(steps)
-        self.anchors = 0
-
-    def add_loss(self, step: int, losses: Tensor, counted: Tensor) -> None:
-        """Of step ``step``: losses [R], of which some count."""
-        self.losses[step - 1] += float(losses[counted].sum())
-        self.counted[step - 1] += int(counted.sum())
-
-    def count(self, hits: Tensor, exists: Tensor) -> None:
-        """Agreements [steps, 2, R], and whether there is a target [steps, R]."""
-        alive = torch.ones_like(hits[0])
-        for step, (hit, there) in enumerate(zip(hits, exists, strict=True)):
-            self.tried[:, step] += (alive & there).sum(1).cpu()
-            alive = alive & hit
-            self.held[:, step] += alive.sum(1).cpu()
-        self.anchors += int(exists[0].sum())
-
-    def figures(self) -> dict[str, float]:
-        """Names hold ``{}`` where the domain goes."""
-        made = {"accepted/{}": float(self.held[0].sum()) / self.anchors} if self.anchors else {}
-        for kind, name in enumerate(("acceptance", f"acceptance_top{BRANCHES}")):
-            for step, (tried, held) in enumerate(zip(self.tried[kind], self.held[kind], strict=True), 1):
-                if tried:
-                    made[f"{name}/{{}}/{step}"] = float(held / tried)
-        for step, (loss, count) in enumerate(zip(self.losses, self.counted, strict=True), 1):
-            if count:
-                made[f"ce/{{}}/{step}"] = float(loss / count)
-        return made
+    Args:
+        hits: [steps, 2, R] bool, whether the target's token is the likeliest, or one of `BRANCHES`.
+        losses: [steps, R] -log q of the text's token.
+        exists: [steps, R] bool, whether there is a token to be said.
+    """
+    alive = hits.cumprod(0).bool()  # every step so far was right
+    tried = torch.cat((torch.ones_like(alive[:1]), alive[:-1])) & exists[:, None]
+    made = {}
+    if exists[0].any():
+        made["accepted/{}"] = float(alive[:, 0].sum()) / int(exists[0].sum())
+    for step, (right, counted) in enumerate(zip(alive, tried, strict=True), 1):
+        for place, name in enumerate(("acceptance", f"acceptance_top{BRANCHES}")):
+            if counted[place].any():
+                made[f"{name}/{{}}/{step}"] = float(right[place].sum()) / int(counted[place].sum())
+        if exists[step - 1].any():
+            made[f"ce/{{}}/{step}"] = float(losses[step - 1][exists[step - 1]].mean())
+    return made

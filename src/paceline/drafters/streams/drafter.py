@@ -13,28 +13,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ...core.errors import ConfigError
-from ...network.files import check_target, fingerprint
-from ...network.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, read_config
+from ...network.files import check_target
+from ...network.streams import MAX_STREAMS, StreamSet, check_exit, read_config
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
+from ..fit import asked, check_weights, trained_folder
 from ..levels import Said, count, cut, product_trees
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option
-from ..resampling import (
-    Resample,
-    Resampling,
-    check_options,
-    extra_option,
-    merge,
-    resample_option,
-    threshold_option,
-)
+from ..registry import DrafterConfig, DrafterContext, option, proposes_option
+from ..resampling import Resample, Resampling, extra_option, merge, resample_option, threshold_option
 
 if TYPE_CHECKING:
     from ...network.decoder import TargetInfo
@@ -86,16 +78,13 @@ class StreamsConfig(DrafterConfig):
     attention_limit: int | None = option(
         None, help="keys of its main row that a stream attends to, best first (at=nodes)", minimum=1
     )
-    proposes: Literal["point", "coupled", "sampled"] = option(
-        "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: a drawn chain (rejection)"
-    )
+    proposes: Literal["point", "coupled", "sampled"] = proposes_option(sampled=True)
     resample: Resample = resample_option("off")
     extra: int = extra_option()
     threshold: int = threshold_option()
 
     def validate(self) -> None:
         """Refuse options that contradict each other."""
-        check_options(self)
         off = self.resample == "off"
         drawn = self.proposes == "sampled"
         self.require("resample", off or not drawn, "cannot go with proposes=sampled: a drawn chain has no second one")
@@ -137,8 +126,8 @@ class StreamsConfig(DrafterConfig):
         """Load the trained set, where one is named."""
         if not self.path:
             return StreamsDrafter(self, applied=context.streams)
-        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
-        _check_set(f"drafter={self.kind}:{self.path}", read_config(folder), context)
+        folder = trained_folder(self, context)
+        check_weights(self, read_config(folder), context)
         return StreamsDrafter(self, StreamSet.load(folder, dtype=context.dtype, device=context.device or "cpu"))
 
 
@@ -284,26 +273,12 @@ def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
     """The set with as many streams as are wanted."""
     trained = streams.config.gamma
     if streams.config.mode != "lossless":
-        raise _shared_set(f"drafter={config.kind}:{config.path}")
+        wrong = "the set was trained in shared mode: its adapters change the target's own answers"
+        remedy = "load it as an application, and let requests name it: LLM(..., applications={'name': FOLDER})"
+        raise ConfigError(asked(config), wrong, remedy)
     if config.prunes and config.prune_exit == "trained":
         check_exit(f"pruning with the streams of {config.path or 'this set'}", streams, config.prune_layer)
     if config.gamma is None or config.gamma == trained:
         return streams
     config.require("gamma", config.gamma <= trained, f"is more than the {trained} streams that were trained")
     return streams.first(config.gamma)
-
-
-def _check_set(asked: str, config: StreamConfig, context: DrafterContext) -> None:
-    """Refuse a set of the wrong mode, or one that was trained for other weights than the target's."""
-    if config.mode != "lossless":
-        raise _shared_set(asked)
-    if config.fingerprint and context.target_folder is not None:
-        check_target(asked, config, context.target or "this target", mark=fingerprint(context.target_folder))
-
-
-def _shared_set(asked: str) -> ConfigError:
-    return ConfigError(
-        asked,
-        "the set was trained in shared mode: its adapters change the target's own answers",
-        "load it as an application, and let requests name it: LLM(..., applications={'name': FOLDER})",
-    )

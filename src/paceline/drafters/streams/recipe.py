@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError
+from ...core.options import check, option
 from ...network.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
 from ...network.files import fingerprint
 from ...network.streams import StreamConfig, StreamSet
-from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax
+from ...network.trained_files import continued
+from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, no_loss, said_at
 from ...training.data import TokenBatch
-from ...training.features import likeliest
-from ...training.losses import SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled, ngram
+from ...training.features import likeliest, top_tokens
+from ...training.losses import SoftTarget, TargetHidden, cross_entropy, distilled, ngram
 from ...training.multistream import (
     CarrierRows,
     MainPass,
@@ -33,7 +35,6 @@ from ...training.multistream import (
     shared_pass,
 )
 from ...training.network import Network
-from ...training.trainer import setting
 
 if TYPE_CHECKING:
     from ...training.registry import BuildContext
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 # Streams start far from what they are to say (9.6 nats a token where a trained set has 2), so adapters must move fast:
 # with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
 ALPHA_PER_RANK = 4.0
-_ALPHAS = {"lossless": (0.0, 1.0), "shared": (1.0, 0.1)}  # alpha_0, alpha_j (section 2.4, appendix M)
 Said: TypeAlias = "Callable[[Aims], SoftTarget]"  # the target's distributions in the main rows of some aims
 _OF_STREAMS = (
     "layers",
@@ -56,63 +56,52 @@ _OF_STREAMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamOptions:
+class StreamsOptions:
     """What is trained, and on what loss."""
 
-    mode: Literal["lossless", "shared"] = setting(
-        "lossless", "lossless: the target's answers stay as they are; shared: adapters change them, for an application"
+    mode: Literal["lossless", "shared"] = option(
+        "lossless",
+        help="lossless: the target's answers stay as they are; shared: adapters change them, for an application",
     )
-    gamma: int = setting(4, "streams, tokens drafted ahead; 0 in shared mode: adapters alone")
-    layers: int = setting(4, "layers at the top of the target that streams go through")
-    rank: int = setting(8, "of the adapters")
-    alpha: float | None = setting(None, "adapters' output is scaled by alpha / rank; default: 4 times the rank")
-    linears: tuple[str, ...] = setting(
-        LINEARS, "linear layers with an adapter: qkv, out, up, down; mlp: one in place of the MLP (lossless, H.2)"
+    gamma: int = option(4, help="streams, tokens drafted ahead; 0 in shared mode: adapters alone")
+    layers: int = option(4, help="layers at the top of the target that streams go through")
+    rank: int = option(8, help="of the adapters", minimum=1)
+    alpha: float | None = option(None, help="adapters' output is scaled by alpha / rank; default: 4 times the rank")
+    linears: tuple[str, ...] = option(
+        LINEARS, help="linear layers with an adapter: qkv, out, up, down; mlp: one in place of the MLP (lossless, H.2)"
     )
-    start_rank: int = setting(0, "of the map from main state to stream start; 0: the identity")
-    identity: Literal["embedding", "rotation"] = setting(
-        "embedding", "what tells streams apart: a trained embedding each, or rotated values"
+    start_rank: int = option(0, help="of the map from main state to stream start; 0: the identity")
+    identity: Literal["embedding", "rotation"] = option(
+        "embedding", help="what tells streams apart: a trained embedding each, or rotated values"
     )
-    rotation_step: float | None = setting(
-        None, "radians that values of stream j are rotated by, times j; default: pi / (2 (context + gamma))"
+    attention_limit: int | None = option(
+        None, help="keys of its main row that a stream sees, best first; draft with the same. Default: all", minimum=1
     )
-    attention_limit: int | None = setting(
-        None, "keys of its main row that a stream attends to, best first; draft with the same. Default: all"
+    prune_rank: int = option(8, help="of the early exits that prune trees; 0: none is trained")
+    exits: tuple[int, ...] = option((), help="layers before which there is one, beside the one where streams begin")
+    alpha_j: float | None = option(
+        None, help="weight of each stream's loss; default: 1 lossless, 0.1 shared", minimum=0, below=math.inf
     )
-    prune_rank: int = setting(8, "of the early exits that prune trees; 0: none is trained")
-    exits: tuple[int, ...] = setting((), "layers before which there is one, beside the one where streams begin")
-    alpha_0: float | None = setting(None, "weight of the next token's loss; default: 0 lossless, 1 shared")
-    alpha_j: float | None = setting(None, "weight of each stream's loss; default: 1 lossless, 0.1 shared")
-    distill: float = setting(0.0, "share of distillation from the target in the streams' loss, 0 to 1 (lossless)")
-    top: int = setting(0, "likeliest tokens of the target that are distilled, all others as one; 0: all")
-    segment: int | None = setting(None, "carriers (answer tokens) run at a time, to bound memory; default: all")
-    positions: float = setting(1.0, "share of the answer tokens that carry streams in a step (below 1: lossless)")
-    application: str = setting("", "name of the application that a shared set is for")
+    distill: float = option(
+        0.0, help="share of distillation from the target in the streams' loss, 0 to 1 (lossless)", minimum=0, maximum=1
+    )
+    top: int = top_tokens()
+    segment: int | None = option(
+        None, help="carriers (answer tokens) run at a time, to bound memory; default: all", minimum=1
+    )
+    positions: float = option(
+        1.0, help="share of the answer tokens that carry streams in a step (below 1: lossless)", above=0, maximum=1
+    )
+    application: str = option("", help="name of the application that a shared set is for")
 
     def __post_init__(self) -> None:
-        shared, angle = self.mode == "shared", self.rotation_step
+        check(self, "streams with ")
+        shared = self.mode == "shared"
         rules = (
-            ("mode", self.mode in _ALPHAS, "it is lossless or shared"),
-            ("positions", 0 < self.positions <= 1, "it must be above 0 and at most 1"),
             ("positions", self.positions == 1 or not shared, "in shared mode all tokens carry streams"),
-            ("distill", 0 <= self.distill <= 1, "it must be 0 to 1"),
             ("distill", not self.distill or not shared, "only a frozen target is distilled from"),
-            ("top", self.top >= 0, "it must be 0 or more"),
             ("top", not self.top or self.distill > 0, "nothing is distilled (distill=0)"),
-            ("segment", self.segment is None or self.segment >= 1, "it must be 1 or more"),
-            ("rank", self.rank >= 1, "it must be 1 or more"),
-            ("attention_limit", self.attention_limit is None or self.attention_limit >= 1, "it must be 1 or more"),
             ("linears", MLP not in self.linears or not shared, "main rows, which share the adapters, keep their MLP"),
-            ("identity", self.identity in ("embedding", "rotation"), "it is embedding or rotation"),
-            ("alpha_0", not self.alpha_0 or shared, "a frozen main stream has no loss to lower"),
-            ("alpha_0", self.alpha_0 is None or 0 <= self.alpha_0 < math.inf, "it must be 0 or more"),
-            ("alpha_j", self.alpha_j is None or 0 <= self.alpha_j < math.inf, "it must be 0 or more"),
-            ("rotation_step", angle is None or angle > 0, "it must be above 0"),
-            (
-                "rotation_step",
-                angle is None or self.identity == "rotation",
-                "trained embeddings rotate nothing (identity='rotation')",
-            ),
             ("start_rank", self.gamma > 0 or not self.start_rank, "there are no streams to start"),
         )
         for name, holds, rule in rules:
@@ -132,9 +121,9 @@ class StreamOptions:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """alpha_0 and alpha_j of eq. 6."""
-        main, stream = _ALPHAS[self.mode]
-        return main if self.alpha_0 is None else self.alpha_0, stream if self.alpha_j is None else self.alpha_j
+        """alpha_0 and alpha_j of eq. 6 (section 2.4, appendix M): a frozen main stream has no loss to lower."""
+        main, stream = (1.0, 0.1) if self.mode == "shared" else (0.0, 1.0)
+        return main, stream if self.alpha_j is None else self.alpha_j
 
     def config(self, network: Network, target: str = "", mark: str = "") -> StreamConfig:
         """The set's shape over a target.
@@ -147,7 +136,7 @@ class StreamOptions:
         insertion = c.num_layers - self.layers
         adapted = range(0 if self.mode == "shared" else max(0, insertion), c.num_layers)
         alpha = ALPHA_PER_RANK * self.rank if self.alpha is None else self.alpha
-        angle = self.rotation_step or math.pi / (2 * (c.max_position + self.gamma))
+        angle = math.pi / (2 * (c.max_position + self.gamma))  # of stream 1; of stream j j times that (E.4)
         return StreamConfig(
             mode=self.mode,
             gamma=self.gamma,
@@ -186,7 +175,7 @@ class StreamRecipe:
         self,
         network: Network,
         trained: StreamSet,
-        options: StreamOptions,
+        options: StreamsOptions,
         held_out: Mapping[str, Sequence[TokenBatch]] | None = None,
     ) -> None:
         network.requires_grad_(False)
@@ -226,7 +215,7 @@ class StreamRecipe:
                 made = torch.autograd.grad(loss, self._parameters, allow_unused=True)
                 grads = [_sum(old, new) for old, new in zip(grads, made, strict=True)]
         if total is None:
-            return _nothing(self._parameters), {}
+            return no_loss(self.module), {}
         if torch.is_grad_enabled():
             total = _HandOver.apply(total, grads, *self._parameters)
         return total, dict(figures)
@@ -250,13 +239,7 @@ class StreamRecipe:
         read = torch.zeros(len(final), dtype=torch.bool, device=final.device)
         read[aims.main] = True
         found, places = likeliest(self.network, final[read], top), read.cumsum(0) - 1  # once, for all streams of a row
-        ids, log_probs = found.ids, found.log_probs
-
-        def said(own: Aims) -> SoftTarget:
-            rows = places[own.main.flatten()]
-            return TargetTop(ids[rows], log_probs[rows])
-
-        return said
+        return lambda own: said_at(found, places[own.main.flatten()])
 
     def _stream_loss(self, streams: Tensor, aims: Aims, said: Said | None) -> tuple[Tensor, dict[str, float]]:
         """sum_j alpha_j ((1 - w) CE_j + w KL_j); w: ``distill``; p: main row t + j, frozen."""
@@ -404,12 +387,7 @@ def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     return old.add_(new)
 
 
-def _nothing(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A zero that every parameter is part of: a batch without answers."""
-    return sum((p.sum() * 0.0 for p in parameters), start=parameters[0].new_zeros(()))
-
-
-def build(options: StreamOptions, context: BuildContext) -> StreamRecipe:
+def build(options: StreamsOptions, context: BuildContext) -> StreamRecipe:
     """A fresh set over the context's target, or the one in ``context.init``.
 
     Raises:
@@ -420,8 +398,8 @@ def build(options: StreamOptions, context: BuildContext) -> StreamRecipe:
     if context.prompt_weight and not options.factors[0]:
         raise ConfigError(
             f"streams with prompt_weight={context.prompt_weight}",
-            "prompt tokens carry no streams, and main rows have no loss (alpha_0=0)",
-            "leave prompt_weight out, or train in shared mode with alpha_0 above 0",
+            "prompt tokens carry no streams, and main rows have no loss",
+            "leave prompt_weight out, or train in shared mode",
         )
     config = options.config(target, folder.name, fingerprint(folder))
     if context.init is None:
@@ -435,14 +413,6 @@ def build(options: StreamOptions, context: BuildContext) -> StreamRecipe:
 def _continued(folder: Path, config: StreamConfig) -> StreamSet:
     """The set in ``folder``, to be trained on; its target may have been an earlier state of this one."""
     trained = StreamSet.load(folder, dtype=torch.float32)
-    found = replace(trained.config, target=config.target, fingerprint=config.fingerprint)
-    differ = [f.name for f in fields(config) if getattr(found, f.name) != getattr(config, f.name)]
-    if differ:
-        name = differ[0]
-        raise ConfigError(
-            f"going on from {folder}",
-            f"its {name} is {getattr(found, name)!r}, this run's {getattr(config, name)!r}",
-            "train with its options, or without --init",
-        )
+    continued(trained.config, config, folder)
     trained.config = config
     return trained
