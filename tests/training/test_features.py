@@ -32,7 +32,7 @@ PHASES = (Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96))
 
 
 def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
-    settings = {"steps": 4, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0, "accumulate": 2}
+    settings = {"steps": 4, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0}
     values: dict[str, Any] = {
         "kind": "draft_model",
         "options": DRAFT,

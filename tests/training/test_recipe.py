@@ -75,7 +75,7 @@ def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
         ("prompt_weight", "promt_weight", "DataTable has no 'promt_weight'. Did you mean 'prompt_weight'"),
         ("prompt_weight = 0.25", "prompt_weight = []", "prompt_weight=.*: input should be a valid number"),
         ("[options]\nlayers = 2\ngrow = [0, 1]\n", "options = 3\n", "options=3: input should be an object"),
-        ("steps = 20", "steps = 0", "steps=0: it must be 1 or more"),
+        ("steps = 20", "steps = 0", "steps=0: steps must be 1 or more"),
         ("[train]", "[train", "not TOML"),
     ],
 )

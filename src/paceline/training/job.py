@@ -163,7 +163,7 @@ def _cache(
     shape = context.target.config
     width = shape.d_model if made.states else 0
     cache = TopCache(job.cache, sources, key, options.top, shape.vocab_size, width)
-    batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config))
+    batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config.steps))
     inside = partial(products, job.config.precision, context.device)
     cache.complete(partial(make_scorer, job.target, context.target, job.config.precision, inside), batches, say)
     return cache
@@ -247,9 +247,8 @@ def run(
     """Prepare, resume if there is something to resume, train. The result is written by `finish`."""
     began = perf_counter()
     trainer = prepare(job, watchers, say)
-    resumed = trainer.resume()
-    for watcher in watchers:
-        begin = getattr(watcher, "begin", None)
-        if begin is not None:
-            begin(trainer, resumed, perf_counter() - began)
+    if trainer.resume():
+        say(f"going on from step {trainer.step}, from the checkpoint in {trainer.out}")
+    counted = sum(p.numel() for p in trainer.trained.values())
+    say(f"{counted:,} parameters to train; data and models loaded in {perf_counter() - began:.0f} s")
     return trainer, trainer.run(stop_after)

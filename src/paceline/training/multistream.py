@@ -328,11 +328,10 @@ class MainPass:
     """What the streams read from the main rows."""
 
     before: dict[int, Tensor]  # [B * T, d] M before layer N - Ns and each later one, and those below that were named
-    entering: Tensor  # [B * T, d] M after layer N - Ns - 1
-    keys: tuple[KeyValues, ...]  # of each MSA layer
+    states: tuple[Tensor, ...]  # [B * T, d] M after layer N - Ns - 1 and after each MSA layer, before the final norm
     final: Tensor  # [B * T, d] after the final norm
-    states: tuple[Tensor, ...] = ()  # [B * T, d] after each MSA layer, before the final norm
-    queries: tuple[Tensor, ...] = ()  # [B * T, H, D] of each MSA layer
+    keys: tuple[KeyValues, ...]  # of each MSA layer
+    queries: tuple[Tensor, ...]  # [B * T, H, D] of each MSA layer
 
 
 @torch.no_grad()
@@ -347,11 +346,10 @@ def main_pass(network: Network, batch: TokenBatch, insertion: int, exits: Collec
     kept: list[Projected] = []
     final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
     keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for _, k, v in kept)
-    states = tuple(x.flatten(0, 1) for x in (*inputs[1:], final))
+    states = tuple(x.flatten(0, 1) for x in (*inputs, final))
     queries = tuple(q.flatten(0, 1) for q, _, _ in kept)
-    entering = hidden.flatten(0, 1)
-    before = _before(below, exits) | dict(enumerate((entering, *states[:-1]), insertion))
-    return MainPass(before, entering, keys, network.final(final).flatten(0, 1), states, queries)
+    before = _before(below, exits) | dict(enumerate(states[:-1], insertion))
+    return MainPass(before, states, network.final(final).flatten(0, 1), keys, queries)
 
 
 def _before(inputs: Sequence[Tensor], layers: Collection[int]) -> dict[int, Tensor]:
@@ -371,7 +369,7 @@ def lossless_streams(
         [R, gamma, d] after the final norm; and the states [R, gamma, d] at the start and after each layer.
     """
     run = stream_pass(network, trained, carriers, most)
-    hidden = trained.begin(main.entering[carriers.index])
+    hidden = trained.begin(main.states[0][carriers.index])
     states = [hidden]
     for offset, (k, v) in enumerate(main.keys):
         q = None if most is None else main.queries[offset][carriers.index]
@@ -388,10 +386,9 @@ class SharedPass:
     """Outputs of main rows and streams."""
 
     before: dict[int, Tensor]  # [B * T, d] M before layer N - Ns and each later one, and those below that were named
-    entering: Tensor  # [B * T, d] M after layer N - Ns - 1
+    states: tuple[Tensor, ...]  # [B * T, d] main rows after layer N - Ns - 1 and after each MSA layer
     final: Tensor  # [B * T, d] main rows, after the final norm
     streams: Tensor  # [R, gamma, d] after the final norm
-    states: tuple[Tensor, ...]  # [B * T, d] main rows after each MSA layer
     stream_states: tuple[Tensor, ...]  # [R, gamma, d] at the start and after each MSA layer
 
 
@@ -417,17 +414,15 @@ def shared_pass(
     config, layers = trained.config, network.config.num_layers
     start = config.insertion if config.gamma else layers
     hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, start, batch, delta)
-    entering = hidden.flatten(0, 1)
-    before = _before(below, exits)
+    states, before = [hidden.flatten(0, 1)], _before(below, exits)
     if not len(carriers) or not config.gamma:
         hidden, _ = network.run(hidden, start, layers, batch, delta)
         final = network.final(hidden).flatten(0, 1)
-        return SharedPass(before, entering, final, final.new_zeros(0, config.gamma, final.shape[1]), (), ())
+        return SharedPass(before, tuple(states), final, final.new_zeros(0, config.gamma, final.shape[1]), ())
     parts = list(carriers.segments(segment))
     passes = [stream_pass(network, trained, part, most) for part in parts]
-    held = [[trained.begin(entering[part.index])] for part in parts]  # states of each part
+    held = [[trained.begin(states[0][part.index])] for part in parts]  # states of each part
     rotation, masks = network.rotation(batch.positions), network.masks(batch, start)
-    states = []
     for index in range(start, layers):
         q, k, v = network.qkv(index, hidden, rotation, delta)
         attended = attend(q, k, v, masks[index]).flatten(0, 1)  # [B * T, H * D]
@@ -441,6 +436,6 @@ def shared_pass(
         hidden = network.finish_layer(index, hidden, attended.view(*hidden.shape[:2], -1), delta)
         states.append(hidden.flatten(0, 1))
     streams = [torch.cat(of_layer) for of_layer in zip(*held, strict=True)]
-    before |= dict(enumerate((entering, *states[:-1]), start))
+    before |= dict(enumerate(states[:-1], start))
     finals = network.final(states[-1]), network.final(streams[-1])
-    return SharedPass(before, entering, *finals, tuple(states), tuple(streams))
+    return SharedPass(before, tuple(states), *finals, tuple(streams))
