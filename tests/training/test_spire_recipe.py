@@ -257,8 +257,8 @@ def job(data: Path, target: Path | None, out: Path, **changes: Any) -> TrainingJ
 def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Path], tmp_path: Path) -> None:
     data, target = places
     one = job(data, target, tmp_path / "out", options=options)
-    trained, outcome = run(one)
-    folder = write(one, trained, outcome)
+    trained = run(one)
+    folder = write(one, trained)
     shape = read_shape(folder)
     assert (shape.layers, shape.window, shape.depth) == (1, 6, 3) and len(shape.fingerprint) == 64
     assert (read_memory(shape, folder) is None) == (options.get("feedback") is False)
@@ -287,8 +287,8 @@ def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Pat
 def test_another_target_is_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
     data, target = places
     one = job(data, target, tmp_path / "out")
-    trained, outcome = run(one)
-    folder = write(one, trained, outcome)
+    trained = run(one)
+    folder = write(one, trained)
     other = write_target(tmp_path / "other", data, seed=1)
     with pytest.raises(CapabilityError, match="its weights differ"):
         LLM(str(other), dtype="float32", drafter=f"spire:{folder}")

@@ -133,11 +133,12 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(stops: tuple[int, ...],
     for stop in stops:
         part = trainer(tmp_path / "parts", draft())
         part.resume()
-        assert not part.run(stop_after=stop).finished
+        part.run(stop_after=stop)
+        assert not part.finished
     last = trainer(tmp_path / "parts", draft())
     assert last.resume()
-    outcome = last.run()
-    assert (outcome.finished, outcome.tokens) == (True, whole.tokens)
+    last.run()
+    assert (last.finished, last.tokens) == (True, whole.tokens)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == 6
     for name, value in whole.trained.items():
@@ -185,8 +186,8 @@ def test_a_stop_ends_the_run_after_the_step_under_way(tmp_path: Path) -> None:
         def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
 
     run.watchers.append(Stopper())
-    outcome = run.run()
-    assert (outcome.step, outcome.finished, run.interrupted) == (2, False, True)
+    run.run()
+    assert (run.step, run.finished, run.interrupted) == (2, False, True)
     assert (tmp_path / CHECKPOINT).is_file()
 
 
@@ -301,7 +302,8 @@ def test_a_disk_that_is_full_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [CHECKPOINT, "log.jsonl"]
     again = trainer(tmp_path)
     assert again.resume()
-    assert again.run().finished
+    again.run()
+    assert again.finished
 
 
 # ---- several processes
@@ -320,9 +322,12 @@ rank = first.accelerator.process_index
 assert first.accelerator.num_processes == 2
 if rank == 1:
     first._stop.set()  # as a signal would that reached this process alone
-assert first.run().step == 1 and first.interrupted
+first.run()
+assert first.step == 1 and first.interrupted
 run = trainer(Path(sys.argv[1]), draft(), PHASES, steps=4)
-assert run.resume() and run.run().finished
+assert run.resume()
+run.run()
+assert run.finished
 torch.save({{n: p.data for n, p in run.trained.items()}}, sys.argv[1] + f"/rank{{rank}}.pt")
 """
 

@@ -179,18 +179,18 @@ def _train(job: TrainingJob, stop_after: int | None, tensorboard: bool) -> None:
     bar = Bar(stderr(), job.config.steps)
     watchers: list[Any] = [bar, *(event_file(job.out) if tensorboard else [])] if first else []
     try:
-        trainer, outcome = run(job, watchers, stop_after, note if first else lambda text: None)
+        trainer = run(job, watchers, stop_after, note if first else lambda text: None)
     finally:
         for watcher in watchers:
             watcher.close()
-    if outcome.finished:
-        result = finish(job, trainer, outcome)
+    if trainer.finished:
+        result = finish(job, trainer)
         if first:
-            note(f"{outcome.step} steps, {outcome.tokens:,} tokens; the last part took {outcome.seconds:.0f} s")
+            note(f"{trainer.step} steps, {trainer.tokens:,} tokens; the last part took {trainer.seconds:.0f} s")
             stdout().print(str(result), markup=False)
     elif first:
         again = re.sub(r" --stop-after[ =]\S+", "", shlex.join(["paceline", *sys.argv[1:]]))
-        note(f"stopped after step {outcome.step} of {job.config.steps}, with a checkpoint in {job.out}; go on: {again}")
+        note(f"stopped after step {trainer.step} of {job.config.steps}, with a checkpoint in {job.out}; go on: {again}")
     if trainer.interrupted:
         raise typer.Exit(INTERRUPTED)
 

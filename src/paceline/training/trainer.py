@@ -113,16 +113,6 @@ class Watcher(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Outcome:
-    """How a run ended."""
-
-    step: int  # steps done, over all its parts
-    finished: bool
-    tokens: int  # trained on, over all its parts
-    seconds: float  # of this part
-
-
 class Trainer:
     """Runs a recipe.
 
@@ -162,12 +152,13 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             _groups(self.trained, config), lr=config.learning_rate, betas=(0.9, config.beta2)
         )
-        self.step, self.tokens = 0, 0
+        self.step, self.tokens = 0, 0  # done, and trained on, over all parts of the run
+        self.seconds = 0.0  # of this part
         self._stop = threading.Event()
 
     # -- the run
 
-    def run(self, stop_after: int | None = None) -> Outcome:
+    def run(self, stop_after: int | None = None) -> None:
         """Train to the end, to ``stop_after`` steps, or until SIGINT; a checkpoint is left in any case.
 
         Raises:
@@ -185,8 +176,7 @@ class Trainer:
                 if self.step % self.config.save_every == 0 and not done:
                     self.save()
         self.save()
-        finished = self.step >= self.config.steps
-        return Outcome(self.step, finished, self.tokens, time.perf_counter() - began)
+        self.seconds = time.perf_counter() - began
 
     def _one(self, batch: TokenBatch) -> dict[str, float]:
         """One optimizer step on a batch, of which each process has its own rows."""
@@ -389,6 +379,11 @@ class Trainer:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.config.steps
 
     @property
     def interrupted(self) -> bool:
