@@ -1,11 +1,12 @@
-"""Slopes written by hand beside autograd's: processor time of a forward and backward pass on one thread.
+"""Slopes by hand: processor time of a forward and backward pass on one thread, beside other ways to the same gradient.
 
     .venv/bin/python tools/time_losses.py --rounds 15
     git archive 9ea3473~1 src/paceline | (mkdir -p build/before && tar -x -C build/before)
     .venv/bin/python tools/time_losses.py --before build/before     # and all losses as they were with slopes by hand
 
-Each subject is computed in both ways in turns (A B B A ...) from the same inputs; a figure is the median over the
-rounds of a round's autograd over by hand, with its 95% interval (bootstrap), and both medians in ms.
+The two slopes by hand that there are stand beside autograd's; with `--before` losses whose slopes were all written by
+hand stand beside what is there now. Each subject is computed in both ways in turns (A B B A ...) from the same inputs;
+a figure is the median over the rounds of a round's other way over by hand, with its 95% interval (bootstrap).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paceline.training.losses import TargetHidden, TargetTop
 
 D, TOP = 256, 32
 SIZES = {8192: 1024, 49152: 256}  # rows by vocabulary
-Ways = tuple[Callable[[], Any], Callable[[], Any]]  # by hand, by autograd
+Ways = tuple[Callable[[], Any], Callable[[], Any]]  # by hand, and the other
 
 
 def outcomes(logits: Tensor, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +118,7 @@ def subjects(before: ModuleType | None) -> Iterator[tuple[str, Ways]]:
 
 
 def compare(ways: Ways, rounds: int) -> tuple[list[float], list[float]]:
-    """ms of each round, by hand and by autograd."""
+    """ms of each round, by hand and the other way."""
     torch.testing.assert_close(ways[0](), ways[1](), rtol=3e-2, atol=1e-2)
     taken: tuple[list[float], list[float]] = ([], [])
     for index in range(rounds):
@@ -150,12 +151,12 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout with all slopes by hand")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    print("| subject | by hand, ms | autograd, ms | autograd over by hand |\n|:--|--:|--:|:--|")
+    print("| subject | by hand, ms | other, ms | other over by hand |\n|:--|--:|--:|:--|")
     for name, ways in subjects(None if asked.before is None else before_of(asked.before)):
-        hand, auto = compare(ways, asked.rounds)
-        middle, low, high = interval([b / a for a, b in zip(hand, auto, strict=True)])
+        hand, other = compare(ways, asked.rounds)
+        middle, low, high = interval([b / a for a, b in zip(hand, other, strict=True)])
         figures = (
-            f"{statistics.median(hand):.1f} | {statistics.median(auto):.1f} | {middle:.2f} [{low:.2f}, {high:.2f}]"
+            f"{statistics.median(hand):.1f} | {statistics.median(other):.1f} | {middle:.2f} [{low:.2f}, {high:.2f}]"
         )
         print(f"| {name} | {figures} |", flush=True)
 
