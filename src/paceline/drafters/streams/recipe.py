@@ -264,8 +264,8 @@ class StreamRecipe:
         so far ahead); w: ``distill``; p: main row t + j, frozen."""
         head, share, alpha_j = self.network.head_weight, self.options.distill, self.options.factors[1]
         rows, gamma = streams.flatten(0, 1), streams.shape[1]
-        weights, targets = aims.exists.flatten().float(), aims.tokens.flatten()
-        scale = weights / aims.counts.clamp(min=1).float().repeat(len(streams))  # shares of the whole batch's means
+        targets = aims.tokens.flatten()
+        scale = (aims.exists.double() / aims.counts.clamp(min=1)).flatten()  # shares of the whole batch's means
         p = None if said is None else said(aims)
         loss, each = distilled(rows, head, p, targets, alpha_j * scale, share=share, denominator=1.0)
         soft, hard = (each * scale).unflatten(1, (-1, gamma)).sum(1)  # [gamma] each
