@@ -277,8 +277,7 @@ def build_engine(
     decoder = target.decoder
     folders = locate(config.applications or {}, config.offline)
     applications = load_applications(folders, decoder, target.name, target.folder)
-    of_applications = [a.streams.config.gamma for a in applications.values() if a.streams is not None]
-    streams = max(of_applications, default=0)  # most of a row
+    streams = max([0, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])  # of a row
     drafter = build_drafter(config, target, streams)
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
         wrong = "it reads the target's keys and values, and turns some, as the activations are"
