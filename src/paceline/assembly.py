@@ -6,7 +6,7 @@ configuration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from .engine.scheduler import SchedulerConfig, parse_prompt_rows
 from .engine.tokens import texts_of
 from .grammar import Grammars
 from .kv.pool import KVPool
-from .network.applications import Application, load_applications, locate
+from .network.applications import load_applications, locate
 from .network.decoder import Decoder
 from .network.devices import share_devices
 from .network.families import DecoderConfig
@@ -141,17 +141,14 @@ class Source:
     dtype: torch.dtype  # of the activations
     quant: Quant | None  # how the weights are stored
 
-    def tokenizer(self) -> Any:
-        """Its tokenizer; None for a folder without one."""
-        return load_tokenizer(self.folder) if self.tokenizer_files() else None
-
-    def vocabulary(self) -> Any:
-        """What knows its tokenizer's ids and pieces (``get_vocab``), and may know nothing else; None: no tokenizer.
+    def tokenizer(self, texts: bool = True) -> Any:
+        """Its tokenizer, or without ``texts`` what knows ids and pieces (``get_vocab``) alone; None: it has none.
 
         Raises:
             ConfigError: it cannot be read.
         """
-        return load_vocabulary(self.folder) if self.tokenizer_files() else None
+        load = load_tokenizer if texts else load_vocabulary
+        return load(self.folder) if self.tokenizer_files() else None
 
     def tokenizer_files(self) -> list[Path]:
         """Those that are there; a GGUF file is its own."""
@@ -188,7 +185,7 @@ def _load(
     compiled = compiled_layers(config, source.shape, kind)
     attention = make_attention(config, kind, exact)
     # Before the weights: what is wrong with it is said at once.
-    tokenizer = source.tokenizer() if texts else source.vocabulary()
+    tokenizer = source.tokenizer(texts)
     decoder = load_model(
         folder,
         attention=attention,
@@ -261,10 +258,8 @@ class ServeApart(Protocol):
     def __call__(self, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions: ...
 
 
-class StartStages(Protocol):
-    """Starts the processes of a target's stages, and gives the stage_line over them, for the pipeline round."""
-
-    def __call__(self, config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageLine: ...
+# Starts the processes of a target's stages, and gives the line over them, for the pipeline round.
+StartStages = Callable[[LLMConfig, Split, LoadedModel, KVPool], StageLine]
 
 
 def build_engine(
@@ -282,7 +277,7 @@ def build_engine(
     decoder = target.decoder
     folders = locate(config.applications or {}, config.offline)
     applications = load_applications(folders, decoder, target.name, target.folder)
-    streams = _most_streams(applications)
+    streams = max([0, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])  # of a row
     drafter = build_drafter(config, target, streams)
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
         wrong = "it reads the target's keys and values, and turns some, as the activations are"
@@ -291,7 +286,8 @@ def build_engine(
     max_model_len = _max_model_len(config, decoder.config)
     same = {name: getattr(config, name) for name in ("max_sequences", "max_batch_rows", "max_waiting")}
     scheduler = SchedulerConfig(**same, max_prompt_rows=parse_prompt_rows(config.max_prompt_rows))
-    pool = make_pool(config, target, max_model_len, _scratch_slots(config, drafter, streams))
+    rows = streams, config.max_batch_rows, config.max_sequences
+    pool = make_pool(config, target, max_model_len, 0 if drafter is None else drafter.spec.scratch_slots(*rows))
     round_config = parse_round(config.round)
     apart = round_config is not None and round_config.place is not None
     if drafter is not None and config.pipeline is not None:
@@ -314,17 +310,10 @@ def build_engine(
     return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications, grammars)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLoader:
-    """Loads the models that a drafter runs, as the target was loaded: ``loader(name, dtype)``."""
-
-    config: LLMConfig
-    dtype: torch.dtype  # of the target: what "auto" means
-    texts: bool = True  # whether texts are read and written here; else of tokenizers their vocabulary is enough
-
-    def __call__(self, name: str, dtype: str) -> LoadedModel:
-        wanted = str(self.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        return _load(self.config, open_source(self.config, name, wanted), exact=False, texts=self.texts)
+def _load_drafts(config: LLMConfig, texts: bool, auto: torch.dtype, name: str, dtype: str) -> LoadedModel:
+    """A model that a drafter runs, loaded as the target was; ``auto``: what dtype "auto" means."""
+    wanted = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
+    return _load(config, open_source(config, name, wanted), exact=False, texts=texts)
 
 
 def drafter_of(config: LLMConfig) -> DrafterConfig | None:
@@ -334,9 +323,9 @@ def drafter_of(config: LLMConfig) -> DrafterConfig | None:
         ConfigError: the zoo has none.
     """
     chosen = registry.parse(config.drafter)
-    return (
-        None if chosen is None else chosen.with_weights(partial(_of_the_zoo, config.model), bool(config.applications))
-    )
+    if chosen is None:
+        return None
+    return chosen.with_weights(partial(_of_the_zoo, config.model), bool(config.applications))
 
 
 def _of_the_zoo(model: str, kind: str) -> str:
@@ -370,10 +359,10 @@ def drafter_context(
 
     Args:
         streams: most streams that a row of the applications beside it carries.
-        texts: see `ModelLoader`.
+        texts: whether texts are read and written here; else of tokenizers their vocabulary is enough.
     """
     return DrafterContext(
-        load_model=ModelLoader(config, dtype, texts),
+        load_model=partial(_load_drafts, config, texts, dtype),
         dtype=dtype,
         device=parse_device(stage_devices(config)[-1]),
         find=partial(resolve_folder, offline=config.offline),
@@ -453,17 +442,6 @@ def _max_model_len(config: LLMConfig, shape: DecoderConfig) -> int:
             f"max_model_len={wanted}", f"{config.model} has {context} positions{note}", f"give {context} or less"
         )
     return wanted
-
-
-def _most_streams(applications: Mapping[str, Application]) -> int:
-    """Most streams that a row of an application carries; 0: none has any."""
-    return max((a.streams.config.gamma for a in applications.values() if a.streams is not None), default=0)
-
-
-def _scratch_slots(config: LLMConfig, drafter: Drafter | None, streams: int) -> int:
-    """K/V slots that drafts, or the streams of one pass, need; ``streams``: most of a row of an application."""
-    spec = None if drafter is None else drafter.spec
-    return 0 if spec is None else spec.scratch_slots(streams, config.max_batch_rows, config.max_sequences)
 
 
 def _pool_tokens(

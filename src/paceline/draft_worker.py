@@ -138,7 +138,7 @@ def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
     folder = None if name is None else resolve_folder(parse_model(name).name, offline=config.offline)
     return Facts(
         weights="" if folder is None else fingerprint(folder),
-        vocabulary=tokenizer_mark(source.vocabulary()),
+        vocabulary=tokenizer_mark(source.tokenizer(texts=False)),
         dtype=str(source.dtype).removeprefix("torch."),
     )
 
@@ -156,6 +156,6 @@ def _info(source: Source) -> TargetInfo:
         dtype=source.dtype,
         eos_ids=shape.eos_ids,
         bos_id=shape.bos_id,
-        tokenizer=source.vocabulary(),
+        tokenizer=source.tokenizer(texts=False),
         **elsewhere,
     )

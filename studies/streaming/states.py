@@ -44,10 +44,10 @@ def similarity(network: Network, trained: StreamSet, batch: TokenBatch) -> tuple
     aims = Aims.of(batch, carriers, trained.config.gamma)
     if trained.config.mode == "shared":
         run = shared_pass(network, trained, batch, carriers)
-        main, streams = (run.entering, *run.states), run.stream_states
+        main, streams = run.states, run.stream_states
     else:
         frozen = main_pass(network, batch, trained.config.insertion)
-        main = (frozen.entering, *frozen.states)
+        main = frozen.states
         streams = tuple(lossless_streams(network, trained, frozen, carriers)[1])
     own = [_cosine(s, m[aims.main], aims.exists) for s, m in zip(streams, main, strict=True)]
     still = [_cosine(m[carriers.index][:, None], m[aims.main], aims.exists) for m in main]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from paceline.training.chunked import SoftTarget, TargetTop, wide
-from paceline.training.losses import SoftLoss, kl, mixed, reverse_kl
 
 
 @dataclass(frozen=True)
@@ -32,44 +32,37 @@ def eager_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights: 
     return _mean(-log_q.gather(1, valid[:, None])[:, 0], weights)
 
 
-def eager_kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
-    """``T^2 sum_x p (log p - log q)``."""
-    return scale * F.kl_div(log_q, log_p.exp(), reduction="none").sum(-1)
+def eager_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``sum_x p (log p - log q)``."""
+    return F.kl_div(log_q, log_p.exp(), reduction="none").sum(-1)
 
 
-def eager_reverse_kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
-    """``T^2 sum_x q (log q - log p)``."""
-    return scale * (log_q.exp() * (log_q - log_p)).sum(-1)
-
-
-def eager_mixed(log_p: Tensor, log_q: Tensor, scale: float, omega: float = 0.5) -> Tensor:
-    """``omega T^2 (-sum_x p log q) - (1 - omega) sum_x min(p, q)``."""
+def eager_formula(log_p: Tensor, log_q: Tensor, omega: float = 0.5) -> Tensor:
+    """``omega (-sum_x p log q) - (1 - omega) sum_x min(p, q)``."""
     alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
-    return -omega * scale * (log_p.exp() * log_q).sum(-1) - (1 - omega) * alpha
-
-
-FORMULAS: dict[SoftLoss, Callable[..., Tensor]] = {kl: eager_kl, reverse_kl: eager_reverse_kl, mixed: eager_mixed}
+    return -omega * (log_p.exp() * log_q).sum(-1) - (1 - omega) * alpha
 
 
 def eager_soft(
-    loss: SoftLoss,
+    formula: Callable[..., Tensor],
     hidden: Tensor,
     head: Tensor,
-    target: SoftTarget,
+    target: SoftTarget | TargetLogits,
     weights: Tensor | None = None,
-    temperature: float = 1.0,
     **factors: float,
 ) -> Tensor:
-    """Reference of a `SoftLoss`."""
+    """The mean of a formula of log p and log q."""
     logits = _dense(hidden, head)
     if isinstance(target, TargetTop):
         log_p = target.log_probs.detach().to(logits.dtype).log_softmax(-1)
         log_q = _folded(F.log_softmax(logits, dim=-1), target.ids)
-        return _mean(FORMULAS[loss](log_p, log_q, 1.0, **factors), weights)
+        return _mean(formula(log_p, log_q, **factors), weights)
     wanted = target.logits if isinstance(target, TargetLogits) else _dense(target.hidden, target.head)
-    log_p = F.log_softmax(wanted.detach().to(logits.dtype) / temperature, dim=-1)
-    log_q = F.log_softmax(logits / temperature, dim=-1)
-    return _mean(FORMULAS[loss](log_p, log_q, temperature**2, **factors), weights)
+    log_p = F.log_softmax(wanted.detach().to(logits.dtype), dim=-1)
+    return _mean(formula(log_p, F.log_softmax(logits, dim=-1), **factors), weights)
+
+
+eager_mixed = partial(eager_soft, eager_formula)  # reference of `mixed`
 
 
 def _folded(log_q: Tensor, ids: Tensor) -> Tensor:
@@ -88,15 +81,15 @@ def _among_others(log_q: Tensor, ids: Tensor, tokens: Tensor) -> Tensor:
 def eager_distilled(
     hidden: Tensor,
     head: Tensor,
-    target: SoftTarget,
+    target: SoftTarget | None,
     tokens: Tensor,
     weights: Tensor | None = None,
-    distance: SoftLoss = kl,
     share: float = 0.5,
-    temperature: float = 1.0,
 ) -> Tensor:
-    """``w D(p, q) + (1 - w) (-log q(y))``. Reference of `distilled`."""
-    soft = eager_soft(distance, hidden, head, target, weights, temperature)
+    """``w KL(p || q) + (1 - w) (-log q(y))``. Reference of `distilled`."""
+    if target is None:
+        return eager_cross_entropy(hidden, head, tokens, weights)
+    soft = eager_soft(eager_kl, hidden, head, target, weights)
     if isinstance(target, TargetTop):
         soft = soft + _mean(_among_others(F.log_softmax(_dense(hidden, head), dim=-1), target.ids, tokens), weights)
     return share * soft + (1 - share) * eager_cross_entropy(hidden, head, tokens, weights)
@@ -111,27 +104,10 @@ def eager_mse_cross_entropy(
     weights: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
-    temperature: float = 1.0,
 ) -> Tensor:
-    """``alpha mean_d (h - H)^2 + beta T^2 (-sum_x p log q)``. Reference of `mse_cross_entropy`."""
+    """``alpha mean_d (h - H)^2 + beta (-sum_x p log q)``. Reference of `mse_cross_entropy`."""
     squared = _mean(((state - target_state) ** 2).mean(-1), weights)
-    return alpha * squared + beta * eager_soft(mixed, hidden, head, target, weights, temperature, omega=1.0)
-
-
-def eager_ngram(
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
-    stream: Tensor,
-    alphas: Tensor,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """``sum_j alpha_j mean_t (-log q_j(y_{t+1+j}))``, j = 0 the main stream. Reference of `ngram`."""
-    weights = torch.ones_like(targets, dtype=hidden.dtype) if weights is None else weights
-    total = hidden.new_zeros(())
-    for j, alpha in enumerate(alphas):
-        total = total + alpha * eager_cross_entropy(hidden, head, targets, weights * (stream == j))
-    return total
+    return alpha * squared + beta * eager_mixed(hidden, head, target, weights, omega=1.0)
 
 
 def _dense(hidden: Tensor, head: Tensor) -> Tensor:

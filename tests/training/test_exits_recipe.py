@@ -196,7 +196,8 @@ def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Pat
     made = job(data, target, tmp_path / "run")
     trainer = prepare(made)
     before = trainer.recipe.evaluate(0)["accuracy/boxes/1"]
-    result = finish(made, trainer, trainer.run())
+    trainer.run()
+    result = finish(made, trainer)
     assert {p.name for p in result.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, "training.json"}
     heads = load(result, torch.float32)
     assert (heads.config.layers, heads.config.target, heads.config.fingerprint) == (

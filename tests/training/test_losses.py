@@ -16,48 +16,41 @@ from kits.eager_losses import (
     TargetLogits,
     eager_cross_entropy,
     eager_distilled,
+    eager_kl,
+    eager_mixed,
     eager_mse_cross_entropy,
-    eager_ngram,
     eager_soft,
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.training import losses
-from paceline.training.losses import (
-    TargetHidden,
-    TargetTop,
-    cross_entropy,
-    distilled,
-    kl,
-    mixed,
-    mse_cross_entropy,
-    ngram,
-    reverse_kl,
-)
+from paceline.training.losses import TargetHidden, TargetTop, cross_entropy, distilled, mixed, mse_cross_entropy
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {  # what training calls, and its reference
     "cross_entropy": (cross_entropy, eager_cross_entropy),
-    "kl": (kl, partial(eager_soft, kl)),
-    "reverse_kl": (reverse_kl, partial(eager_soft, reverse_kl)),
-    "mixed": (mixed, partial(eager_soft, mixed)),
+    "mixed": (mixed, eager_mixed),
+    "mixed_top": (mixed, eager_mixed),
     "mse_cross_entropy": (mse_cross_entropy, eager_mse_cross_entropy),
     "distilled": (distilled, eager_distilled),
     "distilled_top": (distilled, eager_distilled),
-    "kl_top": (kl, partial(eager_soft, kl)),
-    "ngram": (ngram, eager_ngram),
+    "distilled_text": (distilled, eager_distilled),
 }
+
+
+def kl(hidden: Tensor, head: Tensor, target: Any) -> Tensor:
+    """The whole KL, of which `distilled` is a share."""
+    return distilled(hidden, head, target, torch.zeros(len(hidden), dtype=torch.int64), share=1.0)[0]
 
 
 def eager_acceptance(hidden: Tensor, head: Tensor, target: TargetLogits | TargetHidden) -> Tensor:
     """alpha = sum_x min(p, q): the other end of MixedLoss."""
-    return -eager_soft(mixed, hidden, head, target, omega=0.0)
+    return -eager_mixed(hidden, head, target, omega=0.0)
 
 
 IGNORED = -100  # the target of a row that has none, as in torch.nn.functional.cross_entropy
 ROWS, D, VOCAB = 23, 5, 11
 CHUNKS = [1, 4, 7, 23, 100]
-SOFT = ["kl", "reverse_kl", "mixed"]
 
 
 def top(logits: Tensor, count: int) -> TargetTop:
@@ -75,7 +68,6 @@ class Case:
         self.hidden, self.head = normal(rows, D).requires_grad_(), normal(VOCAB, D).requires_grad_()
         self.state, self.target_state = normal(rows, D).requires_grad_(), normal(rows, D)
         self.tokens = torch.randint(VOCAB, (rows,), generator=draw)
-        self.stream = torch.randint(4, (rows,), generator=draw)
         self.weights = torch.rand(rows, generator=draw, dtype=torch.float64).to(dtype)
         self.weights[::3] = 0
         self.soft = TargetHidden(normal(rows, D + 2), normal(VOCAB, D + 2))
@@ -85,25 +77,22 @@ class Case:
     def args(self, name: str) -> tuple[Any, ...]:
         if name == "cross_entropy":
             return self.hidden, self.head, self.tokens
-        if name == "ngram":
-            return self.hidden, self.head, self.tokens, self.stream, (1.0, 0.5, 0.0, 0.1)
         if name == "mse_cross_entropy":
             return self.state, self.target_state, self.hidden, self.head, self.soft
-        if name in ("distilled", "distilled_top"):
-            return self.hidden, self.head, self.soft if name == "distilled" else self.top, self.tokens
-        return self.hidden, self.head, self.top if name == "kl_top" else self.soft
+        said = None if name.endswith("_text") else self.top if name.endswith("_top") else self.soft
+        return (self.hidden, self.head, said, *([self.tokens] if name.startswith("distilled") else []))
 
     def leaves(self, name: str) -> list[Tensor]:
         return [self.hidden, self.head] + ([self.state] if name == "mse_cross_entropy" else [])
 
 
 OPTIONS = {
-    "kl": [{}, {"temperature": 2.5}],
-    "reverse_kl": [{}, {"temperature": 0.7}],
-    "mixed": [{}, {"omega": 0.0}, {"omega": 0.3, "temperature": 1.7}],
-    "distilled": [{}, {"share": 0.8, "temperature": 1.3}, {"share": 1.0, "distance": mixed}],
-    "distilled_top": [{}, {"share": 0.8}, {"share": 0.0}, {"share": 0.3, "distance": mixed}, {"distance": reverse_kl}],
-    "mse_cross_entropy": [{}, {"alpha": 0.3, "beta": 2.0, "temperature": 1.3}],
+    "mixed": [{}, {"omega": 0.0}, {"omega": 0.3}, {"omega": 1.0}],
+    "mixed_top": [{}, {"omega": 1.0}],
+    "distilled": [{}, {"share": 0.8}, {"share": 1.0}],
+    "distilled_top": [{}, {"share": 0.8}, {"share": 0.0}, {"share": 1.0}],
+    "distilled_text": [{"share": 0.0}],
+    "mse_cross_entropy": [{}, {"alpha": 0.3, "beta": 2.0}],
 }
 EACH = [(name, options) for name in LOSSES for options in OPTIONS.get(name, [{}])]
 
@@ -161,11 +150,12 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(call, case.leaves(name))
 
 
-@pytest.mark.parametrize("name", SOFT)
+@pytest.mark.parametrize("name", ["mixed", "distilled"])
 def test_logits_and_hidden_targets_are_the_same(name: str) -> None:
     case, loss = Case(), LOSSES[name][0]
-    one = loss(case.hidden, case.head, case.soft, chunk_rows=4)
-    other = loss(case.hidden, case.head, case.logits, chunk_rows=4)
+    one, other = Case(), Case()
+    other.soft = case.logits  # type: ignore[assignment]
+    one, other = (value(loss(*made.args(name), chunk_rows=4)) for made in (one, other))
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -211,7 +201,7 @@ def test_only_rows_left_count(name: str) -> None:
     case = Case()
     mask = torch.arange(ROWS) % 3 != 0
     kept = Case()
-    for field in ("hidden", "state", "target_state", "tokens", "stream"):
+    for field in ("hidden", "state", "target_state", "tokens"):
         setattr(kept, field, getattr(kept, field)[mask])
     kept.soft = TargetHidden(kept.soft.hidden[mask], kept.soft.head)
     kept.top = TargetTop(kept.top.ids[mask], kept.top.log_probs[mask])
@@ -227,13 +217,13 @@ def test_no_row_gives_zero_and_no_gradient(name: str) -> None:
     assert all(not gradient.any() for gradient in torch.autograd.grad(loss, case.leaves(name)))
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", *SOFT, "mse_cross_entropy"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_with_one_denominator_add_up(name: str) -> None:
     case = Case()
-    whole = LOSSES[name][0](*case.args(name), case.weights)
-    total = case.weights.sum()
+    loss, total = partial(LOSSES[name][0], *case.args(name)), case.weights.sum()
     first, second = torch.arange(ROWS) < 9, torch.arange(ROWS) >= 9
-    parts = [LOSSES[name][0](*case.args(name), case.weights * part, denominator=total) for part in (first, second)]
+    parts = [value(loss(case.weights * part, denominator=total)) for part in (first, second)]
+    whole = value(loss(case.weights))
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-12, atol=1e-12)
 
 
@@ -333,22 +323,24 @@ def test_cross_entropy_is_torchs() -> None:
     torch.testing.assert_close(cross_entropy(case.hidden, case.head, case.tokens), wanted)
 
 
-@pytest.mark.parametrize("loss", [kl, reverse_kl])
-def test_kl_is_zero_only_where_the_distributions_are_equal(loss: Callable[..., Tensor]) -> None:
+def test_kl_is_zero_only_where_the_distributions_are_equal() -> None:
     case = Case()
     logits = (case.hidden @ case.head.t()).detach()
     shifted = TargetLogits(logits + torch.arange(ROWS)[:, None])  # a constant per row does not change p
-    assert abs(loss(case.hidden, case.head, shifted).item()) < 1e-12
-    gradients = torch.autograd.grad(loss(case.hidden, case.head, shifted), [case.hidden, case.head])
+    assert abs(kl(case.hidden, case.head, shifted).item()) < 1e-12
+    gradients = torch.autograd.grad(kl(case.hidden, case.head, shifted), [case.hidden, case.head])
     assert max(g.abs().max().item() for g in gradients) < 1e-12
     logits[3, 2] += 0.01
-    assert loss(case.hidden, case.head, TargetLogits(logits)) > 1e-9
+    assert kl(case.hidden, case.head, TargetLogits(logits)) > 1e-9
 
 
 def test_of_the_likeliest_tokens_kl_is_a_bound_that_grows_with_them() -> None:
     """Outcomes taken together hide differences, never add any (data-processing inequality)."""
     case = Case()
-    found = [kl(case.hidden, case.head, top(case.logits.logits, count)).item() for count in range(1, VOCAB)]
+    found = []
+    for count in range(1, VOCAB):
+        _, parts = distilled(case.hidden, case.head, top(case.logits.logits, count), case.tokens)
+        found.append(parts[0].mean().item())
     assert found == sorted(found)
     assert found[0] < 0.9 * found[-1]
     assert found[-1] == pytest.approx(kl(case.hidden, case.head, case.logits).item(), rel=1e-9)
@@ -361,7 +353,8 @@ def test_of_the_likeliest_tokens_kl_pulls_at_no_single_other_token() -> None:
     others = torch.ones(ROWS, VOCAB, dtype=torch.bool).scatter_(1, said.ids, False)
     mass = logits.detach().masked_fill(~others, -math.inf).logsumexp(-1, keepdim=True)
     moved = torch.where(others, mass - math.log(VOCAB - 3), logits.detach()).requires_grad_()
-    loss = kl(moved, torch.eye(VOCAB, dtype=torch.float64), said)
+    eye = torch.eye(VOCAB, dtype=torch.float64)
+    loss, _ = distilled(moved, eye, said, said.ids[:, 0], share=1.0)  # a text without one of the others
     assert float(loss.detach()) == pytest.approx(0, abs=1e-12)
     assert float(torch.autograd.grad(loss, moved)[0].abs().max()) < 1e-12
 
@@ -370,7 +363,7 @@ def test_parts_of_a_distilled_loss_are_its_own() -> None:
     case = Case()
     for target in (case.soft, case.top):
         loss, parts = distilled(case.hidden, case.head, target, case.tokens, case.weights, share=0.8, chunk_rows=7)
-        wanted = eager_soft(kl, case.hidden, case.head, target, case.weights)
+        wanted = eager_soft(eager_kl, case.hidden, case.head, target, case.weights)
         if target is case.top:
             case.tokens = torch.where(case.weights > 0, case.top.ids[:, 1], case.tokens)  # none of the others
             loss, parts = distilled(case.hidden, case.head, target, case.tokens, case.weights, share=0.8, chunk_rows=7)
@@ -380,12 +373,11 @@ def test_parts_of_a_distilled_loss_are_its_own() -> None:
         assert torch.equal(parts[0] == 0, case.weights == 0)
 
 
-def test_kl_directions_by_hand() -> None:
+def test_losses_by_hand() -> None:
     """p = (1/2, 1/2), q = (1/4, 3/4)."""
     hidden, head = torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)
     even = TargetLogits(torch.zeros(1, 2))
     assert kl(hidden, head, even).item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
-    assert reverse_kl(hidden, head, even).item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
     assert mixed(hidden, head, even, omega=0).item() == pytest.approx(-0.75)
     soft = -0.5 * math.log(0.25) - 0.5 * math.log(0.75)
     assert mixed(hidden, head, even, omega=0.4).item() == pytest.approx(0.4 * soft - 0.6 * 0.75)
@@ -400,7 +392,6 @@ def test_tokens_that_the_target_rules_out_are_fine() -> None:
         made = loss(case.hidden, case.head, TargetLogits(logits))
         assert made.isfinite()
         assert all(g.isfinite().all() for g in torch.autograd.grad(made, [case.hidden, case.head]))
-    assert reverse_kl(case.hidden, case.head, TargetLogits(logits)) == math.inf  # q > 0 where p = 0
 
 
 @given(st.integers(0, 10**6))
@@ -429,7 +420,7 @@ def test_where_the_distributions_meet_half_a_slope_counts() -> None:
     # m = (1/2, 1, 0), sum q m = 3/8; the loss is -alpha.
     wanted = -torch.tensor([[0.25 * (0.5 - 0.375), 0.25 * (1 - 0.375), 0.5 * (0 - 0.375)]], dtype=torch.float64)
     torch.testing.assert_close(slope, wanted, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(slope, torch.autograd.grad(eager_soft(mixed, logits, eye, target, omega=0.0), logits)[0])
+    torch.testing.assert_close(slope, torch.autograd.grad(eager_mixed(logits, eye, target, omega=0.0), logits)[0])
 
 
 @pytest.mark.parametrize("omega", [0.0, 0.5, 1.0])
@@ -451,54 +442,9 @@ def test_mixed_of_one_is_kl_plus_a_constant() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
-def test_temperature_keeps_the_size_of_gradients() -> None:
-    """T^2 KL tends to a squared difference of logits over V, divided by 2, as T grows (Hinton et al. 2015, eq. 4)."""
-    case = Case()
-    mine, theirs = (case.hidden @ case.head.t()).detach(), case.logits.logits
-    gap = (mine - mine.mean(-1, keepdim=True)) - (theirs - theirs.mean(-1, keepdim=True))
-    wanted = (gap.square().sum(-1) / (2 * VOCAB)).mean()
-    torch.testing.assert_close(
-        kl(case.hidden, case.head, case.soft, temperature=1e4).detach(), wanted, rtol=1e-3, atol=0
-    )
-
-
-# -- streams
-
-
-def test_ngram_parts_by_stream() -> None:
-    """The loss is the weighted sum of each stream's own cross-entropy; a stream of factor 0 is not visited."""
-    case = Case()
-    alphas = (1.0, 0.5, 0.0, 0.1)
-    loss, parts = ngram(case.hidden, case.head, case.tokens, case.stream, alphas, case.weights)
-    for j in (0, 1, 3):
-        alone = cross_entropy(case.hidden, case.head, case.tokens, case.weights * (case.stream == j))
-        torch.testing.assert_close(parts[j], alone.detach(), rtol=1e-12, atol=1e-12)
-    assert parts[2].isnan() and not parts.requires_grad
-    torch.testing.assert_close(
-        loss, sum(a * p for a, p in zip(alphas, parts, strict=True) if a), rtol=1e-12, atol=1e-12
-    )
-
-
-def test_ngram_without_rows_of_a_stream_is_the_rest() -> None:
-    case = Case()
-    loss, parts = ngram(case.hidden, case.head, case.tokens, case.stream, (1.0, 1.0, 1.0, 1.0, 1.0))
-    four, _ = ngram(case.hidden, case.head, case.tokens, case.stream, (1.0, 1.0, 1.0, 1.0))
-    assert parts[4].isnan() and loss == four
-
-
-def test_ngram_micro_batches_add_up() -> None:
-    case = Case()
-    alphas = torch.tensor([1.0, 0.5, 0.2, 0.1], dtype=torch.float64)
-    args = (case.hidden, case.head, case.tokens, case.stream, alphas)
-    totals = torch.zeros(4, dtype=torch.float64).index_add_(0, case.stream, case.weights)
-    halves = [case.weights * (torch.arange(ROWS) < 9), case.weights * (torch.arange(ROWS) >= 9)]
-    parts = [ngram(*args, half, denominators=totals)[0] for half in halves]
-    torch.testing.assert_close(sum(parts), ngram(*args, case.weights)[0], rtol=1e-12, atol=1e-12)
-
-
 def test_every_loss_of_the_module_is_compared_with_its_reference() -> None:
-    compared = {name.removesuffix("_top") for name in LOSSES}
-    assert {name for name in losses.__all__ if not name.startswith("Target")} == compared
+    compared = {name.removesuffix("_top").removesuffix("_text") for name in LOSSES}
+    assert {name for name in losses.__all__ if "Target" not in name} == compared
     assert all("``" in (loss.__doc__ or "") for loss, _ in LOSSES.values())  # each says its formula
 
 

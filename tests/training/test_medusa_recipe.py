@@ -145,8 +145,8 @@ def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
 def test_a_run_gives_heads_for_its_target(data: Path, target: Path, tmp_path: Path) -> None:
     made = job(data, target, tmp_path / "run", options={"heads": 2, "top": 8}, cache=tmp_path / "cache")
     trainer = prepare(made)
-    outcome = trainer.run()
-    result = finish(made, trainer, outcome)
+    trainer.run()
+    result = finish(made, trainer)
     assert {p.name for p in result.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, "training.json"}
     config = read_config(result)
     assert config is not None and (config.heads, config.target) == (2, target.name)

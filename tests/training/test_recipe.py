@@ -75,7 +75,7 @@ def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
         ("prompt_weight", "promt_weight", "DataTable has no 'promt_weight'. Did you mean 'prompt_weight'"),
         ("prompt_weight = 0.25", "prompt_weight = []", "prompt_weight=.*: input should be a valid number"),
         ("[options]\nlayers = 2\ngrow = [0, 1]\n", "options = 3\n", "options=3: input should be an object"),
-        ("steps = 20", "steps = 0", "steps=0: it must be 1 or more"),
+        ("steps = 20", "steps = 0", "steps=0: steps must be 1 or more"),
         ("[train]", "[train", "not TOML"),
     ],
 )
@@ -131,7 +131,7 @@ def test_files_are_found_and_checked(tmp_path: Path) -> None:
 def test_the_recipes_of_the_zoo_are_whole(path: Path) -> None:
     made = read_recipe(path)
     fill(kind(made.kind).Options, dict(made.options), path)
-    known = json.loads((RECIPES / made.manifest).read_text("utf-8"))["files"]
+    known = json.loads((RECIPES / "manifest.json").read_text("utf-8"))["files"]
     assert {s.file for s in (*made.sources, *made.held_out)} - {STDLIB} <= known.keys()
     measured = {name for name, entry in known.items() if entry.get("use") == "measuring"}
     assert not {s.file for s in made.sources} & measured  # nothing is trained on what is measured with

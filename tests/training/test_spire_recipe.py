@@ -259,8 +259,8 @@ def job(data: Path, target: Path | None, out: Path, **changes: Any) -> TrainingJ
 def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Path], tmp_path: Path) -> None:
     data, target = places
     one = job(data, target, tmp_path / "out", options=options)
-    trained, outcome = run(one)
-    folder = write(one, trained, outcome)
+    trained = run(one)
+    folder = write(one, trained)
     shape = read_shape(folder)
     assert (shape.layers, shape.window, shape.depth) == (1, 6, 3) and len(shape.fingerprint) == 64
     assert (read_memory(shape, folder) is None) == (options.get("feedback") is False)
@@ -290,8 +290,8 @@ def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Pat
 def test_another_target_is_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
     data, target = places
     one = job(data, target, tmp_path / "out")
-    trained, outcome = run(one)
-    folder = write(one, trained, outcome)
+    trained = run(one)
+    folder = write(one, trained)
     other = write_target(tmp_path / "other", data, seed=1)
     with pytest.raises(CapabilityError, match="whose weights differ"):
         LLM(str(other), dtype="float32", drafter=f"spire:{folder}")
@@ -345,5 +345,7 @@ def test_the_vanilla_draft_learns_from_the_text_alone() -> None:
     rows = data.weights > 0
     each = F.cross_entropy(draft.logits(draft(data))[rows], data.targets[rows], reduction="none")
     wanted = float((each.detach() * data.weights[rows]).sum() / data.weights[rows].sum())
-    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5) and figures == {"ce": float(loss.detach())}
+    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5) and figures == pytest.approx(
+        {"ce": float(loss.detach())}
+    )
     assert not kind("draft_model").imitates(options) and kind("draft_model").imitates(DraftModelOptions())

@@ -428,7 +428,6 @@ def trainer(out: Path, steps: int, mode: str = "lossless", **options: Any) -> Tr
         warmup=5,
         schedule="linear",
         weight_decay=0.0,
-        accumulate=2,
         precision="fp32",
         log_every=1,
         evaluate_every=0,

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from kits.eager_losses import eager_cross_entropy, eager_distilled, eager_soft
+from kits.eager_losses import eager_cross_entropy, eager_distilled
 from kits.tiny import VOCAB
 from toolkit import examples, largest_file, losses, network, trainer
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
-from paceline.training import losses as formulas
 from paceline.training.data import Mixture, TokenBatch, collate
+from paceline.training.losses import SoftTarget, TargetHidden, TargetTop
 from paceline.training.target import TargetRecipe
 from paceline.training.trainer import CHECKPOINT, Phase, TrainConfig, plan
 
@@ -45,21 +45,11 @@ def test_a_tiny_model_learns_four_rows_by_heart(tmp_path: Path) -> None:
     assert last < 0.05
 
 
-def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
-    """Each weighs what its tokens weigh, so that losses and weights are those of one batch, to rounding of float32."""
-    one, two = trainer(tmp_path / "one", accumulate=1), trainer(tmp_path / "two", accumulate=2)
-    one.run()
-    two.run()
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
-    for name, value in one.trained.items():
-        torch.testing.assert_close(two.trained[name], value, rtol=0, atol=2e-4, msg=name)
-
-
 def test_the_step_is_adamw_on_the_weighted_mean(tmp_path: Path) -> None:
     """One step by hand: eager loss, torch's own optimizer, decay of matrices alone."""
     run = trainer(tmp_path, steps=1, warmup=0, clip=1e9)
     other = network()
-    batch = next(batch for _, batch in plan(trainer(tmp_path).mixture, run.phases, run.config))
+    batch = next(batch for _, batch in plan(trainer(tmp_path).mixture, run.phases, run.config.steps))
     hidden, rows = other(batch), batch.weights > 0
     eager_cross_entropy(hidden[rows], other.head_weight, batch.targets[rows], batch.weights[rows]).backward()
     parameters = list(other.parameters())
@@ -70,14 +60,13 @@ def test_the_step_is_adamw_on_the_weighted_mean(tmp_path: Path) -> None:
     torch.optim.AdamW(groups, lr=run.config.rate(0), betas=(0.9, 0.95)).step()
     run.run()
     for (name, value), wanted in zip(run.trained.items(), parameters, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(value, wanted, rtol=0, atol=2e-4, msg=name)  # a decay makes 1e-3
 
 
-@pytest.mark.parametrize("distance", ["kl", "reverse_kl", "mixed"])
-@pytest.mark.parametrize("options", [{"temperature": 1.5}, {"top": 4}], ids=str)
-def test_a_recipe_computes_what_the_eager_formulas_say(distance: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"top": 4}, {"distill": 0.0}], ids=str)
+def test_a_recipe_computes_what_the_eager_formulas_say(options: dict[str, Any]) -> None:
     """Of likeliest tokens up to their rounding to float16."""
-    recipe = draft(distance=distance, distill=0.6, **options)
+    recipe = draft(**{"distill": 0.6, **options})
     rounded = 1e-3 if "top" in options else 1e-6
     batch = collate([examples(3), examples(2, seed=5)], 96, 0.1)
     loss, _ = recipe.loss(batch, torch.Generator())
@@ -95,19 +84,11 @@ def test_a_recipe_computes_what_the_eager_formulas_say(distance: str, options: d
 def _eager(recipe: DraftModelRecipe, batch: TokenBatch) -> Tensor:
     rows = batch.weights > 0
     weights, o, head = batch.weights[rows], recipe.options, recipe.module.head_weight
-    said: formulas.SoftTarget = formulas.TargetHidden(recipe.target(batch)[rows], recipe.target.head_weight)
+    said: SoftTarget = TargetHidden(recipe.target(batch)[rows], recipe.target.head_weight)
     if o.top:
         p, ids = recipe.target.logits(said.hidden).softmax(-1).topk(o.top)
-        said = formulas.TargetTop(ids, torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log())
-    hidden = recipe.module(batch)[rows]
-    if o.top:
-        return eager_distilled(hidden, head, said, batch.targets[rows], weights, distance_of(o), o.distill)
-    soft = eager_soft(distance_of(o), hidden, head, said, weights, temperature=o.temperature)
-    return o.distill * soft + (1 - o.distill) * eager_cross_entropy(hidden, head, batch.targets[rows], weights)
-
-
-def distance_of(options: DraftModelOptions) -> Any:
-    return getattr(formulas, options.distance)
+        said = TargetTop(ids, torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log())
+    return eager_distilled(recipe.module(batch)[rows], head, said, batch.targets[rows], weights, o.distill)
 
 
 def test_held_out_figures_are_those_of_chains_that_agree() -> None:
@@ -146,17 +127,18 @@ def test_the_learning_rate_rises_and_falls(schedule: Any, last: float) -> None:
 
 @pytest.mark.parametrize("stops", [(2,), (3,), (1, 4, 5)], ids=str)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(stops: tuple[int, ...], tmp_path: Path) -> None:
-    """Accumulation, and a change of phase after step 3: losses, weights and optimizer state ``==``."""
-    whole = trainer(tmp_path / "whole", draft(), accumulate=2)
+    """With a change of phase after step 3: losses, weights and optimizer state ``==``."""
+    whole = trainer(tmp_path / "whole", draft())
     whole.run()
     for stop in stops:
-        part = trainer(tmp_path / "parts", draft(), accumulate=2)
+        part = trainer(tmp_path / "parts", draft())
         part.resume()
-        assert not part.run(stop_after=stop).finished
-    last = trainer(tmp_path / "parts", draft(), accumulate=2)
+        part.run(stop_after=stop)
+        assert not part.finished
+    last = trainer(tmp_path / "parts", draft())
     assert last.resume()
-    outcome = last.run()
-    assert (outcome.finished, outcome.tokens) == (True, whole.tokens)
+    last.run()
+    assert (last.finished, last.tokens) == (True, whole.tokens)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == 6
     for name, value in whole.trained.items():
@@ -204,8 +186,8 @@ def test_a_stop_ends_the_run_after_the_step_under_way(tmp_path: Path) -> None:
         def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
 
     run.watchers.append(Stopper())
-    outcome = run.run()
-    assert (outcome.step, outcome.finished, run.interrupted) == (2, False, True)
+    run.run()
+    assert (run.step, run.finished, run.interrupted) == (2, False, True)
     assert (tmp_path / CHECKPOINT).is_file()
 
 
@@ -246,6 +228,15 @@ def test_a_checkpoint_of_another_run_is_refused(change: dict[str, Any], message:
     assert more.resume()
 
 
+def test_an_older_checkpoint_that_names_accumulate_goes_on(tmp_path: Path) -> None:
+    trainer(tmp_path).run(stop_after=1)
+    state = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    facts = json.loads(state["facts"]) | {"accumulate": 1}
+    torch.save({**state, "facts": json.dumps(facts)}, tmp_path / CHECKPOINT)
+    again = trainer(tmp_path)
+    assert again.resume() and again.step == 1
+
+
 def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / CHECKPOINT).write_bytes(b"PK no archive")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -254,18 +245,16 @@ def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "phases", "message"),
+    ("phases", "message"),
     [
-        ({"accumulate": 3}, [Phase(rows=4, length=48)], "multiple of accumulate"),
-        ({}, [Phase(until=0.5, rows=4, length=48)], "must rise to 1.0"),
-        ({}, [Phase(until=0.9, rows=4, length=48), Phase(until=0.5, rows=4, length=48)], "must rise to 1.0"),
+        ([Phase(rows=4, length=1)], "at least two tokens long"),
+        ([Phase(until=0.5, rows=4, length=48)], "must rise to 1.0"),
+        ([Phase(until=0.9, rows=4, length=48), Phase(until=0.5, rows=4, length=48)], "must rise to 1.0"),
     ],
 )
-def test_phases_that_cannot_be_are_refused(
-    config: dict[str, Any], phases: list[Phase], message: str, tmp_path: Path
-) -> None:
+def test_phases_that_cannot_be_are_refused(phases: list[Phase], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        trainer(tmp_path, phases=phases, **config)
+        trainer(tmp_path, phases=phases)
 
 
 @pytest.mark.parametrize("values", [{"steps": 0}, {"learning_rate": 1.0}, {"warmup": -1}, {"save_every": 0}])
@@ -313,7 +302,8 @@ def test_a_disk_that_is_full_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [CHECKPOINT, "log.jsonl"]
     again = trainer(tmp_path)
     assert again.resume()
-    assert again.run().finished
+    again.run()
+    assert again.finished
 
 
 # ---- several processes
@@ -327,14 +317,17 @@ import torch
 from test_trainer import PHASES, draft
 from toolkit import trainer
 torch.set_num_threads(1)
-first = trainer(Path(sys.argv[1]), draft(), PHASES, accumulate=2, steps=4)
+first = trainer(Path(sys.argv[1]), draft(), PHASES, steps=4)
 rank = first.accelerator.process_index
 assert first.accelerator.num_processes == 2
 if rank == 1:
     first._stop.set()  # as a signal would that reached this process alone
-assert first.run().step == 1 and first.interrupted
-run = trainer(Path(sys.argv[1]), draft(), PHASES, accumulate=2, steps=4)
-assert run.resume() and run.run().finished
+first.run()
+assert first.step == 1 and first.interrupted
+run = trainer(Path(sys.argv[1]), draft(), PHASES, steps=4)
+assert run.resume()
+run.run()
+assert run.finished
 torch.save({{n: p.data for n, p in run.trained.items()}}, sys.argv[1] + f"/rank{{rank}}.pt")
 """
 
@@ -355,7 +348,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         [*command, str(script), str(tmp_path / "two")], env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    one = trainer(tmp_path / "one", draft(), PHASES, accumulate=2, steps=4)
+    one = trainer(tmp_path / "one", draft(), PHASES, steps=4)
     one.run()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
     ranks = [torch.load(tmp_path / "two" / f"rank{r}.pt", weights_only=True) for r in (0, 1)]

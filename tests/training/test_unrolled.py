@@ -486,8 +486,8 @@ def test_a_run_with_a_cache_is_the_run_without(kind: str, data: Path, target: Pa
     ]
     results = []
     for one in made:
-        trained, outcome = run(one)
-        results.append(write(one, trained, outcome))
+        trained = run(one)
+        results.append(write(one, trained))
     log = [[json.loads(x)["loss"] for x in (one.out / "log.jsonl").read_text("utf-8").splitlines()] for one in made]
     assert log[0] == pytest.approx(log[1], rel=2e-3)  # the cache keeps states in bfloat16
     load = LyannaModel.load if kind == "lyanna" else EagleModel.load
@@ -539,8 +539,8 @@ def test_a_result_names_its_hot_tokens(kind: str, data: Path, target: Path, tmp_
     }
     options = own.get(kind) or {"depth": 2} | ({"top": 8} if kind != "spire" else {})
     made = replace(made, options={**options, "hot_head": 0.2})
-    trained, outcome = run(made)
-    hot = load_hot(write(made, trained, outcome), 300)
+    trained = run(made)
+    hot = load_hot(write(made, trained), 300)
     assert hot is not None and len(hot) == 60 and made.hot is not None and torch.equal(hot, made.hot)
 
 

@@ -76,7 +76,8 @@ def test_a_stopped_run_becomes_a_model(tmp_path: Path) -> None:
     init.mkdir()
     write_target(init, write_data(tmp_path))
     job = trainer(folder, TargetRecipe(network := Network.load(init), {}))
-    assert not job.run(stop_after=2).finished
+    job.run(stop_after=2)
+    assert not job.finished
     done = run(folder, "--init", init, "--out", out, tool="export_checkpoint")
     assert (done.returncode, done.stderr) == (0, "")
     assert ": 2 steps" in done.stdout

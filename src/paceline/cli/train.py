@@ -62,8 +62,6 @@ class RowConfig:
 
     rows: int = option(8, help="packed rows a step, over all processes")
     length: int = option(512, help="tokens a row")
-    final_length: int | None = option(None, help="tokens a row in the last part of the run, as many tokens a step")
-    final_share: float = option(0.25, help="how much of the run that part is, above 0 and below 1", above=0, below=1)
     prompt_weight: float = option(0.0, help="weight of prompt tokens in the loss")
     cache: str | None = option(
         None, help="folder for the target's likeliest tokens: scored once, read by later runs (with --top)"
@@ -71,17 +69,6 @@ class RowConfig:
 
     def __post_init__(self) -> None:
         check(self)
-
-    def phases(self) -> list[Phase]:
-        """One phase, or two."""
-        first = Phase(rows=self.rows, length=self.length)
-        if self.final_length is None:
-            return [first]
-        rows = max(1, self.rows * self.length // self.final_length)
-        return [
-            dataclasses.replace(first, until=1 - self.final_share),
-            Phase(until=1.0, rows=rows, length=self.final_length),
-        ]
 
 
 Target = Annotated[
@@ -126,7 +113,7 @@ def _command(name: str, kind: RecipeKind) -> None:
             kind=name,
             options=_given(options),
             config=TrainConfig(**_given(config)),
-            phases=rows.phases(),
+            phases=[Phase(rows=rows.rows, length=rows.length)],
             sources=[_source(text) for text in data],
             held_out=[_source(text) for text in held_out or []],
             prompt_weight=rows.prompt_weight,
@@ -192,18 +179,18 @@ def _train(job: TrainingJob, stop_after: int | None, tensorboard: bool) -> None:
     bar = Bar(stderr(), job.config.steps)
     watchers: list[Any] = [bar, *(event_file(job.out) if tensorboard else [])] if first else []
     try:
-        trainer, outcome = run(job, watchers, stop_after, bar.say if first else lambda text: None)
+        trainer = run(job, watchers, stop_after, note if first else lambda text: None)
     finally:
         for watcher in watchers:
             watcher.close()
-    if outcome.finished:
-        result = finish(job, trainer, outcome)
+    if trainer.finished:
+        result = finish(job, trainer)
         if first:
-            note(f"{outcome.step} steps, {outcome.tokens:,} tokens; the last part took {outcome.seconds:.0f} s")
+            note(f"{trainer.step} steps, {trainer.tokens:,} tokens; the last part took {trainer.seconds:.0f} s")
             stdout().print(str(result), markup=False)
     elif first:
         again = re.sub(r" --stop-after[ =]\S+", "", shlex.join(["paceline", *sys.argv[1:]]))
-        note(f"stopped after step {outcome.step} of {job.config.steps}, with a checkpoint in {job.out}; go on: {again}")
+        note(f"stopped after step {trainer.step} of {job.config.steps}, with a checkpoint in {job.out}; go on: {again}")
     if trainer.interrupted:
         raise typer.Exit(INTERRUPTED)
 

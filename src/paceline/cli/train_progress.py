@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..training.trainer import Trainer
 from .console import note
 
 
@@ -28,21 +27,9 @@ class Bar:
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self.task = self.bar.add_task("", total=steps)
 
-    def say(self, text: str) -> None:
-        """A remark while things are loaded."""
-        note(text)
-
-    def begin(self, trainer: Trainer, resumed: bool, seconds: float) -> None:
-        """Called when all is loaded."""
-        if resumed:
-            note(f"going on from step {trainer.step}, from the checkpoint in {trainer.out}")
-        counted = sum(p.numel() for p in trainer.trained.values())
-        note(f"{counted:,} parameters to train; data and models loaded in {seconds:.0f} s")
-        self.bar.update(self.task, completed=trainer.step)
-        self.bar.start()
-
     def step(self, step: int, figures: Mapping[str, float]) -> None:
         """Show loss and speed."""
+        self.bar.start()
         text = f"loss {figures['loss']:.3f}, {figures['tokens_per_s']:.0f} tokens/s{self.accepted}"
         self.bar.update(self.task, completed=step, description=text)
         if not self.console.is_terminal and (step % 50 == 0 or step in (1, self.steps)):

@@ -10,7 +10,7 @@ Axis letters: n rows (nodes), D depth, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import Annotated, Literal
@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from . import noise
+from .counts import TokenCounts
 from .errors import CapabilityError, ConfigError
 from .grammar import Grammar, Matcher
 from .noise import DRAFT
@@ -153,31 +154,6 @@ def _refuse(name: str, value: object, wrong: str, remedy: str) -> None:
 # One sequence
 
 
-class _Tally:
-    """The counts of one sequence on one device, brought up to date when they are read."""
-
-    def __init__(self, prompt_ids: Iterable[int], vocab_size: int, device: torch.device) -> None:
-        prompt = torch.tensor(list(prompt_ids), dtype=torch.int64, device=device)
-        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # [V]
-        self.in_prompt[prompt] = True
-        self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)  # [V] in the committed output
-        self.seen = 0  # tokens of the output counted so far
-
-    def catch_up(self, output: list[int]) -> None:
-        new = output[self.seen :]
-        if new:
-            ids = torch.tensor(new, dtype=torch.int64, device=self.counts.device)
-            self.counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-            self.seen = len(output)
-
-    def with_paths(self, paths: Tensor | None) -> Tensor:
-        """[n or 1, V] int32: occurrences in each row's output, its drafted ancestors included."""
-        if paths is None or paths.shape[1] == 0:
-            return self.counts[None]
-        counts = self.counts.repeat(len(paths), 1)
-        return counts.scatter_add_(1, paths.clamp(min=0), (paths >= 0).to(torch.int32))
-
-
 def _as_list(values: Tensor | Sequence[int] | int, rows: int | None = None) -> list[int]:
     if isinstance(values, int):
         return [values] * (1 if rows is None else rows)
@@ -231,7 +207,7 @@ class SequenceSampler:
         self._output: list[int] = []
         self.matcher = matcher
         self._enders = sorted(enders)
-        self._tallies: dict[torch.device, _Tally] = {}
+        self._counts: dict[torch.device, TokenCounts] = {}
         self._noise_rows: dict[tuple[torch.device, int], Tensor] = {}
         self._steps = self._active_steps()
         self._rules: tuple[int, bytes] | None = None  # number of steps, and see `rules`
@@ -268,7 +244,7 @@ class SequenceSampler:
     def commit(self, tokens: Sequence[int]) -> None:
         """Append newly committed tokens to the output."""
         self._output.extend(tokens)
-        if self._steps and self._mask_enders in self._steps and len(self._output) >= self.params.min_tokens:
+        if self._mask_enders in self._steps and len(self._output) >= self.params.min_tokens:
             self._steps.remove(self._mask_enders)
         if self._noise_rows:
             here = len(self._prompt_ids) + len(self._output)
@@ -322,12 +298,11 @@ class SequenceSampler:
         Like `scores` (``noisy``) or `process`, but tokens that top-k, top-p or min-p exclude come `BEHIND` the others
         and not out: the target's own truncation may keep them.
         """
-        masks = 0 if self.greedy else self._masks
-        if not masks:
+        if not self._masks:
             return self.scores(logits, paths, positions) if noisy else self.process(logits, paths)
         within = self.process(logits, paths)
         loose = logits.to(within.dtype, copy=True)
-        for step in self._steps[:-masks]:
+        for step in self._steps[: -self._masks]:
             step(loose, None if paths is None else paths.to(loose.device))
         ranked = torch.where(within == -math.inf, loose - BEHIND, within)
         return ranked + self.noise(positions, device=ranked.device) if noisy else ranked
@@ -433,23 +408,23 @@ class SequenceSampler:
         self._masks = sum(active for active, _ in table[-3:])
         return [step for active, step in table if active]
 
-    def _tally(self, device: torch.device) -> _Tally:
-        if device not in self._tallies:
-            self._tallies[device] = _Tally(self._prompt_ids, self.vocab_size, device)
-        tally = self._tallies[device]
-        tally.catch_up(self._output)
-        return tally
+    def _counted(self, device: torch.device) -> TokenCounts:
+        if device not in self._counts:
+            self._counts[device] = TokenCounts(self._prompt_ids, self.vocab_size, device)
+        counts = self._counts[device]
+        counts.catch_up(self._output)
+        return counts
 
     def _penalise_repetition(self, logits: Tensor, paths: Tensor | None) -> None:
         """Make tokens of prompt and output less likely (Keskar et al. 2019, section 4.1, sign-aware)."""
-        tally, penalty = self._tally(logits.device), self.params.repetition_penalty
-        seen = (tally.with_paths(paths) > 0) | tally.in_prompt  # [n or 1, V]
+        counts, penalty = self._counted(logits.device), self.params.repetition_penalty
+        seen = (counts.with_paths(paths) > 0) | counts.in_prompt  # [n or 1, V]
         penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits.copy_(torch.where(seen, penalised, logits))
 
     def _penalise_output(self, logits: Tensor, paths: Tensor | None) -> None:
         """Subtract the presence penalty once and the frequency penalty for each occurrence in the output."""
-        counts = self._tally(logits.device).with_paths(paths)  # [n or 1, V]
+        counts = self._counted(logits.device).with_paths(paths)  # [n or 1, V]
         presence, frequency = self.params.presence_penalty, self.params.frequency_penalty
         # Multiply, then subtract: a fused form may round differently at a row's end, by its place in the batch.
         logits.sub_(counts.to(logits.dtype) * frequency).sub_((counts > 0).to(logits.dtype) * presence)

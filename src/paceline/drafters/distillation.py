@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from ..core.options import check, option
 from ..network.families import decoder_config
 from ..network.hot import hot_share
 from ..network.loader import load_weights
+from ..training.ahead import argmax
 from ..training.data import TokenBatch
 from ..training.features import Features, OnlineFeatures, top_tokens
-from ..training.losses import cross_entropy, distilled, kl, mixed, reverse_kl
+from ..training.losses import cross_entropy, distilled
 from ..training.network import Network
 from ..training.target import ModelShape
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ..training.registry import BuildContext
 
 DEPTH = 4  # of the chain whose accepted length is simulated
-DISTANCES = {"kl": kl, "reverse_kl": reverse_kl, "mixed": mixed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +33,20 @@ class DraftModelOptions(ModelShape):
     """A small Llama-family model, and how it learns from the target."""
 
     hot_head: float = hot_share()
-    distance: Literal["kl", "reverse_kl", "mixed"] = option(
-        "kl", help="from the target's distribution; see training.losses"
-    )
     distill: float = option(
-        0.8, help="weight of the distance, 0 to 1; the rest is cross-entropy with the text", minimum=0, maximum=1
+        0.8, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
     )
-    temperature: float = option(1.0, help="of both distributions in the distance, above 0", above=0)
     top: int = top_tokens()
 
     def __post_init__(self) -> None:
         check(self)
-        if self.top and self.temperature != 1:
-            wrong = "of the likeliest tokens alone, the share of the others is known at temperature 1 only"
-            raise ConfigError(f"temperature={self.temperature}, top={self.top}", wrong, "leave one of them out")
         if self.top >= self.vocab_size:
             wrong = f"there are {self.vocab_size} tokens"
             raise ConfigError(f"top={self.top}", wrong, "take fewer, or all of them (top=0)")
 
 
 class DraftModelRecipe:
-    """distill * D(p, q) + (1 - distill) * CE, with p of the frozen target (Hinton et al. 2015; Zhou et al. 2023).
+    """distill * KL(p || q) + (1 - distill) * CE, with p of the frozen target (Hinton et al. 2015; Zhou et al. 2023).
 
     Args:
         network: the draft.
@@ -89,22 +82,11 @@ class DraftModelRecipe:
         """The mean over the rows that carry weight, and its two parts."""
         rows, o = batch.weights > 0, self.options
         weights = batch.weights[rows]
-        if not o.distill:  # nothing of the target is learned: it is not run
-            given = self.module(batch)[rows], self.module.head_weight, batch.targets[rows], weights
-            loss = cross_entropy(*given)
-            return loss, {"ce": float(loss.detach())}
-        loss, parts = distilled(
-            self.module(batch)[rows],
-            self.module.head_weight,
-            self.features.said(batch),
-            batch.targets[rows],
-            weights,
-            distance=DISTANCES[o.distance],
-            share=o.distill,
-            temperature=o.temperature,
-        )
+        said = self.features.said(batch) if o.distill else None  # where nothing is learned of it, it is not run
+        given = self.module(batch)[rows], self.module.head_weight, said, batch.targets[rows]
+        loss, parts = distilled(*given, weights, share=o.distill)
         distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
-        return loss, {o.distance: distance, "ce": entropy}
+        return loss, {"kl": distance, "ce": entropy} if o.distill else {"ce": entropy}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """By domain: loss, and the simulated accepted length of a chain of `DEPTH`."""
@@ -120,24 +102,19 @@ class DraftModelRecipe:
 
     def _say(self, batch: TokenBatch) -> Tensor:
         """[rows] the target's likeliest tokens: it is frozen, so that one pass serves all evaluations."""
-        return best(self.target, self.target(batch)[batch.weights > 0])
+        return argmax(self.target(batch)[batch.weights > 0], self.target.head_weight)
 
     def _held_out(self, batch: TokenBatch, says: Tensor) -> tuple[float, float]:
         rows = batch.weights > 0
         ours = self.module(batch)
         loss = cross_entropy(ours[rows], self.module.head_weight, batch.targets[rows], batch.weights[rows])
         agree = torch.zeros_like(rows)
-        agree[rows] = best(self.module, ours[rows]) == says
+        agree[rows] = argmax(ours[rows], self.module.head_weight) == says
         return float(loss), simulated_length(agree, rows, DEPTH)
 
     def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """A Hugging Face folder in bf16 (without the tokenizer's files)."""
         self.module.save(folder, dict(self.config), torch.bfloat16)
-
-
-def best(network: Network, hidden: Tensor, chunk: int = 1024) -> Tensor:
-    """[rows] the likeliest token after each of ``hidden`` [rows, d_model]."""
-    return torch.cat([network.logits(part).argmax(-1) for part in hidden.split(chunk)])
 
 
 def simulated_length(agree: Tensor, rows: Tensor, depth: int) -> float:

@@ -53,16 +53,14 @@ class CachedSource:
     starts: np.ndarray  # [examples + 1] places of the examples' first tokens in the run's numbering; the end
     scored: np.ndarray  # [examples] uint32, leading tokens of each that have a record
 
-    def keep(self, number: int, records: np.ndarray) -> None:
-        """Write the records of an example's first tokens."""
-        at = (int(self.starts[number]) - int(self.starts[0])) * self.kind.itemsize
-        _write(self.folder / RECORDS, at, records.tobytes())
-
-    def confirm(self, numbers: Sequence[int], needs: Sequence[int]) -> None:
-        """The records of these examples are written: now they count."""
-        for number, need in zip(numbers, needs, strict=True):
-            self.scored[number] = need
-            _write(self.folder / SCORED, 4 * number, np.array([need], dtype="<u4").tobytes())
+    def keep(self, found: Mapping[int, np.ndarray]) -> None:
+        """Write the records of some examples' first tokens, and behind them all that they count."""
+        for number, records in found.items():
+            at = (int(self.starts[number]) - int(self.starts[0])) * self.kind.itemsize
+            _write(self.folder / RECORDS, at, records.tobytes())
+        for number, records in found.items():
+            self.scored[number] = len(records)
+            _write(self.folder / SCORED, 4 * number, np.array([len(records)], dtype="<u4").tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +164,9 @@ class TopCache:
         done, total, began = 0, sum(len(wish.tokens) for wish in wishes), perf_counter()
         for group in _groups(wishes):
             before, done = done, done + sum(len(wish.tokens) for wish in group)
-            for wish, records in zip(group, self._records(scorer, group), strict=True):
-                self.parts[wish.part].keep(wish.number, records)
+            made = list(zip(group, self._records(scorer, group), strict=True))
             for index, part in enumerate(self.parts):
-                own = [wish for wish in group if wish.part == index]
-                part.confirm([wish.number for wish in own], [len(wish.tokens) for wish in own])
+                part.keep({wish.number: records for wish, records in made if wish.part == index})
             if done * REPORTS // total > before * REPORTS // total:
                 say(f"cache: {done:,} of {total:,} tokens, {done / (perf_counter() - began):,.0f} a second")
 

@@ -11,25 +11,24 @@ factors there: a GPU keeps their float32 sums, a CPU, which has no such product,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # elements of a chunk's logits: 8 MiB and 256 MiB in float32
-Rows: TypeAlias = "slice | Tensor"  # of a chunk: all in order, or the indices of those that have a weight
-# (logits [chunk, V]; the chunk's rows) -> losses [chunk], differentiable by the logits
-RowLoss: TypeAlias = "Callable[[Tensor, Rows], Tensor]"
+# (logits [chunk, V]; the chunk's rows [chunk]) -> losses [chunk], differentiable by the logits, and parts for reports
+RowLoss: TypeAlias = "Callable[[Tensor, Tensor], tuple[Tensor, ...]]"
 
 
 class RowOptions(TypedDict, total=False):
     """How the rows of a loss are visited; every loss takes these by name."""
 
-    # What the weighted sum is divided by; None: the sum of the weights. With gradient accumulation give the sum over
-    # all micro-batches, so that their losses add up to that of the whole batch.
+    # What the weighted sum is divided by; None: the sum of the weights. Of a part of a batch give that of the whole, so
+    # that the parts' losses add up to its loss.
     denominator: Tensor | float | None
     chunk_rows: int | None  # rows whose logits exist at once; None: about 8 MiB of logits on a CPU, 256 MiB on a GPU
     frozen: int  # leading columns of the head that are not trained: their gradient is left 0, and not computed
@@ -45,7 +44,7 @@ class TargetHidden:
     hidden: Tensor  # [rows, d_target]
     head: Tensor  # [V, d_target]
 
-    def reader(self, dtype: torch.dtype) -> Callable[[Rows], Tensor]:
+    def reader(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """A function from rows to the target's logits [chunk, V] in ``dtype``."""
         hidden, head = self.hidden.detach(), self.head.detach()
         factor = _factor_dtype(hidden, head, dtype)
@@ -60,7 +59,7 @@ class TargetTop:
     ids: Tensor  # [rows, k] int64, distinct
     log_probs: Tensor  # [rows, k + 1] of each at temperature 1; the last: of all other tokens together
 
-    def of(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def of(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The tokens [chunk, k] of some rows, and log p [chunk, k + 1], whose sum is 1 up to rounding of ``dtype``."""
         return self.ids[rows], self.log_probs[rows].detach().to(dtype).log_softmax(-1)
 
@@ -85,102 +84,85 @@ SoftTarget: TypeAlias = "TargetHidden | TargetTop"
 # -- a loss over a walk
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """Which rows a loss visits, and in what portions."""
-
-    rows: Tensor | None  # [kept] indices of the rows that have a weight; None: all
-    weights: Tensor | None  # [kept]; None: 1
-    scale: Tensor  # scalar, 1 / denominator
-    chunk: int  # rows
-    frozen: int = 0  # leading columns of the head without gradient
-
-    @staticmethod
-    def of(hidden: Tensor, head: Tensor, weights: Tensor | None, **options: Unpack[RowOptions]) -> Walk:
-        """The walk of a loss."""
-        denominator, chunk, frozen = options.get("denominator"), options.get("chunk_rows"), options.get("frozen", 0)
-        dtype = wide(hidden, head)
-        chunk = chunk or max(1, _CHUNK_LOGITS.get(hidden.device.type, _CHUNK_LOGITS["cuda"]) // head.shape[0])
-        if weights is None:
-            scale = inverse(len(hidden) if denominator is None else denominator, hidden, dtype)
-            return Walk(None, None, scale, chunk, frozen)
-        weights = weights.detach().to(dtype)
-        rows = weights.nonzero()[:, 0]
-        scale = inverse(weights.sum() if denominator is None else denominator, hidden, dtype)
-        return Walk(rows, weights[rows], scale, chunk, frozen)
-
-    def chunks(self, count: int) -> Iterator[tuple[Rows, slice]]:
-        """Rows of each chunk, and their places among the rows kept."""
-        kept = count if self.rows is None else len(self.rows)
-        for start in range(0, kept, self.chunk):
-            places = slice(start, min(start + self.chunk, kept))
-            yield places if self.rows is None else self.rows[places], places
-
-
-def chunked_loss(hidden: Tensor, head: Tensor, loss: RowLoss, walk: Walk) -> tuple[Tensor, Tensor]:
-    """The weighted mean of a loss over a walk, differentiable, and the losses of the rows kept.
+def chunked_loss(
+    hidden: Tensor,
+    head: Tensor,
+    loss: RowLoss,
+    weights: Tensor | None = None,
+    *,
+    denominator: Tensor | float | None = None,
+    chunk_rows: int | None = None,
+    frozen: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The weighted mean of a loss over rows, differentiable, and what it is made of.
 
     Args:
         hidden: [rows, d].
         head: [V, d].
         loss: of some rows, from their logits.
-        walk: which rows, see `Walk.of`.
+        weights: [rows] at least 0, or a mask; None: 1 each.
+        denominator, chunk_rows, frozen: see `RowOptions`.
+
+    Returns:
+        A scalar, float32 or wider, 0 where no row has a weight; and [1 + parts, rows] each row's loss and its parts
+        without gradient, 0 for rows without weight.
     """
-    mean, losses = _ChunkedLoss.apply(hidden, head, loss, walk, torch.is_grad_enabled())
-    return mean, losses
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """(hidden, head) -> (loss, losses of the rows kept); gradients are made in the forward walk."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, loss: RowLoss, walk: Walk, derive: bool
-    ) -> tuple[Tensor, Tensor]:
-        needs = (derive and ctx.needs_input_grad[0], derive and ctx.needs_input_grad[1])
-        dtype = wide(hidden, head)
-        factor = _factor_dtype(hidden, head, dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            losses, grads = _visit(hidden, head.to(factor), loss, walk, dtype, needs)
-        ctx.dtypes, ctx.scale = (hidden.dtype, head.dtype), walk.scale
-        ctx.save_for_backward(*grads)
-        weighted = losses if walk.weights is None else losses * walk.weights
-        ctx.mark_non_differentiable(losses)
-        return weighted.sum() * walk.scale, losses
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        factor = grad * ctx.scale
-        by_hidden, by_head = (
-            None if made is None else (made * factor).to(dtype)
-            for made, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return by_hidden, by_head, None, None, None
+    dtype, device = wide(hidden, head), hidden.device
+    weights = hidden.new_ones(len(hidden), dtype=dtype) if weights is None else weights.detach().to(dtype)
+    rows = weights.nonzero()[:, 0]
+    scaled = weights[rows] * inverse(weights.sum() if denominator is None else denominator, hidden, dtype)
+    chunk = chunk_rows or max(1, _CHUNK_LOGITS.get(device.type, _CHUNK_LOGITS["cuda"]) // head.shape[0])
+    derive = torch.is_grad_enabled()
+    grads = [torch.zeros_like(x, dtype=dtype) if derive and x.requires_grad else None for x in (hidden, head)]
+    factor = head.detach().to(_factor_dtype(hidden, head, dtype))
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        pieces = zip(rows.split(chunk), scaled.split(chunk), strict=True)
+        found = torch.cat([_visit(hidden, factor, loss, *piece, grads, frozen) for piece in pieces], 1)
+    value: Tensor = KnownGradients.apply((found[0] * scaled).sum(), grads, hidden, head)
+    return value, found.new_zeros(len(found), len(hidden)).index_copy_(1, rows, found)
 
 
 def _visit(
-    hidden: Tensor, head: Tensor, row_loss: RowLoss, walk: Walk, dtype: torch.dtype, needs: tuple[bool, bool]
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Losses [kept], and the gradients of their weighted sum by hidden [rows, d] and head [V, d], where needed."""
-    by_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needs[0] else None
-    by_head = torch.zeros(head.shape, dtype=dtype, device=head.device) if needs[1] else None
-    losses = [hidden.new_zeros(0, dtype=dtype)]
-    for rows, places in walk.chunks(len(hidden)):
-        inputs = hidden[rows].to(head.dtype)  # [chunk, d]
-        logits = _matmul(inputs, head.t(), dtype).requires_grad_(any(needs))
-        with torch.set_grad_enabled(any(needs)):
-            loss = row_loss(logits, rows)
-        losses.append(loss.detach())
-        if not any(needs):
-            continue
-        weights = torch.ones_like(loss) if walk.weights is None else walk.weights[places]
-        slope = torch.autograd.grad(loss, logits, weights)[0].to(head.dtype)
-        if by_hidden is not None:
-            by_hidden[rows] = _matmul(slope, head, dtype)
-        if by_head is not None:
-            _add_product(by_head[:, walk.frozen :], slope.t(), inputs[:, walk.frozen :])
-    return torch.cat(losses), (by_hidden, by_head)
+    hidden: Tensor,
+    head: Tensor,
+    row_loss: RowLoss,
+    rows: Tensor,
+    weights: Tensor,
+    grads: Sequence[Tensor | None],
+    frozen: int,
+) -> Tensor:
+    """[1 + parts, chunk] of a chunk; the gradients of its weighted sum are added to ``grads``, where there are any."""
+    inputs, dtype = hidden[rows].to(head.dtype), weights.dtype  # [chunk, d]
+    (by_hidden, by_head), needed = grads, any(grad is not None for grad in grads)
+    logits = _matmul(inputs, head.t(), dtype).requires_grad_(needed)
+    with torch.set_grad_enabled(needed):
+        made = row_loss(logits, rows)
+    if needed:
+        slope = torch.autograd.grad(made[0], logits, weights)[0].to(head.dtype)
+    if by_hidden is not None:
+        by_hidden[rows] = _matmul(slope, head, dtype)
+    if by_head is not None:
+        _add_product(by_head[:, frozen:], slope.t(), inputs[:, frozen:])
+    return torch.stack(made).detach()
+
+
+class KnownGradients(torch.autograd.Function):
+    """(value [], gradients, inputs) -> the value, as a function of the inputs: its backward pass only scales them.
+
+    An input whose gradient is None gets none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, grads: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:
+        ctx.dtypes = [None if grad is None else x.dtype for x, grad in zip(inputs, grads, strict=True)]
+        ctx.save_for_backward(*[grad for grad in grads if grad is not None])
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        held = iter(ctx.saved_tensors)
+        return None, None, *[None if dtype is None else (next(held) * grad).to(dtype) for dtype in ctx.dtypes]
 
 
 # -- dtypes and products

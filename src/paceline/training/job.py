@@ -30,7 +30,7 @@ from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
 from .scoring import make_scorer
 from .tokenizer import train_tokenizer
-from .trainer import Outcome, Trainer, Watcher, plan, products, require_accelerate
+from .trainer import Trainer, Watcher, plan, products, require_accelerate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 RESULT, TOKENIZER = "result", "tokenizer"
@@ -163,7 +163,7 @@ def _cache(
     shape = context.target.config
     width = shape.d_model if made.states else 0
     cache = TopCache(job.cache, sources, key, options.top, shape.vocab_size, width)
-    batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config))
+    batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config.steps))
     inside = partial(products, job.config.precision, context.device)
     cache.complete(partial(make_scorer, job.target, context.target, job.config.precision, inside), batches, say)
     return cache
@@ -198,7 +198,7 @@ def _facts(job: TrainingJob, options: Any) -> dict[str, Any]:
     }
 
 
-def finish(job: TrainingJob, trainer: Trainer, outcome: Outcome) -> Path:
+def finish(job: TrainingJob, trainer: Trainer) -> Path:
     """Write the result: what users load, the tokenizer beside a model, and ``training.json``.
 
     Raises:
@@ -209,17 +209,17 @@ def finish(job: TrainingJob, trainer: Trainer, outcome: Outcome) -> Path:
         remedy = "free space there; the same command writes it from the checkpoint"
         with writing(f"result {result}", remedy, SafetensorError):
             result.mkdir(parents=True, exist_ok=True)
-            _write_result(job, trainer, outcome, result)
+            _write_result(job, trainer, result)
     return result
 
 
-def _write_result(job: TrainingJob, trainer: Trainer, outcome: Outcome, result: Path) -> None:
+def _write_result(job: TrainingJob, trainer: Trainer, result: Path) -> None:
     facts = {
         **trainer.facts,
-        "tokens_seen": outcome.tokens,
-        "steps": outcome.step,
+        "tokens_seen": trainer.tokens,
+        "steps": trainer.step,
         "tokens_by_file": {Path(f).name: n for f, n in job.tokens.items()},
-        "seconds_of_last_part": round(outcome.seconds, 1),
+        "seconds_of_last_part": round(trainer.seconds, 1),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     trainer.recipe.export(result, facts)
@@ -243,13 +243,13 @@ def run(
     watchers: Sequence[Watcher] = (),
     stop_after: int | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> tuple[Trainer, Outcome]:
+) -> Trainer:
     """Prepare, resume if there is something to resume, train. The result is written by `finish`."""
     began = perf_counter()
     trainer = prepare(job, watchers, say)
-    resumed = trainer.resume()
-    for watcher in watchers:
-        begin = getattr(watcher, "begin", None)
-        if begin is not None:
-            begin(trainer, resumed, perf_counter() - began)
-    return trainer, trainer.run(stop_after)
+    if trainer.resume():
+        say(f"going on from step {trainer.step}, from the checkpoint in {trainer.out}")
+    counted = sum(p.numel() for p in trainer.trained.values())
+    say(f"{counted:,} parameters to train; data and models loaded in {perf_counter() - began:.0f} s")
+    trainer.run(stop_after)
+    return trainer

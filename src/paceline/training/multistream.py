@@ -148,16 +148,23 @@ def group_attention(
     carriers: CarrierRows,
     steps: Tensor,  # [G] 0 a main row, j stream j
     window: int | None,
+    chosen: Sequence[Tensor] | None = None,
 ) -> Tensor:  # [R, G, H * D]
-    """Streams (and their main rows, in shared mode) over main keys and their own streams."""
+    """Streams (and their main rows, in shared mode) over main keys and their own streams.
+
+    Args:
+        chosen: the only main keys that streams see, see `best_keys`; None: all that their carriers see.
+    """
     sizes = [block.rows.stop - block.rows.start for block in carriers.blocks]
     parts = zip(*(_heads(x, q.shape[2]).split(sizes, 1) for x in (q, *own)), strict=True)
     shared = zip(*(_pieces(_heads(x, q.shape[2]), carriers.blocks) for x in main), strict=True)
     order = torch.arange(1, own[0].shape[1] + 1, device=q.device)
     hidden = ~sees_streams(steps * 0, steps, order * 0, order)  # within one carrier: all have the same owner
     outputs = []
-    for block, (queries, own_k, own_v), (k, v) in zip(carriers.blocks, parts, shared, strict=True):
+    for place, (block, (queries, own_k, own_v), (k, v)) in enumerate(zip(carriers.blocks, parts, shared, strict=True)):
         unseen = _unseen(carriers.positions[block.rows], steps, block.keys.stop - block.keys.start, window)
+        if chosen is not None:
+            unseen = unseen | ((steps > 0)[:, None] & ~chosen[place][:, None])  # [P, G, K]
         outputs.append(_GroupAttention.apply(queries, k, v, own_k, own_v, unseen, hidden, q.shape[3] ** -0.5))
     return torch.cat(outputs, 1).permute(1, 2, 0, 3).flatten(2)
 
@@ -169,9 +176,6 @@ def _pieces(x: Tensor, blocks: Sequence[Block]) -> Sequence[Tensor]:
     return x.split(sizes, 1)[1::2]
 
 
-# -- attention over few keys (appendix H.1)
-
-
 @torch.no_grad()
 def best_keys(
     q: Tensor,  # [R, H, D] of the carriers
@@ -180,15 +184,12 @@ def best_keys(
     carriers: CarrierRows,
     window: int | None,
     most: int,
-) -> tuple[Tensor, Tensor]:
-    """The main keys that each carrier's streams may attend to: those with the highest attention weights of the carrier,
-    averaged over heads, its own always among them.
+) -> list[Tensor]:
+    """Of each block [P, K] bool, the main keys that each carrier's streams may attend to (appendix H.1).
 
-    Returns:
-        [R, most] flat indices; and whether they are keys: of a carrier that sees fewer, the others are not.
+    They are those with the highest attention weights of the carrier, averaged over heads; its own is always among them.
     """
-    chosen = carriers.index.new_zeros(len(carriers), most)
-    found = torch.zeros_like(chosen, dtype=torch.bool)
+    chosen = []
     queries, keys = _heads(q, q.shape[1]), _heads(k, q.shape[1])  # [H, R, D], [H, B * T, D]
     own = None if own_k is None else _heads(own_k, q.shape[1])  # [H, R, gamma, D]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -200,38 +201,10 @@ def best_keys(
         scores = scores.masked_fill(unseen, -torch.inf)
         if own is not None:
             scores = torch.cat((scores, (own[:, rows] @ queries[:, rows, :, None])[..., 0].to(wide)), -1)
-        weights = scores.mul_(q.shape[2] ** -0.5).softmax(-1)[..., :count].mean(0).masked_fill(unseen, -1.0)
-        best = weights.scatter(1, places, torch.inf).topk(min(most, count), dim=1)
-        chosen[rows, : best.indices.shape[1]] = best.indices + block.keys.start
-        found[rows, : best.indices.shape[1]] = best.values >= 0
-    return chosen, found
-
-
-def few_attention(
-    q: Tensor,  # [R, gamma, H, D]
-    main: KeyValues,
-    own: KeyValues,  # [R, gamma, kv_heads, D]
-    carriers: CarrierRows,
-    chosen: tuple[Tensor, Tensor],  # [R, most], see `best_keys`
-    window: int | None,
-) -> Tensor:  # [R, gamma, H * D]
-    """Streams over the main keys that were chosen for their carriers, and their own streams."""
-    (index, found), (own_k, own_v) = chosen, own
-    step = torch.arange(1, q.shape[1] + 1, device=q.device)
-    near = found[:, None].expand(-1, len(step), -1)  # [R, gamma, most]
-    if window is not None:  # a stream's lies up to gamma behind its carrier's
-        behind = carriers.index[:, None] - index
-        near = near & (behind[:, None] + step[:, None] < window)
-    hidden = ~sees_streams(step * 0, step, step * 0, step)
-    k, v = (part[index] for part in main)  # [R, most, kv_heads, D]
-    grouped = q.unflatten(2, (k.shape[2], -1))  # [R, gamma, kv_heads, groups, D]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    far = torch.einsum("pjkrd,pmkd->pkrjm", grouped, k).to(wide).masked_fill(~near[:, None, None], -torch.inf)
-    close = torch.einsum("pjkrd,pikd->pkrji", grouped, own_k).to(wide).masked_fill(hidden, -torch.inf)
-    weights = (torch.cat((far, close), -1) * q.shape[3] ** -0.5).softmax(-1).to(v.dtype)
-    far, close = weights.split([index.shape[1], len(step)], -1)
-    mixed = torch.einsum("pkrjm,pmkd->pjkrd", far, v) + torch.einsum("pkrji,pikd->pjkrd", close, own_v)
-    return mixed.flatten(2)
+        weights = scores.mul_(q.shape[2] ** -0.5).softmax(-1)[..., :count].mean(0)
+        best = weights.scatter(1, places, torch.inf).topk(min(most, count), dim=1).indices
+        chosen.append(torch.zeros_like(unseen).scatter(1, best, True))
+    return chosen
 
 
 def sees_streams(owner: Tensor, step: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
@@ -298,15 +271,12 @@ class StreamPass:
         window, shared = net.config.windows[index], self.trained.config.mode == "shared"
         extra = 1 if shared else 0
         steps = torch.arange(1 - extra, hidden.shape[1] + 1, device=hidden.device)
-        given = (k, v), (own_k, own_v), self.carriers
-        if self.most is not None and q_main is not None:
+        chosen = None
+        if q_main is not None and self.most is not None:
             chosen = best_keys(q_main, k, own_k if shared else None, self.carriers, window, self.most)
-            attended = few_attention(q, *given, chosen, window)
-            if shared:
-                attended = torch.cat((group_attention(q_main[:, None], *given, steps[:1], window), attended), 1)
-        else:
-            q = q if q_main is None else torch.cat((q_main[:, None], q), 1)
-            attended = group_attention(q, *given, steps, window)
+        if q_main is not None and shared:
+            q = torch.cat((q_main[:, None], q), 1)
+        attended = group_attention(q, (k, v), (own_k, own_v), self.carriers, steps, window, chosen)
         # A linear layer multiplies rows one matrix a carrier where they lie apart, so they are brought together first.
         rows = attended[:, extra:].contiguous()
         return net.finish_layer(index, hidden, rows, self.delta), attended[:, :extra].flatten(1)
@@ -328,11 +298,10 @@ class MainPass:
     """What the streams read from the main rows."""
 
     before: dict[int, Tensor]  # [B * T, d] M before layer N - Ns and each later one, and those below that were named
-    entering: Tensor  # [B * T, d] M after layer N - Ns - 1
-    keys: tuple[KeyValues, ...]  # of each MSA layer
+    states: tuple[Tensor, ...]  # [B * T, d] M after layer N - Ns - 1 and after each MSA layer, before the final norm
     final: Tensor  # [B * T, d] after the final norm
-    states: tuple[Tensor, ...] = ()  # [B * T, d] after each MSA layer, before the final norm
-    queries: tuple[Tensor, ...] = ()  # [B * T, H, D] of each MSA layer
+    keys: tuple[KeyValues, ...]  # of each MSA layer
+    queries: tuple[Tensor, ...]  # [B * T, H, D] of each MSA layer
 
 
 @torch.no_grad()
@@ -347,11 +316,10 @@ def main_pass(network: Network, batch: TokenBatch, insertion: int, exits: Collec
     kept: list[Projected] = []
     final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
     keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for _, k, v in kept)
-    states = tuple(x.flatten(0, 1) for x in (*inputs[1:], final))
+    states = tuple(x.flatten(0, 1) for x in (*inputs, final))
     queries = tuple(q.flatten(0, 1) for q, _, _ in kept)
-    entering = hidden.flatten(0, 1)
-    before = _before(below, exits) | dict(enumerate((entering, *states[:-1]), insertion))
-    return MainPass(before, entering, keys, network.final(final).flatten(0, 1), states, queries)
+    before = _before(below, exits) | dict(enumerate(states[:-1], insertion))
+    return MainPass(before, states, network.final(final).flatten(0, 1), keys, queries)
 
 
 def _before(inputs: Sequence[Tensor], layers: Collection[int]) -> dict[int, Tensor]:
@@ -371,7 +339,7 @@ def lossless_streams(
         [R, gamma, d] after the final norm; and the states [R, gamma, d] at the start and after each layer.
     """
     run = stream_pass(network, trained, carriers, most)
-    hidden = trained.begin(main.entering[carriers.index])
+    hidden = trained.begin(main.states[0][carriers.index])
     states = [hidden]
     for offset, (k, v) in enumerate(main.keys):
         q = None if most is None else main.queries[offset][carriers.index]
@@ -388,10 +356,9 @@ class SharedPass:
     """Outputs of main rows and streams."""
 
     before: dict[int, Tensor]  # [B * T, d] M before layer N - Ns and each later one, and those below that were named
-    entering: Tensor  # [B * T, d] M after layer N - Ns - 1
+    states: tuple[Tensor, ...]  # [B * T, d] main rows after layer N - Ns - 1 and after each MSA layer
     final: Tensor  # [B * T, d] main rows, after the final norm
     streams: Tensor  # [R, gamma, d] after the final norm
-    states: tuple[Tensor, ...]  # [B * T, d] main rows after each MSA layer
     stream_states: tuple[Tensor, ...]  # [R, gamma, d] at the start and after each MSA layer
 
 
@@ -417,17 +384,15 @@ def shared_pass(
     config, layers = trained.config, network.config.num_layers
     start = config.insertion if config.gamma else layers
     hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, start, batch, delta)
-    entering = hidden.flatten(0, 1)
-    before = _before(below, exits)
+    states, before = [hidden.flatten(0, 1)], _before(below, exits)
     if not len(carriers) or not config.gamma:
         hidden, _ = network.run(hidden, start, layers, batch, delta)
         final = network.final(hidden).flatten(0, 1)
-        return SharedPass(before, entering, final, final.new_zeros(0, config.gamma, final.shape[1]), (), ())
+        return SharedPass(before, tuple(states), final, final.new_zeros(0, config.gamma, final.shape[1]), ())
     parts = list(carriers.segments(segment))
     passes = [stream_pass(network, trained, part, most) for part in parts]
-    held = [[trained.begin(entering[part.index])] for part in parts]  # states of each part
+    held = [[trained.begin(states[0][part.index])] for part in parts]  # states of each part
     rotation, masks = network.rotation(batch.positions), network.masks(batch, start)
-    states = []
     for index in range(start, layers):
         q, k, v = network.qkv(index, hidden, rotation, delta)
         attended = attend(q, k, v, masks[index]).flatten(0, 1)  # [B * T, H * D]
@@ -441,6 +406,6 @@ def shared_pass(
         hidden = network.finish_layer(index, hidden, attended.view(*hidden.shape[:2], -1), delta)
         states.append(hidden.flatten(0, 1))
     streams = [torch.cat(of_layer) for of_layer in zip(*held, strict=True)]
-    before |= dict(enumerate((entering, *states[:-1]), start))
+    before |= dict(enumerate(states[:-1], start))
     finals = network.final(states[-1]), network.final(streams[-1])
-    return SharedPass(before, entering, *finals, tuple(states), tuple(streams))
+    return SharedPass(before, tuple(states), *finals, tuple(streams))

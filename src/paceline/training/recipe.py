@@ -34,7 +34,6 @@ class RecipeFile:
     sources: Sequence[SourceSpec] = ()
     held_out: Sequence[SourceSpec] = ()
     prompt_weight: float = 0.0
-    manifest: str = MANIFEST
     where: Path = Path("command line")  # the file; for messages
 
 
@@ -56,7 +55,6 @@ class DataTable:
     source: tuple[dict[str, Any], ...] = ()
     held_out: tuple[dict[str, Any], ...] = ()
     prompt_weight: float = 0.0
-    manifest: str = MANIFEST
 
 
 def read_recipe(path: Path) -> RecipeFile:
@@ -83,7 +81,6 @@ def read_recipe(path: Path) -> RecipeFile:
         sources=tuple(fill(SourceSpec, s, path) for s in data.source),
         held_out=tuple(fill(SourceSpec, s, path) for s in data.held_out),
         prompt_weight=data.prompt_weight,
-        manifest=data.manifest,
         where=path,
     )
 
@@ -127,7 +124,7 @@ def locate(recipe: RecipeFile, folder: Path) -> RecipeFile:
     Raises:
         ConfigError: a file that is missing, or is not the one that the manifest names.
     """
-    known = read_manifest(recipe.where.parent / recipe.manifest)
+    known = read_manifest(recipe.where.parent / MANIFEST)
 
     def found(sources: Sequence[SourceSpec]) -> list[SourceSpec]:
         return [replace(s, file=_check(s.file, folder, known), domain=s.name) for s in sources]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.options import option
 from ..network.families import decoder_config
 from ..network.loader import load_weights
 from .data import TokenBatch
 from .losses import cross_entropy
 from .network import Network
-from .trainer import setting
 
 if TYPE_CHECKING:
     from .registry import BuildContext
@@ -30,15 +30,15 @@ CHUNK = 1024  # rows of logits held at a time
 class ModelShape:
     """A Llama-family network."""
 
-    layers: int = setting(12, "decoder layers")
-    d_model: int = setting(384, "width of the residual stream")
-    d_ff: int = setting(1024, "width of the gated MLP")
-    heads: int = setting(6, "query heads")
-    kv_heads: int = setting(6, "key and value heads")
-    vocab_size: int = setting(8192, "tokens; that of the tokenizer")
-    context: int = setting(2048, "positions")
-    rope_theta: float = setting(10000.0, "base of the rotary embedding")
-    tied: bool = setting(True, "the output head is the embedding table")
+    layers: int = option(12, help="decoder layers")
+    d_model: int = option(384, help="width of the residual stream")
+    d_ff: int = option(1024, help="width of the gated MLP")
+    heads: int = option(6, help="query heads")
+    kv_heads: int = option(6, help="key and value heads")
+    vocab_size: int = option(8192, help="tokens; that of the tokenizer")
+    context: int = option(2048, help="positions")
+    rope_theta: float = option(10000.0, help="base of the rotary embedding")
+    tied: bool = option(True, help="the output head is the embedding table")
 
     def config(self, bos: int, eos: int, pad: int | None) -> dict[str, Any]:
         """Its config.json, as transformers writes one."""
@@ -78,7 +78,7 @@ class ModelShape:
 class TargetOptions(ModelShape):
     """A model to train from random weights, or to grow from a trained one."""
 
-    grow: tuple[int, ...] = setting((), "for each layer the layer of --init it starts from; see `grow`")
+    grow: tuple[int, ...] = option((), help="for each layer the layer of --init it starts from; see `grow`")
 
 
 class TargetRecipe:

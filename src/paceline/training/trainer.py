@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
+from ..core.options import check, option
 from .data import Mixture, TokenBatch
 from .files import require_same, writing
 
@@ -42,7 +43,7 @@ class Phase:
     """Part of a run, with rows of one length."""
 
     until: float = 1.0  # fraction of the steps at which it ends
-    rows: int = 8  # of a step, over all processes and accumulated batches
+    rows: int = 8  # of a step, over all processes
     length: int = 512  # tokens
 
 
@@ -50,29 +51,22 @@ class Phase:
 class TrainConfig:
     """How a recipe is trained."""
 
-    steps: int = setting(1000, "optimizer steps")
-    learning_rate: float = setting(5e-4, "its highest value")
-    warmup: int = setting(50, "steps until the highest learning rate")
-    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "how the learning rate falls")
-    final_ratio: float = setting(0.1, "last learning rate, over the highest")
-    weight_decay: float = setting(0.1, "of matrices (AdamW)")
-    beta2: float = setting(0.95, "AdamW's second-moment decay")
-    clip: float = setting(1.0, "largest norm of a gradient")
-    accumulate: int = setting(1, "batches a step, one after the other")
-    precision: Literal["bf16", "fp32"] = setting("bf16", "of products in the forward and backward pass")
-    seed: int = setting(0, "of data order, start values and draws")
-    log_every: int = setting(10, "steps between two lines of the log")
-    evaluate_every: int = setting(200, "steps between two evaluations on held-out data; 0: none")
-    save_every: int = setting(100, "steps between two checkpoints")
+    steps: int = option(1000, help="optimizer steps", minimum=1)
+    learning_rate: float = option(5e-4, help="its highest value, above 0 and below 1", above=0, below=1)
+    warmup: int = option(50, help="steps until the highest learning rate", minimum=0)
+    schedule: Literal["cosine", "linear", "constant"] = option("cosine", help="how the learning rate falls")
+    final_ratio: float = option(0.1, help="last learning rate, over the highest")
+    weight_decay: float = option(0.1, help="of matrices (AdamW)")
+    beta2: float = option(0.95, help="AdamW's second-moment decay")
+    clip: float = option(1.0, help="largest norm of a gradient")
+    precision: Literal["bf16", "fp32"] = option("bf16", help="of products in the forward and backward pass")
+    seed: int = option(0, help="of data order, start values and draws")
+    log_every: int = option(10, help="steps between two lines of the log", minimum=1)
+    evaluate_every: int = option(200, help="steps between two evaluations on held-out data; 0: none", minimum=0)
+    save_every: int = option(100, help="steps between two checkpoints", minimum=1)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "accumulate", "log_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}", "it must be 1 or more", "give a positive number")
-        if not 0 < self.learning_rate < 1:
-            raise ConfigError(f"learning_rate={self.learning_rate}", "not between 0 and 1", "try 5e-4")
-        if self.warmup < 0 or self.evaluate_every < 0:
-            raise ConfigError("warmup or evaluate_every", "below 0", "give 0 or more")
+        check(self)
 
     def rate(self, step: int) -> float:
         """The learning rate of ``step`` (0-based)."""
@@ -94,7 +88,7 @@ class Recipe(Protocol):
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """The loss of a batch (a mean), and its parts for the log.
 
-        ``generator``, seeded by run seed, step and part, is for the recipe's own draws.
+        ``generator``, seeded by run seed, step and process, is for the recipe's own draws.
         """
         ...
 
@@ -117,16 +111,6 @@ class Watcher(Protocol):
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
         """Called after every evaluation."""
         ...
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How a run ended."""
-
-    step: int  # steps done, over all its parts
-    finished: bool
-    tokens: int  # trained on, over all its parts
-    seconds: float  # of this part
 
 
 class Trainer:
@@ -159,7 +143,7 @@ class Trainer:
         self.watchers = list(watchers)
         # Precision is not left to it: a process may train several recipes, and its state is one for all of them.
         self.accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
-        _check_phases(self.phases, config.accumulate, self.accelerator.num_processes)
+        _check_phases(self.phases, self.accelerator.num_processes)
         phases_said = [asdict(p) for p in self.phases]
         self.facts = {"recipe": recipe.name, **asdict(config), "phases": phases_said, **(facts or {})}
         self.trained = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
@@ -168,12 +152,13 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             _groups(self.trained, config), lr=config.learning_rate, betas=(0.9, config.beta2)
         )
-        self.step, self.tokens = 0, 0
+        self.step, self.tokens = 0, 0  # done, and trained on, over all parts of the run
+        self.seconds = 0.0  # of this part
         self._stop = threading.Event()
 
     # -- the run
 
-    def run(self, stop_after: int | None = None) -> Outcome:
+    def run(self, stop_after: int | None = None) -> None:
         """Train to the end, to ``stop_after`` steps, or until SIGINT; a checkpoint is left in any case.
 
         Raises:
@@ -186,24 +171,20 @@ class Trainer:
         with self._interruptible():
             done = self.step >= last
             while not done:
-                self._report(self._one([next(batches) for _ in range(self.config.accumulate)]))
+                self._report(self._one(next(batches)))
                 done = self._stopping() or self.step >= last
                 if self.step % self.config.save_every == 0 and not done:
                     self.save()
         self.save()
-        finished = self.step >= self.config.steps
-        return Outcome(self.step, finished, self.tokens, time.perf_counter() - began)
+        self.seconds = time.perf_counter() - began
 
-    def _one(self, parts: Sequence[TokenBatch]) -> dict[str, float]:
-        """One optimizer step over its batches: gradients of their mean, each weighing what its tokens weigh."""
+    def _one(self, batch: TokenBatch) -> dict[str, float]:
+        """One optimizer step on a batch, of which each process has its own rows."""
         began = time.perf_counter()
         rate = self.config.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        total: dict[str, float] = {}
-        for index, (part, share) in enumerate(zip(parts, self._shares(parts), strict=True)):
-            _add(total, self._backward(part, index, share), share)
-        total = self._over_processes(total)
+        total = self._backward(batch)
         if not math.isfinite(total["loss"]):
             asked, wrong = f"training at step {self.step}", f"the loss is {total['loss']}"
             raise ConfigError(asked, wrong, "lower the learning rate")
@@ -212,26 +193,22 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        tokens = int(self._sum(float(sum(p.num_tokens for p in parts))))
+        tokens = int(self._sum(float(batch.num_tokens)))
         self.tokens += tokens
         speed = tokens / (time.perf_counter() - began)
         return {**total, "norm": float(norm), "rate": rate, "tokens": float(self.tokens), "tokens_per_s": speed}
 
-    def _backward(self, part: TokenBatch, index: int, share: float) -> dict[str, float]:
-        """Add ``share`` of a batch's gradients. Returns its loss and the loss's parts."""
+    def _backward(self, batch: TokenBatch) -> dict[str, float]:
+        """Gradients of this process's share of the step's loss. Returns the step's loss and its parts."""
+        weight = float(batch.weights.sum(dtype=torch.float64))
+        total, count = self._sum(weight), self.accelerator.num_processes
+        share = weight / total if total else 1 / count  # what this process's rows count for
         with products(self.config.precision, self.accelerator.device):
-            loss, figures = self.recipe.loss(part.to(self.accelerator.device), self._generator(index))
+            loss, figures = self.recipe.loss(batch.to(self.accelerator.device), self._generator())
         self.accelerator.backward(loss * share)
-        return {"loss": float(loss.detach()), **figures}
+        return self._over_processes({n: v * share for n, v in {"loss": float(loss.detach()), **figures}.items()})
 
     # -- several processes
-
-    def _shares(self, parts: Sequence[TokenBatch]) -> list[float]:
-        """What each batch counts for in the step: its weights' sum over that of all batches of all processes."""
-        weights = [float(part.weights.sum(dtype=torch.float64)) for part in parts]
-        total = self._sum(sum(weights))
-        alike = 1 / (len(parts) * self.accelerator.num_processes)
-        return [weight / total if total else alike for weight in weights]
 
     def _sum(self, value: float) -> float:
         """Over all processes."""
@@ -243,7 +220,8 @@ class Trainer:
 
         total: dict[str, float] = {}
         for found in gather_object([figures]):
-            _add(total, found)
+            for name, value in found.items():
+                total[name] = total.get(name, 0.0) + value
         return total
 
     def _sum_gradients(self) -> None:
@@ -267,15 +245,14 @@ class Trainer:
             self._stop.set()
         return self._stop.is_set()
 
-    def _generator(self, part: int) -> torch.Generator:
-        rank = self.accelerator.process_index
-        key = ((self.config.seed * 1_000_003 + self.step) * 64 + part) * 64 + rank
+    def _generator(self) -> torch.Generator:
+        key = (self.config.seed * 1_000_003 + self.step) * 64 * 64 + self.accelerator.process_index
         return torch.Generator().manual_seed(key)
 
     def _batches(self) -> Iterator[TokenBatch]:
         """The rows of this process from the current step on; what earlier steps took is passed over."""
         count, rank = self.accelerator.num_processes, self.accelerator.process_index
-        for step, batch in plan(self.mixture, self.phases, self.config):
+        for step, batch in plan(self.mixture, self.phases, self.config.steps):
             if step >= self.step:
                 own = len(batch.tokens) // count
                 yield batch.rows(own * rank, own * (rank + 1))
@@ -367,7 +344,8 @@ class Trainer:
         except Exception as error:  # torch raises many kinds for a broken file
             raise ConfigError(f"checkpoint {path}", f"it cannot be read ({error})", "name another --out") from error
         reports = {"log_every", "evaluate_every", "save_every"}  # these change no weight
-        found, own = ({k: v for k, v in f.items() if k not in reports} for f in (facts, self.facts))
+        left_out = {*reports, "accumulate"}  # which older checkpoints have, with the same rows a step
+        found, own = ({k: v for k, v in f.items() if k not in left_out} for f in (facts, self.facts))
         require_same(f"checkpoint {path}", found, own, "name another --out, or repeat the settings of the first run")
         for name, parameter in self.trained.items():
             parameter.data.copy_(state["parameters"][name])
@@ -403,15 +381,14 @@ class Trainer:
                 signal.signal(number, handler)
 
     @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.config.steps
+
+    @property
     def interrupted(self) -> bool:
         """Whether a signal ended the run."""
         return self._stop.is_set()
-
-
-def _add(total: dict[str, float], figures: Mapping[str, float], share: float = 1.0) -> None:
-    """Add a share of figures to their sums by name."""
-    for name, value in figures.items():
-        total[name] = total.get(name, 0.0) + value * share
 
 
 def _step_of(line: str) -> float:
@@ -435,30 +412,27 @@ def require_accelerate() -> None:
         raise ConfigError("training", "the package accelerate is missing", 'get it: pip install "paceline[train]"')
 
 
-def plan(mixture: Mixture, phases: Sequence[Phase], config: TrainConfig) -> Iterator[tuple[int, TokenBatch]]:
-    """Every batch of a run in its order, over all processes, with the step that it is part of."""
+def plan(mixture: Mixture, phases: Sequence[Phase], steps: int) -> Iterator[tuple[int, TokenBatch]]:
+    """The batch of every step of a run in its order, over all processes, with the step's number."""
     first = 0
     for phase in phases:
-        until = config.steps if phase is phases[-1] else round(phase.until * config.steps)
-        batches = mixture.batches(phase.rows // config.accumulate, phase.length)
-        for step in range(first, until):
-            for _ in range(config.accumulate):
-                yield step, next(batches)
+        until = steps if phase is phases[-1] else round(phase.until * steps)
+        yield from zip(range(first, until), mixture.batches(phase.rows, phase.length), strict=False)
         first = until
 
 
-def _check_phases(phases: Sequence[Phase], accumulate: int, processes: int) -> None:
+def _check_phases(phases: Sequence[Phase], processes: int) -> None:
     ends = [p.until for p in phases]
     if not phases or ends != sorted(ends) or ends[-1] != 1.0 or min(ends) <= 0:
         raise ConfigError(
             f"phases that end at {ends}", "they must rise to 1.0", "give each phase a later end, the last 1.0"
         )
     for phase in phases:
-        if phase.rows < 1 or phase.length < 2 or phase.rows % (accumulate * processes):
+        if phase.rows < 1 or phase.length < 2 or phase.rows % processes:
             raise ConfigError(
-                f"{phase.rows} rows of {phase.length} tokens, accumulate={accumulate}, processes={processes}",
-                "rows must be a multiple of accumulate times processes, and rows at least two tokens long",
-                "change the phase, accumulate or the number of processes",
+                f"{phase.rows} rows of {phase.length} tokens, processes={processes}",
+                "rows must be a multiple of the processes, and at least two tokens long",
+                "change the phase, or the number of processes",
             )
 
 

@@ -23,9 +23,10 @@ from ...network.files import fingerprint
 from ...network.streams import StreamConfig, StreamSet
 from ...network.trained_files import continued
 from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, no_loss, said_at
+from ...training.chunked import KnownGradients
 from ...training.data import TokenBatch
 from ...training.features import likeliest, top_tokens
-from ...training.losses import SoftTarget, TargetHidden, cross_entropy, distilled, ngram
+from ...training.losses import SoftTarget, TargetHidden, cross_entropy, distilled
 from ...training.multistream import (
     CarrierRows,
     MainPass,
@@ -217,7 +218,7 @@ class StreamRecipe:
         if total is None:
             return no_loss(self.module), {}
         if torch.is_grad_enabled():
-            total = _HandOver.apply(total, grads, *self._parameters)
+            total = KnownGradients.apply(total, grads, *self._parameters)
         return total, dict(figures)
 
     def _segment(
@@ -242,22 +243,17 @@ class StreamRecipe:
         return lambda own: said_at(found, places[own.main.flatten()])
 
     def _stream_loss(self, streams: Tensor, aims: Aims, said: Said | None) -> tuple[Tensor, dict[str, float]]:
-        """sum_j alpha_j ((1 - w) CE_j + w KL_j); w: ``distill``; p: main row t + j, frozen."""
+        """sum_j alpha_j ((1 - w) CE_j + w KL_j) (eq. 6 of the paper, w = 0; each a mean over the rows that have a token
+        so far ahead); w: ``distill``; p: main row t + j, frozen."""
         head, share, alpha_j = self.network.head_weight, self.options.distill, self.options.factors[1]
         rows, gamma = streams.flatten(0, 1), streams.shape[1]
-        weights, targets = aims.exists.flatten().float(), aims.tokens.flatten()
-        if said is None:
-            alphas = (0.0, *[alpha_j] * gamma)
-            order = torch.arange(1, gamma + 1, device=rows.device).repeat(len(streams))
-            counts = torch.cat((aims.counts.new_zeros(1), aims.counts)).float()
-            loss, means = ngram(rows, head, targets, order, alphas, weights, denominators=counts)
-            parts = means[1:] * aims.exists.sum(0) / aims.counts  # shares of the whole batch's means
-            return loss, _by_stream(parts)
-        scale = weights / aims.counts.clamp(min=1).float().repeat(len(streams))
-        loss, each = distilled(rows, head, said(aims), targets, alpha_j * scale, share=share, denominator=1.0)
+        targets = aims.tokens.flatten()
+        scale = (aims.exists.double() / aims.counts.clamp(min=1)).flatten()  # shares of the whole batch's means
+        p = None if said is None else said(aims)
+        loss, each = distilled(rows, head, p, targets, alpha_j * scale, share=share, denominator=1.0)
         soft, hard = (each * scale).unflatten(1, (-1, gamma)).sum(1)  # [gamma] each
         figures = _by_stream(torch.where(aims.exists.any(0), hard, torch.nan)) if share < 1 else {}
-        return loss, figures | {"kl": float(soft.sum()) / gamma}
+        return loss, figures if p is None else figures | {"kl": float(soft.sum()) / gamma}
 
     def _exit_loss(
         self, before: Mapping[int, Tensor], part: CarrierRows, aims: Aims
@@ -364,21 +360,6 @@ class StreamRecipe:
 def _by_stream(losses: Tensor) -> dict[str, float]:
     """Figures of the streams that some row of the batch has."""
     return {f"stream_{j}": value for j, value in enumerate(losses.tolist(), 1) if value == value}
-
-
-class _HandOver(torch.autograd.Function):
-    """A loss whose gradients by the parameters are known already: its backward pass scales and passes them on."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, grads: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
-        ctx.given = [grad is not None for grad in grads]
-        ctx.save_for_backward(*[grad for grad in grads if grad is not None])
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override, unused-ignore]
-        held = iter(ctx.saved_tensors)
-        return None, None, *[next(held) * grad if given else None for given in ctx.given]
 
 
 def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:

@@ -1,0 +1,34 @@
+"""How often a sequence's prompt and output have each token: what penalties are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class TokenCounts:
+    """The counts of one sequence on one device, brought up to date when they are read."""
+
+    def __init__(self, prompt_ids: Iterable[int], vocab_size: int, device: torch.device) -> None:
+        prompt = torch.tensor(list(prompt_ids), dtype=torch.int64, device=device)
+        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # [V]
+        self.in_prompt[prompt] = True
+        self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)  # [V] in the committed output
+        self.seen = 0  # tokens of the output counted so far
+
+    def catch_up(self, output: list[int]) -> None:
+        """Count the tokens of ``output`` that are new."""
+        new = output[self.seen :]
+        if new:
+            ids = torch.tensor(new, dtype=torch.int64, device=self.counts.device)
+            self.counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+            self.seen = len(output)
+
+    def with_paths(self, paths: Tensor | None) -> Tensor:
+        """[n or 1, V] int32: occurrences in each row's output, its drafted ancestors included."""
+        if paths is None or paths.shape[1] == 0:
+            return self.counts[None]
+        counts = self.counts.repeat(len(paths), 1)
+        return counts.scatter_add_(1, paths.clamp(min=0), (paths >= 0).to(torch.int32))
