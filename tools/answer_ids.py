@@ -100,7 +100,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for what is made")
     parser.add_argument("--target", help="unpack: the model that answered")
     parser.add_argument("--data", type=Path, help="unpack: the folder of the files that it was asked")
-    parser.add_argument("--held-out", nargs="+", default=["0"], metavar=("N", "NAME"), help="unpack: answers kept apart")
+    parser.add_argument(
+        "--held-out", nargs="+", default=["0"], metavar=("N", "NAME"), help="unpack: answers kept apart"
+    )
     given = parser.parse_args()
     count, *held = given.held_out
     if given.what == "unpack" and not (given.target and given.data):

@@ -280,7 +280,7 @@ def test_k_and_v_are_those_that_the_layer_itself_computes(dtype: torch.dtype, ro
     for layer in range(LAYERS):
         packer = RowPacker(decoder, CPU)
         where = torch.tensor(slots)
-        packer.add([0] * rows, places, [-1] * rows, where, where, rows, 0)
+        packer.add([0] * rows, places, where, where, rows, 0)
         state = decoder.embed(packer.batch())
         state.hidden = states[layer]
         decoder.run_layers(state, layer, layer + 1, rings[1])

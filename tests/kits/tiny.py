@@ -306,8 +306,7 @@ def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     cache = KVPool(*decoder.cache_shape, count, decoder.dtype, decoder.device)
     places, whole = torch.arange(count), slice(0, count)
     segment = Segment(0, count, whole, count, 0, None, None)
-    zeros = torch.zeros_like(places)
-    batch = Batch(torch.tensor(tokens), places, zeros, zeros, whole, decoder.plan([segment], places))
+    batch = Batch(torch.tensor(tokens), places, whole, decoder.plan([segment], places))
     with torch.inference_mode():
         return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache))
 

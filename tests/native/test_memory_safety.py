@@ -163,7 +163,7 @@ def small_pool(decoder: Decoder, slots: int = 64) -> Cache:
 def states(decoder: Decoder, rows: int) -> ForwardState:
     places = torch.arange(rows)
     hidden = torch.ones(rows, decoder.config.d_model, dtype=decoder.dtype)
-    return ForwardState(hidden, places, places * 0, places, places.clone(), None)
+    return ForwardState(hidden, places, places.clone(), None)
 
 
 def one(rows: int, **changes: Any) -> Segment:

@@ -252,7 +252,6 @@ def test_bits_of_a_path_do_not_depend_on_its_siblings(name: str, kind: str, scat
     packer.add(
         [n.token for n in nodes],
         [prefix + d for d in depth],
-        range(len(nodes)),
         slots=text.cache.slots(prefix, prefix + len(nodes)),
         keys=text.cache.slots(0, prefix + len(nodes)),
         num_keys=prefix + len(nodes),

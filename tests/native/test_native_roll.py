@@ -44,7 +44,6 @@ def forward(decoder: Decoder, pool: KVPool, cache: SequenceCache, tokens: Sequen
     packer.add(
         tokens,
         range(first, stop),
-        [-1] * len(tokens),
         slots=cache.slots(first, stop),
         keys=cache.slots(0, stop),
         num_keys=stop,

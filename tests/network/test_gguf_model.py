@@ -38,7 +38,7 @@ def logits(decoder: Decoder, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     pool = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device)
     places = torch.arange(rows)
     plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
-    batch = Batch(tokens, places, torch.zeros(rows, dtype=torch.long), places, slice(0, rows), plan)
+    batch = Batch(tokens, places, slice(0, rows), plan)
     return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, pool))
 
 

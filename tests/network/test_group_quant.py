@@ -40,7 +40,7 @@ def logits(decoder: Decoder, tokens: Tensor = TOKENS, adapter: LowRank | None = 
     rows = len(tokens)
     pool, places = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device), torch.arange(rows)
     plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
-    batch = Batch(tokens, places, torch.zeros(rows, dtype=torch.long), places, slice(0, rows), plan)
+    batch = Batch(tokens, places, slice(0, rows), plan)
     state = decoder.embed(batch)
     state.adapters = [] if adapter is None else [AdapterRange(0, rows, adapter)]
     return decoder.logits(decoder.run_layers(state, 0, decoder.num_layers, pool))

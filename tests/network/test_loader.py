@@ -65,7 +65,7 @@ def outputs(decoder: Decoder) -> torch.Tensor:
         v = [torch.zeros(c.num_kv_heads, rows, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
 
     with torch.inference_mode():
-        state = decoder.embed(Batch(positions + 5, positions, positions * 0, positions, slice(0, rows), plan))
+        state = decoder.embed(Batch(positions + 5, positions, slice(0, rows), plan))
         return decoder.logits(decoder.run_layers(state, 0, c.num_layers, Cache()))
 
 

@@ -152,7 +152,7 @@ def one_pass(decoder: Decoder, draw: random.Random, widths: list[int]) -> None:
     cache.put(named)
     state = ForwardState(
         torch.randn(start, decoder.config.d_model).to(decoder.dtype),
-        *(torch.cat(positions), torch.zeros(start, dtype=torch.int64), torch.zeros(start, dtype=torch.int64)),
+        torch.cat(positions),
         placed(draw, torch.cat(slots)),
         None,
     )
@@ -574,7 +574,7 @@ def one_chain(decoder: Decoder, cache: Cache, rows: int, ranges: list[AdapterRan
     """The only sequence of a pass, from its first token on."""
     places = torch.arange(rows)
     hidden = torch.randn(rows, decoder.config.d_model).to(decoder.dtype)
-    state = ForwardState(hidden, places, places * 0, places * 0, slice(0, rows), None, adapters=ranges or ())
+    state = ForwardState(hidden, places, slice(0, rows), None, adapters=ranges or ())
     state.attn = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
     decoder.run_layers(state, 0, decoder.num_layers, cache)
 

@@ -183,7 +183,7 @@ class MagicDec(Drafter):
             token = growth.draft.tokens[node - 1] if node else growth.sequence.tokens[-1]
             keys = self.view.keys(cache, position, index)
             count = min(position + 1, self.shape.keys)
-            packer.add([token], [position], [node], cache.slots(position, position + 1), keys, count, count - 1)
+            packer.add([token], [position], cache.slots(position, position + 1), keys, count, count - 1)
         state = self.decoder.embed(packer.batch())
         if any(growth.sequence.application is not None for growth in growths):
             ranges = [(row, row + 1) for row in range(len(growths))]

@@ -268,7 +268,7 @@ class Decoder(nn.Module):
     def embed(self, batch: Batch) -> ForwardState:
         """Token embeddings (and learned positions, where the family has them): [rows, d_model]."""
         hidden = self.words(batch.tokens, batch.positions)
-        state = ForwardState(hidden, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
+        state = ForwardState(hidden, batch.positions, batch.slots, batch.attn)
         if self._stack is None:
             self._rotations(state)
         return state

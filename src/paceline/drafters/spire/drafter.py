@@ -290,7 +290,7 @@ class SpireDrafter(Drafter):
         target, pool = self._target, self._scratch
         assert target is not None and pool is not None
         packer, places = RowPacker(target, target.device), [*range(count)]
-        packer.add(view.tokens[:count], places, [-1] * count, slice(0, count), slice(0, count), count, 0)
+        packer.add(view.tokens[:count], places, slice(0, count), slice(0, count), count, 0)
         state, taps = target.embed(packer.batch()), Taps(self.spec.taps)
         state.adapters = adapter_ranges([view.application], [(0, count)])
         target.run_layers(state, 0, target.num_layers, pool, taps)
@@ -334,7 +334,7 @@ class SpireDrafter(Drafter):
             own = self.ring.unseen(text.ring) if self.network.feedback else slots[-1]
             prefix = len(slots) if self.network.feedback else len(slots) - 1
             where, keys = (torch.tensor(x, device=self.network.decoder.device) for x in ([own], slots))
-            packer.add([token], [position], [node], where, keys, len(slots), prefix)
+            packer.add([token], [position], where, keys, len(slots), prefix)
         return self.network.run(packer, self.ring)
 
     def _seen(self, text: _Text, position: int) -> list[int]:

@@ -213,7 +213,6 @@ class StateBody:
             packer.add(
                 view.tokens[first + 1 : first + count + 1],
                 range(done, stop),
-                [-1] * count,
                 slots=text.cache.slots(done, stop),
                 keys=text.cache.slots(0, stop),
                 num_keys=stop,
@@ -247,9 +246,7 @@ class StateBody:
         for view in views:
             text = self.texts[view.key]
             cache, at = text.cache, text.cache.committed + step - 1
-            packer.add(
-                [0], [at], [step], cache.slots(at, at + 1), cache.slots(0, at + 1), at + 1, at
-            )  # fmt: skip
+            packer.add([0], [at], cache.slots(at, at + 1), cache.slots(0, at + 1), at + 1, at)
         return self.run(packer, states, tokens=False)
 
 
