@@ -22,7 +22,7 @@ from ...core.inference import inference
 from ...network.files import fingerprint
 from ...network.hot import load_hot
 from ...network.loader import read_config
-from ...network.native_calls import TreeStart
+from ...network.native_drafts import TreeStart, grow
 from ..base import DrafterSpec, DraftRequest
 from ..growth import Grower, Growth, compiles, pack_frontier
 from ..proposal import Proposal
@@ -188,7 +188,7 @@ class EagleDrafter(StateDrafter):
         assert stack is not None and body.fuse is not None
         seeds = [self._seed(growth) for growth in growths]
         shape = grower.factors, grower.topk, grower.beam, floor
-        grown = stack.grow(seeds, *shape, body.pool, stack.shape[0], body.fuse)
+        grown = grow(stack, seeds, *shape, body.pool, stack.shape[0], body.fuse)
         body.settle([growth.sequence for growth in growths], [len(seed.pending) for seed in seeds])
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)

@@ -21,8 +21,8 @@ from torch import Tensor
 from ...core.inference import inference
 from ...network.files import fingerprint
 from ...network.hot import load_hot
+from ...network.native_drafts import NativeTokenInfo, SampleStart, sample
 from ...network.native_linear import NativeLinear
-from ...network.native_states import NativeTokenInfo, SampleStart, sample
 from ..base import DrafterSpec, DraftRequest, SequenceView
 from ..proposal import Proposal
 from ..registry import DrafterConfig, DrafterContext, option

@@ -31,7 +31,7 @@ from ...network.files import fingerprint
 from ...network.hot import load_hot
 from ...network.loader import load_weights, read_config
 from ...network.native import unsupported
-from ...network.native_memory import RingChain
+from ...network.native_drafts import RingChain
 from ...network.packing import RowPacker
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..growth import Grower, Growth, compiles

@@ -31,7 +31,7 @@ from ..base import Drafter, SequenceView, StepFeatures
 if TYPE_CHECKING:
     from ...network.handle import TargetHandle
     from ...network.native import Stack
-    from ...network.native_states import NativeFuse
+    from ...network.native_drafts import NativeFuse
 
 CATCH_UP_ROWS = 512  # of a text, in one pass
 

@@ -15,8 +15,8 @@ from ...network.base import Batch, ForwardState
 from ...network.decoder import Decoder
 from ...network.linear import LinearOp, make_linear
 from ...network.native import unsupported
+from ...network.native_drafts import NativeFuse
 from ...network.native_linear import NativeLinear
-from ...network.native_states import NativeFuse
 
 if TYPE_CHECKING:
     from ...network.handle import TargetHandle
