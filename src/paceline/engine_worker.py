@@ -158,7 +158,7 @@ class EngineService:
             return Rejected(asked.id, "a request", str(error), "ask again later", full=True)
         except ConfigError as error:
             return Rejected(asked.id, error.asked, error.wrong, error.remedy)
-        self._told[asked.id] = _Told(self._engine.live[asked.id], Sent(params.n), asked.shows, asked.interval_s, 0.0)
+        self._told[asked.id] = _Told(self._engine.live[asked.id], Sent(), asked.shows, asked.interval_s, 0.0)
         return Accepted(asked.id)
 
     @inference

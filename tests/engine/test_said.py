@@ -56,7 +56,7 @@ def test_a_run_cut_anywhere_goes_on_with_the_same_tokens(name: str, data: st.Dat
     runner = engine(drafting)
     said = [sample.token_ids[:cut] for sample, cut in zip(whole.outputs, cuts, strict=True)]
     live = runner.live[runner.submit(PROMPT, params, said=said)]
-    sent, told = Sent(params.n), [""] * params.n
+    sent, told = Sent(), [""] * params.n
     told_ids: list[list[int]] = [[] for _ in told]
     heads = [live.sequences[i].state.checker.stable_text() for i in range(params.n)]
     while live.ended is None:

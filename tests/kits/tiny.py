@@ -108,12 +108,9 @@ def tiny_weights(decoder: Decoder, seed: int = 0, noise: float = 0.0) -> dict[st
 
 def _merge(adapter: LowRank, decoder: Decoder) -> None:
     weights = dict(decoder.named_parameters())
-    for layer, linear in adapter.names():
-        pair = adapter.pair(layer, linear)
-        assert pair is not None
-        down, up = (part.data.double() for part in pair)
+    for layer, linear, down, up in adapter.pairs():
         weight = weights[f"layers.{layer}.{linear}.weight"]
-        weight.data.copy_(weight.data.double() + adapter.scale * up @ down)
+        weight.data.copy_(weight.data.double() + adapter.scale * up.data.double() @ down.data.double())
 
 
 def tiny_adapters(
