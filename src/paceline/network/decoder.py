@@ -243,10 +243,7 @@ class Decoder(nn.Module):
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
         """What a drafter may know."""
-        shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
-        known: dict[str, Any] = {field: getattr(self.config, field) for field in shared}
-        own: dict[str, Any] = {"handle": self.handle(), "decoder": self}
-        return TargetInfo(name=name, dtype=self.dtype, tokenizer=tokenizer, **own, **known)
+        return TargetInfo.of(name, self.config, self.dtype, tokenizer, self)
 
     def expect(self, position: int) -> None:
         """Announce positions up to ``position``; those of the context need no such call.
@@ -352,6 +349,16 @@ class TargetInfo:
     tokenizer: Any  # the Hugging Face tokenizer, or None for a model without one
     handle: TargetHandle  # its embedding, final norm and head, for drafters that work on its states
     decoder: Decoder  # itself, for drafters that draft with its layers
+
+    @staticmethod
+    def of(
+        name: str, config: DecoderConfig, dtype: torch.dtype, tokenizer: Any, decoder: Decoder | None = None
+    ) -> TargetInfo:
+        """By its configuration. Without a decoder, of a target in another process: nothing that reads its weights."""
+        shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
+        known: dict[str, Any] = {field: getattr(config, field) for field in shared}
+        known |= {"handle": None if decoder is None else decoder.handle(), "decoder": decoder}
+        return TargetInfo(name=name, dtype=dtype, tokenizer=tokenizer, **known)
 
 
 def _check_lender(lender: TargetHandle, config: DecoderConfig, dtype: torch.dtype, native: bool) -> None:

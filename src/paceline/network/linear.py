@@ -263,11 +263,11 @@ def can_pack() -> bool:
     """Whether this build and this processor have the packed bf16 product."""
     ops = torch.ops.mkldnn
     names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-    return torch.backends.mkldnn.is_available() and all(hasattr(ops, n) for n in names) and _bf16_kernels()
-
-
-def _bf16_kernels() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return (
+        torch.backends.mkldnn.is_available()
+        and all(hasattr(ops, n) for n in names)
+        and bool(ops._is_mkldnn_bf16_supported())
+    )
 
 
 def _check_int8(weight: Tensor) -> None:
