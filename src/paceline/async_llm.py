@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from .chunks import Chunk, Sent, raise_failed
+from .chunks import Chunk, StreamedChunks, raise_failed
 from .core.errors import ConfigError
 from .core.inference import inference
 from .core.request import RequestOutput
@@ -91,7 +91,7 @@ class AsyncLLM:
     async def _stream(self, job: Job) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[list[Chunk] | Exception] = asyncio.Queue()
-        sent = Sent()
+        sent = StreamedChunks()
         request_ids: list[str] = []
 
         def post(item: list[Chunk] | Exception) -> None:
@@ -99,7 +99,7 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(inbox.put_nowait, item)
 
         def tell(news: LiveRequest | Exception) -> None:  # in the engine's thread
-            post(news if isinstance(news, Exception) else sent.news(self._llm.engine, news))
+            post(news if isinstance(news, Exception) else sent.new_chunks(self._llm.engine, news))
 
         def submit() -> None:  # in the engine's thread
             try:

@@ -35,7 +35,7 @@ def raise_failed(output: RequestOutput | None) -> None:
         raise RequestError(output.request_id, output.error, output)
 
 
-class Sent:
+class StreamedChunks:
     """How much of each sample was streamed already."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Sent:
         self._chars: list[int] = []
         self._open: set[int] = set()
 
-    def news(self, engine: Engine, live: LiveRequest) -> list[Chunk]:
+    def new_chunks(self, engine: Engine, live: LiveRequest) -> list[Chunk]:
         """One chunk for every sample with something new; its cost does not depend on what was streamed before."""
         if not self._tokens:
             samples = len(live.sequences)

@@ -11,7 +11,7 @@ import torch
 
 from . import native, zoo
 from .assembly import LoadedModel, build_engine, check_shared, fingerprint, load_target
-from .chunks import Chunk, Sent, raise_failed
+from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .core.errors import ConfigError
 from .core.options import shown
@@ -264,7 +264,7 @@ class LLM:
         engine = self.engine
         with engine.lock:
             live = engine.live[job()]
-        sent = Sent()
+        sent = StreamedChunks()
 
         def chunks() -> Iterator[Any]:
             try:
@@ -273,10 +273,10 @@ class LLM:
                     with engine.lock:
                         if live.ended is None:  # another thread's steps, or an abort, may have ended it
                             engine.step()
-                        news = sent.news(engine, live)
+                        news = sent.new_chunks(engine, live)
                     yield from news
                 with engine.lock:
-                    news = sent.news(engine, live)
+                    news = sent.new_chunks(engine, live)
                 yield from news
                 raise_failed(sent.output)
             except ReentryError:  # the lock belongs to the step that this was called from

@@ -158,7 +158,7 @@ def test_stored_weights_choose_the_tokens_of_their_numbers(form: str, tmp_path: 
 def test_int8_and_parts_of_layers(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq")
     assert torch.equal(logits(load(folder, "int8")), logits(load(folder / "plain", "int8")))
-    part = load(folder, layers=(1, 2), words=False)
+    part = load(folder, layers=(1, 2), ends=False)
     whole = load(folder)
     x = torch.randn(3, 256).bfloat16()
     assert torch.equal(part.stack.weights.linears[0].wide(x), whole.stack.weights.linears[4].wide(x))

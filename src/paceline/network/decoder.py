@@ -260,13 +260,13 @@ class Decoder(nn.Module):
 
     def embed(self, batch: Batch) -> ForwardState:
         """Token embeddings (and learned positions, where the family has them): [rows, d_model]."""
-        hidden = self.words(batch.tokens, batch.positions)
+        hidden = self.embed_tokens(batch.tokens, batch.positions)
         state = ForwardState(hidden, batch.positions, batch.slots, batch.attn)
         if self.stack is None:
             self._rotations(state)
         return state
 
-    def words(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[rows, d_model] of tokens at positions, both [rows] int64: what the first layer reads."""
         hidden = F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
         if self.config.learned_positions:

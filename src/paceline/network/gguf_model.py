@@ -76,7 +76,7 @@ def tensors_of(model: GGUF) -> Iterator[GGUFTensor]:
         elif match[2] not in names:
             yield replace(tensor, source=name)
         else:
-            count = _Said(model).integer(f"attention.{heads[match[2]]}") if match[2] in heads else 0
+            count = _ArchMetadata(model).integer(f"attention.{heads[match[2]]}") if match[2] in heads else 0
             if count and tensor.shape[0] % (2 * count):
                 tensor.file.refuse(f"tensor {shown(name)} has {tensor.shape[0]} rows for {count} heads")
             yield replace(tensor, source=f"layers.{match[1]}.{names[match[2]]}.{match[3]}", heads=count)
@@ -109,7 +109,7 @@ def config_of(model: GGUF) -> dict[str, Any]:
         ConfigError: a key that is missing or cannot be.
         CapabilityError: an architecture or option that is not built.
     """
-    arch, said = architecture(model), _Said(model)
+    arch, said = architecture(model), _ArchMetadata(model)
     if said.get("expert_count", 0):
         raise CapabilityError(said.asked, "it is a mixture of experts, which is not built", "use a dense model")
     width, heads = said.integer("embedding_length"), said.integer("attention.head_count")
@@ -138,7 +138,7 @@ def config_of(model: GGUF) -> dict[str, Any]:
     return values | _ARCHITECTURES[arch](said)
 
 
-class _Said:
+class _ArchMetadata:
     """Metadata of one architecture, its types checked; every complaint names the key."""
 
     def __init__(self, model: GGUF) -> None:
@@ -224,7 +224,7 @@ def _dtype(model: GGUF) -> str:
     return str(PLAIN[plain[0]]).removeprefix("torch.")
 
 
-def _rope(model: GGUF, said: _Said) -> dict[str, Any]:
+def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
     """What ``rope_scaling`` would say; nothing for the plain rotation.
 
     Raises:
@@ -256,7 +256,7 @@ def _rope(model: GGUF, said: _Said) -> dict[str, Any]:
     return scaling
 
 
-def _gemma3(said: _Said) -> dict[str, Any]:
+def _gemma3(said: _ArchMetadata) -> dict[str, Any]:
     """No file names the pattern of windows, the rotation of layers with one, or the scale of the largest's scores."""
     layers, width, heads = (said.integer(key) for key in ("block_count", "embedding_length", "attention.head_count"))
     head_dim = said.integer("attention.key_length", 256)
@@ -273,7 +273,7 @@ def _gemma3(said: _Said) -> dict[str, Any]:
 
 
 # What each architecture says beside what all do.
-_ARCHITECTURES: dict[str, Callable[[_Said], dict[str, Any]]] = {
+_ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "llama": lambda said: {"model_type": "llama", "attention_bias": "blk.0.attn_q.bias" in said.model.tensors},
     "phi3": lambda said: {"model_type": "phi3", "sliding_window": said.get("attention.sliding_window") or None},

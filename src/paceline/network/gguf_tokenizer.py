@@ -128,7 +128,7 @@ def _read_kept(model: GGUF, read: Callable[[str], Any]) -> Any:
     kept = _cache_folder() / f"{digest}-{FORM}.json"
     with suppress(Exception):  # none yet, or damaged: it is made anew
         return read(str(kept))
-    made = _Maker(model).tokenizer().to_str()
+    made = _Builder(model).tokenizer().to_str()
     with tempfile.TemporaryDirectory() as elsewhere:
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def load_gguf_tokenizer(model: GGUF) -> Any:
         return None
     from transformers import TokenizersBackend
 
-    maker = _Maker(model)
+    maker = _Builder(model)
     template = model.metadata.get("tokenizer.chat_template")
     _check_template(model, template)
     roles = {name: maker.named(key) for name, key in _NAMED.items()}
@@ -201,7 +201,7 @@ def _writes(tokenizer: Any, bos: str | None) -> bool:
     return bos is None or str(text).lstrip().startswith(bos)
 
 
-class _Maker:
+class _Builder:
     """Builds the tokenizer that a file describes."""
 
     def __init__(self, model: GGUF) -> None:

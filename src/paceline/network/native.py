@@ -110,7 +110,7 @@ class Stack:
         self.library = native.library()
         self.free_rows = native.TILE_ROWS if self.library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
-        self.embedding_at = ctypes.addressof(self.weights.words)
+        self.embedding_at = ctypes.addressof(self.weights.embedding)
         self._hot: HotHead | None = None
 
     @property

@@ -59,7 +59,7 @@ class NativeWeights:
 
     head: NativeLinear
     norm: int | None  # where the gains of the final norm lie, float32; None: there is none
-    words: abi.CLinear  # the embedding: rows as they are or, in blocks, packed as a product's weight, a tied head's own
+    embedding: abi.CLinear  # rows as they are or, in blocks, packed as a product's weight, a tied head's own
 
     def __init__(self, decoder: Loaded, stored: StoredWeights, lender: NativeWeights | None) -> None:
         c = decoder.config
@@ -106,7 +106,7 @@ class NativeWeights:
         self.norm = self._floats(decoder.norm.weight)
         if parts is None:
             decoder.scale_embedding()  # the head has its copy
-            self.words = abi.CLinear(weight=table.data_ptr(), n=len(table), k=table.shape[1])
+            self.embedding = abi.CLinear(weight=table.data_ptr(), n=len(table), k=table.shape[1])
         else:
             packed = (
                 self.head if decoder.head is None else NativeLinear(table.data, None, arena=self._arena, parts=parts)
@@ -115,11 +115,11 @@ class NativeWeights:
             self._held += [packed, factor]
             scale = factor.data_ptr() if decoder.config.embedding_scale != 1 else None
             w = packed.struct
-            self.words = abi.CLinear(weight=w.weight, scale=scale, n=w.n, k=w.k, kind=w.kind)
+            self.embedding = abi.CLinear(weight=w.weight, scale=scale, n=w.n, k=w.k, kind=w.kind)
 
     def _lent_ends(self, decoder: Loaded, lender: NativeWeights) -> None:
         self._held.append(lender)
-        self.head, self.words = lender.head, lender.words
+        self.head, self.embedding = lender.head, lender.embedding
         self.norm = None if decoder.normed else lender.norm
         if not decoder.normed and self.eps != lender.eps:
             wrong = f"its final norm has eps {lender.eps:g}, these layers have {self.eps:g}"

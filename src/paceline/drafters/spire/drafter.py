@@ -280,7 +280,7 @@ class SpireDrafter(Drafter):
         kept = self._note(view.key, 0 if text is None else text.seen, root)
         if kept:
             tokens = torch.tensor([view.tokens[p] for p in kept], device=self.network.decoder.device)
-            states = [self.network.decoder.words(tokens, tokens)] * self.shape.layers
+            states = [self.network.decoder.embed_tokens(tokens, tokens)] * self.shape.layers
             slots = self.ring.slots(self._texts[view.key].ring, kept)
             self.network.write(self.ring, states, range(len(kept)), kept, slots)
 
