@@ -53,14 +53,14 @@ class ForwardState:
     adapters: Sequence[AdapterRange] = ()  # rows with low-rank adapters: disjoint ranges, in order
     special: StreamRows | None = None  # what the torch path does otherwise for stream rows, where anything
 
-    def keep(self, rows: Tensor, attn: Any) -> ForwardState:
-        """The state of the ``rows`` [kept] int64, ascending, alone, with their plan: pruning in mid-pass.
+    def keep(self, rows: Tensor) -> ForwardState:
+        """The state of the ``rows`` [kept] int64, ascending, alone: pruning in mid-pass.
 
-        Adapters are left out: their ranges must be given anew. K and V that dropped rows have written remain until
+        Plan and adapters are left out: they must be given anew. K and V that dropped rows have written remain until
         their sequence's region is committed.
         """
         slots = slot_indices(self.slots, rows.device)[rows]
-        return ForwardState(self.hidden[rows], self.positions[rows], slots, attn)
+        return ForwardState(self.hidden[rows], self.positions[rows], slots, None)
 
 
 class KVCache(Protocol):
