@@ -10,6 +10,7 @@ they change bits with the number of rows where the plain product does not.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal, Protocol, get_args
 
@@ -146,13 +147,12 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SplitRows(LinearOp):
     """Runs ``inner`` on at most ``limit`` rows at a time: below the limit its bits do not depend on the width."""
 
-    __slots__ = ("inner", "limit")
-
-    def __init__(self, inner: LinearOp, limit: int) -> None:
-        self.inner, self.limit = inner, limit
+    inner: LinearOp
+    limit: int
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.limit:
@@ -163,16 +163,14 @@ class SplitRows(LinearOp):
         return self.inner.wide(x)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PadRows(LinearOp):
     """Runs ``inner`` on blocks of exactly `PAD_ROWS` rows, the last one padded with zeros.
 
     Every product then has the same shape, so a row's bits cannot depend on how many rows there are.
     """
 
-    __slots__ = ("inner",)
-
-    def __init__(self, inner: LinearOp) -> None:
-        self.inner = inner
+    inner: LinearOp
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
