@@ -147,6 +147,22 @@ class GGUF(NamedTuple):
         """The file that names the model."""
         return self.paths[0]
 
+    def token_id(self, role: str) -> int | None:
+        """The id that the file gives a role, as "bos"; None: it gives none.
+
+        Raises:
+            ConfigError: an id that no token has.
+        """
+        key = f"tokenizer.ggml.{role}_token_id"
+        token: int = self.metadata.get(key, NO_TOKEN)
+        if token == NO_TOKEN:
+            return None
+        count = len(self.metadata.get("tokenizer.ggml.tokens", ()))
+        if not 0 <= token < count:
+            wrong = f"{key} is {shown(token)}, and there are {count:,} tokens"
+            raise ConfigError(f"GGUF file {self.path}", wrong, "download the file again, or convert it again")
+        return token
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""

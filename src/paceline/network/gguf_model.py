@@ -18,7 +18,7 @@ import numpy as np
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from .families import refuse_unbuilt
-from .gguf import GGUF, NO_TOKEN, PLAIN, GGUFTensor
+from .gguf import GGUF, PLAIN, GGUFTensor
 
 STORED = "stored"  # as a dtype: the types that the file has its weights in
 _PERMUTED = ("llama", "smollm3")  # whose rows of q and k the converter turned from halves into pairs
@@ -128,7 +128,7 @@ def config_of(model: GGUF) -> dict[str, Any]:
         "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": said.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in model.tensors,
-        "bos_token_id": _token(model, "bos"),
+        "bos_token_id": model.token_id("bos"),
         "eos_token_id": _stop_ids(model),
         "dtype": _dtype(model),
     }
@@ -175,26 +175,9 @@ class _ArchMetadata:
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "<end_of_utterance>")
 
 
-def _token(model: GGUF, role: str) -> int | None:
-    """The id that the file gives a role; None: it gives none.
-
-    Raises:
-        ConfigError: an id that no token has.
-    """
-    key = f"tokenizer.ggml.{role}_token_id"
-    token: int = model.metadata.get(key, NO_TOKEN)
-    if token == NO_TOKEN:
-        return None
-    count = len(model.metadata.get("tokenizer.ggml.tokens", ()))
-    if not 0 <= token < count:
-        wrong = f"{key} is {token}, and there are {count:,} tokens"
-        raise ConfigError(f"GGUF file {model.path}", wrong, "download the file again, or convert it again")
-    return token
-
-
 def _stop_ids(model: GGUF) -> list[int]:
     """Ends of a text, of a turn and of a message."""
-    found = [_token(model, role) for role in ("eos", "eot", "eom")]
+    found = [model.token_id(role) for role in ("eos", "eot", "eom")]
     if found[1] is None:
         tokens = model.metadata.get("tokenizer.ggml.tokens", [])
         found[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from ..native.memory import give_back
-from .gguf import GGUF, NO_TOKEN
+from .gguf import GGUF
 
 FORM = 2  # of what is kept in the cache; a change of this module that changes ids makes it another
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # types of tokens
@@ -205,7 +205,7 @@ class _Builder:
     """Builds the tokenizer that a file describes."""
 
     def __init__(self, model: GGUF) -> None:
-        self.metadata: Mapping[str, Any] = model.metadata
+        self.model, self.metadata = model, model.metadata
         self.asked = f"the tokenizer in {model.path}"
         self.kind = self.metadata.get("tokenizer.ggml.model")
         if self.kind not in ("gpt2", "llama"):
@@ -246,12 +246,8 @@ class _Builder:
         Raises:
             ConfigError: an id that no token has.
         """
-        token = self.metadata.get(f"tokenizer.ggml.{name}_token_id", NO_TOKEN)
-        if token == NO_TOKEN:
-            return None
-        if not 0 <= token < len(self.tokens):
-            self._refuse(f"tokenizer.ggml.{name}_token_id is {shown(token)}, and there are {len(self.tokens):,} tokens")
-        return self.tokens[token]
+        token = self.model.token_id(name)
+        return None if token is None else self.tokens[token]
 
     def adds(self, name: str) -> bool:
         """Whether a text begins with BOS, or ends with EOS."""
