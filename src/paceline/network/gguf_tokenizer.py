@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import CapabilityError, ConfigError
+from ..core.folders import user_cache
 from ..core.options import shown
 from ..native.memory import give_back
 from .gguf import GGUF
@@ -124,26 +125,21 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
 
 def _read_kept(model: GGUF, read: Callable[[str], Any]) -> Any:
     """What ``read`` makes of the file's ``tokenizer.json``, kept in the cache folder by the hash of the header."""
-    digest = hashlib.sha256(model.header).hexdigest()[:32]
-    kept = _cache_folder() / f"{digest}-{FORM}.json"
-    with suppress(Exception):  # none yet, or damaged: it is made anew
-        return read(str(kept))
-    made = _Builder(model).tokenizer().to_str()
+    name = f"{hashlib.sha256(model.header).hexdigest()[:32]}-{FORM}.json"
     with tempfile.TemporaryDirectory() as elsewhere:
+        kept = (user_cache() or Path(elsewhere)) / "tokenizers" / name
+        with suppress(Exception):  # none yet, or damaged: it is made anew
+            return read(str(kept))
+        made = _Builder(model).tokenizer().to_str()
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             scratch = kept.with_suffix(f".{os.getpid()}")
             scratch.write_text(made, encoding="utf-8")
             scratch.replace(kept)
         except OSError:  # a folder that cannot be written: it is made each time
-            kept = Path(elsewhere) / kept.name
+            kept = Path(elsewhere) / name
             kept.write_text(made, encoding="utf-8")
         return read(str(kept))
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "paceline" / "tokenizers"
 
 
 def load_gguf_tokenizer(model: GGUF) -> Any:
