@@ -100,8 +100,7 @@ def parts(ask: MicroFlags) -> Iterator[Table | None]:
     for drafter in ask.drafter or ["none", "ngram"]:
         watch = step_parts.Stopwatch()
         drafting: dict[str, Any] = {} if drafter == "none" else {"drafter": drafter, "budget": ask.budget}
-        with step_parts.compiled_calls(watch):
-            llm = LLM(ask.model, exact=ask.exact, max_sequences=max(batches), **ask.llm, **drafting)
+        llm = LLM(ask.model, exact=ask.exact, max_sequences=max(batches), **ask.llm, **drafting)
         asks = max(*batches, ask.prompts)
         prompts = [_prompts(name, llm, asks, params.max_tokens or 0) for name in ask.names]
         made = []

@@ -66,7 +66,7 @@ def perplexity(llm: LLM, ids: list[int]) -> float:
         piece = ids[start : start + PIECE]
         tokens = torch.tensor([bos, *piece[1:]] if begins else piece)
         plan = decoder.plan([Segment(0, PIECE, slice(0, PIECE), PIECE, 0, None, None)], places)
-        batch = Batch(tokens, places, torch.zeros(PIECE, dtype=torch.long), places, slice(0, PIECE), plan)
+        batch = Batch(tokens, places, slice(0, PIECE), plan)
         state = decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, pool)
         rows = torch.arange(PIECE // 2, PIECE - 1)
         chances = decoder.logits(state, rows).log_softmax(-1)

@@ -1,9 +1,10 @@
 """A target's answers as token ids alone, small enough to keep: packs files of `train answers`, and unpacks them.
 
     .venv/bin/python tools/answer_ids.py pack ANSWERS/*.jsonl --out FOLDER
-    .venv/bin/python tools/answer_ids.py unpack FOLDER/*.ids.xz --target MODEL --data DATA --out ANSWERS --held-out 60 dolly gsm8k
+    .venv/bin/python tools/answer_ids.py unpack FOLDER/*.ids.xz --target MODEL --data DATA --out ANSWERS
 
-With `--held-out N NAMES` the last N answers of these files are in files of their own, `held-NAME.jsonl`, for evaluations.
+With `--held-out N NAME..` the last N answers of these files are in files of their own, `held-NAME.jsonl`, for
+evaluations.
 What is kept is what made the file and the ids that the target said, a hundredth of the bytes. Prompts and texts come
 from the same data and the target's tokenizer; `paceline train answers` then goes on with the unpacked file.
 """
@@ -100,7 +101,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for what is made")
     parser.add_argument("--target", help="unpack: the model that answered")
     parser.add_argument("--data", type=Path, help="unpack: the folder of the files that it was asked")
-    parser.add_argument("--held-out", nargs="+", default=["0"], metavar=("N", "NAME"), help="unpack: answers kept apart")
+    parser.add_argument(
+        "--held-out", nargs="+", default=["0"], metavar=("N", "NAME"), help="unpack: answers kept apart"
+    )
     given = parser.parse_args()
     count, *held = given.held_out
     if given.what == "unpack" and not (given.target and given.data):

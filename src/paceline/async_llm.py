@@ -11,15 +11,14 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from .chunks import Chunk, Job, Sent, raise_failed
-from .config import LLMConfig
+from .chunks import Chunk, StreamedChunks, raise_failed
 from .core.errors import ConfigError
 from .core.inference import inference
 from .core.request import RequestOutput
 from .core.sampling import SamplingParams
 from .engine.engine import LiveRequest
 from .engine.tokens import Prompt
-from .llm import LLM, Message
+from .llm import LLM, Job, Message
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,8 @@ class AsyncLLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self._llm = LLM(model, **options)
+        self.tokenizer, self.config = self._llm.tokenizer, self._llm.config
+        self.default_sampling_params = self._llm.default_sampling_params
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, Callable[[LiveRequest | Exception], None]] = {}
         self._closed = False
@@ -45,20 +46,6 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._loop, name="paceline-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread in compiled code while the interpreter goes away would end in a crash
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._llm.tokenizer
-
-    @property
-    def config(self) -> LLMConfig:
-        """The options that the model was started with."""
-        return self._llm.config
-
-    def default_sampling_params(self, **given: Any) -> SamplingParams:
-        """See `LLM.default_sampling_params`."""
-        return self._llm.default_sampling_params(**given)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None, **options: Any
@@ -104,7 +91,7 @@ class AsyncLLM:
     async def _stream(self, job: Job) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[list[Chunk] | Exception] = asyncio.Queue()
-        sent = Sent(job.params.n)
+        sent = StreamedChunks()
         request_ids: list[str] = []
 
         def post(item: list[Chunk] | Exception) -> None:
@@ -112,11 +99,11 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(inbox.put_nowait, item)
 
         def tell(news: LiveRequest | Exception) -> None:  # in the engine's thread
-            post(news if isinstance(news, Exception) else sent.news(self._llm.engine, news))
+            post(news if isinstance(news, Exception) else sent.new_chunks(self._llm.engine, news))
 
         def submit() -> None:  # in the engine's thread
             try:
-                request_id = job.submit(self._llm.engine).request.id
+                request_id = job()
             except Exception as error:
                 post(error)
                 return
@@ -132,16 +119,16 @@ class AsyncLLM:
             if self._closed:
                 raise ConfigError("a request to a closed AsyncLLM", "its engine has stopped", "make a new AsyncLLM")
             self._orders.put(submit)
-        open_samples = job.params.n
+        output: RequestOutput | None = None  # comes with the last chunk
         try:
-            while open_samples:
+            while output is None:
                 item = await inbox.get()
                 if isinstance(item, Exception):
                     raise item
                 for chunk in item:
-                    open_samples -= chunk.finished
+                    output = chunk.output
                     yield chunk
-            raise_failed(sent.output)
+            raise_failed(output)
         finally:
             self._orders.put(abort)
 

@@ -1,44 +1,12 @@
-"""What `LLM` and `AsyncLLM` share: a request before submission, and the chunks of its answer."""
+"""The chunks of a streamed answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .core.errors import RequestError
 from .core.request import FinishReason, Logprob, Origin, RequestOutput, SequenceState
-from .core.sampling import SamplingParams
-from .core.speculation import Speculation
 from .engine.engine import Engine, LiveRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request that is about to be submitted."""
-
-    ids: list[int]
-    text: str | None  # of the prompt, where text was given
-    params: SamplingParams
-    application: str | None
-    said: Sequence[Sequence[int]] = ()  # this and what follows: see `Engine.submit`
-    priority: int = 0
-    deadline_s: float | None = None
-    speculation: Speculation | None = None
-
-    def submit(self, engine: Engine, on_end: Callable[[LiveRequest], None] | None = None) -> LiveRequest:
-        """Queue it."""
-        request_id = engine.submit(
-            self.ids,
-            self.params,
-            prompt=self.text,
-            application=self.application,
-            on_end=on_end,
-            said=self.said,
-            priority=self.priority,
-            deadline_s=self.deadline_s,
-            speculation=self.speculation,
-        )
-        return engine.live[request_id]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +35,21 @@ def raise_failed(output: RequestOutput | None) -> None:
         raise RequestError(output.request_id, output.error, output)
 
 
-class Sent:
+class StreamedChunks:
     """How much of each sample was streamed already."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self) -> None:
         self.output: RequestOutput | None = None  # once all was sent
-        self._tokens = [0] * samples
-        self._chars = [0] * samples
-        self._open = set(range(samples))
-        self._begun = False
+        self._tokens: list[int] = []  # of each sample
+        self._chars: list[int] = []
+        self._open: set[int] = set()
 
-    def news(self, engine: Engine, live: LiveRequest) -> list[Chunk]:
+    def new_chunks(self, engine: Engine, live: LiveRequest) -> list[Chunk]:
         """One chunk for every sample with something new; its cost does not depend on what was streamed before."""
-        if live.said and not self._begun:
-            self._tokens, self._chars = ([*part] for part in zip(*live.said, strict=True))
-        self._begun = True
+        if not self._tokens:
+            samples = len(live.sequences)
+            self._tokens, self._chars = ([*part] for part in zip(*(live.said or [(0, 0)] * samples), strict=True))
+            self._open = set(range(samples))
         fresh = [(i, live.sequences[i].state) for i in sorted(self._open)]
         fresh = [(i, state) for i, state in fresh if state.finished or len(state.token_ids) > self._tokens[i]]
         self._open -= {i for i, state in fresh if state.finished}

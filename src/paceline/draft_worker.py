@@ -113,7 +113,8 @@ def service(
     if not drafter.spec.ahead:
         wrong = "it cannot draft below tokens that are not decided on"
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")
-    drafter.bind(_info(source), config.max_sequences, pool_tokens, parse_device(device))
+    info = TargetInfo.of(source.name, source.shape, source.dtype, source.tokenizer(texts=False))
+    drafter.bind(info, config.max_sequences, pool_tokens, parse_device(device))
     given = None if level_ms is None else level_ms / 1e3
     level_s = None if given is None else (lambda nodes: given)
     return DraftService(drafter.sessions(rows), _facts(config, chosen, source), level_s=level_s)
@@ -140,22 +141,4 @@ def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
         weights="" if folder is None else fingerprint(folder),
         vocabulary=tokenizer_mark(source.tokenizer(texts=False)),
         dtype=str(source.dtype).removeprefix("torch."),
-    )
-
-
-def _info(source: Source) -> TargetInfo:
-    """What a drafter that runs ahead may know of a target that is elsewhere: nothing that reads its weights."""
-    elsewhere: dict[str, Any] = {"handle": None, "decoder": None}
-    shape = source.shape
-    return TargetInfo(
-        name=source.name,
-        num_layers=shape.num_layers,
-        d_model=shape.d_model,
-        vocab_size=shape.vocab_size,
-        max_position=shape.max_position,
-        dtype=source.dtype,
-        eos_ids=shape.eos_ids,
-        bos_id=shape.bos_id,
-        tokenizer=source.tokenizer(texts=False),
-        **elsewhere,
     )

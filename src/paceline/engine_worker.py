@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
-from .chunks import Chunk, Sent
+from .chunks import Chunk, StreamedChunks
 from .core.errors import CapabilityError, ConfigError, QueueFull
 from .core.grammar import Grammar
 from .core.inference import inference
@@ -74,11 +74,11 @@ def warm(llm: LLM) -> None:
 
 
 @dataclass(slots=True)
-class _Told:
-    """A request, and what of it was told."""
+class _Stream:
+    """A request, and how much of it was streamed."""
 
     live: LiveRequest
-    sent: Sent
+    sent: StreamedChunks
     shows: str  # see `Submit`
     interval_s: float
     due: float  # when the next piece may go
@@ -96,9 +96,9 @@ class EngineService:
     def __init__(self, llm: LLM) -> None:
         self.facts = Facts()
         self._llm, self._engine = llm, llm.engine
-        self._told: dict[str, _Told] = {}
+        self._streams: dict[str, _Stream] = {}
         self._compiling: dict[str, tuple[Submit, Thread]] = {}  # requests whose grammar is on its way
-        self._late: dict[str, _Told] = {}  # those with tokens that are not told yet
+        self._late: dict[str, _Stream] = {}  # those with tokens that are not streamed yet
 
     def handle(self, message: Any) -> Iterable[Any]:
         """Answer a message."""
@@ -107,7 +107,7 @@ class EngineService:
                 yield self._submit(message)
         elif isinstance(message, Abort):
             self._compiling.pop(message.id, None)
-            self._told.pop(message.id, None)
+            self._streams.pop(message.id, None)
             self._late.pop(message.id, None)
             self._engine.abort(message.id)
         elif isinstance(message, Look):
@@ -158,7 +158,8 @@ class EngineService:
             return Rejected(asked.id, "a request", str(error), "ask again later", full=True)
         except ConfigError as error:
             return Rejected(asked.id, error.asked, error.wrong, error.remedy)
-        self._told[asked.id] = _Told(self._engine.live[asked.id], Sent(params.n), asked.shows, asked.interval_s, 0.0)
+        live = self._engine.live[asked.id]
+        self._streams[asked.id] = _Stream(live, StreamedChunks(), asked.shows, asked.interval_s, 0.0)
         return Accepted(asked.id)
 
     @inference
@@ -170,22 +171,22 @@ class EngineService:
                 time.sleep(IDLE_S)
             return answers if answers or self._compiling else None
         for live in self._engine.step():
-            if (told := self._told.get(live.request.id)) is not None:
-                self._late[live.request.id] = told
+            if (stream := self._streams.get(live.request.id)) is not None:
+                self._late[live.request.id] = stream
         now = time.monotonic()
-        due = [told for told in self._late.values() if told.live.finished or now >= told.due]
-        pieces = [piece for told in due for piece in self._pieces(told, now)]
+        due = [stream for stream in self._late.values() if stream.live.finished or now >= stream.due]
+        pieces = [piece for stream in due for piece in self._pieces(stream, now)]
         return [*answers, News(pieces)] if pieces else answers
 
-    def _pieces(self, told: _Told, now: float) -> Iterator[Piece]:
-        request_id = told.live.request.id
+    def _pieces(self, stream: _Stream, now: float) -> Iterator[Piece]:
+        request_id = stream.live.request.id
         del self._late[request_id]
-        told.due = now + told.interval_s
-        if told.live.finished:
-            del self._told[request_id]
-        for chunk in told.sent.news(self._engine, told.live):
-            piece = _piece(request_id, chunk, told.live)
-            yield replace(piece, shown=_shown(told, chunk.index)) if told.shows else piece
+        stream.due = now + stream.interval_s
+        if stream.live.finished:
+            del self._streams[request_id]
+        for chunk in stream.sent.new_chunks(self._engine, stream.live):
+            piece = _piece(request_id, chunk, stream.live)
+            yield replace(piece, shown=_shown(stream, chunk.index)) if stream.shows else piece
 
     def _counters(self) -> dict[str, Any]:
         counted = self._engine.snapshot()
@@ -214,14 +215,14 @@ def _piece(request_id: str, chunk: Chunk, live: LiveRequest) -> Piece:
     )
 
 
-def _shown(told: _Told, index: int) -> Shown:
+def _shown(stream: _Stream, index: int) -> Shown:
     """What a sample's request asked to see of the steps since the last piece; they are taken out."""
-    sequence = told.live.sequences[index]
+    sequence = stream.live.sequences[index]
     steps, sequence.trace = sequence.trace or [], []
     tokens, text = sequence.state.token_ids, sequence.state.token_text or str
     origins = [(text(tokens[step.first + at]), *origin) for step in steps for at, origin in enumerate(step.origins())]
     counts = [(len(step.tokens) - 1, len(step.path)) for step in steps if len(step.tokens) > 1]
-    if told.shows != "steps":
+    if stream.shows != "steps":
         return Shown(origins, counts, None)
     return Shown(origins, counts, [step.as_dict() | {"texts": [*map(text, step.tokens)]} for step in steps])
 
@@ -247,7 +248,7 @@ def description(llm: LLM) -> Description:
         tokenizer=None if backend is None else backend.to_str(),
         chat_templates=template if isinstance(template, dict) else {"default": template} if template else {},
         special_tokens={} if tokenizer is None else _special(tokenizer),
-        sampling=generation.said(llm.folder),
+        sampling=generation.recommended(llm.folder),
         speculation={
             "drafter": None if config.drafter is None else str(config.drafter),
             "round": llm.engine.round.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from . import native, zoo
 from .assembly import LoadedModel, build_engine, check_shared, fingerprint, load_target
-from .chunks import Chunk, Job, Sent, raise_failed
+from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .core.errors import ConfigError
 from .core.options import shown
@@ -31,6 +32,7 @@ from .rounds.pipeline.split import Split
 from .rounds.pipeline.stage_line import StageLine
 
 Message = Mapping[str, Any]  # {"role": .., "content": ..}
+Job = Callable[..., str]  # `Engine.submit` of a request that is all but submitted
 
 
 def _serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions:
@@ -191,7 +193,7 @@ class LLM:
     def job(self, prompt: Prompt, params: SamplingParams | None, application: str | None, **options: Any) -> Job:
         """A request for `stream`, not submitted yet; errors as there."""
         self.engine.check_application(application)
-        return Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application, **options)
+        return self._job(*encode(prompt, self.tokenizer), params, application, options)
 
     def chat_job(
         self, messages: Sequence[Message], params: SamplingParams | None, application: str | None, **options: Any
@@ -199,7 +201,13 @@ class LLM:
         """A request for `chat`, not submitted yet; errors as there."""
         self.engine.check_application(application)
         ids, text = chat_ids(messages, self.tokenizer, self.config.model)
-        return Job(ids, text, params or SamplingParams(), application, **options)
+        return self._job(ids, text, params, application, options)
+
+    def _job(
+        self, ids: list[int], text: str | None, params: SamplingParams | None, application: str | None, options: Any
+    ) -> Job:
+        given = {"prompt": text, "application": application, **options}
+        return partial(self.engine.submit, ids, params or SamplingParams(), **given)
 
     def forget(self) -> None:
         """Drop what is kept of requests that ended: K/V of their texts, and what the drafter remembers of them.
@@ -223,7 +231,7 @@ class LLM:
         try:
             for job in jobs:
                 with engine.lock:
-                    lives.append(job.submit(engine, lambda live: ended.update({live.request.id: live})))
+                    lives.append(engine.live[job(on_end=lambda live: ended.update({live.request.id: live}))])
             while told < len(lives):
                 with torch.inference_mode(), engine.lock:
                     while told == len(ended):  # another thread's steps, or an abort, may have ended one
@@ -255,8 +263,8 @@ class LLM:
     def _stream(self, job: Job) -> Iterator[Chunk]:
         engine = self.engine
         with engine.lock:
-            live = job.submit(engine)
-        sent = Sent(job.params.n)
+            live = engine.live[job()]
+        sent = StreamedChunks()
 
         def chunks() -> Iterator[Any]:
             try:
@@ -265,10 +273,10 @@ class LLM:
                     with engine.lock:
                         if live.ended is None:  # another thread's steps, or an abort, may have ended it
                             engine.step()
-                        news = sent.news(engine, live)
+                        news = sent.new_chunks(engine, live)
                     yield from news
                 with engine.lock:
-                    news = sent.news(engine, live)
+                    news = sent.new_chunks(engine, live)
                 yield from news
                 raise_failed(sent.output)
             except ReentryError:  # the lock belongs to the step that this was called from

@@ -125,7 +125,7 @@ def _timed(
 ) -> tuple[dict[int, float], float]:
     """Median seconds of the last layer by rows, and of the head with one row, with so many threads."""
     before = torch.get_num_threads()
-    decoder = load_part(config, source, (source.shape.num_layers - 1, source.shape.num_layers), words=True)
+    decoder = load_part(config, source, (source.shape.num_layers - 1, source.shape.num_layers), ends=True)
     pool = KVPool(*decoder.cache_shape, TIMED_KEYS + max(rows), decoder.dtype, decoder.device)
     stage = Stage(decoder, 0, 1, pool.tensors)
     hidden = torch.zeros(max(rows), decoder.config.d_model, dtype=decoder.dtype, device=decoder.device)
@@ -150,7 +150,7 @@ def _median_s(call: Callable[[], Any]) -> float:
     return median(times[2:])
 
 
-def load_part(config: LLMConfig, source: Source, layers: tuple[int, int], words: bool) -> Decoder:
+def load_part(config: LLMConfig, source: Source, layers: tuple[int, int], ends: bool) -> Decoder:
     """Some of a target's layers; errors as of `load_model`."""
     return load_model(
         source.folder,
@@ -161,7 +161,7 @@ def load_part(config: LLMConfig, source: Source, layers: tuple[int, int], words:
         native=compiled_layers(config, source.shape, source.dtype),
         stretch=source.shape.stretch,
         layers=layers,
-        words=words,
+        ends=ends,
     )
 
 
@@ -249,7 +249,7 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     if not 0 <= start < stop <= layers:
         asked = f"a stage of layers {start} to {stop - 1} of {config.model}"
         raise ConfigError(asked, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
-    decoder = load_part(config, source, (start, stop), words=False)
+    decoder = load_part(config, source, (start, stop), ends=False)
     shape, kind = kv_layout(config, decoder.config, source.dtype)
     store = KVStore(*shape, slots, kind, where)
     return StageService(Stage(decoder, 0, stop - start, store), _facts(source))

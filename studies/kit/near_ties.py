@@ -83,7 +83,6 @@ def teacher_forced(
         packer.add(
             tokens[start:stop],
             range(start, stop),
-            [-1] * (stop - start),
             slots=cache.slots(start, stop),
             keys=cache.slots(0, stop),
             num_keys=stop,

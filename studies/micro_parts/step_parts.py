@@ -119,7 +119,7 @@ class Stopwatch:
 
 @contextmanager
 def compiled_calls(watch: Stopwatch) -> Iterator[None]:
-    """Models that are loaded in here have their compiled calls timed.
+    """Compiled calls in here are timed.
 
     Raises:
         CapabilityError: nothing is compiled here.
@@ -164,16 +164,15 @@ def _watched(engine: Engine, watch: Stopwatch) -> Iterator[None]:
 def measure(llm: LLM, watch: Stopwatch, groups: Sequence[Sequence[Sequence[int]]], params: SamplingParams) -> StepParts:
     """Answer prompts, a group of token ids at once, and time the parts of every step that computes no prompt.
 
-    Args:
-        llm: loaded within `compiled_calls` of the same watch.
-
     Raises:
+        CapabilityError: nothing is compiled here.
         ConfigError: every step computed a prompt.
     """
     engine = llm.engine
     watch.steps.clear()
     tokens: list[int] = []
-    with engine.lock, torch.inference_mode(), _watched(engine, watch):  # as `LLM.generate` runs it
+    # As `LLM.generate` runs it.
+    with engine.lock, torch.inference_mode(), compiled_calls(watch), _watched(engine, watch):
         for prompts in groups:
             engine.forget()  # prompts come again at other batch sizes
             live = [engine.live[engine.submit(ids, params)] for ids in prompts]

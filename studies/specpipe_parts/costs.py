@@ -101,7 +101,7 @@ class TimedStages(StagesInTurn):
         decoder = self.stages[0].decoder
         rows = [[*part.tokens] for part in frame.parts], [[*part.positions] for part in frame.parts]
         tokens, positions = (torch.tensor(sum(lists, [])) for lists in rows)
-        return replace(frame, hidden=decoder.words(tokens, positions))
+        return replace(frame, hidden=decoder.embed_tokens(tokens, positions))
 
 
 def costs_of(ask: PipeFlags, batch: int, found: Sequence[Sequence[int]]) -> Costs:

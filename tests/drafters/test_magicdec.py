@@ -75,7 +75,7 @@ class Stage:
 
     def compute(self, cache: SequenceCache, tokens: list[int]) -> None:
         packer, count = RowPacker(self.decoder, CPU), len(tokens)
-        packer.add(tokens, range(count), [-1] * count, cache.slots(0, count), cache.slots(0, count), count, 0)
+        packer.add(tokens, range(count), cache.slots(0, count), cache.slots(0, count), count, 0)
         self.decoder.run_layers(self.decoder.embed(packer.batch()), 0, self.decoder.num_layers, self.pool)
 
     def want(self, **options: Any) -> DraftRequest:
@@ -117,7 +117,7 @@ def by_hand(stage: Stage, index: int, path: list[int]) -> torch.Tensor:
         pool.tensors.all_k[:, :, : count - 1] = moved(keys, rope, torch.arange(count - 1), back=False)
         pool.tensors.all_v[:, :, : count - 1] = values
         packer = RowPacker(decoder, CPU)
-        packer.add([token], [count - 1], [0], slice(count - 1, count), slice(0, count), count, count - 1)
+        packer.add([token], [count - 1], slice(count - 1, count), slice(0, count), count, count - 1)
         state = decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool)
         logits = decoder.logits(state)[0]
         own_k.append(moved(pool.tensors.all_k[:, :, count - 1 : count], rope, torch.tensor([count - 1]), back=True))

@@ -32,8 +32,9 @@ from paceline.drafters.states.head import layer_json
 from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import Chances
 from paceline.engine.costs import CostTable
+from paceline.network import native_drafts
 from paceline.network.decoder import Decoder
-from paceline.network.native_calls import TreeStart
+from paceline.network.native_drafts import TreeStart
 from paceline.training.network import rotate
 
 CPU = torch.device("cpu")
@@ -525,7 +526,8 @@ def test_compiled_growth_wants_a_state_for_every_pending_token() -> None:
     fine = TreeStart([5, 6], 0, 0, slice(0, 2), 3, 1, 3, None, 1, torch.ones(2, 32))
 
     def grown(states: torch.Tensor | None) -> int:
-        (tree,) = body.stack.grow([fine._replace(states=states)], (1,), 4, 4, -math.inf, body.pool, VOCAB, body.fuse)
+        given = [fine._replace(states=states)], (1,), 4, 4, -math.inf, body.pool, VOCAB, body.fuse
+        (tree,) = native_drafts.grow(body.stack, *given)
         return len(tree.tokens)
 
     assert grown(fine.states) == 3  # the best of four children

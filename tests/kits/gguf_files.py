@@ -46,6 +46,11 @@ NUMBERS = {
     "llama.attention.head_count_kv": KV_HEADS,
     "tokenizer.ggml.eos_token_id": 0,
 }
+HALVES: dict[str, tuple[int, ...]] = {  # bytes at which a block's scales of 16 bits begin, where not at 0 alone
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    "q6_k": (208,),
+    "mxfp4": (),
+}
 CONFIG = {  # of a folder
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -71,7 +76,7 @@ def random_rows(name: str, rows: int, width: int, rng: np.random.Generator) -> n
     kind = BY_NAME[name]
     raw = rng.integers(0, 256, (rows * width // kind.values, kind.bytes), dtype=np.uint8)
     shrink = {"q4_k": 2e-4, "q5_k": 1e-4, "q6_k": 3e-5, "iq4_xs": 2e-5, "iq4_nl": 8e-4, "q8_0": 8e-4}.get(name, 8e-3)
-    for at in kind.halves:
+    for at in HALVES.get(name, (0,)):
         halves = (rng.random(len(raw)) * shrink).astype("<f2")
         raw[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
     if name in ("q4_1", "q5_1"):  # the least value: about minus half of the range

@@ -29,8 +29,7 @@ def states(decoder: Decoder, tokens: Sequence[int], layers: tuple[int, ...] = (-
     cache = KVPool(*decoder.cache_shape, count, decoder.dtype, decoder.device)
     places, taps, whole = torch.arange(count), Taps(layers), slice(0, count)
     segment = Segment(0, count, whole, count, 0, None, None)
-    zeros = torch.zeros_like(places)
-    batch = Batch(torch.tensor(tokens), places, zeros, zeros, whole, decoder.plan([segment], places))
+    batch = Batch(torch.tensor(tokens), places, whole, decoder.plan([segment], places))
     with torch.inference_mode():
         decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache, taps)
     return taps.hidden

@@ -144,7 +144,6 @@ class Text:
         packer.add(
             self.tokens[first:stop],
             range(first, stop),
-            [-1] * rows,
             slots=self.cache.slots(first, stop),
             keys=self.cache.slots(0, stop),
             num_keys=stop,

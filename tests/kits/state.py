@@ -40,9 +40,8 @@ def taps_of(decoder: Decoder, tokens: list[int]) -> dict[int, Tensor]:
     count = len(tokens)
     cache_ = KVPool(*decoder.cache_shape, count, decoder.dtype, decoder.device)
     places, whole = torch.arange(count), slice(0, count)
-    zeros = torch.zeros_like(places)
     plan = decoder.plan([Segment(0, count, whole, count, 0, None, None)], places)
-    batch = Batch(torch.tensor(tokens), places, zeros, zeros, whole, plan)
+    batch = Batch(torch.tensor(tokens), places, whole, plan)
     taps = Taps(tuple(range(decoder.num_layers)))
     decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache_, taps)
     return taps.hidden

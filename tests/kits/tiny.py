@@ -108,12 +108,9 @@ def tiny_weights(decoder: Decoder, seed: int = 0, noise: float = 0.0) -> dict[st
 
 def _merge(adapter: LowRank, decoder: Decoder) -> None:
     weights = dict(decoder.named_parameters())
-    for layer, linear in adapter.names():
-        pair = adapter.pair(layer, linear)
-        assert pair is not None
-        down, up = (part.data.double() for part in pair)
+    for layer, linear, down, up in adapter.pairs():
         weight = weights[f"layers.{layer}.{linear}.weight"]
-        weight.data.copy_(weight.data.double() + adapter.scale * up @ down)
+        weight.data.copy_(weight.data.double() + adapter.scale * up.data.double() @ down.data.double())
 
 
 def tiny_adapters(
@@ -304,8 +301,7 @@ def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     cache = KVPool(*decoder.cache_shape, count, decoder.dtype, decoder.device)
     places, whole = torch.arange(count), slice(0, count)
     segment = Segment(0, count, whole, count, 0, None, None)
-    zeros = torch.zeros_like(places)
-    batch = Batch(torch.tensor(tokens), places, zeros, zeros, whole, decoder.plan([segment], places))
+    batch = Batch(torch.tensor(tokens), places, whole, decoder.plan([segment], places))
     with torch.inference_mode():
         return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache))
 

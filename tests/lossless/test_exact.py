@@ -117,7 +117,6 @@ def _add_chain(packer: RowPacker, cache: SequenceCache, tokens: Sequence[int], r
     packer.add(
         tokens[first:stop],
         range(first, stop),
-        [-1] * rows,
         slots=cache.slots(first, stop),
         keys=cache.slots(0, stop),
         num_keys=stop,
@@ -235,7 +234,7 @@ def test_branches_of_a_tree(name: str, dtype: str) -> None:
     packer = RowPacker(decoder, decoder.device)
     stop = PREFIX + nodes
     slots, keys = text.cache.slots(PREFIX, stop), text.cache.slots(0, stop)
-    packer.add(tokens, places, [*range(nodes)], slots, keys, stop, PREFIX, visible, places)
+    packer.add(tokens, places, slots, keys, stop, PREFIX, visible, places)
     logits = _forward(decoder, packer, text.pool)
     assert torch.equal(logits[1::2], alone[:depth])
     assert _differing(logits[::2], alone[:depth]) == depth  # the other branch is another text

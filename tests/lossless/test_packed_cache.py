@@ -67,12 +67,12 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> N
     """A network with a sliding window, past its end: in one pass, and a row at a time."""
     decoder = tiny_decoder(dtype=dtype, compiled=True)
     count = 64
-    tokens, places, zeros = torch.arange(count) % 40, torch.arange(count), torch.zeros(count, dtype=torch.long)
+    tokens, places = torch.arange(count) % 40, torch.arange(count)
 
     def run(pool: KVPool, begin: int, end: int) -> torch.Tensor:
         rows, keys = slice(begin, end), slice(0, end)
         plan = decoder.plan([Segment(0, end - begin, keys, end, begin, None, None)], places[rows])
-        batch = Batch(tokens[rows], places[rows], zeros[rows], zeros[rows], rows, plan)
+        batch = Batch(tokens[rows], places[rows], rows, plan)
         return decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, pool).hidden.clone()
 
     together, alone, usual = (
@@ -92,11 +92,10 @@ def test_a_row_holds_its_numbers_and_their_scale() -> None:
     decoder = LLM("paceline-small", dtype="float32").decoder
     shape, places, whole = decoder.cache_shape, torch.arange(8), slice(0, 8)
     pools = [KVPool(*s, 64, d, decoder.device) for s, d in ((shape, decoder.dtype), (packed_shape(shape), torch.int8))]
-    zeros = torch.zeros_like(places)
     plan = decoder.plan([Segment(0, 8, whole, 8, 0, None, None)], places)
     for pool in pools:
         with torch.inference_mode():
-            decoder.run_layers(decoder.embed(Batch(places + 5, places, zeros, zeros, whole, plan)), 0, 1, pool)
+            decoder.run_layers(decoder.embed(Batch(places + 5, places, whole, plan)), 0, 1, pool)
     for usual, packed in zip((pools[0].k, pools[0].v), (pools[1].k, pools[1].v), strict=True):
         rows, kept = usual[0][:, :8], packed[0][:, :8]
         scale = kept[..., -SCALE_ROOM:].contiguous().view(torch.float32)[..., :1]

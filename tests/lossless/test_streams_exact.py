@@ -66,7 +66,7 @@ def shared_logits(trained: StreamSet, tokens: Sequence[int], prompt_len: int) ->
     shape = (decoder.config.num_kv_heads, size, decoder.config.head_dim)
     pool = SimpleNamespace(**{n: [torch.zeros(shape, dtype=decoder.dtype) for _ in range(c.num_layers)] for n in "kv"})
     lower = lay_out(decoder, list(range(count)), torch.ones(count, count, dtype=torch.bool).tril())
-    batch = Batch(torch.tensor(tokens), lower.positions, lower.sequence, lower.node, lower.slots, lower.attn)
+    batch = Batch(torch.tensor(tokens), lower.positions, lower.slots, lower.attn)
     state = decoder.embed(batch)
     state.adapters = ranges(trained, count)
     decoder.run_layers(state, 0, c.insertion, pool)
@@ -107,7 +107,7 @@ def lay_out(decoder: Decoder, places: Sequence[int], visible: Tensor) -> Forward
     size, positions = len(places), torch.tensor(places)
     segment = Segment(0, size, slice(0, size), size, 0, visible, positions)
     zeros = torch.zeros_like(positions)
-    return ForwardState(zeros, positions, zeros, zeros, slice(0, size), decoder.plan([segment], positions))
+    return ForwardState(zeros, positions, slice(0, size), decoder.plan([segment], positions))
 
 
 def ranges(trained: StreamSet, rows: int) -> list[AdapterRange]:
@@ -334,7 +334,7 @@ def transition(
         **{n: [torch.zeros(shape, dtype=decoder.dtype) for _ in range(decoder.num_layers)] for n in "kv"}
     )
     state = lay_out(decoder, range(count), torch.ones(count, count, dtype=torch.bool).tril())
-    batch = Batch(torch.tensor(said), state.positions, state.sequence, state.node, state.slots, state.attn)
+    batch = Batch(torch.tensor(said), state.positions, state.slots, state.attn)
     hidden = decoder.run_layers(decoder.embed(batch), 0, layer, pool).hidden[-1:]
     return float(decoder.read(hidden if to_exit is None else to_exit(hidden)).log_softmax(-1)[0, tokens[node]])
 

@@ -30,9 +30,8 @@ from paceline.network.adapters import AdapterConfig, AdapterRange, LowRank, line
 from paceline.network.base import ForwardState
 from paceline.network.decoder import Decoder
 from paceline.network.native import unsupported
-from paceline.network.native_calls import ChainStart, NativeView
+from paceline.network.native_drafts import ChainStart, NativeView, RingChain, recall, roll, write_keys
 from paceline.network.native_linear import NativeLinear, top
-from paceline.network.native_memory import RingChain, recall, write_keys
 
 CPU = torch.device("cpu")
 
@@ -161,7 +160,7 @@ def small_pool(decoder: Decoder, slots: int = 64) -> Cache:
 def states(decoder: Decoder, rows: int) -> ForwardState:
     places = torch.arange(rows)
     hidden = torch.ones(rows, decoder.config.d_model, dtype=decoder.dtype)
-    return ForwardState(hidden, places, places * 0, places, places.clone(), None)
+    return ForwardState(hidden, places, places.clone(), None)
 
 
 def one(rows: int, **changes: Any) -> Segment:
@@ -317,9 +316,9 @@ def test_chains_that_cannot_be(what: str, kind: str) -> None:
     pool = small_pool(decoder)
     fine = ChainStart(pending=[3, 4], position=0, steps=5, keys=slice(0, 6), floor=-torch.inf)
     with pytest.raises(ValueError, match=message):
-        decoder.stack.roll([fine, replace(fine, **changes)], pool, 203)
+        roll(decoder.stack, [fine, replace(fine, **changes)], pool, 203)
     assert not any(part.any() for part in (*pool.k, *pool.v)), "the other chain was begun"
-    assert len(decoder.stack.roll([fine], pool, 203)[0]) == 5
+    assert len(roll(decoder.stack, [fine], pool, 203)[0]) == 5
 
 
 RINGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -382,7 +381,7 @@ def test_limits_and_counts_that_cannot_be() -> None:
     fine = ChainStart(pending=[3], position=0, steps=2, keys=slice(0, 6), floor=-torch.inf)
     for limit in (0, -1):
         with pytest.raises(ValueError, match="a count, limit"):
-            stack.roll([fine], small_pool(decoder), limit)
+            roll(stack, [fine], small_pool(decoder), limit)
     with pytest.raises(ValueError, match="a count, limit"):
         top(torch.ones(2, 5), 0)
     assert len(top(torch.ones(2, 5), 1)[0]) == 2

@@ -42,7 +42,8 @@ from paceline.network.base import Taps
 from paceline.network.decoder import Decoder
 from paceline.network.loader import load_model
 from paceline.network.native import Stack, unsupported
-from paceline.network.native_calls import ChainStart, join, pick
+from paceline.network.native_calls import join, pick
+from paceline.network.native_drafts import ChainStart, roll
 from paceline.network.native_linear import NativeLinear, top
 from paceline.network.packing import RowPacker
 
@@ -252,7 +253,6 @@ def test_bits_of_a_path_do_not_depend_on_its_siblings(name: str, kind: str, scat
     packer.add(
         [n.token for n in nodes],
         [prefix + d for d in depth],
-        range(len(nodes)),
         slots=text.cache.slots(prefix, prefix + len(nodes)),
         keys=text.cache.slots(0, prefix + len(nodes)),
         num_keys=prefix + len(nodes),
@@ -462,7 +462,7 @@ def test_a_chain_rolls_as_passes_one_by_one_would(kind: str):
         text.cache.reserve(len(prompt) - committed + steps)
         keys = text.cache.slots(0, len(prompt) + steps)
         chains.append(ChainStart(prompt[committed:], committed, steps, keys, -torch.inf))
-    rolled = decoder.stack.roll(chains, pool, limit)
+    rolled = roll(decoder.stack, chains, pool, limit)
     for found, wanted in zip(rolled, expected, strict=True):
         assert [token for token, _ in found] == [token for token, _ in wanted]
         torch.testing.assert_close([q for _, q in found], [q for _, q in wanted], atol=1e-4, rtol=1e-4)
@@ -478,7 +478,7 @@ def test_a_chain_ends_below_its_floor_and_within_the_limit():
     floor = sum(q for _, q in whole_chain[:4]) + 1e-3  # the fourth token takes it below
     text = Text(decoder, prompt)
     text.cache.reserve(32)
-    (found,) = decoder.stack.roll([ChainStart(prompt, 0, 12, text.cache.slots(0, 32), floor)], text.pool, 5)
+    (found,) = roll(decoder.stack, [ChainStart(prompt, 0, 12, text.cache.slots(0, 32), floor)], text.pool, 5)
     assert [token for token, _ in found] == [token for token, _ in whole_chain[:4]]
 
 

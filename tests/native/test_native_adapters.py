@@ -383,7 +383,6 @@ def through_layers(
     packer.add(
         [0] * rows,
         positions,
-        range(rows),
         slots=text.cache.slots(prefix, prefix + rows),
         keys=text.cache.slots(0, prefix + rows),
         num_keys=prefix + rows,
@@ -467,8 +466,7 @@ def through_layer(
     own = Segment(nodes, len(depths), slots, len(places), 0, visible[nodes:], places)
     torch_few = limit is not None and decoder.stack is None
     plan = decoder.plan([main] if torch_few else [main, own], positions)
-    zeros = torch.zeros_like(positions)
-    state = ForwardState(hidden, positions, zeros, zeros, slots[prefix:], plan)
+    state = ForwardState(hidden, positions, slots[prefix:], plan)
     state.special = None if limit is None else StreamRows(nodes, None, (limit,))
     return decoder.run_layers(state, layer, layer + 1, text.pool).hidden
 

@@ -64,7 +64,6 @@ def packed(decoder: Decoder, drafted: Sequence[Drafted]) -> RowPacker:
         packer.add(
             d.tokens,
             d.positions,
-            [-1] * d.rows,
             slots=cache.slots(PREFIX, stop),
             keys=cache.slots(0, stop),
             num_keys=stop,

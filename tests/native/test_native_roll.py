@@ -17,7 +17,7 @@ from paceline.drafters.proposal import Proposal
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.llm import LLM
 from paceline.network.decoder import Decoder
-from paceline.network.native_calls import ChainStart, TreeStart
+from paceline.network.native_drafts import ChainStart, TreeStart, grow, roll
 from paceline.network.packing import RowPacker
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -44,7 +44,6 @@ def forward(decoder: Decoder, pool: KVPool, cache: SequenceCache, tokens: Sequen
     packer.add(
         tokens,
         range(first, stop),
-        [-1] * len(tokens),
         slots=cache.slots(first, stop),
         keys=cache.slots(0, stop),
         num_keys=stop,
@@ -96,7 +95,7 @@ def rolled(
             keys = torch.arange(keys.start, keys.stop)
         rules = None if samplers is None else samplers[index].rules
         chains.append(ChainStart(pending, index, count, keys, floor, rules))
-    return decoder.stack.roll(chains, pool, limit)
+    return roll(decoder.stack, chains, pool, limit)
 
 
 @pytest.mark.parametrize("limit", [8192, 3000])
@@ -186,7 +185,7 @@ def test_trees_that_cannot_grow_are_refused(decoder: Decoder) -> None:
     cache = pool.open(expected=100)
     cache.reserve(30)
     fine = TreeStart([5, 6], 0, 6, cache.slots(0, 8), 9, 3, 40, None)
-    (tree,) = decoder.stack.grow([fine], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
+    (tree,) = grow(decoder.stack, [fine], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
     assert len(tree.tokens) == 3 + 6 + 6 and tree.forwarded == 4 and tree.passes == 3
     wrong = (
         {"pending": [8192]},
@@ -197,9 +196,9 @@ def test_trees_that_cannot_grow_are_refused(decoder: Decoder) -> None:
     )
     for changes in wrong:
         with pytest.raises(ValueError):
-            decoder.stack.grow([fine._replace(**changes)], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
+            grow(decoder.stack, [fine._replace(**changes)], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
     for factors, topk, most in (((1, 0, 1), 3, 40), ((1, 1, 1), 0, 40), ((1, 1, 1), 3, 5)):
         with pytest.raises(ValueError):
-            decoder.stack.grow([fine._replace(most=most)], factors, topk, 2, -math.inf, pool, 8192)
-    (short,) = decoder.stack.grow([fine._replace(room=2)], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
+            grow(decoder.stack, [fine._replace(most=most)], factors, topk, 2, -math.inf, pool, 8192)
+    (short,) = grow(decoder.stack, [fine._replace(room=2)], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
     assert short.forwarded == 2 and len(short.tokens) == 3 + 6  # no slot for a further level

@@ -38,7 +38,7 @@ def logits(decoder: Decoder, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     pool = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device)
     places = torch.arange(rows)
     plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
-    batch = Batch(tokens, places, torch.zeros(rows, dtype=torch.long), places, slice(0, rows), plan)
+    batch = Batch(tokens, places, slice(0, rows), plan)
     return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, pool))
 
 
@@ -63,10 +63,10 @@ def test_stored_blocks_compute_what_their_numbers_do(kind: str, tmp_path: Path) 
     assert off < 0.15, off
     table = dequantise(BY_NAME[kind], read_gguf(file).tensors["token_embd.weight"].raw())
     every = torch.arange(VOCABULARY)
-    assert torch.equal(decoder.words(every, every), torch.from_numpy(table).bfloat16())
-    assert not torch.equal(decoder.words(every[:1], every[:1]), torch.from_numpy(table[1:2]).bfloat16())
+    assert torch.equal(decoder.embed_tokens(every, every), torch.from_numpy(table).bfloat16())
+    assert not torch.equal(decoder.embed_tokens(every[:1], every[:1]), torch.from_numpy(table[1:2]).bfloat16())
     with pytest.raises(IndexError, match="token id outside"):
-        decoder.words(every + 1, every)
+        decoder.embed_tokens(every + 1, every)
 
 
 @needs_kernels
@@ -106,7 +106,7 @@ def test_a_part_of_the_layers_is_that_part(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf")
     part = load(file, layers=(1, 2))
     assert part.num_layers == 1 and part.quant == "stored"
-    assert load(file, layers=(0, 1), words=False).config.vocab_size == 1
+    assert load(file, layers=(0, 1), ends=False).config.vocab_size == 1
 
 
 def test_stored_weights_need_compiled_layers(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def logits(decoder: Decoder, tokens: Tensor = TOKENS, adapter: LowRank | None = 
     rows = len(tokens)
     pool, places = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device), torch.arange(rows)
     plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
-    batch = Batch(tokens, places, torch.zeros(rows, dtype=torch.long), places, slice(0, rows), plan)
+    batch = Batch(tokens, places, slice(0, rows), plan)
     state = decoder.embed(batch)
     state.adapters = [] if adapter is None else [AdapterRange(0, rows, adapter)]
     return decoder.logits(decoder.run_layers(state, 0, decoder.num_layers, pool))
@@ -158,7 +158,7 @@ def test_stored_weights_choose_the_tokens_of_their_numbers(form: str, tmp_path: 
 def test_int8_and_parts_of_layers(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq")
     assert torch.equal(logits(load(folder, "int8")), logits(load(folder / "plain", "int8")))
-    part = load(folder, layers=(1, 2), words=False)
+    part = load(folder, layers=(1, 2), ends=False)
     whole = load(folder)
     x = torch.randn(3, 256).bfloat16()
     assert torch.equal(part.stack.weights.linears[0].wide(x), whole.stack.weights.linears[4].wide(x))

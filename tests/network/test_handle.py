@@ -12,6 +12,7 @@ from kits.tiny import full_logits, tiny_config, tiny_decoder, tiny_weights
 from paceline.attention import make_backend
 from paceline.core.errors import CapabilityError
 from paceline.network.decoder import Decoder
+from paceline.network.native_linear import top
 
 KINDS: dict[str, dict[str, Any]] = {
     "float64": {"dtype": torch.float64},
@@ -61,7 +62,7 @@ def test_logits_of_raw_and_of_normed_states_are_the_targets_without_its_rounding
     assert (logits.to(torch.bfloat16) != logits).any()
     again = handle.logits(handle.final(states), normed=True)
     assert torch.equal(again, logits) and not torch.equal(handle.logits(states, normed=True), logits)
-    tokens, log_q = handle.top(states, 3)
+    tokens, log_q = top(logits, 3)
     best = logits.log_softmax(1).topk(3)
     assert tokens == best.indices.tolist()
     assert torch.allclose(torch.tensor(log_q, dtype=logits.dtype), best.values, atol=1e-4)

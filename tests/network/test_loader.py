@@ -65,7 +65,7 @@ def outputs(decoder: Decoder) -> torch.Tensor:
         v = [torch.zeros(c.num_kv_heads, rows, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
 
     with torch.inference_mode():
-        state = decoder.embed(Batch(positions + 5, positions, positions * 0, positions, slice(0, rows), plan))
+        state = decoder.embed(Batch(positions + 5, positions, slice(0, rows), plan))
         return decoder.logits(decoder.run_layers(state, 0, c.num_layers, Cache()))
 
 
@@ -352,7 +352,7 @@ def test_gemma_3_in_both_spellings():
     assert made.ropes == (local,) * 5 + (full, local)
     assert (made.rope, made.head_dim, made.scale, made.embedding_scale) == (full, 256, 1 / 16, 5.0)
     assert made.tied and made.qk_norm and made.activation == "gelu_tanh" and made.norm_offset == 1
-    assert made.part(4, 6, words=False).rotations == (local, full)
+    assert made.part(4, 6, ends=False).rotations == (local, full)
     old = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 500.0}
     new = {
         "rope_parameters": {

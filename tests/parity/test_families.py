@@ -49,8 +49,7 @@ def start(decoder: Decoder, tokens: list[int], first: int, slots_as_tensor: bool
     segment = Segment(0, len(tokens), slice(0, stop), stop, first, None, None)
     plan = decoder.attention.plan([segment], positions, decoder.windows)
     slots = positions if slots_as_tensor else slice(first, stop)
-    zeros = torch.zeros_like(positions)
-    return decoder.embed(Batch(torch.tensor(tokens), positions, zeros, zeros - 1, slots, plan))
+    return decoder.embed(Batch(torch.tensor(tokens), positions, slots, plan))
 
 
 @torch.inference_mode()
@@ -101,7 +100,7 @@ def test_a_wrong_position_would_show(pair: Pair):
     shifted.rope.clear()
     state = start(pair.decoder, prompt, 0)
     moved = torch.arange(len(prompt)) * 2
-    batch = Batch(torch.tensor(prompt), moved, state.sequence, state.node, state.slots, state.attn)
+    batch = Batch(torch.tensor(prompt), moved, state.slots, state.attn)
     with torch.inference_mode():
         state = pair.decoder.embed(batch)
         state = pair.decoder.run_layers(state, 0, pair.decoder.num_layers, Cache(pair.decoder))
@@ -206,6 +205,5 @@ class _SelfAttention:
 
 
 def _independent(decoder: Decoder, tokens: Tensor, positions: Tensor) -> Tensor:
-    zeros = torch.zeros_like(tokens)
-    state = decoder.embed(Batch(tokens, positions, zeros, zeros, slice(0, len(tokens)), None))
+    state = decoder.embed(Batch(tokens, positions, slice(0, len(tokens)), None))
     return decoder.logits(decoder.run_layers(state, 0, decoder.num_layers, Cache(decoder)))

@@ -10,6 +10,7 @@ import torch
 from kits.native import needs_kernels
 from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
+from paceline.attention.base import slot_indices
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.network.adapters import AdapterConfig
@@ -45,7 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Layers:
     """Counts rows times layers of one decoder, sequence by sequence where one runs at a time.
 
-    Roots, nodes and their streams count, as each row's own node says; rows of a prompt before its last do not.
+    Roots, nodes and their streams count; rows of a prompt before its last do not. Slots say whose a row is: those of
+    streams lie behind the pool's last block.
     """
 
     def __init__(self, decoder: Decoder, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,8 +56,12 @@ class Layers:
         layers, step = decoder.run_layers, engine.round.step
 
         def counted(state: Any, start: int, stop: int, *given: Any) -> Any:
-            rows = (state.node >= 0).tolist()
-            of_streams = [False] * len(rows) if state.stream is None else (state.stream > 0).tolist()
+            live = [(one.request.prompt_ids, s.cache) for one in engine.live.values() for s in one.sequences if s.cache]
+            roots = {block: len(prompt) - 1 for prompt, cache in live for block in cache.blocks}
+            slots = slot_indices(state.slots, decoder.device).tolist()
+            of_streams = [slot >= engine.pool.num_tokens for slot in slots]
+            places = zip(slots, of_streams, state.positions.tolist(), strict=True)
+            rows = [stream or place >= roots[slot // engine.pool.block_size] for slot, stream, place in places]
             for layer in range(start, stop):
                 self.row_layers += sum(rows)
                 if layer >= INSERTION:

@@ -98,8 +98,7 @@ def whole(decoder: Decoder, tokens: Sequence[int]) -> dict[int, torch.Tensor]:
     cache = KVPool(*decoder.cache_shape, count, decoder.dtype, decoder.device)
     places, taps = torch.arange(count), Taps(LAYERS)
     segment = Segment(0, count, slice(0, count), count, 0, None, None)
-    zeros = torch.zeros_like(places)
-    batch = Batch(torch.tensor(tokens), places, zeros, zeros, slice(0, count), decoder.plan([segment], places))
+    batch = Batch(torch.tensor(tokens), places, slice(0, count), decoder.plan([segment], places))
     with torch.inference_mode():
         decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache, taps)
     return taps.hidden

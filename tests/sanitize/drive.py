@@ -39,11 +39,23 @@ from paceline.network.adapters import LINEARS, MLP, AdapterConfig, AdapterRange,
 from paceline.network.base import ForwardState
 from paceline.network.blocks import GROUPED, StoredRows
 from paceline.network.decoder import Decoder
-from paceline.network.native_calls import ChainStart, NativeTaps, NativeView, RowSpan, TokenPass, TreeStart
+from paceline.network.native_calls import NativeTaps, RowSpan, TokenPass
+from paceline.network.native_drafts import (
+    ChainStart,
+    NativeFuse,
+    NativeTokenInfo,
+    NativeView,
+    RingChain,
+    SampleStart,
+    TreeStart,
+    grow,
+    recall,
+    roll,
+    sample,
+    write_keys,
+)
 from paceline.network.native_heads import NativeHeads
 from paceline.network.native_linear import NativeLinear, top
-from paceline.network.native_memory import RingChain, recall, write_keys
-from paceline.network.native_states import NativeFuse, NativeTokenInfo, SampleStart, sample
 from paceline.network.native_streams import CarrierRows, StreamRun
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact", "q4_0")
@@ -153,7 +165,7 @@ def one_pass(decoder: Decoder, draw: random.Random, widths: list[int]) -> None:
     cache.put(named)
     state = ForwardState(
         torch.randn(start, decoder.config.d_model).to(decoder.dtype),
-        *(torch.cat(positions), torch.zeros(start, dtype=torch.int64), torch.zeros(start, dtype=torch.int64)),
+        torch.cat(positions),
         placed(draw, torch.cat(slots)),
         None,
     )
@@ -237,7 +249,7 @@ def one_roll(decoder: Decoder, draw: random.Random) -> None:
         view, scratch = some_view(draw, decoder, count, sum(totals))
         chains.append(ChainStart(pending, position, steps, keys, draw.choice([-torch.inf, -0.5]), rules, view, scratch))
     limit = draw.choice([1, vocab, max(1, vocab - 1)])
-    for chain, found in zip(chains, stack.roll(chains, cache, limit), strict=True):
+    for chain, found in zip(chains, roll(stack, chains, cache, limit), strict=True):
         assert 1 <= len(found) <= chain.steps and all(0 <= token < limit for token, _ in found)
 
 
@@ -281,7 +293,7 @@ def one_growth(decoder: Decoder, draw: random.Random) -> None:
         seeds.append(TreeStart(pending, position, room, keys, draw.randint(1, 30), levels, 4 + vocab * 20, rules))
     limit = draw.choice([1, vocab, max(1, vocab - 1)])
     floor = draw.choice([-math.inf, -3.0])
-    for seed, tree in zip(seeds, stack.grow(seeds, factors, topk, beam, floor, cache, limit), strict=True):
+    for seed, tree in zip(seeds, grow(stack, seeds, factors, topk, beam, floor, cache, limit), strict=True):
         assert tree.forwarded <= seed.room and all(0 <= token < limit for token in tree.tokens)
         assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
 
@@ -325,7 +337,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
                 assert all(0 <= token < vocab for token in tree.tokens)
                 assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
     if seeds:
-        grown = stack.grow(seeds, [1] * levels, topk, topk, -math.inf, cache, vocab, fused)
+        grown = grow(stack, seeds, [1] * levels, topk, topk, -math.inf, cache, vocab, fused)
         assert all(tree.forwarded <= seed.room for seed, tree in zip(seeds, grown, strict=True))
 
 
@@ -469,7 +481,7 @@ def refusals(decoder: Decoder) -> None:
     bad += [ChainStart([0], 0, 2, torch.tensor([0, 8]), 0.0), ChainStart([0], 7, 3, slice(0, 8), 0.0)]
     for chain in bad:
         try:
-            stack.roll([chain], cache, vocab)
+            roll(stack, [chain], cache, vocab)
         except ValueError:
             continue
         raise AssertionError(f"{chain} was not refused")
@@ -578,7 +590,7 @@ def one_chain(decoder: Decoder, cache: Cache, rows: int, ranges: list[AdapterRan
     """The only sequence of a pass, from its first token on."""
     places = torch.arange(rows)
     hidden = torch.randn(rows, decoder.config.d_model).to(decoder.dtype)
-    state = ForwardState(hidden, places, places * 0, places * 0, slice(0, rows), None, adapters=ranges or ())
+    state = ForwardState(hidden, places, slice(0, rows), None, adapters=ranges or ())
     state.attn = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
     decoder.run_layers(state, 0, decoder.num_layers, cache)
 

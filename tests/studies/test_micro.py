@@ -8,7 +8,7 @@ from pathlib import Path
 import micro
 import pytest
 from kits.native import needs_kernels
-from micro_parts.step_parts import Stopwatch, compiled_calls, measure
+from micro_parts.step_parts import Stopwatch, measure
 
 from paceline import LLM, SamplingParams, native
 from paceline.distributed.placement import cores
@@ -69,11 +69,9 @@ def test_after_its_parts_were_timed_an_engine_is_as_before() -> None:
     watch = Stopwatch()
     library = native.library()
     before = library.pl_run_layers
-    with compiled_calls(watch):
-        llm = LLM("paceline-small", drafter="ngram", budget=4, threads=1)
-    assert library.pl_run_layers is before
+    llm = LLM("paceline-small", drafter="ngram", budget=4, threads=1)
     engine = llm.engine
     measure(llm, watch, [[[5, 6, 7, 5, 6, 7, 5, 6]]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     for owner in (engine.scheduler, engine.round.guard, engine.round.emitter, engine.budget):  # type: ignore[attr-defined]
         assert not any(callable(value) and getattr(value, "__name__", "") == "run" for value in vars(owner).values())
-    assert watch.steps and not watch.running
+    assert watch.steps and not watch.running and library.pl_run_layers is before

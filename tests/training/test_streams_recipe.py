@@ -283,8 +283,7 @@ def test_adapters_alone_are_plain_fine_tuning() -> None:
     assert adapters is not None
     assert [*adapters.config.layers] == [0, 1, 2, 3]
     weights = dict(network.decoder.named_parameters())
-    for layer, linear in adapters.names():
-        down, up = adapters.pair(layer, linear)  # type: ignore[misc]
+    for layer, linear, down, up in adapters.pairs():
         weights[f"layers.{layer}.{linear}.weight"].data.add_(adapters.scale * up.detach() @ down.detach())
     logits = network.logits(network(batch))
     rows = batch.weights > 0

@@ -136,7 +136,7 @@ class RopeTable:
         self._fixed = device.type != "cpu" if fixed is None else fixed
         self._growing = threading.Lock()
         empty = torch.empty(0, 1, rope.dim, dtype=dtype, device=device)
-        self._now = Rotation(empty, empty)  # replaced as a whole: a reader takes one of them and keeps to it
+        self.now = Rotation(empty, empty)  # replaced as a whole: a reader takes one of them and keeps to it
         if self._fixed:
             self.reach(max_position - 1)
 
@@ -147,7 +147,7 @@ class RopeTable:
             IndexError: a fixed table on the CPU that does not hold one of them (on other devices the look-up fails
                 as the device does).
         """
-        now = self._now if self._fixed or not positions.numel() else self.reach(int(positions.max()))
+        now = self.now if self._fixed or not positions.numel() else self.reach(int(positions.max()))
         return now.cos[positions], now.sin[positions]
 
     def expect(self, position: int) -> None:
@@ -157,21 +157,16 @@ class RopeTable:
 
     def reach(self, position: int) -> Rotation:
         """The table, grown until it holds ``position``."""
-        if position >= len(self._now):
+        if position >= len(self.now):
             with self._growing:
                 self._grow(position + 1)
-        return self._now
-
-    @property
-    def now(self) -> Rotation:
-        """The table as it is."""
-        return self._now
+        return self.now
 
     def _grow(self, positions: int) -> None:
-        blocks = range(len(self._now), positions, _TABLE_BLOCK)
+        blocks = range(len(self.now), positions, _TABLE_BLOCK)
         if blocks:  # else another thread was faster
             cos, sin = zip(*(self._block(start) for start in blocks), strict=True)
-            self._now = Rotation(torch.cat((self._now.cos, *cos)), torch.cat((self._now.sin, *sin)))
+            self.now = Rotation(torch.cat((self.now.cos, *cos)), torch.cat((self.now.sin, *sin)))
 
     def _block(self, start: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(start, start + _TABLE_BLOCK).to(self._wide)

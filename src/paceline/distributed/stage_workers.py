@@ -85,7 +85,7 @@ class StageWorkers:
         decoder = self.last.decoder
         rows = [[*part.tokens] for part in frame.parts], [[*part.positions] for part in frame.parts]
         tokens, positions = (torch.tensor(sum(lists, []), device=decoder.device) for lists in rows)
-        return replace(frame, hidden=decoder.words(tokens, positions))
+        return replace(frame, hidden=decoder.embed_tokens(tokens, positions))
 
     def _computed(self, index: int, frame: Frame, began: float) -> Frame:
         """A frame as the stage gives it back."""

@@ -31,7 +31,7 @@ from ..kv.pool import KVPool
 from ..network.files import check_target, fingerprint
 from ..network.hot import load_hot
 from ..network.native import Stack
-from ..network.native_calls import ChainStart, TreeStart
+from ..network.native_drafts import ChainStart, TreeStart, grow, roll
 from ..network.streams import StreamSet, read_config
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
 from .growth import Grower, Growth, compiles
@@ -265,7 +265,7 @@ class DraftModel(Drafter):
             chains.append(
                 ChainStart(tokens[cache.committed :], cache.committed, steps, keys, self._grower.floor, growth.rules)
             )
-        for growth, drafted in zip(growths, stack.roll(chains, self.model.pool, self._vocab), strict=True):
+        for growth, drafted in zip(growths, roll(stack, chains, self.model.pool, self._vocab), strict=True):
             for node, (token, log_q) in enumerate(drafted):
                 growth.add(node, token, log_q)
             self.model.computed(growth.session, growth.draft, len(drafted) - 1)
@@ -281,7 +281,7 @@ class DraftModel(Drafter):
             keys = cache.slots(0, len(tokens) + room)
             seeds.append(TreeStart(tokens[first:], first, room, keys, growth.budget, levels, most, growth.rules))
         pool, floor = self.model.pool, self._grower.floor
-        grown = stack.grow(seeds, config.factors, config.topk, beam, floor, pool, self._vocab)
+        grown = grow(stack, seeds, config.factors, config.topk, beam, floor, pool, self._vocab)
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
             self.model.computed(growth.session, growth.draft, tree.forwarded)

@@ -192,7 +192,6 @@ def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache) -> No
     packer.add(
         [growth.draft.tokens[node - 1] for node in growth.frontier],
         [before + growth.depth(node) for node in growth.frontier],
-        growth.frontier,
         slots=cache.slots(base + first - 1, stop),
         keys=cache.slots(0, stop),
         num_keys=stop,

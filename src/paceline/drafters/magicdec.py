@@ -25,7 +25,7 @@ from ..kv.pool import KVPool, SequenceCache
 from ..kv.views import PoolView, SinkWindow
 from ..network.applications import adapter_ranges
 from ..network.native import Stack
-from ..network.native_calls import ChainStart, NativeView
+from ..network.native_drafts import ChainStart, NativeView, roll
 from ..network.packing import RowPacker
 from .base import Drafter, DrafterSpec, DraftRequest
 from .fit import check_rotary
@@ -150,7 +150,7 @@ class MagicDec(Drafter):
             start = tokens[-1:], len(tokens) - 1, growth.max_depth, cache.slots(0, end)
             chains.append(ChainStart(*start, floor, growth.rules, view, scratch))
         pool, vocab = _pool(growths[0].cache), self.decoder.config.vocab_size
-        for growth, drafted in zip(growths, stack.roll(chains, pool, vocab), strict=True):
+        for growth, drafted in zip(growths, roll(stack, chains, pool, vocab), strict=True):
             for node, (token, log_q) in enumerate(drafted):
                 growth.add(node, token, log_q)
 
@@ -175,7 +175,7 @@ class MagicDec(Drafter):
             token = growth.draft.tokens[node - 1] if node else growth.sequence.tokens[-1]
             keys = self.view.keys(cache, position, index)
             count = min(position + 1, self.shape.keys)
-            packer.add([token], [position], [node], cache.slots(position, position + 1), keys, count, count - 1)
+            packer.add([token], [position], cache.slots(position, position + 1), keys, count, count - 1)
         state = self.decoder.embed(packer.batch())
         if any(growth.sequence.application is not None for growth in growths):
             ranges = [(row, row + 1) for row in range(len(growths))]

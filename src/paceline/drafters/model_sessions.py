@@ -264,7 +264,6 @@ class ModelSessions(TreeSessions[Session]):
         packer.add(
             [*tokens[base : base + pending], *(nodes[n].token for n in computed)],
             places,
-            [-1] * pending + [*computed],
             slots=cache.slots(first, stop),
             keys=cache.slots(0, stop),
             num_keys=stop,

@@ -222,13 +222,9 @@ class StreamingSessions(ModelSessions):
             segments.append(self._segment(own, start * gamma, slots[start * gamma : stop * gamma], where))
             places += where
             start = stop
-        numbers = [*range(1, gamma + 1)] * len(able)
-        positions, stream = torch.tensor([places, numbers], device=device).unbind(0)
-        zeros = torch.zeros_like(positions)
+        positions = torch.tensor(places, device=device)
         begun = self.streams.begin(inner[torch.tensor([c.state for c in able], device=device)]).flatten(0, 1)
-        state = ForwardState(
-            begun, positions, zeros, zeros, scratch, self.decoder.plan(segments, positions), stream=stream
-        )
+        state = ForwardState(begun, positions, scratch, self.decoder.plan(segments, positions))
         state.adapters = joined([(0, len(places), self.streams.adapters)])
         insertion = self.streams.config.insertion
         hidden = self.decoder.run_layers(state, insertion, self.decoder.num_layers, self.pool).hidden

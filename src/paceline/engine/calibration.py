@@ -258,7 +258,6 @@ class PassTimer:
             packer.add(
                 [(7 + i) % vocab for i in range(rows)],
                 range(first, first + rows),
-                range(rows),
                 slots=cache.slots(first, first + rows),
                 keys=cache.slots(0, first + rows),
                 num_keys=first + rows,

@@ -44,12 +44,6 @@ class RingCache:
         self.k, self.v = list(made[0].unbind(0)), list(made[1].unbind(0))
         self._texts = texts
 
-    @property
-    def bytes_per_text(self) -> int:
-        """What a text takes, whatever its length."""
-        each = self.k[0][:, 0]
-        return 2 * len(self.k) * self.size * each.numel() * each.element_size()
-
     def open(self) -> int:
         """A ring for a text.
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
 
 from . import library
 
@@ -45,15 +44,16 @@ class NgramTexts:
         for key, tokens, depth in texts:
             text = self._texts.get(key)
             if text is None:
-                text = self._texts[key] = _Text(self._library, self._lengths)
+                made = self._library.pl_ngrams_new(*self._lengths)
+                text = self._texts[key] = _Text(made, self._library.pl_ngrams_free)
             known, text.known = text.known, len(tokens)
             numbers += (text.handle, text.known - known, depth)
             fresh += tokens[known:]
             total += 1 + depth
-        given, made = array("q", numbers + fresh), array("q", bytes(8 * max(1, total)))
-        if self._library.pl_ngrams(given.buffer_info()[0], made.buffer_info()[0]):
+        given, out = array("q", numbers + fresh), array("q", bytes(8 * max(1, total)))
+        if self._library.pl_ngrams(given.buffer_info()[0], out.buffer_info()[0]):
             raise ValueError("look-ups of no token")
-        found, at, said = [], 0, made.tolist()
+        found, at, said = [], 0, out.tolist()
         for _, _, depth in texts:
             end = at + 1 + depth
             found.append((said[at], said[at + 1 : end]) if said[at] else (0, []))
@@ -66,14 +66,13 @@ class NgramTexts:
 
 
 class _Text:
-    """One text in compiled code."""
+    """One text, or several, in compiled code."""
 
     __slots__ = ("_free", "handle", "known")
 
-    def __init__(self, found: Any, lengths: tuple[int, int]) -> None:
-        self.handle: int = found.pl_ngrams_new(*lengths)
+    def __init__(self, handle: int, free: Callable[[int], None]) -> None:
+        self.handle, self._free = handle, free
         self.known = 0  # tokens that are in it
-        self._free = found.pl_ngrams_free
 
     def __del__(self) -> None:
         self._free(self.handle)
@@ -100,14 +99,14 @@ class SuffixTexts:
             raise RuntimeError(f"runs of {shortest} to {longest} tokens in compiled code")
         self._library, self._shortest, self._longest = found, shortest, longest
         self._limits, self._half = array("d", (reach, least)), remembered // 2
-        self._texts: dict[int, _SuffixText] = {}
-        self._ended: deque[_Runs] = deque(maxlen=2)  # younger first
+        self._texts: dict[int, _Text] = {}
+        self._ended: deque[tuple[int, _Text]] = deque(maxlen=2)  # numbered, younger first
         self._numbers = count()
 
     @property
     def size(self) -> int:
         """Tokens of ended texts that are remembered."""
-        return sum(runs.size for runs in self._ended)
+        return sum(runs.known for _, runs in self._ended)
 
     def draft(self, texts: Sequence[tuple[int, list[int], int, int]]) -> list[tuple[int, list[int], list[float]]]:
         """Continue each text.
@@ -122,13 +121,14 @@ class SuffixTexts:
             ValueError: nothing to draft for one of them.
         """
         numbers = [len(texts), self._shortest, len(self._ended)]
-        for runs in self._ended:
-            numbers += (runs.number, runs.handle)
+        for number, runs in self._ended:
+            numbers += (number, runs.handle)
         fresh, total, places = list[int](), 0, []
         for key, tokens, nodes, depth in texts:
             text = self._texts.get(key)
             if text is None:
-                text = self._texts[key] = _SuffixText(self._library, self._longest)
+                made = self._library.pl_suffix_text_new(self._longest)
+                text = self._texts[key] = _Text(made, self._library.pl_suffix_text_free)
             known, text.known = text.known, len(tokens)
             numbers += (text.handle, text.known - known, nodes, depth)
             fresh += tokens[known:]
@@ -157,43 +157,14 @@ class SuffixTexts:
         tokens = tokens[-self._half :] if self._half else ()
         if not tokens:
             return
-        if not self._ended or self._ended[0].size + len(tokens) > self._half:
-            self._ended.appendleft(_Runs(self._library, self._longest, next(self._numbers)))
-        self._ended[0].add(tokens)
+        library = self._library
+        if not self._ended or self._ended[0][1].known + len(tokens) > self._half:
+            runs = _Text(library.pl_suffixes_new(self._longest), library.pl_suffixes_free)
+            self._ended.appendleft((next(self._numbers), runs))
+        runs, given = self._ended[0][1], array("q", tokens)
+        library.pl_suffixes_add(runs.handle, given.buffer_info()[0], len(given))
+        runs.known += len(given)
 
     def forget(self) -> None:
         """Forget all texts that have ended."""
         self._ended.clear()
-
-
-class _Runs:
-    """Runs of texts that have ended, in compiled code."""
-
-    __slots__ = ("_library", "handle", "number", "size")
-
-    def __init__(self, found: Any, longest: int, number: int) -> None:
-        self._library, self.number, self.size = found, number, 0
-        self.handle: int = found.pl_suffixes_new(longest)
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Take in one text."""
-        given = array("q", tokens)
-        self._library.pl_suffixes_add(self.handle, given.buffer_info()[0], len(given))
-        self.size += len(given)
-
-    def __del__(self) -> None:
-        self._library.pl_suffixes_free(self.handle)
-
-
-class _SuffixText:
-    """One running text in compiled code."""
-
-    __slots__ = ("_free", "handle", "known")
-
-    def __init__(self, found: Any, longest: int) -> None:
-        self.handle: int = found.pl_suffix_text_new(longest)
-        self.known = 0  # tokens that are in it
-        self._free = found.pl_suffix_text_free
-
-    def __del__(self) -> None:
-        self._free(self.handle)

@@ -103,9 +103,11 @@ class LowRank(nn.Module):
             up.zero_()
         return self
 
-    def names(self) -> Iterator[tuple[int, str]]:
-        """(layer, linear) of every pair."""
-        return ((layer, linear) for layer in self.config.layers for linear in self.config.linears)
+    def pairs(self) -> Iterator[tuple[int, str, Tensor, Tensor]]:
+        """(layer, linear, down [rank, in], up [out, rank]) of every pair."""
+        for layer in self.config.layers:
+            for linear in self.config.linears:
+                yield layer, linear, self.down[_key(layer, linear)], self.up[_key(layer, linear)]
 
     def pair(self, layer: int, linear: str) -> tuple[Tensor, Tensor] | None:
         """down [rank, in] and up [out, rank]; None where this linear has no adapter."""
@@ -121,11 +123,10 @@ class LowRank(nn.Module):
         Raises:
             ConfigError: a parameter that holds NaN.
         """
-        for layer, linear in self.names():
-            down, up = self.down[_key(layer, linear)].data, self.up[_key(layer, linear)].data
+        for layer, linear, down, up in self.pairs():
             if down.isnan().any() or up.isnan().any():
                 raise not_loaded(f"the adapter of layer {layer}, {linear}")
-            self._ops[layer, linear] = _op(down, exact), _op(up, exact)
+            self._ops[layer, linear] = _op(down.data, exact), _op(up.data, exact)
         return self
 
     def delta(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
@@ -154,11 +155,8 @@ class LowRank(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters under their names in a file: ``{layer}.{linear}.down`` and ``.up``."""
-        found: dict[str, Tensor] = {}
-        for layer, linear in self.names():
-            found[f"{layer}.{linear}.down"] = self.down[_key(layer, linear)]
-            found[f"{layer}.{linear}.up"] = self.up[_key(layer, linear)]
-        return found
+        pairs = ((f"{layer}.{linear}", down, up) for layer, linear, down, up in self.pairs())
+        return {f"{name}.{end}": part for name, *pair in pairs for end, part in zip(("down", "up"), pair, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +197,7 @@ def fill_normal(parameter: Tensor, deviation: float, generator: torch.Generator 
 def _op(weight: Tensor, exact: bool) -> LinearOp:
     """A product as inference wants it; so narrow a one, on either side, that the probe of `make_linear` cannot be
     trusted to see whether its bits depend on the number of rows."""
-    return PadRows(make_linear(weight, None), "narrow") if exact else make_linear(weight, None)
+    return PadRows(make_linear(weight, None)) if exact else make_linear(weight, None)
 
 
 def _of_mlp(shapes: Shapes) -> dict[str, tuple[int, int]]:

@@ -119,10 +119,8 @@ def identity(folder: Path) -> str:
 
 def _check_shapes(asked: str, adapter: LowRank, shape: DecoderConfig) -> None:
     shapes = linear_shapes(shape)
-    for layer, linear in adapter.names():
-        pair = adapter.pair(layer, linear)
-        assert pair is not None
-        found = (pair[0].shape[1], pair[1].shape[0])
+    for layer, linear, down, up in adapter.pairs():
+        found = (down.shape[1], up.shape[0])
         if found != shapes[linear]:
             raise CapabilityError(
                 asked,

@@ -37,8 +37,6 @@ class Batch:
 
     tokens: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64  absolute: root position + depth
-    sequence: Tensor  # [rows] int64  index into the batch (a request with n=4 is four sequences)
-    node: Tensor  # [rows] int64  index into the tree; the last prompt row is node 0, earlier ones -1
     slots: Tensor | slice  # [rows] int64  where each row's K and V go; a slice where contiguous
     attn: Any  # AttentionPlan, from the cache view and the tree
 
@@ -49,30 +47,20 @@ class ForwardState:
 
     hidden: Tensor  # [rows, d_model]
     positions: Tensor  # [rows] int64
-    sequence: Tensor  # [rows] int64
-    node: Tensor  # [rows] int64
     slots: Tensor | slice  # [rows]
     attn: Any  # AttentionPlan
     rope: dict[Any, Any] = field(default_factory=dict)  # by network what `RopeTables.rows` gives for these positions
     adapters: Sequence[AdapterRange] = ()  # rows with low-rank adapters: disjoint ranges, in order
-    stream: Tensor | None = None  # [rows] int64  0 main, j >= 1 for speculative stream j; None: all main
     special: StreamRows | None = None  # what the torch path does otherwise for stream rows, where anything
 
-    def keep(self, rows: Tensor, attn: Any) -> ForwardState:
-        """The state of the ``rows`` [kept] int64, ascending, alone, with their plan: pruning in mid-pass.
+    def keep(self, rows: Tensor) -> ForwardState:
+        """The state of the ``rows`` [kept] int64, ascending, alone: pruning in mid-pass.
 
-        Adapters are left out: their ranges must be given anew. K and V that dropped rows have written remain until
+        Plan and adapters are left out: they must be given anew. K and V that dropped rows have written remain until
         their sequence's region is committed.
         """
-        return ForwardState(
-            self.hidden[rows],
-            self.positions[rows],
-            self.sequence[rows],
-            self.node[rows],
-            slot_indices(self.slots, rows.device)[rows],
-            attn,
-            stream=None if self.stream is None else self.stream[rows],
-        )
+        slots = slot_indices(self.slots, rows.device)[rows]
+        return ForwardState(self.hidden[rows], self.positions[rows], slots, None)
 
 
 class KVCache(Protocol):

@@ -38,8 +38,7 @@ class BlockType:
     number: int  # its type in a GGUF file; those of `GROUPED` are in none
     values: int  # of a block
     bytes: int  # of a block
-    unpack: Callable[[Raw], Unpacked]
-    halves: tuple[int, ...] = (0,)  # bytes at which a block's scales of 16 bits begin
+    unpack: Callable[[Raw], Unpacked] | None = None  # None: products with it are not compiled
 
     def row_bytes(self, k: int) -> int:
         """Bytes of ``k`` values, whole blocks of them."""
@@ -72,6 +71,7 @@ StoredWeights = Mapping[str, Sequence[StoredRows]]  # by the decoder's parameter
 
 def dequantise(kind: BlockType, raw: np.ndarray) -> np.ndarray:
     """[n, k] float32 of rows of blocks [n, bytes] uint8."""
+    assert kind.unpack is not None, f"{kind.name} is not unpacked here"
     codes, scale, least = kind.unpack(raw.reshape(-1, kind.bytes))
     values = scale * codes.astype(np.float32)
     if least is not None:
@@ -220,16 +220,16 @@ def _grouped(zeros: bool) -> Callable[[Raw], Unpacked]:
 
 TYPES = (
     BlockType("q4_0", 2, 32, 18, _simple(least=False, fifth=False)),
-    BlockType("q4_1", 3, 32, 20, _simple(least=True, fifth=False), (0, 2)),
+    BlockType("q4_1", 3, 32, 20, _simple(least=True, fifth=False)),
     BlockType("q5_0", 6, 32, 22, _simple(least=False, fifth=True)),
-    BlockType("q5_1", 7, 32, 24, _simple(least=True, fifth=True), (0, 2)),
+    BlockType("q5_1", 7, 32, 24, _simple(least=True, fifth=True)),
     BlockType("q8_0", 8, 32, 34, _q8_0),
-    BlockType("q4_k", 12, 256, 144, _k(fifth=False), (0, 2)),
-    BlockType("q5_k", 13, 256, 176, _k(fifth=True), (0, 2)),
-    BlockType("q6_k", 14, 256, 210, _q6_k, (208,)),
+    BlockType("q4_k", 12, 256, 144, _k(fifth=False)),
+    BlockType("q5_k", 13, 256, 176, _k(fifth=True)),
+    BlockType("q6_k", 14, 256, 210, _q6_k),
     BlockType("iq4_nl", 20, 32, 18, _iq4_nl),
     BlockType("iq4_xs", 23, 256, 136, _iq4_xs),
-    BlockType("mxfp4", 39, 32, 17, _mxfp4, ()),
+    BlockType("mxfp4", 39, 32, 17, _mxfp4),
 )
 # Of checkpoints quantised in groups: a scale and the codes of 32, 64 or 128 inputs; with a zero of its own, or 8.
 GROUPED = {
@@ -244,8 +244,3 @@ GROUPED = {
 }
 BY_NAME = {kind.name: kind for kind in TYPES}
 BY_NUMBER = {kind.number: kind for kind in TYPES}
-
-
-def as_tensor(raw: np.ndarray) -> Tensor:
-    """The bytes as a tensor, without a copy where they lie in one piece."""
-    return torch.from_numpy(np.ascontiguousarray(raw))

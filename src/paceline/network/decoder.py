@@ -100,7 +100,7 @@ class Decoder(nn.Module):
             layer.table = self._rope.of_layer[place // config.stretch]
         self._head: LinearOp | None = None
         self._native = native
-        self._stack: Stack | None = None
+        self.stack: Stack | None = None  # the compiled layers, where they run this network
         self._hot: Tensor | None = None  # the only tokens that the head is computed for; None: all
 
     def in_order(self) -> list[Layer]:
@@ -162,8 +162,9 @@ class Decoder(nn.Module):
         self._fill_added()
         self.assert_loaded()
         if self._native:
-            self._stack = Stack(self, stored)
-            self._head = self._stack.head
+            lender = None if self.lender is None or self.lender.stack is None else self.lender.stack.weights
+            self.stack = Stack(self, stored, lender)
+            self._head = self.stack.head
             self.head = None
             return self
         for layer in self._run:
@@ -180,9 +181,9 @@ class Decoder(nn.Module):
     def cut(self, hot: Tensor | None) -> None:
         """Give no chance to tokens other than ``hot`` [H] int64, ascending (`network.hot`); None: to all. Once, behind
         `finish`."""
-        if hot is not None and self._stack is not None:
-            self._stack.cut(hot)
-            self._head = self._stack.head
+        if hot is not None and self.stack is not None:
+            self.stack.cut(hot)
+            self._head = self.stack.head
         self._hot = hot
 
     def scale_embedding(self) -> None:
@@ -204,8 +205,8 @@ class Decoder(nn.Module):
         if self.quant is None:
             return self.dtype.itemsize
         if self.quant == "stored":
-            assert self._stack is not None, "the compiled layers alone hold blocks"
-            return self._stack.weight_bytes
+            assert self.stack is not None, "the compiled layers alone hold blocks"
+            return self.stack.weight_bytes
         return 1.0 if self.quant == "int8" else BY_NAME[self.quant].bytes / BY_NAME[self.quant].values
 
     @property
@@ -215,8 +216,8 @@ class Decoder(nn.Module):
 
     def products(self) -> list[tuple[LinearOp, int]]:
         """(linear layer, width of its input) of every product of a pass, in order; the head is the last."""
-        if self._stack is not None:
-            return self._stack.products()
+        if self.stack is not None:
+            return self.stack.products()
         widths = {name: inputs for name, (inputs, _) in linear_shapes(self.config).items()}
         found: list[tuple[LinearOp, int]] = [(getattr(layer, n), w) for layer in self._run for n, w in widths.items()]
         return [*found, (self.head_product, self.config.d_model)]
@@ -237,20 +238,12 @@ class Decoder(nn.Module):
         """
         if self.norm is None:
             raise RuntimeError("embedding, norm and head of this decoder are lent by another, which lends them itself")
-        norm = self.norm if self._stack is None else self._stack.final
-        return TargetHandle(self.embedding.data, norm, self.head_product, self._stack)
+        norm = self.norm if self.stack is None else self.stack.final
+        return TargetHandle(self.embedding.data, norm, self.head_product, self.stack)
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
         """What a drafter may know."""
-        shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
-        known: dict[str, Any] = {field: getattr(self.config, field) for field in shared}
-        own: dict[str, Any] = {"handle": self.handle(), "decoder": self}
-        return TargetInfo(name=name, dtype=self.dtype, tokenizer=tokenizer, **own, **known)
-
-    @property
-    def stack(self) -> Stack | None:
-        """The compiled layers, where they run this network."""
-        return self._stack
+        return TargetInfo.of(name, self.config, self.dtype, tokenizer, self)
 
     def expect(self, position: int) -> None:
         """Announce positions up to ``position``; those of the context need no such call.
@@ -261,21 +254,21 @@ class Decoder(nn.Module):
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The attention plan for rows at ``positions`` [rows] int64, with this network's sliding windows."""
-        if self._stack is not None:
-            return self._stack.plan(segments)
+        if self.stack is not None:
+            return self.stack.plan(segments)
         return self.attention.plan(segments, positions, self.windows)
 
     def embed(self, batch: Batch) -> ForwardState:
         """Token embeddings (and learned positions, where the family has them): [rows, d_model]."""
-        hidden = self.words(batch.tokens, batch.positions)
-        state = ForwardState(hidden, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
-        if self._stack is None:
+        hidden = self.embed_tokens(batch.tokens, batch.positions)
+        state = ForwardState(hidden, batch.positions, batch.slots, batch.attn)
+        if self.stack is None:
             self._rotations(state)
         return state
 
-    def words(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[rows, d_model] of tokens at positions, both [rows] int64: what the first layer reads."""
-        hidden = F.embedding(tokens, self.embedding) if self._stack is None else self._stack.embed(tokens)
+        hidden = F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
         if self.config.learned_positions:
             hidden.add_(F.embedding(positions + self.config.position_offset, self.position_embedding))
         return hidden
@@ -288,8 +281,8 @@ class Decoder(nn.Module):
 
         A tap is the tensor that the next layer reads. Layers never write to their input, so it is not changed.
         """
-        if self._stack is not None:
-            return self._run_native(self._stack, state, start, stop, cache, taps)
+        if self.stack is not None:
+            return self._run_native(self.stack, state, start, stop, cache, taps)
         hidden, attention, stretch = state.hidden, self.attention, self.config.stretch
         rotations = self._rotations(state)
         for index in range(start * stretch, stop * stretch):
@@ -319,8 +312,8 @@ class Decoder(nn.Module):
 
     def read(self, hidden: Tensor) -> Tensor:
         """[rows, vocab], float32 or wider: final norm and output head of any hidden states [rows, d_model]."""
-        if self._stack is not None:
-            return self._stack.logits(hidden)
+        if self.stack is not None:
+            return self.stack.logits(hidden)
         if self.norm is None:
             assert self.lender is not None, "no norm of its own"
             logits = self.lender.logits(hidden, self.normed)
@@ -356,6 +349,16 @@ class TargetInfo:
     tokenizer: Any  # the Hugging Face tokenizer, or None for a model without one
     handle: TargetHandle  # its embedding, final norm and head, for drafters that work on its states
     decoder: Decoder  # itself, for drafters that draft with its layers
+
+    @staticmethod
+    def of(
+        name: str, config: DecoderConfig, dtype: torch.dtype, tokenizer: Any, decoder: Decoder | None = None
+    ) -> TargetInfo:
+        """By its configuration. Without a decoder, of a target in another process: nothing that reads its weights."""
+        shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
+        known: dict[str, Any] = {field: getattr(config, field) for field in shared}
+        known |= {"handle": None if decoder is None else decoder.handle(), "decoder": decoder}
+        return TargetInfo(name=name, dtype=dtype, tokenizer=tokenizer, **known)
 
 
 def _check_lender(lender: TargetHandle, config: DecoderConfig, dtype: torch.dtype, native: bool) -> None:

@@ -76,15 +76,15 @@ class DecoderConfig:
         """[layers] the rotation of each layer."""
         return self.ropes or (self.rope,) * self.num_layers
 
-    def part(self, start: int, stop: int, words: bool) -> DecoderConfig:
+    def part(self, start: int, stop: int, ends: bool) -> DecoderConfig:
         """The layers start .. stop - 1 alone.
 
         Args:
             start, stop: the range.
-            words: whether embedding, final norm and head are there; else states go in and come out.
+            ends: whether embedding, final norm and head are there; else states go in and come out.
         """
         kept = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
-        return kept if words else replace(kept, vocab_size=1, tied=True, learned_positions=0)
+        return kept if ends else replace(kept, vocab_size=1, tied=True, learned_positions=0)
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:

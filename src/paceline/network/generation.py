@@ -37,12 +37,12 @@ def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
     Raises:
         ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
     """
-    found = said(folder, given)
+    found = recommended(folder, given)
     usual = found if found.keys() - {"repetition_penalty"} else {**CHAT, **found}
     return SamplingParams(**{**usual, **given})
 
 
-def said(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
+def recommended(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
     """What the file in a folder says of how the model is sampled, as fields of `SamplingParams`; empty: nothing.
 
     Args:
@@ -59,8 +59,8 @@ def said(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
     return found
 
 
-def _check(file: Path, said: dict[str, Any]) -> None:
-    for name, value in said.items():
+def _check(file: Path, values: dict[str, Any]) -> None:
+    for name, value in values.items():
         try:
             SamplingParams(**{name: value})
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: metadata and where each tensor lies. No tensor is read here, and nothing is believed.
+"""GGUF files: metadata, where each tensor lies, and what it holds. Nothing that a header says is believed.
 
 A file is mapped. A count that a header states is compared with the bytes that are left before anything is made of it,
 so what is allocated is bounded by the file: a small multiple of its header, since Python's objects are larger than the
@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from .blocks import TYPES
+from .blocks import TYPES, BlockType, StoredRows, dequantise
 
 SUFFIX = ".gguf"
 MAGIC, VERSIONS, MAX_DIMENSIONS = b"GGUF", (2, 3), 4
@@ -40,36 +42,91 @@ NO_TOKEN = 2**32 - 1  # where an id would stand
 _OTHERS = """0 f32 1 4, 1 f16 1 2, 30 bf16 1 2, 28 f64 1 8, 24 i8 1 1, 25 i16 1 2, 26 i32 1 4, 27 i64 1 8, 9 q8_1 32 40,
 10 q2_k 256 84, 11 q3_k 256 110, 15 q8_k 256 292, 16 iq2_xxs 256 66, 17 iq2_xs 256 74, 18 iq3_xxs 256 98,
 19 iq1_s 256 50, 21 iq3_s 256 110, 22 iq2_s 256 82, 29 iq1_m 256 56, 34 tq1_0 256 54, 35 tq2_0 256 66"""
-
-
-class TensorType(NamedTuple):
-    """How the values of a tensor lie in a file."""
-
-    number: int
-    name: str
-    values: int  # of a block
-    bytes: int  # of a block
-
-
-TENSOR_TYPES = {kind.number: TensorType(kind.number, kind.name, kind.values, kind.bytes) for kind in TYPES}
-for _number, _name, *_sizes in (entry.split() for entry in _OTHERS.split(",")):
-    TENSOR_TYPES[int(_number)] = TensorType(int(_number), _name, *map(int, _sizes))
+TENSOR_TYPES = {kind.number: kind for kind in TYPES}
+for _number, _name, _values, _bytes in (entry.split() for entry in _OTHERS.split(",")):
+    TENSOR_TYPES[int(_number)] = BlockType(_name, int(_number), int(_values), int(_bytes))
+PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """One tensor, as a header tells."""
+class GGUFTensor:
+    """One tensor, as a header tells, with its rows in a checkpoint's order."""
 
-    name: str
+    name: str  # the file's
     shape: tuple[int, ...]  # rows first, as torch has it: the reverse of the file's order
-    type: TensorType
+    type: BlockType
     file: MappedFile
     start: int  # bytes from the beginning of the file
+    source: str = ""  # a checkpoint's name of it
+    heads: int = 0  # whose rows are in pairs; 0: they are in order
+
+    def __str__(self) -> str:
+        return f"tensor {shown(self.name)} in {self.file.path}"
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return math.prod(self.shape) // self.type.values * self.type.bytes
+
+    def require_product(self) -> None:
+        """Refuse a type that cannot stay as it is.
+
+        Raises:
+            CapabilityError: it is neither plain nor one whose products are compiled.
+        """
+        if self.type.name not in PLAIN and self.type.unpack is None:
+            wrong = f"there is no product with its type {self.type.name}"
+            raise CapabilityError(str(self), wrong, "load it with dtype='int8' or 'bfloat16'")
+
+    def stored(self) -> StoredRows:
+        """Its rows where the file has them."""
+        raw = self.raw()
+        return StoredRows(self.type, raw, self._order(len(raw)), str(self), self.forget)
+
+    def _order(self, rows: int) -> Tensor:
+        """[rows] int64 which row of the file comes first, second, ..."""
+        order = torch.arange(rows)
+        if not self.heads:
+            return order
+        # Back from pairs (i, i + d/2 side by side) to halves: [heads, d/2, 2] to [heads, 2, d/2].
+        return order.view(self.heads, -1, 2).transpose(1, 2).flatten()
+
+    def values(self) -> Tensor:
+        """Its values in its shape: a plain type as it is, others as float32.
+
+        Raises:
+            CapabilityError: a type that needs the ``gguf`` package, which is not there.
+        """
+        raw = self.raw()
+        if self.heads:
+            raw = raw[self._order(len(raw)).numpy()]
+        if self.type.name in PLAIN:
+            return torch.from_numpy(np.array(raw)).view(PLAIN[self.type.name]).reshape(self.shape)
+        whole = np.ascontiguousarray(raw)
+        found = self._by_package(whole) if self.type.unpack is None else dequantise(self.type, whole)
+        return torch.from_numpy(found).reshape(self.shape)
+
+    def _by_package(self, raw: np.ndarray) -> np.ndarray:
+        remedy = "use a file in another format, as Q4_K_M"
+        try:
+            from gguf import GGMLQuantizationType
+            from gguf.quants import dequantize
+        except ImportError as error:
+            wrong = f"its type {self.type.name} is unpacked by the gguf package, which is not installed"
+            raise CapabilityError(str(self), wrong, f"pip install gguf, or {remedy}") from error
+        try:
+            found: np.ndarray = dequantize(raw, GGMLQuantizationType(self.type.number))
+            return found
+        except (NotImplementedError, ValueError) as error:
+            raise CapabilityError(str(self), f"the gguf package does not unpack {self.type.name}", remedy) from error
+
+    def forget(self) -> None:
+        """Let go of the pages of memory that hold it: it can be read again from the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = -(-self.start // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = self.start + self.nbytes - start
+            if size > 0:
+                self.file.data.madvise(mmap.MADV_DONTNEED, start, size)
 
     def raw(self) -> np.ndarray:
         """[rows, bytes of a row] uint8, a view of the mapped file."""
@@ -82,13 +139,29 @@ class GGUF(NamedTuple):
 
     paths: tuple[Path, ...]
     metadata: Mapping[str, Any]  # of the first part
-    tensors: dict[str, TensorPlace]
+    tensors: dict[str, GGUFTensor]
     header: bytes  # metadata of the first part, as they lie in the file
 
     @property
     def path(self) -> Path:
         """The file that names the model."""
         return self.paths[0]
+
+    def token_id(self, role: str) -> int | None:
+        """The id that the file gives a role, as "bos"; None: it gives none.
+
+        Raises:
+            ConfigError: an id that no token has.
+        """
+        key = f"tokenizer.ggml.{role}_token_id"
+        token: int = self.metadata.get(key, NO_TOKEN)
+        if token == NO_TOKEN:
+            return None
+        count = len(self.metadata.get("tokenizer.ggml.tokens", ()))
+        if not 0 <= token < count:
+            wrong = f"{key} is {shown(token)}, and there are {count:,} tokens"
+            raise ConfigError(f"GGUF file {self.path}", wrong, "download the file again, or convert it again")
+        return token
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +216,7 @@ def read_gguf(path: str | Path) -> GGUF:
 @lru_cache(maxsize=4)
 def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
     """By size and time of change too, so that a file that was replaced is read again."""
-    found: dict[str, TensorPlace] = {}
+    found: dict[str, GGUFTensor] = {}
     files = [MappedFile(path) for path, _, _ in stamped]
     for number, file in enumerate(files):
         for name, said in (("split.no", number), ("split.count", len(files))):
@@ -341,7 +414,7 @@ class MappedFile:
 
     def _placed(
         self, name: str, shape: tuple[int, ...], number: int, offset: int, begin: int, alignment: int
-    ) -> TensorPlace:
+    ) -> GGUFTensor:
         what = f"tensor {shown(name)}"
         if number not in TENSOR_TYPES:
             wrong = f"{what} has type {number}, which is not known here"
@@ -353,7 +426,7 @@ class MappedFile:
             self.refuse(f"{what} has {shape[-1]} values in a row, and a block of {kind.name} {kind.values}")
         if offset % alignment:
             self.refuse(f"{what} begins at {offset}, which is no multiple of {alignment}")
-        tensor = TensorPlace(name, shape, kind, self, begin + offset)
+        tensor = GGUFTensor(name, shape, kind, self, begin + offset)
         if tensor.start + tensor.nbytes > len(self.data):
             wrong = f"{what} ends at byte {tensor.start + tensor.nbytes:,} of {len(self.data):,}: the file is truncated"
             self.refuse(wrong)

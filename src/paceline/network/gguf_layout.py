@@ -9,8 +9,8 @@ from pathlib import Path
 from ..core.errors import ConfigError
 from ..core.options import shown
 from .families import DecoderConfig, decoder_config
-from .gguf import SUFFIX, is_gguf, parts_of, read_gguf
-from .gguf_model import GGUFTensor, config_of, tensors_of
+from .gguf import SUFFIX, GGUFTensor, is_gguf, parts_of, read_gguf
+from .gguf_model import config_of, tensors_of
 from .weights import Piece, weight_map
 
 
@@ -22,15 +22,15 @@ def read_pieces(path: Path, config: DecoderConfig) -> list[tuple[Piece, GGUFTens
     """
     wanted = {piece.source: piece for piece in weight_map(config)}
     model = read_gguf(path)
-    stored = {tensor.name: tensor for tensor in tensors_of(model)}
+    stored = {tensor.source: tensor for tensor in tensors_of(model)}
     for name in wanted.keys() - stored.keys():
         raise ConfigError(f"GGUF file {path}", f"it misses tensor {name}", "download the file again")
     for name, tensor in stored.items():
         if name not in wanted:
-            wrong = f"it has tensor {shown(tensor.place.name)}, for which this architecture has no place here"
+            wrong = f"it has tensor {shown(tensor.name)}, for which this architecture has no place here"
             raise ConfigError(f"GGUF file {path}", wrong, "use another model")
         if tensor.shape != wanted[name].shape:
-            wrong = f"tensor {shown(tensor.place.name)} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
+            wrong = f"tensor {shown(tensor.name)} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
             raise ConfigError(f"GGUF file {path}", f"{wrong} as its metadata say", "convert the model again")
     return [(wanted[name], tensor) for name, tensor in stored.items()]
 

@@ -8,23 +8,18 @@ Source: the GGUF specification; llama.cpp's ``convert_hf_to_gguf.py`` (what is p
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from .blocks import BY_NUMBER, StoredRows, dequantise
 from .families import refuse_unbuilt
-from .gguf import GGUF, NO_TOKEN, TensorPlace, TensorType
+from .gguf import GGUF, PLAIN, GGUFTensor
 
-PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 STORED = "stored"  # as a dtype: the types that the file has its weights in
 _PERMUTED = ("llama", "smollm3")  # whose rows of q and k the converter turned from halves into pairs
 
@@ -66,120 +61,25 @@ _OTHERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    """One tensor under a checkpoint's name, its rows in a checkpoint's order."""
-
-    name: str  # the checkpoint's
-    place: TensorPlace
-    heads: int = 0  # whose rows are in pairs; 0: they are in order
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As torch has it."""
-        return self.place.shape
-
-    @property
-    def type(self) -> TensorType:
-        """Of the file."""
-        return self.place.type
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return self.place.nbytes
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether products with its type are compiled."""
-        return self.place.type.number in BY_NUMBER
-
-    def require_product(self) -> None:
-        """Refuse a type that cannot stay as it is.
-
-        Raises:
-            CapabilityError: it is neither plain nor one whose products are compiled.
-        """
-        kind = self.place.type
-        if kind.name not in PLAIN and not self.in_blocks:
-            asked = f"tensor {shown(self.place.name)} in {self.place.file.path}"
-            wrong = f"there is no product with its type {kind.name}"
-            raise CapabilityError(asked, wrong, "load it with dtype='int8' or 'bfloat16'")
-
-    def stored(self) -> StoredRows:
-        """Its rows where the file has them."""
-        raw, place = self.place.raw(), self.place
-        source = f"tensor {shown(place.name)} in {place.file.path}"
-        return StoredRows(BY_NUMBER[place.type.number], raw, self._order(len(raw)), source, self.forget)
-
-    def _order(self, rows: int) -> Tensor:
-        """[rows] int64 which row of the file comes first, second, ..."""
-        order = torch.arange(rows)
-        if not self.heads:
-            return order
-        # Back from pairs (i, i + d/2 side by side) to halves: [heads, d/2, 2] to [heads, 2, d/2].
-        return order.view(self.heads, -1, 2).transpose(1, 2).flatten()
-
-    def values(self) -> Tensor:
-        """Its values in its shape: a plain type as it is, others as float32.
-
-        Raises:
-            CapabilityError: a type that needs the ``gguf`` package, which is not there.
-            ConfigError: a scale is no number.
-        """
-        kind, raw = self.place.type, self.place.raw()
-        if self.heads:
-            raw = raw[self._order(len(raw)).numpy()]
-        if kind.name in PLAIN:
-            return torch.from_numpy(np.array(raw)).view(PLAIN[kind.name]).reshape(self.shape)
-        if kind.number in BY_NUMBER:
-            return torch.from_numpy(dequantise(BY_NUMBER[kind.number], np.ascontiguousarray(raw))).reshape(self.shape)
-        return torch.from_numpy(_by_package(self.place, raw)).reshape(self.shape)
-
-    def forget(self) -> None:
-        """Let go of the pages of memory that hold it: it can be read again from the file."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            start = -(-self.place.start // mmap.PAGESIZE) * mmap.PAGESIZE
-            size = self.place.start + self.place.nbytes - start
-            if size > 0:
-                self.place.file.data.madvise(mmap.MADV_DONTNEED, start, size)
-
-
-def _by_package(place: TensorPlace, raw: np.ndarray) -> np.ndarray:
-    asked = f"tensor {shown(place.name)} in {place.file.path}"
-    remedy = "use a file in another format, as Q4_K_M"
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError as error:
-        wrong = f"its type {place.type.name} is unpacked by the gguf package, which is not installed"
-        raise CapabilityError(asked, wrong, f"pip install gguf, or {remedy}") from error
-    try:
-        found: np.ndarray = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(place.type.number))
-        return found
-    except (NotImplementedError, ValueError) as error:
-        raise CapabilityError(asked, f"the gguf package does not unpack {place.type.name}", remedy) from error
-
-
 def tensors_of(model: GGUF) -> Iterator[GGUFTensor]:
     """Every tensor but rotation factors, by its checkpoint's name; one that has none there keeps its own."""
     arch = architecture(model)
     names = _LAYER | _OWN_NAMES.get(arch, {})
     heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if arch in _PERMUTED else {}
-    for name, place in model.tensors.items():
+    for name, tensor in model.tensors.items():
         if name in _FACTORS:
             continue
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         if match is None:
             stem, _, kind = name.partition(".")
-            yield GGUFTensor(f"{_TOP.get(stem, stem)}.{kind}", place)
+            yield replace(tensor, source=f"{_TOP.get(stem, stem)}.{kind}")
         elif match[2] not in names:
-            yield GGUFTensor(name, place)
+            yield replace(tensor, source=name)
         else:
-            count = _Said(model).integer(f"attention.{heads[match[2]]}") if match[2] in heads else 0
-            if count and place.shape[0] % (2 * count):
-                place.file.refuse(f"tensor {shown(name)} has {place.shape[0]} rows for {count} heads")
-            yield GGUFTensor(f"layers.{match[1]}.{names[match[2]]}.{match[3]}", place, count)
+            count = _ArchMetadata(model).integer(f"attention.{heads[match[2]]}") if match[2] in heads else 0
+            if count and tensor.shape[0] % (2 * count):
+                tensor.file.refuse(f"tensor {shown(name)} has {tensor.shape[0]} rows for {count} heads")
+            yield replace(tensor, source=f"layers.{match[1]}.{names[match[2]]}.{match[3]}", heads=count)
 
 
 def architecture(model: GGUF) -> str:
@@ -209,7 +109,7 @@ def config_of(model: GGUF) -> dict[str, Any]:
         ConfigError: a key that is missing or cannot be.
         CapabilityError: an architecture or option that is not built.
     """
-    arch, said = architecture(model), _Said(model)
+    arch, said = architecture(model), _ArchMetadata(model)
     if said.get("expert_count", 0):
         raise CapabilityError(said.asked, "it is a mixture of experts, which is not built", "use a dense model")
     width, heads = said.integer("embedding_length"), said.integer("attention.head_count")
@@ -228,17 +128,17 @@ def config_of(model: GGUF) -> dict[str, Any]:
         "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": said.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in model.tensors,
-        "bos_token_id": _token(model, "bos"),
+        "bos_token_id": model.token_id("bos"),
         "eos_token_id": _stop_ids(model),
         "dtype": _dtype(model),
     }
     if (turned := said.integer("rope.dimension_count", head_dim)) != head_dim:
         values["partial_rotary_factor"] = turned / head_dim
-    values |= {"rope_scaling": rope} if (rope := _rope(model, said, head_dim)) else {}
-    return values | _ARCHITECTURES[arch](model, said)
+    values |= {"rope_scaling": rope} if (rope := _rope(model, said)) else {}
+    return values | _ARCHITECTURES[arch](said)
 
 
-class _Said:
+class _ArchMetadata:
     """Metadata of one architecture, its types checked; every complaint names the key."""
 
     def __init__(self, model: GGUF) -> None:
@@ -275,26 +175,9 @@ class _Said:
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "<end_of_utterance>")
 
 
-def _token(model: GGUF, role: str) -> int | None:
-    """The id that the file gives a role; None: it gives none.
-
-    Raises:
-        ConfigError: an id that no token has.
-    """
-    key = f"tokenizer.ggml.{role}_token_id"
-    token: int = model.metadata.get(key, NO_TOKEN)
-    if token == NO_TOKEN:
-        return None
-    count = len(model.metadata.get("tokenizer.ggml.tokens", ()))
-    if not 0 <= token < count:
-        wrong = f"{key} is {token}, and there are {count:,} tokens"
-        raise ConfigError(f"GGUF file {model.path}", wrong, "download the file again, or convert it again")
-    return token
-
-
 def _stop_ids(model: GGUF) -> list[int]:
     """Ends of a text, of a turn and of a message."""
-    found = [_token(model, role) for role in ("eos", "eot", "eom")]
+    found = [model.token_id(role) for role in ("eos", "eot", "eom")]
     if found[1] is None:
         tokens = model.metadata.get("tokenizer.ggml.tokens", [])
         found[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)
@@ -324,7 +207,7 @@ def _dtype(model: GGUF) -> str:
     return str(PLAIN[plain[0]]).removeprefix("torch.")
 
 
-def _rope(model: GGUF, said: _Said, head_dim: int) -> dict[str, Any]:
+def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
     """What ``rope_scaling`` would say; nothing for the plain rotation.
 
     Raises:
@@ -335,7 +218,7 @@ def _rope(model: GGUF, said: _Said, head_dim: int) -> dict[str, Any]:
     if factors is not None:  # divisors of each frequency: Llama 3's, or LongRoPE's for short texts
         long = "rope_factors_long.weight" in model.tensors
         original = said.integer("rope.scaling.original_context_length", context) if long else context
-        listed = GGUFTensor("", factors).values().float().tolist()
+        listed = factors.values().float().tolist()
         own = {"factor": context / original} if long else {"attention_factor": 1.0}
         if "rope.scaling.attn_factor" in (key.removeprefix(said.prefix) for key in model.metadata):
             own = {"attention_factor": said.number("rope.scaling.attn_factor")}
@@ -356,24 +239,7 @@ def _rope(model: GGUF, said: _Said, head_dim: int) -> dict[str, Any]:
     return scaling
 
 
-def _llama(model: GGUF, said: _Said) -> dict[str, Any]:
-    return {"model_type": "llama", "attention_bias": "blk.0.attn_q.bias" in model.tensors}
-
-
-def _qwen2(model: GGUF, said: _Said) -> dict[str, Any]:
-    return {"model_type": "qwen2"}
-
-
-def _qwen3(model: GGUF, said: _Said) -> dict[str, Any]:
-    return {"model_type": "qwen3"}
-
-
-def _phi3(model: GGUF, said: _Said) -> dict[str, Any]:
-    window = said.get("attention.sliding_window")
-    return {"model_type": "phi3", "sliding_window": window or None}
-
-
-def _gemma3(model: GGUF, said: _Said) -> dict[str, Any]:
+def _gemma3(said: _ArchMetadata) -> dict[str, Any]:
     """No file names the pattern of windows, the rotation of layers with one, or the scale of the largest's scores."""
     layers, width, heads = (said.integer(key) for key in ("block_count", "embedding_length", "attention.head_count"))
     head_dim = said.integer("attention.key_length", 256)
@@ -389,15 +255,12 @@ def _gemma3(model: GGUF, said: _Said) -> dict[str, Any]:
     }
 
 
-def _smollm3(model: GGUF, said: _Said) -> dict[str, Any]:
-    return {"model_type": "smollm3", "no_rope_layer_interval": 4}
-
-
-_ARCHITECTURES: dict[str, Callable[[GGUF, _Said], dict[str, Any]]] = {
+# What each architecture says beside what all do.
+_ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
     "gemma3": _gemma3,
-    "llama": _llama,
-    "phi3": _phi3,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "smollm3": _smollm3,
+    "llama": lambda said: {"model_type": "llama", "attention_bias": "blk.0.attn_q.bias" in said.model.tensors},
+    "phi3": lambda said: {"model_type": "phi3", "sliding_window": said.get("attention.sliding_window") or None},
+    "qwen2": lambda said: {"model_type": "qwen2"},
+    "qwen3": lambda said: {"model_type": "qwen3"},
+    "smollm3": lambda said: {"model_type": "smollm3", "no_rope_layer_interval": 4},
 }

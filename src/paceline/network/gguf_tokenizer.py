@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import CapabilityError, ConfigError
+from ..core.folders import user_cache
 from ..core.options import shown
 from ..native.memory import give_back
-from .gguf import GGUF, NO_TOKEN
+from .gguf import GGUF
 
 FORM = 2  # of what is kept in the cache; a change of this module that changes ids makes it another
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # types of tokens
@@ -124,26 +125,21 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
 
 def _read_kept(model: GGUF, read: Callable[[str], Any]) -> Any:
     """What ``read`` makes of the file's ``tokenizer.json``, kept in the cache folder by the hash of the header."""
-    digest = hashlib.sha256(model.header).hexdigest()[:32]
-    kept = _cache_folder() / f"{digest}-{FORM}.json"
-    with suppress(Exception):  # none yet, or damaged: it is made anew
-        return read(str(kept))
-    made = _Maker(model).tokenizer().to_str()
+    name = f"{hashlib.sha256(model.header).hexdigest()[:32]}-{FORM}.json"
     with tempfile.TemporaryDirectory() as elsewhere:
+        kept = (user_cache() or Path(elsewhere)) / "tokenizers" / name
+        with suppress(Exception):  # none yet, or damaged: it is made anew
+            return read(str(kept))
+        made = _Builder(model).tokenizer().to_str()
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             scratch = kept.with_suffix(f".{os.getpid()}")
             scratch.write_text(made, encoding="utf-8")
             scratch.replace(kept)
         except OSError:  # a folder that cannot be written: it is made each time
-            kept = Path(elsewhere) / kept.name
+            kept = Path(elsewhere) / name
             kept.write_text(made, encoding="utf-8")
         return read(str(kept))
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "paceline" / "tokenizers"
 
 
 def load_gguf_tokenizer(model: GGUF) -> Any:
@@ -156,7 +152,7 @@ def load_gguf_tokenizer(model: GGUF) -> Any:
         return None
     from transformers import TokenizersBackend
 
-    maker = _Maker(model)
+    maker = _Builder(model)
     template = model.metadata.get("tokenizer.chat_template")
     _check_template(model, template)
     roles = {name: maker.named(key) for name, key in _NAMED.items()}
@@ -201,11 +197,11 @@ def _writes(tokenizer: Any, bos: str | None) -> bool:
     return bos is None or str(text).lstrip().startswith(bos)
 
 
-class _Maker:
+class _Builder:
     """Builds the tokenizer that a file describes."""
 
     def __init__(self, model: GGUF) -> None:
-        self.metadata: Mapping[str, Any] = model.metadata
+        self.model, self.metadata = model, model.metadata
         self.asked = f"the tokenizer in {model.path}"
         self.kind = self.metadata.get("tokenizer.ggml.model")
         if self.kind not in ("gpt2", "llama"):
@@ -246,12 +242,8 @@ class _Maker:
         Raises:
             ConfigError: an id that no token has.
         """
-        token = self.metadata.get(f"tokenizer.ggml.{name}_token_id", NO_TOKEN)
-        if token == NO_TOKEN:
-            return None
-        if not 0 <= token < len(self.tokens):
-            self._refuse(f"tokenizer.ggml.{name}_token_id is {shown(token)}, and there are {len(self.tokens):,} tokens")
-        return self.tokens[token]
+        token = self.model.token_id(name)
+        return None if token is None else self.tokens[token]
 
     def adds(self, name: str) -> bool:
         """Whether a text begins with BOS, or ends with EOS."""

@@ -52,14 +52,6 @@ class GroupTensor:
         """Bytes in blocks."""
         return self.shape[0] * self.type.row_bytes(self.shape[1])
 
-    @property
-    def in_blocks(self) -> bool:
-        """Whether products with its type are compiled."""
-        return True
-
-    def require_product(self) -> None:
-        """Every such weight has a product."""
-
     def stored(self) -> StoredRows:
         """Its rows in blocks.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .linear import LinearOp
 from .native import Stack
-from .native_linear import top
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +21,7 @@ class TargetHandle:
     """
 
     embedding: Tensor  # [V, d_model]; without values where the weights are in blocks, of which `embed` makes them
-    norm: Callable[[Tensor], Tensor]
+    final: Callable[[Tensor], Tensor]  # [rows, d_model] normed states, from raw ones
     head: LinearOp
     stack: Stack | None  # the compiled layers, whose packed head others may run; None: torch's kernels
 
@@ -40,10 +39,6 @@ class TargetHandle:
         every = torch.arange(len(self.embedding), device=self.embedding.device if not self.embedding.is_meta else "cpu")
         return self.embed(every) if self.embedding.is_meta else self.embedding
 
-    def final(self, states: Tensor) -> Tensor:
-        """[rows, d_model] normed states, from raw ones."""
-        return self.norm(states)
-
     def logits(self, states: Tensor, normed: bool = False) -> Tensor:
         """[rows, V] float32 or wider, never rounded to bf16 in between.
 
@@ -53,8 +48,4 @@ class TargetHandle:
             states: [rows, d_model] in the target's dtype.
             normed: whether they have gone through the final norm.
         """
-        return self.head.wide(states if normed else self.norm(states))
-
-    def top(self, states: Tensor, k: int, normed: bool = False) -> tuple[list[list[int]], list[list[float]]]:
-        """Of each row the k likeliest tokens, best first, and their log-probabilities; arguments as for `logits`."""
-        return top(self.logits(states, normed), k)
+        return self.head.wide(states if normed else self.final(states))

@@ -10,6 +10,7 @@ they change bits with the number of rows where the plain product does not.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal, Protocol, get_args
 
@@ -31,13 +32,15 @@ ROW_LIMITS = (256, 64, 32)
 class LinearOp(Protocol):
     """y = x W^T + b, by whatever kernel."""
 
+    __slots__ = ()
+
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out], freshly allocated."""
         ...
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """[rows, out] residual + x W^T + b; ``residual`` itself is left as it is."""
-        ...
+        return self(x).add_(residual)
 
     def wide(self, x: Tensor) -> Tensor:
         """[rows, out] float32 or wider, not rounded to the weights' dtype in between."""
@@ -71,19 +74,9 @@ def nan_parameter(
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device=device), requires_grad=trainable)
 
 
-class _Added:
-    """What all kinds share: the residual stream is added to a fresh product in place."""
-
-    __slots__ = ()
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self(x).add_(residual)  # type: ignore[operator]
-
-
-class PlainLinear(_Added):
+class PlainLinear(LinearOp):
     """`F.linear`; any dtype and device."""
 
-    kind = "plain"
     __slots__ = ("bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -93,17 +86,13 @@ class PlainLinear(_Added):
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias).add_(residual)
-
     def wide(self, x: Tensor) -> Tensor:
         return wide_product(x, self.weight, self.bias)
 
 
-class PackedLinear(_Added):
+class PackedLinear(LinearOp):
     """bf16 on the CPU with the weight in oneDNN's blocked layout: half the time of `F.linear` on few rows."""
 
-    kind = "packed"
     __slots__ = ("bias", "packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -118,14 +107,13 @@ class PackedLinear(_Added):
         return wide_product(x, self.packed.to_dense(), self.bias)  # the kernel has no wide output
 
 
-class Int8Linear(_Added):
+class Int8Linear(LinearOp):
     """int8 weights, one scale an output row (absmax, symmetric); activations stay in bf16.
 
     The weight is ``q * scale`` with ``scale = max|row| / 127`` and ``q = round(weight / scale)``. The
     product is rounded to bf16 once, after the scale.
     """
 
-    kind = "int8"
     __slots__ = ("bias", "scale", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -135,9 +123,6 @@ class Int8Linear(_Added):
     def __call__(self, x: Tensor) -> Tensor:
         y = torch._weight_int8pack_mm(x.contiguous(), self.weight, self.scale)
         return y if self.bias is None else y.add_(self.bias)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self(x).add_(residual)
 
     def wide(self, x: Tensor) -> Tensor:
         y = wide_product(x, self.weight, None).mul_(self.scale.float())
@@ -162,13 +147,12 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
-class SplitRows(_Added):
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitRows(LinearOp):
     """Runs ``inner`` on at most ``limit`` rows at a time: below the limit its bits do not depend on the width."""
 
-    __slots__ = ("inner", "kind", "limit")
-
-    def __init__(self, inner: LinearOp, kind: str, limit: int) -> None:
-        self.inner, self.kind, self.limit = inner, f"{kind}, at most {limit} rows", limit
+    inner: LinearOp
+    limit: int
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.limit:
@@ -179,16 +163,14 @@ class SplitRows(_Added):
         return self.inner.wide(x)
 
 
-class PadRows(_Added):
+@dataclass(frozen=True, slots=True, eq=False)
+class PadRows(LinearOp):
     """Runs ``inner`` on blocks of exactly `PAD_ROWS` rows, the last one padded with zeros.
 
     Every product then has the same shape, so a row's bits cannot depend on how many rows there are.
     """
 
-    __slots__ = ("inner", "kind")
-
-    def __init__(self, inner: LinearOp, kind: str) -> None:
-        self.inner, self.kind = inner, f"{kind}, blocks of {PAD_ROWS} rows"
+    inner: LinearOp
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -220,20 +202,20 @@ def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, qua
         )
     if quant == "int8":
         _check_int8(weight)
-        linear: PlainLinear | PackedLinear | Int8Linear = Int8Linear(weight, bias)
+        linear: LinearOp = Int8Linear(weight, bias)
     elif weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and can_pack():
         linear = PackedLinear(weight, bias)
     else:
         linear = PlainLinear(weight, bias)
-    return make_exact(linear, linear.kind, weight) if exact else linear
+    return make_exact(linear, type(linear).__name__, weight) if exact else linear
 
 
 def make_exact(linear: LinearOp, kind: str, weight: Tensor) -> LinearOp:
     """Wrap ``linear`` so that a row's bits are the same at every width; the cheapest wrap that is enough."""
     if weight.dtype in (torch.float32, torch.float64):
-        return PadRows(linear, kind)  # one row and two rows take different kernels: known, not worth a probe
+        return PadRows(linear)  # one row and two rows take different kernels: known, not worth a probe
     limit = _row_limit(linear, kind, weight)
-    return SplitRows(linear, kind, limit) if limit else PadRows(linear, kind)
+    return SplitRows(linear, limit) if limit else PadRows(linear)
 
 
 def _row_limit(linear: LinearOp, kind: str, weight: Tensor) -> int:
@@ -279,11 +261,11 @@ def can_pack() -> bool:
     """Whether this build and this processor have the packed bf16 product."""
     ops = torch.ops.mkldnn
     names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-    return torch.backends.mkldnn.is_available() and all(hasattr(ops, n) for n in names) and _bf16_kernels()
-
-
-def _bf16_kernels() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return (
+        torch.backends.mkldnn.is_available()
+        and all(hasattr(ops, n) for n in names)
+        and bool(ops._is_mkldnn_bf16_supported())
+    )
 
 
 def _check_int8(weight: Tensor) -> None:

@@ -50,7 +50,7 @@ def load_model(
     native: bool = False,
     stretch: int = 1,
     layers: tuple[int, int] | None = None,
-    words: bool = True,
+    ends: bool = True,
 ) -> Decoder:
     """Load the checkpoint in a local folder, or a part of its layers.
 
@@ -66,7 +66,7 @@ def load_model(
         exact, native: see `Decoder`.
         stretch: of `DecoderConfig`.
         layers: the first one, and one past the last one; None: all. They are numbered from 0 then.
-        words: of `DecoderConfig.part`; without them the decoder's embedding and head are zeros, for nobody to use.
+        ends: of `DecoderConfig.part`; without them the decoder's embedding and head are zeros, for nobody to use.
 
     Raises:
         ConfigError: files that are missing, broken or do not fit the configuration, or weights for which there is
@@ -82,28 +82,28 @@ def load_model(
         wrong = f"{folder} has no weights in blocks"
         raise ConfigError("dtype='stored'", wrong, "name a GGUF file or a checkpoint in 4 bits, or leave it out")
     if layers is not None:
-        layout, config = _part(layout, layers, words), config.part(*layers, words)
+        layout, config = _part(layout, layers, ends), config.part(*layers, ends)
     blocks = layout.blocks(config) if quant == "stored" else None
     with _memory_for(folder, layout, config, kind, place, blocks):
         decoder = Decoder(config, attention, dtype=kind, device=place, exact=exact, quant=quant, native=native)
         decoder.allocate(blocks or {})
-        if not words:
+        if not ends:
             for parameter in (decoder.embedding, *(() if decoder.norm is None else decoder.norm.parameters())):
                 parameter.data.zero_()
         _fill_all(decoder, layout, blocks or {})
         return decoder.finish(blocks)
 
 
-def _part(layout: Layout, layers: tuple[int, int], words: bool) -> Layout:
+def _part(layout: Layout, layers: tuple[int, int], ends: bool) -> Layout:
     """What some of the layers need of a checkpoint, under the names that these have alone."""
     kept = []
     for piece, tensor in layout.pieces:
         match = re.fullmatch(r"layers\.(\d+)\.(.*)", piece.into)
-        if match is None and words:
+        if match is None and ends:
             kept.append((piece, tensor))
         elif match is not None and layers[0] <= int(match[1]) < layers[1]:
             kept.append((replace(piece, into=f"layers.{int(match[1]) - layers[0]}.{match[2]}"), tensor))
-    return Layout(kept, layout.heads if words else [])
+    return Layout(kept, layout.heads if ends else [])
 
 
 @contextmanager

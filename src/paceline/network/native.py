@@ -14,7 +14,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -32,27 +32,12 @@ from .blocks import StoredWeights
 from .families import DecoderConfig
 from .hot import HotHead
 from .linear import LinearOp
-from .native_calls import (
-    ChainStart,
-    GrownTree,
-    NativeTaps,
-    TokenPass,
-    TreeStart,
-    chain_table,
-    hold,
-    keys_of,
-    numbers,
-    tree_table,
-)
+from .native_calls import NativeTaps, TokenPass, hold, keys_of
 from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
 from .native_streams import NativeStreams, StreamRun, StreamTokens, limits_of
-from .native_weights import NativeWeights
+from .native_weights import Loaded, NativeWeights
 from .padding import SCALE_ROOM, padded
-
-if TYPE_CHECKING:
-    from .native_states import NativeFuse
-    from .streams import StreamSet
-
+from .streams import StreamSet
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # in the order of `enum Activation`
 
@@ -81,9 +66,11 @@ class NativePlan:
 
 
 class Stack:
-    """All layers of a decoder and its head. Takes over the weights of a `decoder.Decoder`, packed."""
+    """All layers of a decoder and its head, whose weights it takes over, packed; arguments as of `NativeWeights`."""
 
-    def __init__(self, decoder: Any, stored: StoredWeights | None = None) -> None:
+    def __init__(
+        self, decoder: Loaded, stored: StoredWeights | None = None, lender: NativeWeights | None = None
+    ) -> None:
         c, quant = decoder.config, decoder.quant
         self.dtype = decoder.dtype
         why = unsupported(c, decoder.dtype, decoder.device)
@@ -93,7 +80,7 @@ class Stack:
             raise CapabilityError("native=True", why, "use native=False")
         self._rope = RopeTables(c.rotations, c.max_position, torch.float32, decoder.device)
         self.stretch = c.stretch
-        self.weights = NativeWeights(decoder, stored or {})
+        self.weights = NativeWeights(decoder, stored or {}, lender)
         self.head = self.weights.head
         self._model = abi.CModel(
             d_model=c.d_model,
@@ -120,14 +107,10 @@ class Stack:
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
         self._streams: WeakKeyDictionary[StreamSet, NativeStreams] = WeakKeyDictionary()
         self._packing = threading.Lock()
-        library = native.library()
-        assert library is not None
-        self._run_layers, self._logits, self._norm = library.pl_run_layers, library.pl_logits, library.pl_norm
-        self._roll, self._grow = library.pl_roll, library.pl_grow
-        self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
-        self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
+        self.library = native.library()
+        self.free_rows = native.TILE_ROWS if self.library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
-        self.embedding_at = ctypes.addressof(self.weights.words)
+        self.embedding_at = ctypes.addressof(self.weights.embedding)
         self._hot: HotHead | None = None
 
     @property
@@ -231,13 +214,13 @@ class Stack:
             limits = limits_of(state.special.limits)
             run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
         self._rotate(run, self._rope.joined())
-        refused = self._run_layers(self.reference, ctypes.byref(run), start, stop)
+        refused = self.library.pl_run_layers(self.reference, ctypes.byref(run), start, stop)
         if refused == BAD_POSITION:
             lowest, highest = state.positions.aminmax()
             if lowest < 0:
                 raise ValueError(f"negative position {int(lowest)}")
             self._rotate(run, self._rope.reach(int(highest)))
-            refused = self._run_layers(self.reference, ctypes.byref(run), start, stop)
+            refused = self.library.pl_run_layers(self.reference, ctypes.byref(run), start, stop)
         require(refused)
         return out
 
@@ -260,7 +243,7 @@ class Stack:
         """
         held = list[Any]()
         given = whole.packed(self._model.vocab, held)
-        self._decide(self._choose, whole, cache, max(whole.positions), given.buffer_info()[0], taps=taps)
+        self._decide(self.library.pl_choose, whole, cache, max(whole.positions), given.buffer_info()[0], taps=taps)
         return given[-len(whole.wanted) :].tolist() if whole.wanted else []
 
     def decide_streams(
@@ -286,12 +269,12 @@ class Stack:
             ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
         """
         held, made = list[Any](), self.streams(streams.streams)
-        run = streams.begin(made, held)
+        struct, read = streams.begin(made, held)
         given = whole.packed(self._model.vocab, held, streams.rows)
         highest = max(whole.positions) + made.gamma
-        both = given.buffer_info()[0], ctypes.byref(run.struct)
-        self._decide(self._choose_streams, whole, cache, highest, *both, taps=taps)
-        return given[-len(whole.wanted) :].tolist(), run.read(), run.struct.late_us / 1e3
+        both = given.buffer_info()[0], ctypes.byref(struct)
+        self._decide(self.library.pl_choose_streams, whole, cache, highest, *both, taps=taps)
+        return given[-len(whole.wanted) :].tolist(), read(), struct.late_us / 1e3
 
     def _decide(
         self, call: Any, whole: TokenPass, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None
@@ -317,7 +300,8 @@ class Stack:
         """A set of streams in the form that the compiled layers use, made once."""
         found = self._streams.get(streams)
         if found is None:
-            found = self._streams[streams] = NativeStreams(streams, self)
+            adapters = None if streams.adapters is None else self.adapters(streams.adapters)
+            found = self._streams[streams] = NativeStreams(streams, adapters, self.dtype, self.stretch)
         return found
 
     def _pass(self, cache: KVCache) -> abi.CPass:
@@ -382,16 +366,14 @@ class Stack:
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._model.tokens:
             raise IndexError(f"a token id outside 0 .. {self._model.tokens - 1}")
         out = torch.empty(*tokens.shape, self._model.d_model, dtype=self.dtype)
-        library = native.library()
-        assert library is not None
-        library.pl_embed(self.reference, self.embedding_at, tokens.data_ptr(), tokens.numel(), out.data_ptr())
+        self.library.pl_embed(self.reference, self.embedding_at, tokens.data_ptr(), tokens.numel(), out.data_ptr())
         return out
 
     def final(self, hidden: Tensor) -> Tensor:
         """[rows, d_model]: the final norm."""
         hidden = self.states(hidden)
         out = torch.empty_like(hidden)
-        require(self._norm(self.reference, hidden.data_ptr(), hidden.shape[0], out.data_ptr()))
+        require(self.library.pl_norm(self.reference, hidden.data_ptr(), hidden.shape[0], out.data_ptr()))
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -399,70 +381,10 @@ class Stack:
         hidden = self.states(hidden)
         rows, threads = hidden.shape[0], torch.get_num_threads()
         out = torch.empty(rows, self._model.vocab)
-        require(self._logits(self.reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
+        require(self.library.pl_logits(self.reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
         if self._hot is None:
             return out
         return torch.full((rows, self._model.tokens), -torch.inf).index_copy_(1, self._hot.tokens, out)
-
-    def roll(self, chains: Sequence[ChainStart], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
-        """Catch up with every chain's pending tokens and continue it, a token a pass, all in each pass.
-
-        Args:
-            chains: where each starts and ends.
-            cache: K and V; every position of a chain but that of its last token gets its own.
-            limit: tokens at and above this are never chosen.
-
-        Returns:
-            For each chain its tokens and their log-probabilities, of drawn ones among the scores with their noise.
-
-        Raises:
-            ValueError: pending tokens that the embedding lacks, keys that are too few or outside the cache, or a limit
-                below 1; nothing was computed.
-        """
-        held: list[Any] = []
-        table, rooms, last = chain_table(chains, held)
-        run, limit = self.reaching(cache, last), min(limit, self._model.vocab)
-        require(self._roll(self.reference, ctypes.byref(run), self.embedding_at, limit, table, len(chains)))
-        return [room.read() for room in rooms]
-
-    def grow(
-        self,
-        starts: Sequence[TreeStart],
-        factors: Sequence[int],
-        topk: int,
-        beam: int,
-        floor: float,
-        cache: KVCache,
-        limit: int,
-        fused: NativeFuse | None = None,
-    ) -> list[GrownTree]:
-        """Catch up with every start's pending tokens and grow its draft tree, a level a pass, all in each pass.
-
-        Args:
-            starts: where each starts.
-            factors: children a level of static trees, and how many levels there may be.
-            topk: children of an expanded node of dynamic trees; 1: static ones.
-            beam: nodes of dynamic trees that are expanded a level.
-            floor: nodes with a score below it are not expanded.
-            cache: K and V; every expanded node gets its own.
-            limit: tokens at and above this are never chosen.
-            fused: how rows are made of the starts' states and of tokens; None: they are the tokens' embeddings.
-
-        Returns:
-            The trees as `DraftModel` grows them level by level, nodes in its order; with ``fused`` the best nodes of
-            each, as many as its budget says.
-
-        Raises:
-            ValueError: as `roll`; nothing was computed.
-        """
-        held: list[Any] = []
-        fed = None if fused is None else (self._model.d_model, self.dtype)
-        table, rooms, last = tree_table(starts, fed, held)
-        rules = abi.CTreeRules(topk=topk, beam=beam, levels=len(factors), factors=numbers(factors, held), floor=floor)
-        run, limit = self.reaching(cache, last), min(limit, self._model.vocab)
-        given = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
-        require(self._grow(self.reference, ctypes.byref(run), self.embedding_at, *given))
-        return [GrownTree(*room.read(), row.forwarded, row.passes) for room, row in zip(rooms, table, strict=True)]
 
     def reaching(self, cache: KVCache, last: int) -> abi.CPass:
         """A pass without adapters, whose rotation table reaches beyond position ``last``."""

@@ -1,4 +1,4 @@
-"""Passes and drafts as compiled code reads and writes them, and what must stay alive meanwhile."""
+"""Passes as compiled code reads and writes them, and what must stay alive meanwhile."""
 
 from __future__ import annotations
 
@@ -17,40 +17,7 @@ from ..core.sampling import RULES, RULES_FIELDS
 from ..native import abi
 
 if TYPE_CHECKING:
-    from ..attention.rope import Rotation
     from .adapters import AdapterRange
-
-
-@dataclass(frozen=True, slots=True)
-class ChainStart:
-    """Where a continuation starts and when it ends; see `Stack.roll`."""
-
-    pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
-    position: int  # of the first of them
-    steps: int  # tokens wanted behind them, one or more
-    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
-    floor: float  # it ends once its cumulative log-probability is below this
-    rules: bytes | None = None  # `SequenceSampler.rules`: draw with the sequence's noise; None: the likeliest tokens
-    view: NativeView | None = None  # what each row sees of the text; None: all. With one pending token
-    scratch: int = 0  # first of the slots for the view's sinks
-
-
-class NativeView:
-    """A sparse view of texts: ``struct SparseView`` in the source.
-
-    Args:
-        sinks, window: see `SinkWindow`.
-        rotation: by every gap that may come.
-    """
-
-    def __init__(self, sinks: int, window: int, rotation: Rotation) -> None:
-        cos, sin = self._held = rotation.halves
-        if cos.dtype != torch.float32:
-            raise ValueError(f"angles in {cos.dtype}, where float32 is read")
-        self.struct = abi.CSparseView(
-            sinks=sinks, window=window, cos=cos.data_ptr(), sin=sin.data_ptr(), num_gaps=len(cos)
-        )
-        self.address = ctypes.addressof(self.struct)
 
 
 class RowSpan(NamedTuple):
@@ -181,91 +148,23 @@ def _after(layers: tuple[int, ...], stretch: int) -> array[int]:
     return array("q", [(layer + 1) * stretch for layer in layers])
 
 
-class TreeStart(NamedTuple):
-    """Where a draft tree starts and how far it may grow; see `Stack.grow`."""
+class Room:
+    """Room for lists that compiled code makes, of so many entries at most.
 
-    pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more; the last one is the root
-    position: int  # of the first of them
-    room: int  # nodes that may be expanded
-    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + room - 1
-    budget: int  # drafted nodes of a static tree
-    max_depth: int  # levels
-    most: int  # nodes that the tree may have before the best ones are taken
-    rules: bytes | None  # as of a `ChainStart`
-    shift: int = 0  # what a token's position in its text is beyond that of its row
-    states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
+    Args:
+        struct: is told where they lie.
+        most: entries of each.
+        fields: of the struct, and the letter of `array` for what each holds.
+    """
 
+    def __init__(self, struct: Any, most: int, **fields: str) -> None:
+        self._parts = [array(letter, bytes(array(letter).itemsize * most)) for letter in fields.values()]
+        for name, part in zip(fields, self._parts, strict=True):
+            setattr(struct, name, part.buffer_info()[0])
 
-class GrownTree(NamedTuple):
-    """A draft tree, parents before children; node 0 is the root, node n is entry n - 1."""
-
-    tokens: list[int]
-    parents: list[int]
-    scores: list[float]  # cumulative log-probability
-    forwarded: int = 0  # the first so many nodes have K and V
-    passes: int = 0
-
-
-class TreeRoom:
-    """Room for a tree that compiled code makes, of so many nodes at most; its struct says how many were made."""
-
-    def __init__(self, struct: Any, most: int) -> None:
-        self._struct = struct
-        self._parts = array("q", bytes(8 * most)), array("q", bytes(8 * most)), array("d", bytes(8 * most))
-        struct.tokens, struct.parents, struct.scores = (part.buffer_info()[0] for part in self._parts)
-
-    def read(self) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, parents and scores of the nodes that were made."""
-        tokens, parents, scores = self._parts
-        nodes = self._struct.nodes
-        return tokens[:nodes].tolist(), parents[:nodes].tolist(), scores[:nodes].tolist()
-
-
-class ChainRoom:
-    """Room for a chain that compiled code makes, of so many tokens at most; its struct says how many were made."""
-
-    def __init__(self, struct: Any, steps: int) -> None:
-        self._struct = struct
-        self._tokens, self._log_q = array("q", bytes(8 * steps)), array("f", bytes(4 * steps))
-        struct.tokens, struct.log_q = self._tokens.buffer_info()[0], self._log_q.buffer_info()[0]
-
-    def read(self) -> list[tuple[int, float]]:
-        """The tokens that were made and their log-probabilities."""
-        made = self._struct.made
-        return [*zip(self._tokens[:made], self._log_q[:made], strict=True)]
-
-
-def chain_table(chains: Sequence[ChainStart], held: list[Any]) -> tuple[Any, list[ChainRoom], int]:
-    """Chains as compiled code reads them, room for each, and the position behind their last."""
-    table, rooms, last = (abi.CChain * len(chains))(), [], 0
-    for row, c in zip(table, chains, strict=True):
-        end = c.position + len(c.pending) + c.steps
-        row.pending, row.num_pending = numbers(c.pending, held), len(c.pending)
-        row.position, row.steps, row.floor = c.position, c.steps, c.floor
-        row.base, row.keys = keys_of(c.keys, end - 1, held)
-        row.rules, row.scratch = rules_at(c.rules, held), c.scratch
-        row.view = None if c.view is None else c.view.address
-        rooms.append(ChainRoom(row, c.steps))
-        last = max(last, end)
-    return table, rooms, last
-
-
-def tree_table(
-    starts: Sequence[TreeStart], fed: tuple[int, torch.dtype] | None, held: list[Any]
-) -> tuple[Any, list[TreeRoom], int]:
-    """The same of trees. ``fed``: width and dtype of the states that rows are made of; None: of tokens alone."""
-    table, rooms, last = (abi.CTreeStart * len(starts))(), [], 0
-    for row, s in zip(table, starts, strict=True):
-        end = s.position + len(s.pending) + s.room
-        row.pending, row.num_pending = numbers(s.pending, held), len(s.pending)
-        row.position, row.room, row.shift = s.position, s.room, s.shift
-        row.base, row.keys = keys_of(s.keys, end, held)
-        row.budget, row.max_depth, row.most, row.rules = s.budget, s.max_depth, s.most, rules_at(s.rules, held)
-        if fed is not None:
-            row.states = states_at(s.states, len(s.pending), *fed, held)
-        rooms.append(TreeRoom(row, s.most))
-        last = max(last, end + 1)
-    return table, rooms, last
+    def read(self, made: int) -> Any:  # list[list[int] | list[float]]
+        """Of each field the first so many entries."""
+        return [part[:made].tolist() for part in self._parts]
 
 
 def numbers(values: Sequence[int], held: list[Any]) -> int:
@@ -285,13 +184,6 @@ def rules_at(rules: bytes | None, held: list[Any]) -> int | None:
 def keys_of(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int | None]:
     """(first slot, None) of keys in a row, (-1, address of ``count`` slots) of others."""
     return (keys.start, None) if isinstance(keys, slice) else (-1, hold(keys[:count], (count,), held))
-
-
-def states_at(states: Tensor | None, rows: int, width: int, dtype: torch.dtype, held: list[Any]) -> int:
-    """The address of the states [rows, width] in front of as many pending tokens."""
-    if states is None:
-        raise ValueError(f"no states in front of {rows} pending tokens")
-    return hold(states, (rows, width), held, dtype)
 
 
 def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:

@@ -43,9 +43,6 @@ class NativeHeads:
         self._struct = abi.CHeads(count=self.count, blocks=self.blocks.struct, own=own_at)
         self._reference = ctypes.byref(self._struct)
         self._ends, self._hot = stack.ends(hot)
-        library = native.library()
-        assert library is not None, "the stack has it, too"
-        self._call = library.pl_heads
 
     def best(
         self, states: Tensor, k: int, positions: Sequence[int], rules: bytes | None = None, noisy: bool = False
@@ -70,6 +67,6 @@ class NativeHeads:
             raise ValueError(f"{len(places)} positions and {len(rules or b'')} bytes of rules for {rows} states")
         out = tokens.buffer_info()[0], log_q.buffer_info()[0], torch.get_num_threads()
         given = states.data_ptr(), rows, k, rules, places.buffer_info()[0], int(noisy)
-        require(self._call(ctypes.byref(self._ends), self._reference, *given, *out))
+        require(self.stack.library.pl_heads(ctypes.byref(self._ends), self._reference, *given, *out))
         starts = [[head * size + row * k for head in range(self.count)] for row in range(rows)]
         return [([tokens[i : i + k].tolist() for i in own], [log_q[i : i + k].tolist() for i in own]) for own in starts]

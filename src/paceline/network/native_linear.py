@@ -16,7 +16,7 @@ from ..native import abi
 from ..native.memory import Arena
 from .adapters import LINEARS, MLP, LowRank, not_loaded
 from .blocks import BY_NAME, BY_NUMBER, StoredRows, quantise
-from .linear import Quant, quantised
+from .linear import LinearOp, Quant, quantised
 from .padding import widened
 
 KINDS = {torch.float32: native.FLOAT32, torch.bfloat16: native.BF16, torch.int8: native.INT8}  # of weights
@@ -35,7 +35,7 @@ _REFUSALS = {
 }
 
 
-class NativeLinear:
+class NativeLinear(LinearOp):
     """A packed weight and its product, on its own; in a pass the layers use the same weight directly.
 
     Args:
@@ -46,8 +46,6 @@ class NativeLinear:
         arena: where the packed weight lies.
         parts: the weight's rows as a file has them in blocks; ``weight`` then gives its shape and dtype alone.
     """
-
-    kind = "native"
 
     def __init__(
         self,
@@ -179,10 +177,6 @@ class NativeLinear:
         )
         return y
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[rows, out] residual + x W^T + b."""
-        return self(x).add_(residual)
-
 
 class NativeAdapters:
     """The pairs of one `LowRank`, packed for a stack's products.
@@ -206,10 +200,7 @@ class NativeAdapters:
         self.table = (abi.CLowRank * (layers * stretch * len(_PAIRS)))()
         self._arena = Arena()
         self._held: list[NativeLinear] = []
-        for layer, linear in adapter.names():
-            pair = adapter.pair(layer, linear)
-            if pair is None:
-                continue
+        for layer, linear, down, up in adapter.pairs():
             what = f"the adapter of layer {layer}, {linear}"
             if layer >= layers:
                 raise ConfigError(what, f"the model has {layers} layers", "use its own adapters")
@@ -217,33 +208,20 @@ class NativeAdapters:
             ends = ("up", "down") if linear == MLP else (linear, linear)
             first, last = (bases[layer * len(LINEARS) + LINEARS.index(name)] for name in ends)
             made = self.table[layer * stretch * len(_PAIRS) + _PAIRS.index(linear)]
-            self._fill(made, what, pair, adapter.scale, first, last, linear != MLP)
-
-    def _fill(
-        self,
-        made: Any,
-        what: str,
-        pair: tuple[Tensor, Tensor],
-        scale: float,
-        first: NativeLinear,
-        last: NativeLinear,
-        beside: bool,
-    ) -> None:
-        (down, up), n, k = pair, last.shape[0], first.shape[1]
-        if down.shape != (self.rank, k) or up.shape != (n, self.rank):
-            shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
-            wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
-            raise ConfigError(what, f"down and up are {shapes}, not {wanted}", "use adapters made for this model")
-        if down.isnan().any() or up.isnan().any():
-            raise not_loaded(what)
-        wide = up.detach().float() * scale  # [out, rank]
-        wide = last.widened_outputs(wide)
-        if beside and last.scale is not None:
-            wide = wide / last.scale[:, None]
-        for name, weight in (("down", first.widened_inputs(down.detach())), ("up", wide)):
-            packed = NativeLinear(weight.to("cpu", first.dtype), None, arena=self._arena)
-            self._held.append(packed)
-            setattr(made, name, packed.struct)
+            n, k = last.shape[0], first.shape[1]
+            if down.shape != (self.rank, k) or up.shape != (n, self.rank):
+                shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
+                wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
+                raise ConfigError(what, f"down and up are {shapes}, not {wanted}", "use adapters made for this model")
+            if down.isnan().any() or up.isnan().any():
+                raise not_loaded(what)
+            wide = last.widened_outputs(up.detach().float() * adapter.scale)  # [out, rank]
+            if linear != MLP and last.scale is not None:
+                wide = wide / last.scale[:, None]
+            for name, weight in (("down", first.widened_inputs(down.detach())), ("up", wide)):
+                packed = NativeLinear(weight.to("cpu", first.dtype), None, arena=self._arena)
+                self._held.append(packed)
+                setattr(made, name, packed.struct)
 
 
 def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:

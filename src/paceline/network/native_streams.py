@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
 
 from ..native import abi
-from .native_calls import numbers
-
-if TYPE_CHECKING:
-    from .native import Stack
-    from .stream_rows import StreamLimit
-    from .streams import StreamSet
+from .native_calls import Room, numbers
+from .native_linear import NativeAdapters
+from .stream_rows import StreamLimit
+from .streams import StreamSet
 
 
 class CarrierRows(NamedTuple):
@@ -42,25 +41,35 @@ class StreamRun(NamedTuple):
         """Stream rows of the pass itself."""
         return sum(c.streams * len(c.riders) for c in self.carriers)
 
-    def begin(self, made: NativeStreams, held: list[Any]) -> StreamCall:
-        """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
-        table = (abi.CCarrier * len(self.carriers))()
+    def begin(self, made: NativeStreams, held: list[Any]) -> tuple[abi.CStreamPass, Callable[[], list[Any]]]:
+        """As compiled code reads it, and what reads the `StreamTokens` of each carrier (or None) after the call; what
+        must stay alive meanwhile is appended to ``held``."""
+        table, rooms = (abi.CCarrier * len(self.carriers))(), list[Room]()
         for row, (span, root, streams, most, ends, riders) in zip(table, self.carriers, strict=True):
             row.segment, row.root, row.streams, row.most = span, root, streams, most
             row.ends, row.num_ends = numbers([*ends], held), len(ends)
             row.riders, row.num_riders = numbers(riders, held), len(riders)
-        scratch = self.scratch
+            rooms.append(Room(row, made.gamma * self.k, tokens="q", log_q="f"))
+        held.append(table)
         whole = abi.CStreamPass(
             set=ctypes.addressof(made.struct),
             carriers=ctypes.addressof(table),
             count=len(table),
             k=self.k,
-            scratch=scratch.start,
-            room=scratch.stop - scratch.start,
+            scratch=self.scratch.start,
+            room=self.scratch.stop - self.scratch.start,
             noisy=self.noisy,
             most=self.most or 0,
         )
-        return StreamCall(whole, table, made.gamma, self.k)
+        return whole, lambda: [self._read(row, room) for row, room in zip(table, rooms, strict=True)]
+
+    def _read(self, row: abi.CCarrier, room: Room) -> StreamTokens | None:
+        if not row.found:
+            return None
+        tokens, log_q = (
+            [part[i : i + self.k] for i in range(0, len(part), self.k)] for part in room.read(row.found * self.k)
+        )
+        return StreamTokens(tokens, log_q, bool(row.rode))
 
 
 class StreamTokens(NamedTuple):
@@ -71,46 +80,31 @@ class StreamTokens(NamedTuple):
     rode: bool  # with the main rows; else they ran afterwards
 
 
-class StreamCall:
-    """A `StreamRun` in compiled code, and room for what its streams say."""
-
-    def __init__(self, struct: abi.CStreamPass, carriers: Any, gamma: int, k: int) -> None:
-        self.struct, self._carriers, self._k = struct, carriers, k
-        self._rooms = [(array("q", bytes(8 * gamma * k)), array("f", bytes(4 * gamma * k))) for _ in carriers]
-        for row, (tokens, log_q) in zip(carriers, self._rooms, strict=True):
-            row.tokens, row.log_q = tokens.buffer_info()[0], log_q.buffer_info()[0]
-
-    def read(self) -> list[StreamTokens | None]:
-        """Of each carrier, after the call."""
-        found: list[StreamTokens | None] = []
-        for row, (tokens, log_q) in zip(self._carriers, self._rooms, strict=True):
-            starts = range(0, row.found * self._k, self._k)
-            ids = [tokens[i : i + self._k].tolist() for i in starts]
-            logs = [log_q[i : i + self._k].tolist() for i in starts]
-            found.append(StreamTokens(ids, logs, bool(row.rode)) if row.found else None)
-        return found
-
-
 class NativeStreams:
     """The parameters of one lossless `StreamSet`, as the compiled layers read them.
 
+    Args:
+        streams: the set.
+        adapters: its own, packed.
+        dtype: of states.
+        stretch: of the layers; see `Decoder`.
+
     Raises:
-        ConfigError: adapters that are not for this model; see `NativeAdapters`.
         ValueError: streams that begin as more than state and embedding.
     """
 
-    def __init__(self, streams: StreamSet, stack: Stack) -> None:
+    def __init__(self, streams: StreamSet, adapters: NativeAdapters | None, dtype: torch.dtype, stretch: int) -> None:
         config = streams.config
         if streams.start_map is not None or streams.embeddings is None:
             raise ValueError("streams that begin through a map, or without embeddings, in one compiled call")
         self.gamma = config.gamma
-        self._embeddings = streams.embeddings.detach().to("cpu", stack.dtype).contiguous()
+        self._embeddings = streams.embeddings.detach().to("cpu", dtype).contiguous()
         self.struct = abi.CStreamSet(
-            gamma=config.gamma, insertion=config.insertion * stack.stretch, embeddings=self._embeddings.data_ptr()
+            gamma=config.gamma, insertion=config.insertion * stretch, embeddings=self._embeddings.data_ptr()
         )
-        if streams.adapters is not None:
-            self._adapters = stack.adapters(streams.adapters)
-            self.struct.adapter, self.struct.rank = ctypes.addressof(self._adapters.table), self._adapters.rank
+        self._adapters = adapters
+        if adapters is not None:
+            self.struct.adapter, self.struct.rank = ctypes.addressof(adapters.table), adapters.rank
 
 
 def limits_of(parts: Sequence[StreamLimit]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,18 +14,44 @@ from ..native import abi
 from ..native.memory import Arena
 from .adapters import LINEARS
 from .blocks import StoredRows, StoredWeights
+from .families import DecoderConfig
+from .layers import Layer, Norm
+from .linear import Dense, Quant
 from .native_linear import NativeLinear
 from .padding import groups_of
 
 Parts = Mapping[str, Sequence[StoredRows]]
 
 
+class Loaded(Protocol):
+    """What compiled layers need of a `decoder.Decoder` whose parameters are loaded."""
+
+    config: DecoderConfig
+    dtype: torch.dtype
+    device: torch.device
+    exact: bool
+    quant: Quant | None
+    normed: bool
+    embedding: Tensor
+    norm: Norm | None  # None: embedding, norm and head are lent
+    head: Dense | None  # None: it is tied, or lent
+
+    def in_order(self) -> list[Layer]:
+        """Every layer of a pass."""
+        ...
+
+    def scale_embedding(self) -> None:
+        """Scale the table of embeddings."""
+        ...
+
+
 class NativeWeights:
-    """All weights of a `decoder.Decoder`, which gives them up.
+    """All weights of a decoder, which gives them up.
 
     Args:
         decoder: its parameters are loaded.
         stored: weights that are in blocks, by the parameter's name.
+        lender: whose embedding, norm and head are used; None: the decoder has its own.
 
     Raises:
         CapabilityError: a final norm that is lent and rounds otherwise.
@@ -33,10 +59,11 @@ class NativeWeights:
 
     head: NativeLinear
     norm: int | None  # where the gains of the final norm lie, float32; None: there is none
-    words: abi.CLinear  # the embedding: rows as they are or, in blocks, packed as a product's weight, a tied head's own
+    embedding: abi.CLinear  # rows as they are or, in blocks, packed as a product's weight, a tied head's own
 
-    def __init__(self, decoder: Any, stored: StoredWeights) -> None:
+    def __init__(self, decoder: Loaded, stored: StoredWeights, lender: NativeWeights | None) -> None:
         c = decoder.config
+        self.eps = ctypes.c_float(c.norm_eps).value  # of the final norm
         self._held: list[Any] = []
         self._arena = Arena()
         self._quant = decoder.quant
@@ -51,12 +78,12 @@ class NativeWeights:
                 own = {name: stored.get(f"{place}.{name}.weight") for name in LINEARS}
                 parts = {name: rows for name, rows in own.items() if rows is not None}
             self._fill(made, layer, groups_of(c), parts)
-        if decoder.lender is None:
+        if lender is None:
             self._own_ends(decoder, stored)
         else:
-            self._lent_ends(decoder)
+            self._lent_ends(decoder, lender)
 
-    def _fill(self, made: abi.CLayer, layer: Any, groups: dict[str, tuple[int, int]], parts: Parts) -> None:
+    def _fill(self, made: abi.CLayer, layer: Layer, groups: dict[str, tuple[int, int]], parts: Parts) -> None:
         for name in LINEARS:
             dense = getattr(layer, name)
             bias = None if dense.bias is None else dense.bias.data
@@ -70,7 +97,7 @@ class NativeWeights:
         made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
         made.window, made.rope = layer.window or 0, layer.table
 
-    def _own_ends(self, decoder: Any, stored: StoredWeights) -> None:
+    def _own_ends(self, decoder: Loaded, stored: StoredWeights) -> None:
         assert decoder.norm is not None, "only who borrows has none"
         table, parts = decoder.embedding, stored.get("embedding")
         name, weight = ("embedding", table) if decoder.head is None else ("head.weight", decoder.head.weight)
@@ -79,7 +106,7 @@ class NativeWeights:
         self.norm = self._floats(decoder.norm.weight)
         if parts is None:
             decoder.scale_embedding()  # the head has its copy
-            self.words = abi.CLinear(weight=table.data_ptr(), n=len(table), k=table.shape[1])
+            self.embedding = abi.CLinear(weight=table.data_ptr(), n=len(table), k=table.shape[1])
         else:
             packed = (
                 self.head if decoder.head is None else NativeLinear(table.data, None, arena=self._arena, parts=parts)
@@ -88,17 +115,14 @@ class NativeWeights:
             self._held += [packed, factor]
             scale = factor.data_ptr() if decoder.config.embedding_scale != 1 else None
             w = packed.struct
-            self.words = abi.CLinear(weight=w.weight, scale=scale, n=w.n, k=w.k, kind=w.kind)
+            self.embedding = abi.CLinear(weight=w.weight, scale=scale, n=w.n, k=w.k, kind=w.kind)
 
-    def _lent_ends(self, decoder: Any) -> None:
-        stack, eps = decoder.lender.stack, decoder.config.norm_eps
-        assert stack is not None, "it was looked at before"
-        lent = stack.weights
-        self._held.append(decoder.lender)
-        self.head, self.words = lent.head, lent.words
-        self.norm = None if decoder.normed else lent.norm
-        if not decoder.normed and ctypes.c_float(eps).value != stack.norm_at[1]:
-            wrong = f"its final norm has eps {stack.norm_at[1]:g}, these layers have {eps:g}"
+    def _lent_ends(self, decoder: Loaded, lender: NativeWeights) -> None:
+        self._held.append(lender)
+        self.head, self.embedding = lender.head, lender.embedding
+        self.norm = None if decoder.normed else lender.norm
+        if not decoder.normed and self.eps != lender.eps:
+            wrong = f"its final norm has eps {lender.eps:g}, these layers have {self.eps:g}"
             raise CapabilityError("compiled layers over the final norm of a target", wrong, "use native=False")
 
     def _floats(self, parameter: Tensor | None) -> int | None:

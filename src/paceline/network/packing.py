@@ -24,8 +24,6 @@ class RowPacker:
         self._device = device
         self._tokens: list[int] = []
         self._positions: list[int] = []
-        self._sequence: list[int] = []
-        self._node: list[int] = []
         self._slots: list[slice | Tensor] = []
         self._segments: list[Segment] = []
 
@@ -38,7 +36,6 @@ class RowPacker:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        nodes: Sequence[int],
         slots: slice | Tensor,
         keys: slice | Tensor,
         num_keys: int,
@@ -49,7 +46,7 @@ class RowPacker:
         """Append the rows of the next sequence.
 
         Args:
-            tokens, positions, nodes: one a row; see `Batch`.
+            tokens, positions: one a row; see `Batch`.
             slots: where the rows' K and V go.
             keys: slots of all keys in logical order, the rows' own last.
             num_keys, prefix: see `Segment`.
@@ -57,11 +54,8 @@ class RowPacker:
             block_positions: [num_keys - prefix] positions of the block's keys; None: prefix, prefix + 1, ..
         """
         start = len(self._tokens)
-        index = len(self._segments)
         self._tokens += tokens
         self._positions += positions
-        self._node += nodes
-        self._sequence += [index] * len(tokens)
         self._slots.append(slots)
         where = None if block_positions is None else torch.tensor(block_positions, device=self._device)
         seen = None if visible is None else visible.to(self._device)
@@ -70,16 +64,8 @@ class RowPacker:
     def batch(self) -> Batch:
         """The packed rows with their attention plan."""
         # One tensor and its rows: a small pass feels every call.
-        packed = torch.tensor((self._tokens, self._positions, self._sequence, self._node), device=self._device)
-        tokens, positions, sequence, node = packed.unbind(0)
-        return Batch(
-            tokens=tokens,
-            positions=positions,
-            sequence=sequence,
-            node=node,
-            slots=self._join(),
-            attn=self._planner.plan(self._segments, positions),
-        )
+        tokens, positions = torch.tensor((self._tokens, self._positions), device=self._device).unbind(0)
+        return Batch(tokens, positions, self._join(), self._planner.plan(self._segments, positions))
 
     def _join(self) -> slice | Tensor:
         """All rows' slots: one slice where there is one contiguous sequence."""

@@ -92,10 +92,10 @@ def _rope_kind(f: Fields, values: Json) -> str:
 
 
 def _value(values: Json, name: str, default: float | None = None) -> float:
-    value = values.get(name, default)
-    if value is None:
+    value = values.get(name)
+    if value is None and default is None:
         raise ConfigError("config.json: rope parameters", f"{name!r} is missing", RESTORE)
-    return check_number(name, value)
+    return check_number(name, default if value is None else value)
 
 
 def _original(f: Fields, values: Json, context: int) -> int:
@@ -151,7 +151,7 @@ def _yarn_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
         beta_fast=fast,
         beta_slow=slow,
         truncate=Fields(values).flag("truncate", True),
-        attention_factor=_value({k: v for k, v in values.items() if v is not None}, "attention_factor", computed),
+        attention_factor=_value(values, "attention_factor", computed),
     )
     return rope, context, ""
 
@@ -169,12 +169,12 @@ def _long_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
     factors = values.get("short_factor")
     if not isinstance(factors, list) or len(factors) != base.dim // 2:
         raise bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
-    factor = _value({k: v for k, v in values.items() if v is not None}, "factor", context / original)
+    factor = _value(values, "factor", context / original)
     computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     rope = replace(
         base,
         divisors=tuple(check_number("short_factor", x) for x in factors),
-        attention_factor=_value({k: v for k, v in values.items() if v is not None}, "attention_factor", computed),
+        attention_factor=_value(values, "attention_factor", computed),
     )
     limit = min(context, original)
     note = "LongRoPE changes the keys of earlier tokens beyond it" if limit < context else ""

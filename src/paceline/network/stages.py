@@ -215,7 +215,6 @@ class Stage:
             packer.add(
                 part.tokens,
                 part.positions,
-                part.nodes,
                 slots=part.slots,
                 keys=part.keys,
                 num_keys=part.num_keys,
@@ -228,7 +227,7 @@ class Stage:
         if frame.hidden is None:
             state = self.decoder.embed(batch)
         else:
-            state = ForwardState(frame.hidden, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
+            state = ForwardState(frame.hidden, batch.positions, batch.slots, batch.attn)
         if any(part.application is not None for part in frame.parts):
             state.adapters = adapter_ranges([part.application for part in frame.parts], ranges)
         return state

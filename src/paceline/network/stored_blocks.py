@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .blocks import StoredRows
 from .families import DecoderConfig
-from .gguf_model import GGUFTensor
+from .gguf import GGUFTensor
 from .group_quant import GroupTensor
 from .padding import STEP, groups_of, padded
 from .weights import Piece
@@ -25,7 +25,8 @@ class InBlocks(Mapping[str, Sequence[StoredRows]]):
     def __init__(self, pieces: Pieces, config: DecoderConfig) -> None:
         found: dict[str, list[tuple[Piece, BlockTensor]]] = {}
         for piece, tensor in pieces:
-            tensor.require_product()
+            if isinstance(tensor, GGUFTensor):
+                tensor.require_product()
             found.setdefault(piece.into, []).append((piece, tensor))
         self._pieces = {name: own for name, own in found.items() if _stays(name, own, groups_of(config))}
 
@@ -46,7 +47,7 @@ class InBlocks(Mapping[str, Sequence[StoredRows]]):
 
 def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> bool:
     """Whether products with these blocks are compiled: nothing goes between their inputs, and parts are whole lines."""
-    if not all(tensor.in_blocks and len(tensor.shape) == 2 for _, tensor in own):
+    if not all(tensor.type.unpack is not None and len(tensor.shape) == 2 for _, tensor in own):
         return False
     inputs, outputs = groups.get(name.split(".")[-2] if "." in name else "", (0, 0))
     if padded(inputs) != inputs:

@@ -156,7 +156,6 @@ def embed(p: Pass, target: Decoder) -> None:
         packer.add(
             given.tokens[span.start : span.stop],
             positions,
-            [-1] * (work.rows - 1) + ([*range(span.nodes)] if work.generates else [-1]),
             slots=slice(keys.start + rows.prefix, keys.stop) if isinstance(keys, slice) else keys[rows.prefix :],
             keys=keys,
             num_keys=rows.prefix + len(positions),

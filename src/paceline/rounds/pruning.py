@@ -132,7 +132,7 @@ def _drop_rows(p: Pass, insertion: StreamInsertion, cut: set[int], device: torch
         spans.append(Span(start, len(rows), start + before, span.tree_index))
         segments[i] = replace(segments[i], start=start, stop=len(rows))
     rows += insertion.drop(kept)
-    p.state = p.state.keep(torch.tensor(rows, device=device), None)
+    p.state = p.state.keep(torch.tensor(rows, device=device))
     p.spans = spans
 
 

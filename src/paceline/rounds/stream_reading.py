@@ -66,13 +66,11 @@ def _run_late(p: Pass, carriers: Sequence[Carriers], layer: int, target: Decoder
     scratch = pool.scratch(sum(c.gamma for c in carriers))
     segments = _late_segments(p, carriers, scratch, target.device)
     places = [n for g in segments for n in range(g.prefix, g.num_keys)]  # the streams follow all that is committed
-    numbers = [j for c in carriers for j in range(1, c.gamma + 1)]
-    positions, stream = torch.tensor([places, numbers], device=target.device).unbind(0)
-    zeros = torch.zeros_like(positions)
+    positions = torch.tensor(places, device=target.device)
     plan = target.plan(segments, positions)
-    state = ForwardState(torch.cat(begun), positions, zeros, zeros, scratch, plan, stream=stream)
+    state = ForwardState(torch.cat(begun), positions, scratch, plan)
     state.adapters = stream_adapters(carriers, segments)
-    rotation = stream_rotation(carriers, stream, state.hidden)
+    rotation = stream_rotation(carriers, state.hidden)
     state.special = None if rotation is None else StreamRows(0, rotation)
     return target.run_layers(state, layer, target.num_layers, pool).hidden
 

@@ -105,8 +105,6 @@ class StreamInsertion:
         """Append the streams of every row that carries them to the rows of the pass, with their initial states (eq.
         4)."""
         state, device = self.p.state, self.target.device
-        if state.stream is None:
-            state.stream = torch.zeros(len(state.hidden), dtype=torch.int64, device=device)
         parts = [self._start(c) for c in carriers]
         scratch = slot_indices(self.pool.scratch(self.used + sum(len(part[0]) for part in parts)), device)
         state.slots = torch.cat((slot_indices(state.slots, device), scratch[self.used :]))
@@ -114,21 +112,17 @@ class StreamInsertion:
             c.scratch, c.places = scratch[self.used : self.used + len(part[0])], part[1]
             self.used += len(part[0])
             self.inserted.append(c)
-        old = (state.hidden, state.positions, state.sequence, state.node, state.stream)
-        joint = [torch.cat(column) for column in zip(old, *parts, strict=True)]
-        state.hidden, state.positions, state.sequence, state.node, state.stream = joint
+        joint = [torch.cat(column) for column in zip((state.hidden, state.positions), *parts, strict=True)]
+        state.hidden, state.positions = joint
 
-    def _start(self, c: Carriers) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Hidden states, positions, sequence, node and number of one sequence's streams, carrier by carrier."""
+    def _start(self, c: Carriers) -> tuple[Tensor, Tensor]:
+        """Hidden states and positions of one sequence's streams, carrier by carrier."""
         state, span, gamma = self.p.state, self.p.spans[c.work], c.gamma
         rows = slice(span.start + c.first, span.stop)
         numbers = torch.arange(1, gamma + 1, device=self.target.device).expand(rows.stop - rows.start, gamma)
         return (
             c.streams.begin(state.hidden[rows]).flatten(0, 1),
             (state.positions[rows, None] + numbers).flatten(),
-            state.sequence[rows].repeat_interleave(gamma),
-            state.node[rows].repeat_interleave(gamma),
-            numbers.flatten(),
         )
 
     def drop(self, kept: Mapping[int, Sequence[int]]) -> list[int]:
@@ -195,9 +189,7 @@ class StreamInsertion:
         state.attn = self.target.plan(main if few else [*main, *streams], state.positions)
         state.adapters = (*main_adapters(p), *stream_adapters(self.inserted, streams))
         state.rope.clear()
-        rotation = None
-        if state.stream is not None:
-            rotation = stream_rotation(self.inserted, state.stream[p.main_rows :], state.hidden)
+        rotation = stream_rotation(self.inserted, state.hidden)
         limits = tuple(c.limit for c in self.inserted if c.limit is not None)
         if rotation is None and self.rules.attention_limit is None:
             state.special = None
@@ -211,14 +203,16 @@ def stream_adapters(carriers: Sequence[Carriers], segments: Sequence[Segment]) -
     return joined([(segment.start, segment.stop, c.streams.adapters) for c, segment in parts])
 
 
-def stream_rotation(carriers: Sequence[Carriers], stream: Tensor, like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`value_rotation` of stream rows with numbers ``stream`` [rows], sequence by sequence; None: no set has any."""
+def stream_rotation(carriers: Sequence[Carriers], like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`value_rotation` of the carriers' stream rows, sequence by sequence; None: no set has any."""
     epsilons = [c.streams.config.value_rotation for c in carriers]
     if all(epsilon is None for epsilon in epsilons):
         return None
     rows = [c.gamma if c.segment is None else c.segment.stop - c.segment.start for c in carriers]
     each = [epsilon or 0.0 for epsilon, count in zip(epsilons, rows, strict=True) for _ in range(count)]
-    return value_rotation(stream, torch.tensor(each, dtype=torch.float64, device=stream.device), rotated_dtype(like))
+    numbers = [row % c.gamma + 1 for c, count in zip(carriers, rows, strict=True) for row in range(count)]
+    stream, epsilon = torch.tensor([numbers, each], dtype=torch.float64, device=like.device).unbind(0)
+    return value_rotation(stream, epsilon, rotated_dtype(like))
 
 
 def _limit(main: Segment, c: Carriers, seen: Tensor, scratch: Tensor, most: int) -> StreamLimit:

@@ -73,7 +73,7 @@ class CompiledScorer:
         for tokens in documents:
             count = len(tokens)
             own = slice(at, at + count)
-            packer.add(tokens.tolist(), range(count), [-1] * count, slots=own, keys=own, num_keys=count, prefix=0)
+            packer.add(tokens.tolist(), range(count), slots=own, keys=own, num_keys=count, prefix=0)
             at += count
         state = self.decoder.embed(packer.batch())
         return self.decoder.run_layers(state, 0, self.decoder.num_layers, pool).hidden

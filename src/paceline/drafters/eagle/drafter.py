@@ -20,7 +20,7 @@ from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...network.hot import load_hot
 from ...network.loader import read_config
-from ...network.native_calls import TreeStart
+from ...network.native_drafts import TreeStart, grow
 from ..base import DrafterSpec, DraftRequest
 from ..fit import asked, check_shape, check_weights, trained_folder
 from ..growth import Grower, Growth, compiles, pack_frontier
@@ -177,7 +177,7 @@ class EagleDrafter(StateDrafter):
         assert stack is not None and body.fuse is not None
         starts = [self._tree_start(growth) for growth in growths]
         shape = grower.factors, grower.topk, grower.beam, floor
-        grown = stack.grow(starts, *shape, body.pool, stack.shape[0], body.fuse)
+        grown = grow(stack, starts, *shape, body.pool, stack.shape[0], body.fuse)
         body.settle([growth.sequence for growth in growths], [len(start.pending) for start in starts])
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)

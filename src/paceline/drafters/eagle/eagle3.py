@@ -29,7 +29,7 @@ from ...kv.pool import KVPool
 from ...network.base import Batch
 from ...network.families import DecoderConfig, decoder_config
 from ...network.layers import rms, rms_constants, store
-from ...network.native_states import NativeFuse
+from ...network.native_drafts import NativeFuse
 from ...network.trained_files import TrainedFiles
 
 if TYPE_CHECKING:

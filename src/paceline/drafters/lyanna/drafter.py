@@ -20,8 +20,8 @@ from torch import Tensor
 from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...network.hot import load_hot
+from ...network.native_drafts import NativeTokenInfo, SampleStart, sample
 from ...network.native_linear import NativeLinear
-from ...network.native_states import NativeTokenInfo, SampleStart, sample
 from ..base import DrafterSpec, DraftRequest, SequenceView
 from ..fit import asked, check_shape, check_weights, trained_folder
 from ..proposal import Proposal

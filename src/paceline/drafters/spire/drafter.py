@@ -30,7 +30,7 @@ from ...network.decoder import Decoder
 from ...network.hot import load_hot
 from ...network.loader import load_weights, read_config
 from ...network.native import unsupported
-from ...network.native_memory import RingChain
+from ...network.native_drafts import RingChain
 from ...network.packing import RowPacker
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..fit import asked, check_rotary, check_shape, check_weights, trained_folder
@@ -258,7 +258,7 @@ class SpireDrafter(Drafter):
         kept = self._note(view.key, 0 if text is None else text.seen, root)
         if kept:
             tokens = torch.tensor([view.tokens[p] for p in kept], device=self.network.decoder.device)
-            states = [self.network.decoder.words(tokens, tokens)] * self.shape.layers
+            states = [self.network.decoder.embed_tokens(tokens, tokens)] * self.shape.layers
             slots = self.ring.slots(self._texts[view.key].ring, kept)
             self.network.write(self.ring, states, range(len(kept)), kept, slots)
 
@@ -268,7 +268,7 @@ class SpireDrafter(Drafter):
         target, pool = self._target, self._scratch
         assert target is not None and pool is not None
         packer, places = RowPacker(target, target.device), [*range(count)]
-        packer.add(view.tokens[:count], places, [-1] * count, slice(0, count), slice(0, count), count, 0)
+        packer.add(view.tokens[:count], places, slice(0, count), slice(0, count), count, 0)
         state, taps = target.embed(packer.batch()), Taps(self.spec.taps)
         state.adapters = adapter_ranges([view.application], [(0, count)])
         target.run_layers(state, 0, target.num_layers, pool, taps)
@@ -312,7 +312,7 @@ class SpireDrafter(Drafter):
             own = self.ring.unseen(text.ring) if self.network.feedback else slots[-1]
             prefix = len(slots) if self.network.feedback else len(slots) - 1
             where, keys = (torch.tensor(x, device=self.network.decoder.device) for x in ([own], slots))
-            packer.add([token], [position], [node], where, keys, len(slots), prefix)
+            packer.add([token], [position], where, keys, len(slots), prefix)
         return self.network.run(packer, self.ring)
 
     def _seen(self, text: _RingText, position: int) -> list[int]:

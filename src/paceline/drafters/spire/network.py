@@ -21,7 +21,7 @@ from ...network.decoder import Decoder
 from ...network.families import DecoderConfig
 from ...network.layers import Layer, Norm, rms, rms_constants
 from ...network.linear import make_linear
-from ...network.native_memory import RingChain, recall, write_keys
+from ...network.native_drafts import RingChain, recall, write_keys
 from ...network.packing import RowPacker
 
 Projection = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

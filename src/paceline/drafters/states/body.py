@@ -31,7 +31,7 @@ from ..base import Drafter, SequenceView, StepFeatures
 if TYPE_CHECKING:
     from ...network.handle import TargetHandle
     from ...network.native import Stack
-    from ...network.native_states import NativeFuse
+    from ...network.native_drafts import NativeFuse
 
 CATCH_UP_ROWS = 512  # of a text, in one pass
 
@@ -204,7 +204,6 @@ class StateBody:
             packer.add(
                 view.tokens[first + 1 : first + count + 1],
                 range(done, stop),
-                [-1] * count,
                 slots=text.cache.slots(done, stop),
                 keys=text.cache.slots(0, stop),
                 num_keys=stop,
@@ -238,9 +237,7 @@ class StateBody:
         for view in views:
             text = self.texts[view.key]
             cache, at = text.cache, text.cache.committed + step - 1
-            packer.add(
-                [0], [at], [step], cache.slots(at, at + 1), cache.slots(0, at + 1), at + 1, at
-            )  # fmt: skip
+            packer.add([0], [at], cache.slots(at, at + 1), cache.slots(0, at + 1), at + 1, at)
         return self.run(packer, states, tokens=False)
 
 

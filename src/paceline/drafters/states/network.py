@@ -15,8 +15,8 @@ from ...network.base import Batch, ForwardState
 from ...network.decoder import Decoder
 from ...network.linear import LinearOp, make_linear
 from ...network.native import unsupported
+from ...network.native_drafts import NativeFuse
 from ...network.native_linear import NativeLinear
-from ...network.native_states import NativeFuse
 
 if TYPE_CHECKING:
     from ...network.handle import TargetHandle
@@ -80,7 +80,7 @@ class HeadNetwork:
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
         """As `StateNetwork.run`."""
         fused = self._fused(states, self.handle.embed(batch.tokens) if tokens else None)
-        state = ForwardState(fused, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
+        state = ForwardState(fused, batch.positions, batch.slots, batch.attn)
         return self.decoder.run_layers(state, 0, 1, pool).hidden
 
     def logits(self, states: Tensor) -> Tensor:

@@ -1,0 +1,381 @@
+"""Drafts in compiled calls: chains and trees of a network, drafters of states, and drafts with feedback memory.
+
+Sources: Lyanna, algorithms 1 and 2 (`sample`); SPIRe, section 3.3 (`write_keys`, `recall`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..native import abi
+from .native_calls import Room, hold, keys_of, numbers, rules_at
+from .native_linear import require
+
+if TYPE_CHECKING:
+    from ..attention.rope import Rotation
+    from ..kv.ring import RingCache
+    from .base import KVCache
+    from .native import Stack
+    from .native_linear import NativeLinear
+
+
+# -- chains and trees
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStart:
+    """Where a continuation starts and when it ends; see `roll`."""
+
+    pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
+    position: int  # of the first of them
+    steps: int  # tokens wanted behind them, one or more
+    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
+    floor: float  # it ends once its cumulative log-probability is below this
+    rules: bytes | None = None  # `SequenceSampler.rules`: draw with the sequence's noise; None: the likeliest tokens
+    view: NativeView | None = None  # what each row sees of the text; None: all. With one pending token
+    scratch: int = 0  # first of the slots for the view's sinks
+
+
+class NativeView:
+    """A sparse view of texts: ``struct SparseView`` in the source.
+
+    Args:
+        sinks, window: see `SinkWindow`.
+        rotation: by every gap that may come.
+    """
+
+    def __init__(self, sinks: int, window: int, rotation: Rotation) -> None:
+        cos, sin = self._held = rotation.halves
+        if cos.dtype != torch.float32:
+            raise ValueError(f"angles in {cos.dtype}, where float32 is read")
+        self.struct = abi.CSparseView(
+            sinks=sinks, window=window, cos=cos.data_ptr(), sin=sin.data_ptr(), num_gaps=len(cos)
+        )
+        self.address = ctypes.addressof(self.struct)
+
+
+class TreeStart(NamedTuple):
+    """Where a draft tree starts and how far it may grow; see `grow`."""
+
+    pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more; the last one is the root
+    position: int  # of the first of them
+    room: int  # nodes that may be expanded
+    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + room - 1
+    budget: int  # drafted nodes of a static tree
+    max_depth: int  # levels
+    most: int  # nodes that the tree may have before the best ones are taken
+    rules: bytes | None  # as of a `ChainStart`
+    shift: int = 0  # what a token's position in its text is beyond that of its row
+    states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
+
+
+class GrownTree(NamedTuple):
+    """A draft tree, parents before children; node 0 is the root, node n is entry n - 1."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]  # cumulative log-probability
+    forwarded: int = 0  # the first so many nodes have K and V
+    passes: int = 0
+
+
+_TREE = {"tokens": "q", "parents": "q", "scores": "d"}  # a `Room` for one
+
+
+def roll(stack: Stack, chains: Sequence[ChainStart], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
+    """Catch up with every chain's pending tokens and continue it, a token a pass, all in each pass.
+
+    Args:
+        chains: where each starts and ends.
+        cache: K and V; every position of a chain but that of its last token gets its own.
+        limit: tokens at and above this are never chosen.
+
+    Returns:
+        For each chain its tokens and their log-probabilities, of drawn ones among the scores with their noise.
+
+    Raises:
+        ValueError: pending tokens that the embedding lacks, keys that are too few or outside the cache, or a limit
+            below 1; nothing was computed.
+    """
+    held, table, rooms, last = list[Any](), (abi.CChain * len(chains))(), [], 0
+    for row, c in zip(table, chains, strict=True):
+        last = max(last, _begin(row, c, c.steps - 1, held) + 1)
+        row.steps, row.floor, row.rules, row.scratch = c.steps, c.floor, rules_at(c.rules, held), c.scratch
+        row.view = None if c.view is None else c.view.address
+        rooms.append(Room(row, c.steps, tokens="q", log_q="f"))
+    run, limit = stack.reaching(cache, last), min(limit, stack.shape[0])
+    require(stack.library.pl_roll(stack.reference, ctypes.byref(run), stack.embedding_at, limit, table, len(chains)))
+    return _chains(table, rooms)
+
+
+def _chains(table: Any, rooms: Sequence[Room]) -> list[list[tuple[int, float]]]:
+    """The tokens that were made and their log-probabilities."""
+    return [[*zip(*room.read(row.made), strict=True)] for row, room in zip(table, rooms, strict=True)]
+
+
+def grow(
+    stack: Stack,
+    starts: Sequence[TreeStart],
+    factors: Sequence[int],
+    topk: int,
+    beam: int,
+    floor: float,
+    cache: KVCache,
+    limit: int,
+    fused: NativeFuse | None = None,
+) -> list[GrownTree]:
+    """Catch up with every start's pending tokens and grow its draft tree, a level a pass, all in each pass.
+
+    Args:
+        starts: where each starts.
+        factors: children a level of static trees, and how many levels there may be.
+        topk: children of an expanded node of dynamic trees; 1: static ones.
+        beam: nodes of dynamic trees that are expanded a level.
+        floor: nodes with a score below it are not expanded.
+        cache: K and V; every expanded node gets its own.
+        limit: tokens at and above this are never chosen.
+        fused: how rows are made of the starts' states and of tokens; None: they are the tokens' embeddings.
+
+    Returns:
+        The trees as `DraftModel` grows them level by level, nodes in its order; with ``fused`` the best nodes of
+        each, as many as its budget says.
+
+    Raises:
+        ValueError: as `roll`; nothing was computed.
+    """
+    held, table, rooms, last = list[Any](), (abi.CTreeStart * len(starts))(), [], 0
+    for row, s in zip(table, starts, strict=True):
+        last = max(last, _begin(row, s, s.room, held) + 1)
+        row.room, row.shift, row.rules = s.room, s.shift, rules_at(s.rules, held)
+        row.budget, row.max_depth, row.most = s.budget, s.max_depth, s.most
+        if fused is not None:
+            row.states = _states_at(s, stack, held)
+        rooms.append(Room(row, s.most, **_TREE))
+    rules = abi.CTreeRules(topk=topk, beam=beam, levels=len(factors), factors=numbers(factors, held), floor=floor)
+    run, limit = stack.reaching(cache, last), min(limit, stack.shape[0])
+    given = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
+    require(stack.library.pl_grow(stack.reference, ctypes.byref(run), stack.embedding_at, *given))
+    rows = zip(rooms, table, strict=True)
+    return [GrownTree._make([*room.read(row.nodes), row.forwarded, row.passes]) for room, row in rows]
+
+
+def _begin(row: Any, start: ChainStart | TreeStart | SampleStart, behind: int, held: list[Any]) -> int:
+    """Set what chains, trees and samples have in common; returns the position behind the last key, so many behind the
+    pending tokens."""
+    end = start.position + len(start.pending) + behind
+    row.pending, row.num_pending, row.position = numbers(start.pending, held), len(start.pending), start.position
+    row.base, row.keys = keys_of(start.keys, end, held)
+    return end
+
+
+def _states_at(start: TreeStart | SampleStart, stack: Stack, held: list[Any]) -> int:
+    """The address of the states in front of the pending tokens."""
+    rows = len(start.pending)
+    if start.states is None:
+        raise ValueError(f"no states in front of {rows} pending tokens")
+    return hold(start.states, (rows, stack.shape[1]), held, stack.dtype)
+
+
+# -- drafters of states
+
+
+class NativeFuse:
+    """How a row is made of a state and a token: ``struct Fuse`` of the kernels.
+
+    Args:
+        both: [2d -> d] of [token, state], or [d -> d] of their sum.
+        state: [d -> d] of a state without a token; None: every row has one.
+        constant: [1, d] what the latter adds.
+        summed: whether token and state are added.
+        reads_tokens: whether the rows of a text see the token behind them.
+        target: whose states come, as its last layer leaves them, and go through its final norm. None: they have.
+    """
+
+    def __init__(
+        self,
+        both: NativeLinear,
+        state: NativeLinear | None,
+        constant: Tensor,
+        summed: bool,
+        reads_tokens: bool,
+        target: Stack | None = None,
+    ) -> None:
+        self._held = both, state, constant.contiguous(), target
+        self.reads_tokens = reads_tokens
+        known = abi.CLinear() if state is None else state.struct
+        norm, eps = (None, 0.0) if target is None else target.norm_at
+        self._struct = abi.CFuse(
+            both=both.struct, state=known, constant=self._held[2].data_ptr(), sum=int(summed), norm=norm, eps=eps
+        )
+        self.reference = ctypes.byref(self._struct)
+
+
+class NativeTokenInfo:
+    """What tokens say about their children: ``struct TokenInfo`` of the kernels.
+
+    Args:
+        factors: [V, r] of every token, in the dtype of states.
+        table: [r -> outputs of the head] that they are multiplied with, of the same dtype.
+    """
+
+    def __init__(self, factors: Tensor, table: NativeLinear) -> None:
+        shape = len(factors), table.shape[1]
+        self._held: list[Any] = [table]
+        self._struct = abi.CTokenInfo(table=table.struct, factors=hold(factors, shape, self._held, table.dtype))
+        self.reference = ctypes.byref(self._struct)
+
+
+MANY = 1 << 30  # nodes: all that are made
+
+
+class SampleStart(NamedTuple):
+    """One sequence's drafts: a new one, one of logits that the last one left over, or both; see `sample`."""
+
+    pending: Sequence[int]  # tokens behind the states that have no K and V yet, the root last; none where steps is 0
+    position: int  # of the row of the first of them
+    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
+    steps: int  # of the new draft; 0: there is none
+    root: int
+    place: int  # position that the root's children will have in the text
+    rules: bytes | None  # as of a `ChainStart`
+    left: Tensor | None = None  # [levels, outputs of the head] float32, contiguous; None: nothing is re-sampled
+    states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
+    most: tuple[int, int] = (MANY, MANY)  # nodes wanted of the new tree, and of the other: the best
+
+
+def sample(
+    stack: Stack,
+    starts: Sequence[SampleStart],
+    branches: int,
+    noisy: bool,
+    fused: NativeFuse,
+    info: NativeTokenInfo | None,
+    cache: KVCache,
+) -> tuple[Tensor, list[tuple[GrownTree | None, GrownTree | None]]]:
+    """Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
+
+    Args:
+        stack: the drafter's layer.
+        starts: where each starts.
+        branches: k of Algorithm 1.
+        noisy: whether tokens are ranked with the noise of the target's own choices.
+        fused, info: how rows are made, and what tokens say; None: nothing.
+        cache: K and V; every pending token and every step but the last gets its own.
+
+    Returns:
+        [steps of all, outputs of the head] raw logits; and for each its new tree and the one of the logits left over.
+
+    Raises:
+        ValueError: as `grow`; nothing was computed.
+    """
+    vocab, _ = stack.shape
+    held, table, rooms, last = list[Any](), (abi.CSampleStart * len(starts))(), [], 0
+    for row, s in zip(table, starts, strict=True):
+        row.root, row.place, row.rules = s.root, s.place, rules_at(s.rules, held)
+        row.fresh.levels, row.left.levels = s.steps, 0 if s.left is None else len(s.left)
+        if s.steps:
+            last = max(last, _begin(row, s, s.steps - 1, held))
+            row.states = _states_at(s, stack, held)
+        if s.left is not None:
+            row.left.logits = hold(s.left, (len(s.left), vocab), held, torch.float32)
+        for tree, most in zip((row.fresh, row.left), s.most, strict=True):
+            tree.most = min(_most(branches, tree.levels), most)
+            rooms.append(Room(tree, tree.most, **_TREE))
+    run = stack.reaching(cache, last)
+    raw = torch.empty(sum(s.steps for s in starts), vocab)
+    known = None if info is None else info.reference
+    given = table, len(starts), branches, int(fused.reads_tokens), int(noisy), raw.data_ptr()
+    called = stack.reference, ctypes.byref(run), stack.embedding_at, vocab, fused.reference, known
+    require(stack.library.pl_sample(*called, *given))
+    made = zip(rooms, (tree for row in table for tree in (row.fresh, row.left)), strict=True)
+    trees = [GrownTree(*room.read(tree.nodes)) if tree.levels else None for room, tree in made]
+    return raw, [*zip(trees[::2], trees[1::2], strict=True)]
+
+
+def _most(branches: int, levels: int) -> int:
+    """Nodes that Algorithm 1 makes at most."""
+    return branches + branches * branches * (levels - 1) if levels else 0
+
+
+# -- feedback memory
+
+
+class RingChain(NamedTuple):
+    """Where one sequence's chain starts; see `recall`."""
+
+    root: int
+    position: int  # of the root
+    steps: int  # tokens wanted, one or more
+    ring: int
+    start: int  # beside the sinks K and V are there from this position on
+    rules: bytes | None  # as of a `ChainStart`
+
+
+def write_keys(
+    stack: Stack,
+    ring: RingCache,
+    states: Sequence[Tensor],
+    rows: Sequence[int],
+    positions: Sequence[int],
+    slots: Sequence[int],
+) -> None:
+    """K and V of states as the layers would compute them of their rows, and nothing else of these layers.
+
+    Args:
+        stack: the layers.
+        ring: where they go.
+        states: of each layer its own, [n, d_model].
+        rows: [rows] which of them.
+        positions, slots: [rows].
+
+    Raises:
+        ValueError: a cache or states of another shape, rows or slots that are not there; nothing was computed.
+    """
+    _, width = stack.shape
+    if len(states) != len(ring.k) or not len(rows) == len(positions) == len(slots):
+        counts = f"{len(rows)} rows, {len(positions)} positions and {len(slots)} slots"
+        raise ValueError(f"states of {len(states)} layers for {len(ring.k)}, {counts}")
+    held: list[Any] = []
+    run, most = stack.reaching(ring, max(positions)), len(states[0])
+    run.rows, run.positions, run.slots = len(rows), numbers(positions, held), numbers(slots, held)
+    tables = numbers([hold(own, (most, width), held, stack.dtype) for own in states], held)
+    require(stack.library.pl_keys(stack.reference, ctypes.byref(run), tables, most, numbers(rows, held)))
+
+
+def recall(
+    stack: Stack, ring: RingCache, chains: Sequence[RingChain], mix: Tensor | None, floor: float, limit: int
+) -> list[list[tuple[int, float]]]:
+    """Draft chains, a token a pass, all in each pass.
+
+    Args:
+        stack: the draft's layers.
+        ring: K and V of what each chain's rows see.
+        chains: where each starts.
+        mix: [layers, layers + 1] float32, what a row's memory is made of; None: rows see the layers' own K and V.
+        floor: a chain ends once its cumulative log-probability is below this.
+        limit: tokens at and above this are never chosen.
+
+    Returns:
+        For each chain its tokens and their log-probabilities, of drawn ones among the scores with their noise.
+
+    Raises:
+        ValueError: a root that the embedding lacks, a ring or positions that are not there, more steps than a ring has
+            room for; nothing was computed.
+    """
+    layers, held, table, rooms = len(ring.k), list[Any](), (abi.CRingChain * len(chains))(), []
+    for row, chain in zip(table, chains, strict=True):
+        row.root, row.position, row.steps, row.ring, row.start = chain[:5]
+        row.rules = rules_at(chain.rules, held)
+        rooms.append(Room(row, chain.steps, tokens="q", log_q="f"))
+    shape = abi.CRingShape(sinks=ring.view.sinks, window=ring.view.window, span=ring.span)
+    known = None if mix is None else hold(mix, (layers, layers + 1), held, torch.float32)
+    run = stack.reaching(ring, max(chain.position + chain.steps for chain in chains))
+    given = min(limit, stack.shape[0]), ctypes.byref(shape), table, len(chains), known, floor
+    require(stack.library.pl_recall(stack.reference, ctypes.byref(run), stack.embedding_at, *given))
+    return _chains(table, rooms)
