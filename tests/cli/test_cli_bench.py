@@ -67,12 +67,12 @@ def test_quick_runs_are_small_where_the_user_does_not_say(run: Any, monkeypatch:
         raise ConfigError("a run", "not needed here", "look at the settings")
 
     monkeypatch.setattr(bench, "Run", stop)
-    for flags in ([], ["--quick"], ["--quick", "--prompts", "20", "--max-new-tokens", "7,9", "--batch", "1,4"]):
+    for flags in ([], ["--quick"], ["--quick", "--prompts", "20", "--max-new-tokens", "7", "--batch", "1,4"]):
         assert run(*flags).exit_code == 2
     assert seen == [
-        (20, 3, (None,), None, (1,)),
-        (8, 2, (48,), 110.0, (1,)),
-        (20, 2, (7, 9), 110.0, (1, 4)),
+        (20, 3, None, None, (1,)),
+        (8, 2, 48, 110.0, (1,)),
+        (20, 2, 7, 110.0, (1, 4)),
     ]
 
 

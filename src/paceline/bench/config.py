@@ -13,8 +13,7 @@ from rich.console import Console
 
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..core.options import option
-from ..core.sampling import SamplingParams
+from ..core.options import check, option
 from .records import Method
 
 N = TypeVar("N", int, float)
@@ -25,13 +24,12 @@ MODEL_HELP = (
     "stretch:MODEL,times=N is one of these with layers that cost N times as much and the same tokens."
 )
 THREADS_HELP = "CPU threads; default: torch's choice."
-# Settings that take several values -> what a user calls them, their kind, and the least that one may be.
+# Settings of a cell that take several values -> what a user calls one, its kind, and its least value.
 MANY: dict[str, tuple[str, type, float]] = {
     "batches": ("batch", int, 1),
     "temperatures": ("temperature", float, 0),
-    "top_ks": ("top_k", int, 0),
+    "top_ks": ("top-k", int, 0),
     "contexts": ("context", int, 1),
-    "max_new_tokens": ("max_new_tokens", int, 1),
 }
 
 
@@ -39,8 +37,8 @@ def _many(name: str, default: Any, help: str, **more: Any) -> Any:
     """A setting that takes several values; on the command line one text with commas between them."""
     flag, kind, least = MANY[name]
     letter = "T" if kind is float else "N"
-    more = {"flag": f"--{flag.replace('_', '-')}", "metavar": f"{letter},{letter},..", **more}
-    return option(default, help=help, read=partial(numbers, kind=kind, least=least), **more)
+    rules = {"flag": f"--{flag}", "metavar": f"{letter},{letter},..", **more}
+    return option(default, help=help, read=partial(numbers, kind=kind, least=least), **rules)
 
 
 def numbers(flag: str, text: str, kind: Callable[[str], N] = int, least: float = 1) -> tuple[N, ...]:
@@ -71,12 +69,12 @@ class BenchConfig:
     data: Path | None = option(
         None, help="Folder of workloads that do not come along, and of full versions.", metavar="DIR"
     )
-    prompts: int = option(20, help="Prompts of each workload.", metavar="N")
+    prompts: int = option(20, help="Prompts of each workload.", metavar="N", minimum=1)
     prompt_tokens: int | None = option(
-        None, help=f"Length of a random model's prompts (default: {PROMPT_TOKENS}).", metavar="N"
+        None, help=f"Length of a random model's prompts (default: {PROMPT_TOKENS}).", metavar="N", minimum=1
     )
-    max_new_tokens: tuple[int | None, ...] = _many(
-        "max_new_tokens", (None,), "Tokens of an answer (default: the workload's own)."
+    max_new_tokens: int | None = option(
+        None, help="Tokens of an answer (default: the workload's own).", metavar="N", minimum=1
     )
     batches: tuple[int, ...] = _many("batches", (1,), "Prompts at once.")
     temperatures: tuple[float, ...] = _many("temperatures", (0.0,), "Of sampling; 0 is greedy.")
@@ -84,7 +82,7 @@ class BenchConfig:
     contexts: tuple[int | None, ...] = _many(
         "contexts", (None,), "tokens that prompts are brought to (see `Run`); None: as they are", cli=False
     )
-    repeats: int = option(3, help="Times each prompt runs.", metavar="N")
+    repeats: int = option(3, help="Times each prompt runs.", metavar="N", minimum=1)
     seed: int = option(0, help="Of the choice of prompts and of sampling.")
     device: str = option("cpu", help="cpu or cuda.")
     threads: int | None = option(None, help=THREADS_HELP)
@@ -100,42 +98,27 @@ class BenchConfig:
     applications: Mapping[str, str] = field(default_factory=dict, metadata={"cli": False})  # folders of trained sets
 
     def __post_init__(self) -> None:
-        self._check_numbers()
+        check(self)
         if not self.methods:
             raise ConfigError("no method", "nothing would be measured", "name one with --method")
+        for field_, (name, _, least) in MANY.items():
+            values = getattr(self, field_)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name}={values}", "a value is there twice, or none is", "give each once")
+            if (low := next((v for v in values if v is not None and v < least), None)) is not None:
+                raise ConfigError(f"{name}={low}", "it is too small", f"give {least:g} or more")
         peer = next((m for m in self.methods if not m.own), None)
         if peer is not None and parse_model(self.model).stretch > 1:  # it would be measured on a smaller model
             wrong = "other engines cannot stretch a model"
             raise ConfigError(f"{peer.name} with model {self.model}", wrong, "leave one of the two out")
         if self.random and self.workloads:
-            raise ConfigError(
-                f"workload {self.workloads[0]} with model {self.model}",
-                "a random model has no tokenizer, so its prompts are random ids",
-                "leave the workload out",
-            )
+            wrong = "a random model has no tokenizer, so its prompts are random ids"
+            raise ConfigError(f"workload {self.workloads[0]} with model {self.model}", wrong, "leave the workload out")
         if self.prompt_tokens is not None and not self.random:
             wrong = "only a random model's prompts have a length of choice"
             raise ConfigError(f"--prompt-tokens {self.prompt_tokens}", wrong, "leave it out")
-        for name in self.workloads:
-            if self.workloads.count(name) > 1:
-                raise ConfigError(f"workload {name}", "it is named twice", "name it once")
-
-    def _check_numbers(self) -> None:
-        """Every setting of a cell has values of its range, none of them twice; counts are 1 or more."""
-        counts = {name: (getattr(self, name),) for name in ("prompts", "repeats", "prompt_tokens")}
-        counts |= {flag: getattr(self, name) for name, (flag, _, least) in MANY.items() if least}
-        for name, values in counts.items():
-            for value in values:
-                if value is not None and value < 1:
-                    raise ConfigError(f"{name}={value}", "nothing would be measured", "give 1 or more")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)
-        for top_k in self.top_ks:
-            SamplingParams(top_k=top_k)
-        for field_, (name, *_) in MANY.items():
-            values = getattr(self, field_)
-            if not values or len(set(values)) < len(values):
-                raise ConfigError(f"{name}={values}", "a value is there twice, or none is", "give each once")
+        if twin := next((name for name in self.workloads if self.workloads.count(name) > 1), None):
+            raise ConfigError(f"workload {twin}", "it is named twice", "name it once")
 
     @property
     def random(self) -> bool:

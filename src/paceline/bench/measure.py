@@ -30,6 +30,8 @@ from .records import Cell, Method, PromptIds, Trial
 
 log = logging.getLogger(__name__)
 
+SPARE_TOKENS = 64  # slots a sequence beside prompt and answer: drafts, rounding to blocks, a block of headroom
+
 # What a trial takes from the engine's own statistics.
 COUNTED = (
     *("passes", "drafted", "accepted", "depth_offered", "depth_accepted"),
@@ -203,11 +205,11 @@ class Builder:
         """
         return self.runner(method, limits).llm
 
-    def runner(self, method: Method, limits: Limits | None, answers: str | None = None) -> EngineRunner:
-        """The same, ready to be measured; ``answers``: file of recorded ones, for a synthetic drafter without one."""
+    def runner(self, method: Method, limits: Limits | None) -> EngineRunner:
+        """The same, ready to be measured."""
         options = {
             **self._common,
-            "drafter": drafter_config(method, answers),
+            "drafter": drafter_config(method),
             "round": method.round,
             "dtype": method.dtype,
             # No engine holds sets that it does not run.

@@ -18,7 +18,6 @@ from ..assembly import drafter_of
 from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps
-from ..bench.compare import compare as compare_reports
 from ..bench.compare import render_terminal
 from ..bench.config import BenchConfig, log_lines, numbers
 from ..bench.config import Progress as Told
@@ -39,7 +38,7 @@ from .options import DEFAULT_MODEL, takes
 from .session import counting, steps
 
 app = typer.Typer(add_completion=False)
-QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": (48,), "time_limit_s": 110.0}  # where the user does not say
+QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": 48, "time_limit_s": 110.0}  # where the user does not say
 OPTIONS: Any = {
     "defaults": {"model": DEFAULT_MODEL},
     "shown": {"drafter": "the model's own drafter where the zoo names one"},
@@ -122,7 +121,7 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Report of the other.")],
 ) -> None:
     """Compare two reports: what differs, and what became faster or slower (B over A)."""
-    stdout().print(render_terminal(compare_reports(load_report(first), load_report(second))))
+    stdout().print(render_terminal(load_report(first), load_report(second)))
 
 
 @app.command()
@@ -232,10 +231,10 @@ def _cost_table(tables: Mapping[str, CostTable]) -> Table:
 def _step_table(costs: Sequence[Mapping[str, float]]) -> Table:
     """One line a row count and context."""
     one = {c["context"]: c["step_ms"] for c in costs if c["rows"] == 1}
-    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share | linear ms | linear share"
+    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share"
     line = (
         "{context} | {rows} | {step_ms:.2f} | {low_ms:.2f}-{high_ms:.2f} | {of_one} | {weights_gb_per_s:.1f} | "
-        "{share_of_bandwidth:.0%} | {linear_ms:.2f} | {linear_share_of_bandwidth:.0%}"
+        "{share_of_bandwidth:.0%}"
     )
     ratios = [f"{c['step_ms'] / one[c['context']]:.2f}" if c["context"] in one else "" for c in costs]
     rows = [line.format(**c, of_one=r).split(" | ") for c, r in zip(costs, ratios, strict=True)]
