@@ -34,7 +34,7 @@ def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(dtype: str, kernels: str = "auto", **changes: Any) -> Report:
-    """Plain decoding and a drafter that is often right, two prompts at a time; a run before it takes the answers down."""
+    """Plain decoding and a drafter that is often right, two prompts at a time; a run before it records answers."""
     plain = f"plain=none;kernels={kernels}"
     with TemporaryDirectory() as folder:
         first = run_of([plain], dtype, **changes | {"out": None})

@@ -274,10 +274,8 @@ def test_trouble_is_told_in_every_view() -> None:
     for text in (flat, " ".join(Page(page.render(Summary(report))).words), markdown.render(Summary(report))):
         assert "vllm did not run: not built" in text
         assert "1 of 6 trials failed: RuntimeError: pool is full" in text
-        assert (
-            "draft_model depth=4, wikisql, batch 1, greedy, EOS ignored: 1 sequence of 3 failed; first: wikisql-3 another"
-            in text
-        )
+        where = "draft_model depth=4, wikisql, batch 1, greedy, EOS ignored"
+        assert f"{where}: 1 sequence of 3 failed; first: wikisql-3 another" in text
         assert "position 17" in text and "1 FAILED" in text
         assert "ngram" in text and re.search(r"[Ss]lower: \d+ of \d+ rows with a lower bound below 0.97", text)
         assert "the machine was busy" in text
@@ -285,7 +283,8 @@ def test_trouble_is_told_in_every_view() -> None:
 
 def test_unavailable_methods_with_one_reason_share_a_line() -> None:
     report = replace(World().report(), unavailable={"a": "not built", "b": "too old", "c": "not built"})
-    assert say.troubles(Summary(report))["unavailable"] == ["a, c did not run: not built", "b did not run: too old"]
+    lines = say.troubles(Summary(report))
+    assert [line for line in lines if "run" in line] == ["a, c did not run: not built", "b did not run: too old"]
 
 
 def test_peers_differences_are_no_failures_of_this_engine() -> None:
@@ -293,7 +292,7 @@ def test_peers_differences_are_no_failures_of_this_engine() -> None:
     found = replace(report.exactness[0], method="llama.cpp", identical=2, failures=[{"prompt": "x", "what": "y"}])
     report.exactness.append(found)
     summary = Summary(report)
-    assert say.troubles(summary)["differing"] == []
+    assert not any("failed" in line for line in say.troubles(summary))
     assert summary.exact and all(compared.passed for compared in summary.exact)
 
 

@@ -168,7 +168,7 @@ class TestMeasure:
     def runner(self, drafter: str, **settings: Any) -> measure.EngineRunner:
         limits = Limits(max_sequences=2, max_model_len=128, pool_tokens=512)
         method = replace(parse_method(drafter), settings=settings)
-        return Builder(MODEL, "cpu", 1).runner(method, limits)
+        return measure.EngineRunner(method, Builder(MODEL, "cpu", 1).llm(method, limits))
 
     def group(self, batch: int = 1, **cell: Any) -> Group:
         kind = Cell(workload="x", batch=batch, **{"max_new_tokens": 12, **cell})

@@ -21,11 +21,11 @@ from rich.text import Text
 
 from .records import Cell, Report
 from .report import wording as say
-from .report.terminal import BAD, FAINT, GOOD, figures_table, titled
+from .report.terminal import FAINT, figures_table, titled
 from .summary import SEED, Interval, Summary, bootstrap, draw_groups, interval_of, speeds
 
 Logs = dict[tuple[str, ...], list[float]]  # prompts of a group -> logs, one a repeat
-MARKS = {"faster": ("▲", GOOD), "slower": ("▼", BAD), "same": ("=", ""), "unknown": ("?", "")}  # and their styles
+MARKS = {"faster": "▲", "slower": "▼", "same": "=", "unknown": "?"}
 NOTE = (
     "Ratios B/A with 95% intervals; ▲ faster, ▼ slower, = the interval covers 1, ? too few trials. The runs were not "
     "interleaved: a machine that was slower at the time moves tok/s, and hardly the speed-ups over plain decoding, "
@@ -167,9 +167,7 @@ def render_terminal(a: Report, b: Report) -> RenderableType:
     return Group(*parts, Text(f"\n{NOTE}", style=FAINT))
 
 
-def _cells(row: ComparedRow) -> list[Text]:
-    ratios = []
-    for ratio in (row.ratio, row.speedup_ratio):
-        mark, style = MARKS[verdict(ratio)]
-        ratios.append(Text(f"{say.interval(ratio)} {mark}" if ratio else say.NOTHING, style=style if ratio else ""))
-    return [Text(row.method), *(Text(say.number(speed)) for speed in row.tokens_per_s), *ratios]
+def _cells(row: ComparedRow) -> list[str]:
+    both = (row.ratio, row.speedup_ratio)
+    ratios = (f"{say.interval(ratio)} {MARKS[verdict(ratio)]}" if ratio else say.NOTHING for ratio in both)
+    return [row.method, *map(say.number, row.tokens_per_s), *ratios]

@@ -137,27 +137,16 @@ Progress = Callable[[str, tuple[int, int] | None], None]
 
 
 def log_lines(console: Console, style: str | None = None, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Progress in a log: a line for each stage, and one about trials now and then, with the time left."""
-    last = first = clock()
+    """Progress in a log: a line for each stage, and one about trials now and then."""
+    last = clock()
 
     def tell(text: str, trials: tuple[int, int] | None) -> None:
-        nonlocal last, first
-        now = clock()
+        nonlocal last
         if trials is not None:
-            done, total = trials
-            first = first if done else now
-            if now - last < LINE_EVERY_S:
+            if clock() - last < LINE_EVERY_S:
                 return
-            left = duration((now - first) / max(done, 1) * (total - done))
-            text = f"{done} of {total} trials, {text}, about {left} left"
-        last = now
+            text = f"{trials[0]} of {trials[1]} trials, {text}"
+        last = clock()
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     return tell
-
-
-def duration(seconds: float) -> str:
-    """``1 min 5 s``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -181,7 +181,7 @@ class Report(Record):
         """From what JSON gives.
 
         Raises:
-            ValueError: another schema, a key that is missing or unknown, or a value of another type; the first is named.
+            ValueError: another schema, a key that is missing or unknown, or a value of another type.
         """
         if not isinstance(values, dict):
             raise ValueError("not an object")

@@ -36,7 +36,7 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM
 from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
-from .config import PROMPT_TOKENS, BenchConfig, Progress
+from .config import BenchConfig, Progress
 from .encoding import Encoded, prompt_ids, random_workload
 from .measure import SPARE_TOKENS, Builder, EngineRunner, Group, Limits, model_facts
 from .models import materialised
@@ -48,6 +48,19 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
 WARM_UP_TOKENS = 16
+# Settings that a report repeats as they are.
+SETTINGS: tuple[str, ...] = (
+    "prompts",
+    "repeats",
+    "seed",
+    "device",
+    "batches",
+    "temperatures",
+    "top_ks",
+    "contexts",
+    "prompt_tokens",
+)
+SETTINGS += ("time_limit_s", "applications")
 
 
 class Run:
@@ -159,7 +172,7 @@ class Run:
         for method in self.config.methods:
             if method.own:
                 self._tell(f"preparing {method.name}", None)
-                self._runners[method.name] = self._builder.runner(method, self.limits)
+                self._runners[method.name] = EngineRunner(method, self._builder.llm(method, self.limits))
         gc.collect()
         gc.freeze()  # what is there now stays: no collection between trials looks at it again
         stack.callback(gc.unfreeze)
@@ -235,17 +248,9 @@ class Run:
             versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | self.versions,
             commit=self.commit,
             settings={
-                **{name: getattr(config, name) for name in ("repeats", "seed", "device")},
+                **{name: getattr(config, name) for name in SETTINGS},
                 "threads": torch.get_num_threads(),
-                "prompt_tokens": config.prompt_tokens or PROMPT_TOKENS if config.random else None,
-                "batches": list(config.batches),
-                "temperatures": list(config.temperatures),
-                **({"top_ks": list(config.top_ks)} if config.top_ks != (0,) else {}),
-                **({"applications": dict(config.applications)} if config.applications else {}),
-                "contexts": list(config.contexts),
-                "prompts_per_workload": config.prompts,
                 "ignore_eos": config.ignores_eos,
-                "time_limit_s": config.time_limit_s,
                 "order": "methods in rotated order within (group, repeat); workloads in turns",
                 "between_trials": "prefix caches and drafters' memories are emptied; what a draft budget learned stays",
                 "warm_up_tokens": WARM_UP_TOKENS,

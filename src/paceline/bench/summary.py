@@ -322,7 +322,8 @@ def spread_of(trials: Iterable[Trial]) -> dict[str, float] | None:
     found = list(speeds(trials).values())
     if not found:
         return None
-    return dict(zip(("tokens_per_s", "speed_p10", "speed_p90"), map(float, np.quantile(found, [0.5, 0.1, 0.9]))))
+    middle, p10, p90 = map(float, np.quantile(found, [0.5, 0.1, 0.9]))
+    return {"tokens_per_s": middle, "speed_p10": p10, "speed_p90": p90}
 
 
 def _depths(trials: Sequence[Trial]) -> tuple[list[list[int]], list[list[int]]]:

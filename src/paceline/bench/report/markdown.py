@@ -37,7 +37,6 @@ SPEEDS: dict[str, Callable[[Row], str]] = {
     "p10 to p90": _spread,
     "speed-up": say.speedup,
     "accepted length": _figure("accepted_length", say.length),
-    "call reduction": _figure("call_reduction", say.length),
     "of the floor": _figure("floor_share", say.share),
     "exact": lambda row: say.exact_mark(row.exact),
 }
@@ -65,7 +64,9 @@ def render(summary: Summary, plot: Plot = lambda *_: "") -> str:
     blocks = [f"# {text(report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary))]
     for section in sections:
         blocks += _section(summary, section, plot)
-    blocks += [*_batches(summary, plot), *_problems(summary)]
+    blocks += _batches(summary, plot)
+    if wrong := say.troubles(summary):
+        blocks += ["## What went wrong, was slower or did not run", bullets(wrong)]
     command = shlex.join(report.command).replace("```", "` ` `")
     blocks += [
         "## How it was measured",
@@ -109,13 +110,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return table(list(map(text, head)), cells)
 
 
-def _problems(summary: Summary) -> list[str]:
-    found = say.troubles(summary)
-    slower = [f"slower than plain: {line}" for line in found["slower"]]
-    lines = [*found["differing"], *found["failed"], *slower, *found["unavailable"]]
-    return ["## What went wrong, was slower or did not run", bullets(lines)] if lines else []
-
-
 def _section(summary: Summary, section: Cell, plot: Plot) -> list[str]:
     names, total = summary.workloads(section), summary.total(section)
     each = {name: [row for row in summary.of(section) if row.workload == name] for name in names}
@@ -143,7 +137,8 @@ def _shown(summary: Summary, name: str) -> str:
     return say.method_name(summary.methods[name])
 
 
-def _name(row: Row) -> str:
+def name_of(row: Row) -> str:
+    """The method, and how many of its trials failed."""
     return say.method_name(row.method) + (f" ({len(row.failed)} failed)" if row.failed else "")
 
 
@@ -153,8 +148,8 @@ def _tables(rows: Sequence[Row]) -> list[str]:
     for kind in (SPEEDS, TIMES):
         columns = {name: [show(row) for row in rows] for name, show in kind.items()}
         told = {name: cells for name, cells in columns.items() if set(cells) != {say.NOTHING}}
-        found.append(_table(["method", *told], zip(map(_name, rows), *told.values(), strict=True)) if told else "")
-    shares = [[_name(row), *map(say.share, row.acceptance)] for row in rows if row.acceptance]
+        found.append(_table(["method", *told], zip(map(name_of, rows), *told.values(), strict=True)) if told else "")
+    shares = [[name_of(row), *map(say.share, row.acceptance)] for row in rows if row.acceptance]
     deep = max(map(len, shares), default=0)
     filled = (row + [say.NOTHING] * (deep - len(row)) for row in shares)
     head = ["method", *map(str, range(1, deep))]

@@ -11,9 +11,9 @@ from rich.text import Text
 from ..records import Cell
 from ..summary import Row, Summary
 from . import wording as say
-from .markdown import SPEEDS, TIMES
+from .markdown import SPEEDS, TIMES, name_of
 
-BAD, GOOD, FAINT = "bold red", "green", "dim"
+BAD, FAINT = "bold red", "dim"
 LISTED = 8  # lines of a list before the rest is counted
 SHORT = {  # columns by their names where there is little room
     "tok/s": SPEEDS["tokens/s"],
@@ -35,36 +35,35 @@ def render(summary: Summary) -> RenderableType:
     """Findings, a table for each section, what went wrong."""
     report = summary.report
     parts: list[RenderableType] = [Text(report.title, style="bold"), Text(say.headline(summary))]
-    parts += [Text(line, style=FAINT) for line in (say.model_line(report), say.machine_line(report))]
+    about = (say.facts_line("model", report.model), say.facts_line("machine", report.machine))
+    parts += [Text(line, style=FAINT) for line in about]
     for section in summary.sections:
         parts += [Text(f"\n{say.upper(say.cell_label(section))}", style="bold cyan"), _section(summary, section)]
     parts += [Text(), *map(Text, say.findings(summary))]
-    for kind, lines in say.troubles(summary).items():
-        style = {"differing": BAD, "failed": BAD, "unavailable": "yellow"}.get(kind, "")
-        parts += [Text(f"  {line}", style=style) for line in lines[:LISTED]]
-        rest = len(lines) - LISTED
-        parts += [Text(f"  and {rest} more, in the report", style=style)] if rest > 0 else []
+    wrong = say.troubles(summary)
+    parts += [Text(f"  {line}", style=BAD) for line in wrong[:LISTED]]
+    parts += [Text(f"  and {len(wrong) - LISTED} more, in the report")] if len(wrong) > LISTED else []
     return Group(*parts, *map(Text, report.notes), Text(f"\n{FOOT}", style=FAINT))
 
 
-def figures_table(head: Sequence[str], rows: Iterable[Sequence[str | Text]], words: int = 1) -> Table:
-    """So many columns of words on the left, figures on the right."""
+def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
+    """So many columns of words on the left, figures on the right; a row of one cell is a title."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for place, name in enumerate(head):
         table.add_column(name, justify="left" if place < words else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+        table.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
     return table
 
 
-def titled(title: str, rows: Iterable[Sequence[Text]]) -> list[list[Text]]:
-    """A line with a title, and rows under it."""
-    return [[Text(title, style="bold")], *([Text("  ") + first, *others] for first, *others in rows)]
+def titled(title: str, rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """A title, and rows under it."""
+    return [[title], *([f"  {first}", *others] for first, *others in rows)]
 
 
 def _section(summary: Summary, section: Cell) -> Table:
     """All methods over all workloads and, of the section that is shown first, on each."""
-    names, rows = summary.workloads(section), []
+    names, rows = summary.workloads(section), list[list[str]]()
     if len(names) > 1:
         rows += titled(f"all {len(names)} workloads", map(_cells, summary.total(section)))
     for name in names if section == summary.main or len(names) == 1 else ():
@@ -73,10 +72,5 @@ def _section(summary: Summary, section: Cell) -> Table:
     return figures_table(["method", *SHORT], rows)
 
 
-def _cells(row: Row) -> list[Text]:
-    name = Text(say.method_name(row.method))
-    name.append(f" ({len(row.failed)} failed)" if row.failed else "", style=BAD)
-    colours = {"exact": BAD if not all(found.passed for found in row.exact) else ""}
-    if row.speedup and not row.speedup.covers(1):
-        colours["speed-up"] = GOOD if row.speedup.low > 1 else BAD
-    return [name, *(Text(show(row), style=colours.get(column, "")) for column, show in SHORT.items())]
+def _cells(row: Row) -> list[str]:
+    return [name_of(row), *(show(row) for show in SHORT.values())]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from typing import Any
 
 from ..records import Cell, Exactness, Method, Report
 from ..summary import CONFIDENCE, NEVER_SLOWER, RESAMPLES, Interval, Row, Summary, best, slower_cells
@@ -50,11 +51,6 @@ def number(value: float | None) -> str:
 def share(value: float | None) -> str:
     """``83 %``."""
     return NOTHING if value is None else f"{100 * value:.0f} %"
-
-
-def size(value: float) -> str:
-    """Bytes in MB or GB."""
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 
 
 def length(value: float | None) -> str:
@@ -114,45 +110,29 @@ def count_of(amount: int, noun: str) -> str:
 # -- what was measured, and how
 
 
-def model_line(report: Report) -> str:
-    """The model in one line: what is known of it."""
-    m = report.model
-    parts = [f"model {m['name']}" if m.get("name") else "", m.get("dtype")]
-    parts += [f"{number(m['parameters'] / 1e6)}M parameters" if m.get("parameters") else ""]
-    parts += [f"{size(m['pass_bytes'])} read a pass" if m.get("pass_bytes") else ""]
-    parts += [f"kernels: {m['kernels']}" if m.get("kernels") else ""]
-    return ", ".join(map(str, filter(None, parts)))
+def facts_line(what: str, facts: Mapping[str, Any]) -> str:
+    """``machine: cores 2, system Linux x86_64``; sizes in MB and GB."""
+    return f"{what}: " + (", ".join(f"{key} {fact(key, value)}" for key, value in facts.items()) or "unknown")
 
 
-def machine_line(report: Report) -> str:
-    """The machine in one line: what is known of it."""
-    m, bandwidth = report.machine, report.machine.get("read_bandwidth_bytes_per_s")
-    parts = [m.get("processor"), f"{m.get('threads', m['cores'])} of {m['cores']} cores" if m.get("cores") else ""]
-    parts += [m.get("system"), m.get("device"), f"reads {bandwidth / 1e9:.0f} GB/s" if bandwidth else ""]
-    return ", ".join(map(str, filter(None, parts)))
-
-
-def run_line(report: Report) -> str:
-    """Versions, commit (short; ``-dirty`` where the tree was changed) and date in one line."""
-    name, dash, changed = (report.commit or "").partition("-")
-    versions = ", ".join(f"{package} {version}" for package, version in report.versions.items())
-    commit = f"commit {name[:12]}{dash}{changed}" if report.commit else "no commit known"
-    return ", ".join(filter(None, [versions, commit, report.created.replace("T", " ")[:16] + " UTC"]))
+def fact(key: str, value: Any) -> str:
+    """A value of model, machine or settings in words."""
+    if isinstance(value, int | float) and "bytes" in key:
+        return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {fact(name, item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(fact("", item) for item in value) or "none"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "none" if value is None else str(value)
 
 
 def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     """How a run was measured: model, machine, versions, what else is known of it, settings, notes."""
-    lines = [model_line(report), machine_line(report), run_line(report), *facts]
-    return [*lines, *(f"{key}: {setting(value)}" for key, value in report.settings.items()), *report.notes]
-
-
-def setting(value: object) -> str:
-    """A value of the settings in words."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {setting(item)}" for key, item in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(setting, value)) or "none"
-    return "none" if value is None else str(value)
+    lines = [facts_line("model", report.model), facts_line("machine", report.machine)]
+    lines += [facts_line("versions", report.versions), f"commit {report.commit or 'unknown'}, {report.created}", *facts]
+    return [*lines, *(f"{key}: {fact(key, value)}" for key, value in report.settings.items()), *report.notes]
 
 
 def definitions(report: Report) -> list[tuple[str, str]]:
@@ -211,8 +191,8 @@ def _failed(compared: Iterable[Exactness]) -> int:
     return sum(len(found.failures) for found in compared)
 
 
-def troubles(summary: Summary) -> dict[str, list[str]]:
-    """Lines on what is not as it should be: ids that differ, what is slower than plain, what failed or did not run."""
+def troubles(summary: Summary) -> list[str]:
+    """Lines on what is not as it should be: ids that differ, what failed, what is slower than plain or did not run."""
 
     def where(row: Row) -> str:
         return f"{method_name(row.method)}, {cell_label(row.cell or row.section)}"
@@ -221,15 +201,15 @@ def troubles(summary: Summary) -> dict[str, list[str]]:
     for name, why in summary.report.unavailable.items():
         names.setdefault(why, []).append(name)
     failed = [(row, row.failed) for row in summary.rows if row.failed]
-    return {
-        "differing": [_failure(found) for found in summary.exact if not found.passed],
-        "slower": [f"{where(row)}: {interval(row.speedup)}" for row in slower_cells(summary)],
-        "failed": [
+    return [
+        *(_failure(found) for found in summary.exact if not found.passed),
+        *(
             f"{where(row)}: {len(bad)} of {count_of(len(row.trials), 'trial')} failed: {bad[0].error}"
             for row, bad in failed
-        ],
-        "unavailable": [f"{', '.join(many)} did not run: {why}" for why, many in names.items()],
-    }
+        ),
+        *(f"{', '.join(many)} did not run: {why}" for why, many in names.items()),
+        *(f"slower than plain: {where(row)}: {interval(row.speedup)}" for row in slower_cells(summary)),
+    ]
 
 
 def _failure(found: Exactness) -> str:
