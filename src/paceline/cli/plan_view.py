@@ -22,7 +22,8 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..planning.machines import Machine
 from ..planning.measured import errors
-from ..planning.plan import PLAIN, SINK, PlanRequest, RankedDrafter, compute_bound_from, devices_needed, rank
+from ..planning.plan import PLAIN, SINK, PlanRequest, RankedDrafter, devices_needed, rank
+from ..planning.throughput import critical_batch
 from .console import note, stdout
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
@@ -150,7 +151,7 @@ def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
     holds, have = best.holds, q.machine.memory * q.parallel.devices
     needed = devices_needed(q, holds)
     room = "fits" if holds <= have else f"does not fit: {needed} devices would hold it; figures are as if it did"
-    batch = compute_bound_from(q, best.rows)
+    batch = critical_batch(q.network(q.target), q.context, q.machine.hoi, best.rows)
     bound = "at no batch size" if batch is None else f"from batch {batch:,} on"
     return [
         f"{best.drafter} holds {holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}",
