@@ -313,9 +313,9 @@ class TestRefusals:
         [
             ({"prompts": 0}, "prompts=0"),
             ({"repeats": 0}, "repeats=0"),
-            ({"batches": (0,)}, "batch=0"),
-            ({"batches": (1, 1)}, "batch=.* twice"),
-            ({"contexts": (0,)}, "context=0"),
+            ({"batches": (0,)}, "batches=.* too small"),
+            ({"batches": (1, 1)}, "batches=.* twice"),
+            ({"contexts": (0,)}, "contexts=.* too small"),
             ({"max_new_tokens": 0}, "max_new_tokens=0"),
             ({"temperatures": (-1.0,)}, "temperature"),
             ({"methods": ()}, "no method"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,20 +24,12 @@ MODEL_HELP = (
     "stretch:MODEL,times=N is one of these with layers that cost N times as much and the same tokens."
 )
 THREADS_HELP = "CPU threads; default: torch's choice."
-# Settings of a cell that take several values -> what a user calls one, its kind, and its least value.
-MANY: dict[str, tuple[str, type, float]] = {
-    "batches": ("batch", int, 1),
-    "temperatures": ("temperature", float, 0),
-    "top_ks": ("top-k", int, 0),
-    "contexts": ("context", int, 1),
-}
 
 
-def _many(name: str, default: Any, help: str, **more: Any) -> Any:
-    """A setting that takes several values; on the command line one text with commas between them."""
-    flag, kind, least = MANY[name]
+def _many(flag: str, default: Any, help: str, kind: type = int, least: float = 1, **more: Any) -> Any:
+    """A setting that takes several values, none below ``least``; on the command line one text with commas in it."""
     letter = "T" if kind is float else "N"
-    rules = {"flag": f"--{flag}", "metavar": f"{letter},{letter},..", **more}
+    rules = {"flag": f"--{flag}", "metavar": f"{letter},{letter},..", "least": least, **more}
     return option(default, help=help, read=partial(numbers, kind=kind, least=least), **rules)
 
 
@@ -76,11 +68,11 @@ class BenchConfig:
     max_new_tokens: int | None = option(
         None, help="Tokens of an answer (default: the workload's own).", metavar="N", minimum=1
     )
-    batches: tuple[int, ...] = _many("batches", (1,), "Prompts at once.")
-    temperatures: tuple[float, ...] = _many("temperatures", (0.0,), "Of sampling; 0 is greedy.")
-    top_ks: tuple[int, ...] = _many("top_ks", (0,), "Likeliest tokens that sampling chooses from; 0: all.")
+    batches: tuple[int, ...] = _many("batch", (1,), "Prompts at once.")
+    temperatures: tuple[float, ...] = _many("temperature", (0.0,), "Of sampling; 0 is greedy.", float, 0)
+    top_ks: tuple[int, ...] = _many("top-k", (0,), "Likeliest tokens that sampling chooses from; 0: all.", least=0)
     contexts: tuple[int | None, ...] = _many(
-        "contexts", (None,), "tokens that prompts are brought to (see `Run`); None: as they are", cli=False
+        "context", (None,), "tokens that prompts are brought to (see `Run`); None: as they are", cli=False
     )
     repeats: int = option(3, help="Times each prompt runs.", metavar="N", minimum=1)
     seed: int = option(0, help="Of the choice of prompts and of sampling.")
@@ -101,12 +93,14 @@ class BenchConfig:
         check(self)
         if not self.methods:
             raise ConfigError("no method", "nothing would be measured", "name one with --method")
-        for field_, (name, _, least) in MANY.items():
-            values = getattr(self, field_)
+        for spec in fields(self):
+            values, least = getattr(self, spec.name), spec.metadata.get("least")
+            if least is None:
+                continue
             if not values or len(set(values)) < len(values):
-                raise ConfigError(f"{name}={values}", "a value is there twice, or none is", "give each once")
-            if (low := next((v for v in values if v is not None and v < least), None)) is not None:
-                raise ConfigError(f"{name}={low}", "it is too small", f"give {least:g} or more")
+                raise ConfigError(f"{spec.name}={values}", "a value is there twice, or none is", "give each once")
+            if any(value is not None and value < least for value in values):
+                raise ConfigError(f"{spec.name}={values}", "one is too small", f"give {least:g} or more")
         peer = next((m for m in self.methods if not m.own), None)
         if peer is not None and parse_model(self.model).stretch > 1:  # it would be measured on a smaller model
             wrong = "other engines cannot stretch a model"

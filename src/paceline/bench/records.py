@@ -181,7 +181,8 @@ class Report(Record):
         """From what JSON gives.
 
         Raises:
-            ValueError: another schema, a key that is missing or unknown, or a value of another type.
+            ValueError: another schema, a key that is missing or unknown, a value of another type, or a method that is
+                there twice or not at all.
         """
         if not isinstance(values, dict):
             raise ValueError("not an object")
@@ -190,10 +191,16 @@ class Report(Record):
         for trial in values.get("trials", ()):
             trial.pop("peak_bytes", None)  # older reports have it
         try:
-            return _adapter().validate_python(values)
+            report = _adapter().validate_python(values)
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        names = [method.name for method in report.methods]
+        if len(set(names)) < len(names):
+            raise ValueError("two methods of one name")
+        if unknown := ({t.method for t in report.trials} | {e.method for e in report.exactness}) - set(names):
+            raise ValueError(f"trials of methods that it does not list: {', '.join(sorted(unknown))}")
+        return report
 
     def as_dict(self) -> dict[str, Any]:
         """The inverse, ready for JSON."""

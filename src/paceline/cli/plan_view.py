@@ -16,7 +16,7 @@ from rich.text import Text
 from .. import zoo
 from ..bench import figures
 from ..bench.figures import Panel, Series
-from ..bench.law import MeasuredLaw
+from ..bench.law import MeasuredLaw, errors_of
 from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
@@ -82,7 +82,7 @@ def show_law(found: MeasuredLaw, machine: Machine) -> None:
     attention = f"{1e-9 / law.attention:,.0f} GFLOP/s" if law.attention else "beside its reads"
     console.print(f"  {per}, {rates}, attention {attention}", markup=False)
     lines = []
-    for row in found.passes(found.held_out):
+    for row in errors_of(law, found.held_out):
         measured, error = row["measured_ms"], row["error"]
         sizes = [str(row[name]) for name in ("layers", "batch", "context", "rows")]
         lines.append([*sizes, f"{measured:.2f}", f"{measured * (1 + error):.2f}", f"{error:+.0%}"])
