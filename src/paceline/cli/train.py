@@ -192,7 +192,7 @@ def _train(job: TrainingJob, stop_after: int | None, tensorboard: bool) -> None:
     bar = Bar(stderr(), job.config.steps)
     watchers: list[Any] = [bar, *(event_file(job.out) if tensorboard else [])] if first else []
     try:
-        trainer, outcome = run(job, watchers, stop_after, bar.say if first else lambda text: None)
+        trainer, outcome = run(job, watchers, stop_after, note if first else lambda text: None)
     finally:
         for watcher in watchers:
             watcher.close()

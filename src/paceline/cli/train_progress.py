@@ -28,10 +28,6 @@ class Bar:
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self.task = self.bar.add_task("", total=steps)
 
-    def say(self, text: str) -> None:
-        """A remark while things are loaded."""
-        note(text)
-
     def begin(self, trainer: Trainer, resumed: bool, seconds: float) -> None:
         """Called when all is loaded."""
         if resumed:
