@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..core.options import check, option
+from ..core.options import option
 from .records import Method
 
 N = TypeVar("N", int, float)
@@ -61,20 +61,18 @@ class BenchConfig:
     data: Path | None = option(
         None, help="Folder of workloads that do not come along, and of full versions.", metavar="DIR"
     )
-    prompts: int = option(20, help="Prompts of each workload.", metavar="N", minimum=1)
+    prompts: int = option(20, help="Prompts of each workload.", metavar="N")
     prompt_tokens: int | None = option(
-        None, help=f"Length of a random model's prompts (default: {PROMPT_TOKENS}).", metavar="N", minimum=1
+        None, help=f"Length of a random model's prompts (default: {PROMPT_TOKENS}).", metavar="N"
     )
-    max_new_tokens: int | None = option(
-        None, help="Tokens of an answer (default: the workload's own).", metavar="N", minimum=1
-    )
+    max_new_tokens: int | None = option(None, help="Tokens of an answer (default: the workload's own).", metavar="N")
     batches: tuple[int, ...] = _many("batch", (1,), "Prompts at once.")
     temperatures: tuple[float, ...] = _many("temperature", (0.0,), "Of sampling; 0 is greedy.", float, 0)
     top_ks: tuple[int, ...] = _many("top-k", (0,), "Likeliest tokens that sampling chooses from; 0: all.", least=0)
     contexts: tuple[int | None, ...] = _many(
         "context", (None,), "tokens that prompts are brought to (see `Run`); None: as they are", cli=False
     )
-    repeats: int = option(3, help="Times each prompt runs.", metavar="N", minimum=1)
+    repeats: int = option(3, help="Times each prompt runs.", metavar="N")
     seed: int = option(0, help="Of the choice of prompts and of sampling.")
     device: str = option("cpu", help="cpu or cuda.")
     threads: int | None = option(None, help=THREADS_HELP)
@@ -90,7 +88,9 @@ class BenchConfig:
     applications: Mapping[str, str] = field(default_factory=dict, metadata={"cli": False})  # folders of trained sets
 
     def __post_init__(self) -> None:
-        check(self)
+        for name in ("prompts", "repeats", "prompt_tokens", "max_new_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name}={value}", "nothing would be measured", "give 1 or more")
         if not self.methods:
             raise ConfigError("no method", "nothing would be measured", "name one with --method")
         for spec in fields(self):
