@@ -1,7 +1,8 @@
-"""Single operations, timed: plain decoding beside transformers, the parts of a step, messages between processes.
+"""Single operations, timed: plain decoding beside transformers, the parts of a step, linear layers, messages.
 
 python studies/micro.py decode --model random:12x768x2048x8192 --dtype bfloat16 --batch 1,16 --out build/micro
 python studies/micro.py parts --drafter none --drafter ngram --batch 1,8 --out build/micro
+python studies/micro.py linear --model random:12x768x2048x8192 --out build/micro
 python studies/micro.py hops --out build/micro
 """
 
@@ -9,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
 from typing import Any
 
+import torch
 from kit.study import Options, Study, Table, asked
 from micro_parts import decode as decoding
 from micro_parts import hops as hopping
@@ -23,6 +27,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
 from paceline.core.sampling import SamplingParams
 from paceline.llm import LLM
+from paceline.network.decoder import Decoder
 from paceline.network.loader import resolve_folder
 
 MOST_PROMPT = 512  # tokens of what `parts` asks
@@ -40,6 +45,7 @@ class MicroFlags(Options):
     drafter: list[str] = asked([], "As `--drafter` of the command line, or none.", "NAME,..")
     budget: str | None = asked(None, "Drafted nodes a step; the drafter's own where none is given.")
     temperature: float = asked(0.0, "Of sampling.", "T")
+    rows: str = asked("1,2,4,8,16,32,64", "Rows of a pass.", "N,N,..")
     sizes: str = asked("64,4096,65536", "Bytes of a frame.", "N,N,..")
 
 
@@ -137,6 +143,37 @@ def _parts_rows(drafter: str, found: Sequence[step_parts.StepParts]) -> list[lis
     whole = [cell for one in found for cell in (f"{one.host_ms:.3f}", f"{one.step_ms - one.host_ms:.3f}")]
     tokens = [cell for one in found for cell in (f"{one.tokens:.2f} tokens", f"{one.steps} steps")]
     return [*rows, [drafter, "whole step", *whole], [drafter, "in a step", *tokens]]
+
+
+@study.table(takes=("rows",), repeats=30, quick={"repeats": 3})
+def linear(ask: MicroFlags) -> Iterator[Table | None]:
+    """The linear layers and the head of a pass alone, by rows: what `paceline bench step` times is the whole pass."""
+    counts, label = numbers("--rows", ask.rows), parse_model(ask.model).label
+    yield None
+    with materialised(ask.model) as folder:
+        decoder, bandwidth = LLM(folder, **ask.llm).decoder, machine.read_bandwidth(ask.device)
+        times = {rows: median([linear_ms(decoder, rows) for _ in range(ask.repeats + 2)][2:]) for rows in counts}
+    shares = {rows: decoder.pass_bytes / (1e-3 * ms) / bandwidth for rows, ms in times.items()}
+    yield Table(
+        title=f"Linear layers and head of {label}, {decoder.dtype}".replace("torch.", ""),
+        head=("rows", "ms", "weights read, of the bandwidth"),
+        parts={"": [[str(rows), f"{ms:.2f}", f"{shares[rows]:.0%}"] for rows, ms in times.items()]},
+        values={**_facts(ask, label), "read_bandwidth_bytes_per_s": bandwidth, "linear_ms": times},
+        how=[[f"{ask.repeats} repeats, medians; memory read at {bandwidth / 1e9:.1f} GB/s", _machine(ask)]],
+    )
+
+
+@torch.inference_mode()
+def linear_ms(decoder: Decoder, rows: int) -> float:
+    """Milliseconds of all products of a pass, one after the other, without what lies between."""
+    products = decoder.products()
+    inputs = {width: torch.ones(rows, width, dtype=decoder.dtype, device=decoder.device) for _, width in products}
+    began = perf_counter()
+    for product, width in products:
+        product(inputs[width])
+    if decoder.device.type == "cuda":
+        torch.cuda.synchronize(decoder.device)
+    return (perf_counter() - began) * 1e3
 
 
 @study.table(takes=("sizes",), repeats=2000, quick={"repeats": 200})

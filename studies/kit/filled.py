@@ -103,7 +103,7 @@ class Filled(Encoded):
         return ids[-count:]
 
 
-def encoded(workload: Workload, tokenizer: Any, context: int | None, **lengths: int) -> Encoded:
+def encoded(workload: Workload, tokenizer: Any, context: int | None = None, **lengths: int) -> Encoded:
     """A workload's prompts, brought to a context if there is one."""
     if context is None:
         return Encoded(workload, tokenizer, **lengths)

@@ -84,7 +84,7 @@ class Grid:
         values = {
             "title": self.title,
             "workloads": tuple(map(workload_of, options.names)),
-            "max_new_tokens": (options.max_new_tokens,),
+            "max_new_tokens": options.max_new_tokens,
             **{name: getattr(options, name) for name in kept},
             **self.cells,
             "prompts": max(options.prompts, self.prompts, 2 * bool(self.choose and options.prompts)),
@@ -194,23 +194,33 @@ def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> GridLine:
     if grid.over is not None:
         cells = [r.cell for r in parts if r.cell is not None]
         ratio = overall_ratio(summary, row.method.name, grid.over, cells) if row.method.name != grid.over else None
-    names = ("call_reduction", "accepted_length", "drafted", "row_layers", "upper_row_layers")
-    counts: dict[str, Any] = {name: _mean([getattr(part.figures, name) for part in parts]) for name in names}
+    counts: dict[str, Any] = {
+        name: _mean([part.figures[name] for part in parts]) for name in ("call_reduction", "accepted_length")
+    }
+    work = ("drafted", "row_layers", "upper_row_layers")
+    counts |= {name: _mean([_a_pass(part, name) for part in parts]) for name in work}
     return GridLine(
         task=ALL if row.workload is None else row.workload,
         method=row.method.name,
         series=entry.series,
         x=_swept(getattr(row.section, grid.cell), grid.cell) if grid.cell else entry.x,
         **counts,
-        pruned=row.figures.pruned,
+        pruned=_a_pass(row, "pruned"),
         tokens_per_s=row.speed,
         speedup=ratio.value if ratio else None,
         speedup_low=ratio.low if ratio else None,
         speedup_high=ratio.high if ratio else None,
         pairs=ratio.pairs if ratio else 0,
         exact=say.exact_mark(row.exact),
-        error=row.figures.error,
+        error=row.failed[0].error if row.failed else None,
     )
+
+
+def _a_pass(row: Row, count: str) -> float | None:
+    """A count of the engine's statistics (`core.stats`) for a target pass; None where there is none."""
+    good = [trial for trial in row.trials if trial.error is None]
+    passes, total = sum(trial.passes for trial in good), sum(getattr(trial, count) for trial in good)
+    return total / passes if passes and total else None
 
 
 def with_choice(lines: Iterable[GridLine], choosing: Sequence[GridLine], metric: str) -> list[GridLine]:

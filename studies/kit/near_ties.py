@@ -193,9 +193,9 @@ def compare_sequence(reference: OutputIds, other: OutputIds, explain: Callable[[
     return Finding(**found) if found else None
 
 
-def check(report: Report, judge: NearTies) -> list[Exactness]:
+def check(report: Report, judge: NearTies) -> tuple[list[Exactness], list[str]]:
     """As `bench.lossless.check`, of passes that round by their width, too: each difference is judged."""
-    summary, found = Summary(report), lossless.check(report, rounded=True)
+    summary, (found, notes) = Summary(report), lossless.check(report, rounded=True)
     for one in found:
         method, reference = summary.methods[one.method], summary.methods[one.reference]
         if method.application is not None or method.name == reference.name:
@@ -218,7 +218,7 @@ def check(report: Report, judge: NearTies) -> list[Exactness]:
             else:
                 kept = {name: failure[name] for name in ("prompt", "group", "repeat")}
                 one.failures.append({**kept, **finding.as_dict()})
-    return found
+    return found, notes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from paceline import zoo
-from paceline.bench import lossless
 from paceline.bench.measure import Group, Limits
 from paceline.bench.methods import drafter_config, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
 from paceline.bench.report import wording as say
 from paceline.bench.run import Run
-from paceline.bench.summary import Interval, Section, Summary, best, overall_ratio
+from paceline.bench.summary import Interval, Summary, best, overall_ratio
 from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
 from paceline.core.options import named_values, read, suggest
@@ -123,16 +122,16 @@ class PeerRun(Run):
         super().build(folder, stack)
 
     def compare(self, report: Report) -> None:
-        report.exactness = near_ties.check(report, near_ties.NearTies(self.llm, self.request))
-        report.notes += lossless.unchecked(report, rounded=True)
+        report.exactness, notes = near_ties.check(report, near_ties.NearTies(self.llm, self.request))
+        report.notes += notes
 
     def wanted(self, method: Method, group: Group) -> bool:
         if method.name in self.unavailable:
             return False
         return method.own or self.peers[method.name].refuses(group.cell) is None
 
-    def runner(self, method: Method, cell: Cell) -> Any:
-        return super().runner(method, cell) if method.own else self.peers[method.name]
+    def runner(self, method: Method) -> Any:
+        return super().runner(method) if method.own else self.peers[method.name]
 
     def trial(self, method: Method, group: Group, repeat: int, warm: set[str]) -> None:
         try:
@@ -183,11 +182,11 @@ def _mode(text: str, dtype: str) -> Method:
 # -- beside ours
 
 
-def against(summary: Summary, section: Section) -> dict[str, dict[str, Interval]]:
+def against(summary: Summary, section: Cell) -> dict[str, dict[str, Interval]]:
     """Other engines' plain decoding -> method -> how many times as fast it is, over the section's workloads."""
-    entries = summary.in_section(section)
-    cells = list(dict.fromkeys(cell for cell, _, _ in entries))
-    names = list(dict.fromkeys(method.name for _, method, _ in entries))
+    rows = summary.of(section)
+    cells = list(dict.fromkeys(row.cell for row in rows if row.cell))
+    names = list(dict.fromkeys(row.method.name for row in rows))
     peers = [n for n in names if not summary.methods[n].own and summary.methods[n].plain]
     ratios = {p: {n: overall_ratio(summary, n, p, cells) for n in names if n != p} for p in peers}
     return {peer: {name: ratio for name, ratio in of.items() if ratio is not None} for peer, of in ratios.items()}

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from paceline.engine.costs import CostTable
-from paceline.planning.throughput import Cost, RoundCost, ServedModel, Speculation, first_that, pass_cost, round_of
+from paceline.planning.throughput import Cost, DraftPlan, RoundCost, ServedModel, first_that, pass_cost, round_of
 
 
 def paper_cost(network: ServedModel, batch: int, context: float, rows: int) -> Cost:
@@ -18,7 +18,7 @@ def paper_cost(network: ServedModel, batch: int, context: float, rows: int) -> C
     return replace(pass_cost(headless, batch, context, rows), attention=0.0)
 
 
-def round_cost(speculation: Speculation, batch: int, context: float, hoi: float) -> RoundCost:
+def round_cost(speculation: DraftPlan, batch: int, context: float, hoi: float) -> RoundCost:
     """A round in FLOPs or their equivalents, from HOI alone (section 2). ``hoi`` in FLOPs a byte."""
     return round_of(speculation, lambda n, rows: paper_cost(n, batch, context, rows).forward(hoi))
 

@@ -17,7 +17,7 @@ from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.planning import models
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import ServedModel, Speculation
+from paceline.planning.throughput import DraftPlan, ServedModel
 from spire_parts import law
 from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, SpireFlags, study
 
@@ -43,9 +43,7 @@ def multiplier(target: ModelSizes, draft: str, batch: int, context: int, window:
     """The throughput multiplier of section 2 of one of the three drafts."""
     shapes = {VANILLA: target.halved(), MAGICDEC: target, SPIRE: target.last_layers(target.num_layers // 4)}
     keys = None if draft == VANILLA else window
-    spoken = Speculation(
-        target=ServedModel(shape=target), draft=ServedModel(shape=shapes[draft], keys=keys), depth=DEPTH
-    )
+    spoken = DraftPlan(target=ServedModel(shape=target), draft=ServedModel(shape=shapes[draft], keys=keys), depth=DEPTH)
     return law.round_cost(spoken, batch, context, hoi).multiplier(TAUS[draft])
 
 

@@ -30,7 +30,7 @@ from paceline.drafters.spire.model import read_shape as read_draft
 from paceline.engine.costs import CostTable
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
-from paceline.planning.measured import errors, median_error
+from paceline.planning.measured import errors
 from paceline.planning.models import read_shape, shape_of
 from paceline.planning.throughput import ROWS, Precision, ServedModel, cost_points
 from spire_parts.common import (
@@ -296,7 +296,8 @@ def cells(ask: SpireFlags) -> Iterator[Table | None]:
         measured = measured_cells(ask, folder, known, steps)
     networks = {PLAIN: target, **{name: draft_of(ask, name, target) for name in contestants(ask)}}
     found = Cells(predicted_cells(measured, law, networks))
-    held = f"the law's median error of passes that it was not fitted to: {median_error(law.law, law.held_out):.0%}"
+    off = median(map(abs, errors(law.law, law.held_out)))
+    held = f"the law's median error of passes that it was not fitted to: {off:.0%}"
     yield Table(
         title=f"Throughput of decoding steps by batch and context, T={ask.temperature:g}",
         head=HEAD,
@@ -304,7 +305,7 @@ def cells(ask: SpireFlags) -> Iterator[Table | None]:
         values={
             "cells": [asdict(one) for one in found.all],
             "law": asdict(law.law),
-            "law_error": median_error(law.law, law.held_out),
+            "law_error": off,
             "machine": machine.describe(ask.device),
         },
         remarks=[*found.remarks(), held],

@@ -8,19 +8,19 @@ import pytest
 from kits.reports import TRUTHS, World
 from rich.console import Console
 
-from paceline.bench.compare import ComparedRow, ReportComparison, compare, render_terminal, verdict
+from paceline.bench.compare import ComparedRow, compare, differences, only, render_terminal, verdict
 from paceline.bench.records import Report
 from paceline.bench.summary import Interval
 
 
-def total(comparison: ReportComparison, method: str) -> ComparedRow:
-    return next(row for row in comparison.rows if row.cell is None and row.method == method)
+def total(rows: list[ComparedRow], method: str) -> ComparedRow:
+    return next(row for row in rows if row.cell is None and row.method == method)
 
 
-def shown(comparison: ReportComparison, width: int = 80) -> str:
+def shown(a: Report, b: Report, width: int = 80) -> str:
     console = Console(width=width, force_terminal=False)
     with console.capture() as capture:
-        console.print(render_terminal(comparison))
+        console.print(render_terminal(a, b))
     return capture.get()
 
 
@@ -33,14 +33,14 @@ def slowed(report: Report, method: str | None, factor: float) -> Report:
 def test_a_report_is_the_same_as_itself() -> None:
     report = World().report()
     found = compare(report, report)
-    assert found.differences == [] and found.only_a == () and found.only_b == ()
-    assert len(found.rows) == 9 + 9 * 5
-    assert all(row.ratio.value == pytest.approx(1.0) and verdict(row.ratio) == "same" for row in found.rows)
+    assert differences(report, report) == [] and only(report, report) == []
+    assert len(found) == 9 + 9 * 5
+    assert all(row.ratio.value == pytest.approx(1.0) and verdict(row.ratio) == "same" for row in found)
 
 
 def test_two_runs_of_one_thing_are_mostly_the_same() -> None:
     found = compare(World(seed=1).report(), World(seed=2).report())
-    judged = [verdict(row.ratio) for row in found.rows if row.cell is not None]
+    judged = [verdict(row.ratio) for row in found if row.cell is not None]
     assert judged.count("same") >= 0.85 * len(judged)  # 95 % by chance, a little less for few groups
 
 
@@ -56,7 +56,7 @@ def test_a_method_that_became_slower_is_found_with_its_size() -> None:
 
 def test_a_slower_machine_moves_speeds_and_not_speedups() -> None:
     found = compare(World(seed=1).report(), slowed(World(seed=1).report(), None, 1.5))
-    for row in found.rows:
+    for row in found:
         assert verdict(row.ratio) == "slower" and row.ratio.value == pytest.approx(1 / 1.5)
         assert verdict(row.speedup_ratio) in ("same", "unknown")
     assert total(found, "plain").speedup_ratio is None
@@ -89,32 +89,32 @@ def test_what_differs_comes_first() -> None:
     b.commit = None
     b.settings["seed"] = 7
     b.methods[1] = replace(b.methods[1], settings={"depth": 3})
-    found = compare(a, b)
-    assert {what for what, _, _ in found.differences} == {
+    found = differences(a, b)
+    assert {what for what, _, _ in found} == {
         "commit",
         "machine.cores",
         "method ngram.settings.depth",
         "settings.seed",
         "versions.torch",
     }
-    assert ("machine.cores", "2", "64") in found.differences
-    text = shown(found)
+    assert ("machine.cores", "2", "64") in found
+    text = shown(a, b)
     assert text.index("machine.cores") < text.index("tok/s B/A")
 
 
 def test_what_only_one_has_is_listed() -> None:
     a, b = World().report(), World(truths=TRUTHS[:3], workloads={"gsm8k": "GSM8K", "new": "New"}).report()
     found = compare(a, b)
-    assert {row.cell.workload for row in found.rows if row.cell} == {"gsm8k"}
-    assert {row.method for row in found.rows} == {"plain", "ngram", "draft_model depth=4"}
-    assert "hybrid, gsm8k, batch 1, greedy" in found.only_a
-    assert found.only_b == tuple(f"{m}, new, batch 1, greedy" for m in ("plain", "ngram", "draft_model depth=4"))
+    assert {row.cell.workload for row in found if row.cell} == {"gsm8k"}
+    assert {row.method for row in found} == {"plain", "ngram", "draft_model depth=4"}
+    assert "hybrid, gsm8k, batch 1, greedy, EOS ignored" in only(a, b)
+    assert only(b, a) == [f"{m}, new, batch 1, greedy, EOS ignored" for m in ("plain", "ngram", "draft_model depth=4")]
 
 
 def test_nothing_in_common_is_said() -> None:
-    found = compare(World(workloads={"x": "X"}).report(), World(workloads={"y": "Y"}).report())
-    assert found.rows == ()
-    assert "no method ran in the same cell in both" in shown(found)
+    a, b = World(workloads={"x": "X"}).report(), World(workloads={"y": "Y"}).report()
+    assert compare(a, b) == []
+    assert "no method ran in the same cell in both" in shown(a, b)
 
 
 def test_failed_trials_are_no_common_cell() -> None:
@@ -122,9 +122,8 @@ def test_failed_trials_are_no_common_cell() -> None:
     for trial in b.trials:
         if trial.method == "ngram":
             trial.error, trial.outputs = "broken", []
-    found = compare(a, b)
-    assert "ngram" not in {row.method for row in found.rows}
-    assert any(line.startswith("ngram, ") for line in found.only_a)
+    assert "ngram" not in {row.method for row in compare(a, b)}
+    assert any(line.startswith("ngram, ") for line in only(a, b))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_verdict(low: float, high: float, pairs: int, expected: str) -> None:
 
 
 def test_a_table_fits_80_columns_and_cuts_nothing() -> None:
-    text = shown(compare(World(seed=1).report(), World(seed=2).report()))
+    text = shown(World(seed=1).report(), World(seed=2).report())
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "synthetic" in text

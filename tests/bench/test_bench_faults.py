@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from paceline.bench.records import Exactness, Report, Trial
 from paceline.bench.run import BenchConfig, Run
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted
+from paceline.drafters.synthetic import write_answers
 from paceline.rounds.verification import DEFAULT_VERIFIER, VERIFIERS, VerifierKind
 
 MODEL = "random:2x64x128x512"
@@ -32,20 +34,29 @@ def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(dtype: str, kernels: str = "auto", **changes: Any) -> Report:
-    """Plain decoding and a drafter that is often right, two prompts at a time."""
-    fast = f"{FAST}=synthetic,accept=0.6,depth=3;budget=3;kernels={kernels}"
-    methods = parse_methods([f"plain=none;kernels={kernels}", fast], dtype)
+    """Plain decoding and a drafter that is often right, two prompts at a time; a run before it records answers."""
+    plain = f"plain=none;kernels={kernels}"
+    with TemporaryDirectory() as folder:
+        first = run_of([plain], dtype, **changes | {"out": None})
+        said = first.execute().trials[0].outputs
+        [group] = next(iter(first.groups.values()))
+        write_answers(answers := Path(folder, "answers"), zip([p.ids for p in group.prompts], said, strict=True))
+        fast = f"{FAST}=synthetic,answers={answers},accept=0.6,depth=3;budget=3;kernels={kernels}"
+        return run_of([plain, fast], dtype, **changes).execute()
+
+
+def run_of(methods: list[str], dtype: str, out: Path | None = None, **changes: Any) -> Run:
     values: dict[str, Any] = {
         "model": MODEL,
-        "methods": tuple(methods),
+        "methods": tuple(parse_methods(methods, dtype)),
         "prompts": 2,
         "batches": (2,),
         "prompt_tokens": 8,
-        "max_new_tokens": (LENGTH,),
+        "max_new_tokens": LENGTH,
         "repeats": 1,
         "threads": 1,
     }
-    return Run(BenchConfig(**(values | changes))).execute()
+    return Run(BenchConfig(**(values | changes)), out=out)
 
 
 def verdict(report: Report) -> Exactness:
@@ -206,17 +217,7 @@ def test_reordered_outputs_are_caught(plant: Any):
 
 def test_a_fault_reaches_the_report_that_people_read(plant: Any, tmp_path: Path):
     plant(changed(one_too_many), "run")
-    methods = parse_methods(["plain", f"{FAST}=synthetic,accept=0.6,depth=3;budget=3"], "float32")
-    config = BenchConfig(
-        model=MODEL,
-        methods=tuple(methods),
-        prompts=2,
-        batches=(2,),
-        prompt_tokens=8,
-        max_new_tokens=(LENGTH,),
-        repeats=1,
-    )
-    Run(config, out=tmp_path / "out").execute()
+    bench("float32", out=tmp_path / "out")
     texts = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()}
     assert len(texts) == 3
     assert all("one token long" in text for text in texts.values())

@@ -9,7 +9,6 @@ from paceline.bench.methods import (
     drafter_config,
     parse_method,
     parse_methods,
-    records_answers,
     with_plain,
 )
 from paceline.bench.records import Method
@@ -82,14 +81,12 @@ def test_names_that_clash_become_the_texts() -> None:
         parse_methods(["ngram", "ngram"])
 
 
-def test_a_synthetic_drafter_gets_the_answers_of_the_run() -> None:
-    method = parse_method("synthetic,accept=0.9/0.8")
-    assert method.synthetic and records_answers(method)
-    assert getattr(drafter_config(method, "/some/file"), "answers", None) == "/some/file"
-    own = parse_method("synthetic,answers=/mine,accept=0.5")
-    assert own.synthetic and not records_answers(own)
-    assert getattr(drafter_config(own, "/some/file"), "answers", None) == "/mine"
-    assert not parse_method("ngram").synthetic and not records_answers(parse_method("ngram"))
+def test_a_drafter_that_looks_answers_up_is_called_so() -> None:
+    method = parse_method("synthetic,answers=/mine,accept=0.5")
+    assert method.synthetic and getattr(drafter_config(method), "answers", None) == "/mine"
+    assert not parse_method("ngram").synthetic
+    with pytest.raises(ConfigError, match="answers"):
+        parse_method("synthetic,accept=0.5")
 
 
 def test_default_methods_are_what_fits_the_model() -> None:
@@ -98,8 +95,6 @@ def test_default_methods_are_what_fits_the_model() -> None:
     assert {m.dtype for m in default_methods("paceline-small", "float32")} == {"float32"}
     assert default_methods("stretch:paceline-small,times=8") == default_methods("paceline-small")
     assert [m.name for m in default_methods("some/folder")] == ["plain", "ngram", "suffix"]
-    random = default_methods("random:1x64x64x64")
-    assert random[0].name == "plain" and all(m.synthetic for m in random[1:]) and len(random) > 1
 
 
 def test_plain_decoding_is_added_where_it_is_missing() -> None:

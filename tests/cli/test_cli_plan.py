@@ -69,9 +69,7 @@ def test_commands_are_what_the_benchmark_reads(run: Any) -> None:
     assert {PLAIN, *DRAFTERS} <= {*registry.names()}
     found = ranked(run(*SMALL, "--weights", "int8", "--width", "2", "--depth", "3", "--json"))
     for name, row in found.items():
-        trained = name != "spire" or plan_view.trained("spire")(
-            plan_view.ModelNames(target="paceline-small", draft=None)
-        )
+        trained = name != "spire" or zoo.weights("spire", "paceline-small")
         assert (row["command"] is None) == (not trained) == (row["missing"] is not None)
         if row["command"]:
             words = shlex.split(row["command"])

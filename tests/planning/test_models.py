@@ -58,7 +58,7 @@ def test_aliases_are_the_same_model() -> None:
 
 
 def test_machines_have_sources_and_sound_figures() -> None:
-    found = {name: machines.machine(name) for name in machines.names()}
+    found = {name: machines.machine(name) for name in machines.machines()}
     assert {"a100", "h100", "h200", "b200", "l40", "rtx-3090", "rtx-4090", "m2-ultra", "cpu"} == {*found}
     assert all(machine.source and machine.about for machine in found.values())
     assert found["h100"].hoi == pytest.approx(295, abs=1) and found["a100"].hoi == pytest.approx(153, abs=1)

@@ -105,8 +105,9 @@ def test_the_link_is_named_where_devices_talk() -> None:
 
 
 def test_compute_binds_from_some_batch_on() -> None:
-    assert plan.compute_bound_from(question(context=128), 5) is not None
-    assert plan.compute_bound_from(question(), 5) is None
+    for asked, bound in ((question(context=128), True), (question(), False)):
+        served = asked.network(asked.target)
+        assert (throughput.critical_batch(served, asked.context, asked.machine.hoi, 5) is not None) == bound
 
 
 @given(st.floats(0, 1), st.integers(1, 64))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline.planning import machines, models, throughput
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import Cost, Parallel, Precision, RoundCost, ServedModel, Speculation
+from paceline.planning.throughput import Cost, DraftPlan, Parallel, Precision, RoundCost, ServedModel
 
 HOI = 400.0
 
@@ -81,7 +81,7 @@ def test_sliding_layers_see_their_window() -> None:
 
 
 def test_a_tree_pays_for_its_rows() -> None:
-    chain = Speculation(target=ServedModel(shape=LARGE), draft=ServedModel(shape=shape("llama-3-8b")))
+    chain = DraftPlan(target=ServedModel(shape=LARGE), draft=ServedModel(shape=shape("llama-3-8b")))
     wide = replace(chain, width=8)
     assert (chain.rows, wide.rows) == (5, 33)
     machine = machines.machine("h100")
@@ -95,7 +95,7 @@ def test_a_tree_pays_for_its_rows() -> None:
 def test_seconds_on_one_device_are_the_cost_over_its_arithmetic() -> None:
     machine = machines.machine("a100")
     spire = ServedModel(shape=LARGE.last_layers(20), keys=8192)
-    made = Speculation(target=ServedModel(shape=LARGE), draft=spire)
+    made = DraftPlan(target=ServedModel(shape=LARGE), draft=spire)
     seconds = throughput.round_of(made, lambda n, rows: throughput.pass_seconds(n, machine, 64, 65_536, rows))
     flops = throughput.round_of(made, lambda n, rows: throughput.pass_cost(n, 64, 65_536, rows).forward(machine.hoi))
     assert seconds.iteration_multiplier == pytest.approx(flops.iteration_multiplier)
@@ -187,8 +187,8 @@ def test_bounds_by_name() -> None:
         (lambda: Precision(weight_bytes=-1.0), "weight_bytes must be above 0"),
         (lambda: Precision(kv_bytes=0.0), "kv_bytes must be above 0"),
         (lambda: ServedModel(shape=SMALL, keys=0), "keys must be 1 or more"),
-        (lambda: Speculation(target=ServedModel(shape=SMALL), depth=0), "depth must be 1 or more"),
-        (lambda: Speculation(target=ServedModel(shape=SMALL), width=0), "width must be 1 or more"),
+        (lambda: DraftPlan(target=ServedModel(shape=SMALL), depth=0), "depth must be 1 or more"),
+        (lambda: DraftPlan(target=ServedModel(shape=SMALL), width=0), "width must be 1 or more"),
         (lambda: Parallel(tensor=0), "tensor must be 1 or more"),
         (lambda: replace(machines.machine("h100"), bandwidth=0.0), "bandwidth must be above 0"),
         (lambda: SMALL.last_layers(9), "the model has 8"),

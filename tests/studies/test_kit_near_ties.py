@@ -343,7 +343,7 @@ def test_check_finds_a_real_method_identical(params: SamplingParams):
     cell = replace(CELL, temperature=params.temperature)
     fast: Any = TinyLLM(decoder, draft_model(depth=3))
     trials = [answers(llm, name, params, cell=cell) for name, llm in (("plain", TinyLLM(decoder)), ("fast", fast))]
-    found = near_ties.check(report_of(OWN, trials), NearTies(never, asked_of(params)))
+    found, _ = near_ties.check(report_of(OWN, trials), NearTies(never, asked_of(params)))
     assert [(e.method, e.reference, e.cell, e.sequences, e.identical) for e in found] == [("fast", "plain", cell, 4, 4)]
 
 
@@ -358,7 +358,7 @@ def test_check_judges_with_the_target_of_the_reference(loose: Any, monkeypatch: 
         asked_for.append(method.name)
         return loose
 
-    found = near_ties.check(report_of(OWN, [base, other]), NearTies(llm_of, asked_of(GREEDY)))[0]
+    [found], _ = near_ties.check(report_of(OWN, [base, other]), NearTies(llm_of, asked_of(GREEDY)))
     assert asked_for == ["plain"]
     assert [f["what"] for f in found.failures] == ["wrong token"]
     assert found.failures[0]["gap"] > found.failures[0]["tolerance"] == found.tolerance == pytest.approx(0.02)
@@ -373,5 +373,5 @@ def test_a_peer_agrees_at_a_tolerance_of_its_own(llm: Any):
     others = [trial(n, [parting.other.ids], finish=[parting.other.finish], **names) for n in ("peer", "fast")]
     asked = parting.asked
     judge = NearTies(lambda m: llm, lambda t, i: (asked.prompt_ids, asked.params))
-    found = near_ties.check(report_of(methods, [base, *others]), judge)
+    found, _ = near_ties.check(report_of(methods, [base, *others]), judge)
     assert [(e.method, e.explained, len(e.failures)) for e in found] == [("peer", 1, 0), ("fast", 0, 1)]

@@ -469,7 +469,7 @@ def test_float32_ids_of_a_peer_are_ours(
 def config(**changes: Any) -> BenchConfig:
     """Seconds of work: two short prompts."""
     values: dict[str, Any] = {"model": "paceline-small", "workloads": ("wikisql",), "prompts": 2, "repeats": 2}
-    return BenchConfig(**{**values, "max_new_tokens": (8,), "threads": 1, **changes})
+    return BenchConfig(**{**values, "max_new_tokens": 8, "threads": 1, **changes})
 
 
 def run(asked: BenchConfig, progress: Progress | None = None) -> Report:

@@ -36,6 +36,13 @@ def test_decoding_of_a_stretched_model_is_called_so(tmp_path: Path):
     assert json.loads((tmp_path / "decode.json").read_text())["model"] == label
 
 
+def test_linear_layers_alone(tmp_path: Path):
+    asked = ["--rows", "1,3", "--repeats", "2", "--threads", "1", "--out", str(tmp_path)]
+    assert micro.study.run(["linear", "--model", "random:2x64x40x64", *asked]) == 0
+    made = json.loads((tmp_path / "linear.json").read_text())
+    assert list(made["linear_ms"]) == ["1", "3"] and all(ms > 0 for ms in made["linear_ms"].values())
+
+
 @pytest.mark.parametrize(
     "asked", [["hops", "--sizes", "none"], ["decode", "--model", "stretch:paceline-small,times=2", "--transformers"]]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from spire_parts import law
@@ -11,9 +12,9 @@ from spire_parts import law
 from paceline import zoo
 from paceline.engine.costs import CostTable
 from paceline.planning import models
-from paceline.planning.measured import TimedPass, fit, median_error
+from paceline.planning.measured import TimedPass, errors, fit
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import ServedModel, Speculation, cost_points
+from paceline.planning.throughput import DraftPlan, ServedModel, cost_points
 
 HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
 TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512
@@ -28,10 +29,10 @@ def shape(name: str) -> ModelSizes:
 SMALL, LARGE = shape("spire-8-layer"), shape("llama-3-70b")
 
 
-def of_the_paper(target: ModelSizes, drafter: str, window: int | None) -> Speculation:
+def of_the_paper(target: ModelSizes, drafter: str, window: int | None) -> DraftPlan:
     drafts = {"spire": target.last_layers(target.num_layers // 4), "magicdec": target, "vanilla": target.halved()}
     keys = None if drafter == "vanilla" else window
-    return Speculation(target=ServedModel(shape=target), draft=ServedModel(shape=drafts[drafter], keys=keys))
+    return DraftPlan(target=ServedModel(shape=target), draft=ServedModel(shape=drafts[drafter], keys=keys))
 
 
 def multiplier(
@@ -129,7 +130,7 @@ def test_the_planners_table_chooses_within_one_node_of_a_calibrated_one() -> Non
         for rows, ms in measured
     ]
     found = fit(points)
-    assert median_error(found, points) < 0.03
+    assert median(map(abs, errors(found, points))) < 0.03
     points_ = cost_points(lambda batch, context, rows: found.seconds(network, batch, context, rows), 2048)
     planned = CostTable(**points_, source="planned")
     calibrated = CostTable(chain=CALIBRATED, plain=CALIBRATED, context=256)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -21,44 +21,31 @@ from rich.text import Text
 
 from .records import Cell, Report
 from .report import wording as say
-from .report.terminal import BAD, FAINT, GOOD, add_rows, figures_table, rich_table
+from .report.terminal import FAINT, figures_table, titled
 from .summary import SEED, Interval, Summary, bootstrap, draw_groups, interval_of, speeds
 
-Verdict = Literal["faster", "slower", "same", "unknown"]
 Logs = dict[tuple[str, ...], list[float]]  # prompts of a group -> logs, one a repeat
-MARKS: dict[Verdict, tuple[str, str]] = {  # mark, and its style
-    "faster": ("▲", GOOD),
-    "slower": ("▼", BAD),
-    "same": ("=", ""),
-    "unknown": ("?", ""),
-}
+MARKS = {"faster": "▲", "slower": "▼", "same": "=", "unknown": "?"}
+NOTE = (
+    "Ratios B/A with 95% intervals; ▲ faster, ▼ slower, = the interval covers 1, ? too few trials. The runs were not "
+    "interleaved: a machine that was slower at the time moves tok/s, and hardly the speed-ups over plain decoding, "
+    "which are paired within each run."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRow:
-    """One method in one cell, or over all cells that both reports have."""
+    """One method in one cell of both reports, or over all such cells; every ratio is B over A."""
 
     method: str  # as shown
     cell: Cell | None  # None: over all of them
-    tokens_per_s: tuple[float, float]  # of a and of b
-    ratio: Interval  # of tokens/s, b over a
-    speedup_ratio: Interval | None  # of speed-ups over plain decoding, b over a
+    tokens_per_s: tuple[float, float]  # of A and of B
+    ratio: Interval  # of tokens/s
+    speedup_ratio: Interval | None  # of speed-ups over plain decoding
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportComparison:
-    """Two reports side by side."""
-
-    a: str  # titles
-    b: str
-    differences: list[tuple[str, str, str]]  # what of the runs is not the same (machine.cores, ..), and both values
-    rows: tuple[ComparedRow, ...]  # over all cells first, then by cell
-    only_a: tuple[str, ...]  # methods in cells that the other one lacks
-    only_b: tuple[str, ...]
-
-
-def verdict(ratio: Interval | None) -> Verdict:
-    """``same`` where the interval covers 1; ``unknown`` where there is no interval."""
+def verdict(ratio: Interval | None) -> str:
+    """``faster``, ``slower``, ``same`` where the interval covers 1, ``unknown`` where there is no interval."""
     if ratio is None or ratio.pairs < 2:
         return "unknown"
     if ratio.covers(1.0):
@@ -66,38 +53,31 @@ def verdict(ratio: Interval | None) -> Verdict:
     return "faster" if ratio.low > 1 else "slower"
 
 
-def compare(a: Report, b: Report) -> ReportComparison:
-    """How report ``b`` differs from report ``a``; every ratio is b over a."""
+def compare(a: Report, b: Report) -> list[ComparedRow]:
+    """What both reports measured: over all common cells first, then by cell."""
     left, right = Summary(a), Summary(b)
-    mine, theirs = ([key for key, trials in side.trials.items() if speeds(trials)] for side in (left, right))
-    common = [key for key in mine if key in theirs]
+    common = [key for key in _measured(left) if key in _measured(right)]
     methods = list(dict.fromkeys(name for _, name in common))
     totals = [_row(left, right, name, [cell for cell, n in common if n == name], None) for name in methods]
+    return [*totals, *(_row(left, right, name, [cell], cell) for cell, name in common)]
 
-    def only(side: Summary, keys: list[tuple[Cell, str]]) -> tuple[str, ...]:
-        return tuple(
-            f"{say.method_name(side.methods[name])}, {say.cell_label(cell)}"
-            for cell, name in keys
-            if (cell, name) not in common
-        )
 
-    return ReportComparison(
-        a=a.title,
-        b=b.title,
-        differences=differences(a, b),
-        rows=(*totals, *(_row(left, right, name, [cell], cell) for cell, name in common)),
-        only_a=only(left, mine),
-        only_b=only(right, theirs),
-    )
+def only(a: Report, b: Report) -> list[str]:
+    """Methods in cells that report ``a`` has and ``b`` lacks."""
+    left, others = Summary(a), _measured(Summary(b))
+    keys = [key for key in _measured(left) if key not in others]
+    return [f"{say.method_name(left.methods[name])}, {say.cell_label(cell)}" for cell, name in keys]
+
+
+def _measured(summary: Summary) -> list[tuple[Cell, str]]:
+    return [key for key, trials in summary.trials.items() if speeds(trials)]
 
 
 def differences(a: Report, b: Report) -> list[tuple[str, str, str]]:
-    """What is not the same about two runs: machine, versions, commit, model, settings, methods, workloads."""
+    """What is not the same about two runs (machine.cores, ..), and both values."""
     found = []
-    for part in ("machine", "versions", "model", "settings", "workloads", "unavailable"):
+    for part in ("machine", "versions", "commit", "model", "settings", "workloads", "unavailable"):
         found += _different(part, getattr(a, part), getattr(b, part))
-    if a.commit != b.commit:
-        found.append(("commit", str(a.commit), str(b.commit)))
     ours, theirs = ({m.name: asdict(m) for m in report.methods} for report in (a, b))
     for name in ours.keys() & theirs.keys():
         found += _different(f"method {name}", ours[name], theirs[name])
@@ -113,9 +93,7 @@ def _different(what: str, a: Any, b: Any) -> list[tuple[str, str, str]]:
 
 def _row(left: Summary, right: Summary, name: str, cells: Sequence[Cell], cell: Cell | None) -> ComparedRow:
     sides = [(_logs(left, name, c), _logs(right, name, c)) for c in cells]
-    ratios = [
-        (a, b) for c in cells if (a := _logs(left, name, c, paired=True)) and (b := _logs(right, name, c, paired=True))
-    ]
+    paired = [(_logs(left, name, c, paired=True), _logs(right, name, c, paired=True)) for c in cells]
     ratio = _ratio(sides, f"{name}|{cell}")
     assert ratio is not None  # a common cell has finished trials on both sides
     return ComparedRow(
@@ -123,7 +101,7 @@ def _row(left: Summary, right: Summary, name: str, cells: Sequence[Cell], cell: 
         cell=cell,
         tokens_per_s=(exp(_mean([a for a, _ in sides])), exp(_mean([b for _, b in sides]))),
         ratio=ratio,
-        speedup_ratio=_ratio(ratios, f"{name}|{cell}|speed-up"),
+        speedup_ratio=_ratio([(a, b) for a, b in paired if a and b], f"{name}|{cell}|speed-up"),
     )
 
 
@@ -173,29 +151,23 @@ def _ratio(sides: Sequence[tuple[Logs, Logs]], label: str) -> Interval | None:
 # -- on the terminal
 
 
-def render_terminal(comparison: ReportComparison) -> RenderableType:
+def render_terminal(a: Report, b: Report) -> RenderableType:
     """Differences of the runs first, then the figures, then what only one of them has."""
-    parts: list[RenderableType] = [Text(f"A: {comparison.a}"), Text(f"B: {comparison.b}"), Text()]
-    differing = figures_table(["differs", "A", "B"], comparison.differences, words=3)
-    parts.append(differing if comparison.differences else Text("the runs differ in nothing known"))
-    table = rich_table("method", "A tok/s", "B tok/s", "tok/s B/A", "speed-up B/A")
-    for cell in dict.fromkeys(row.cell for row in comparison.rows):
+    parts: list[RenderableType] = [Text(f"A: {a.title}"), Text(f"B: {b.title}"), Text()]
+    differing, compared, rows = differences(a, b), compare(a, b), []
+    table = figures_table(["differs", "A", "B"], differing, words=3)
+    parts.append(table if differing else Text("the runs differ in nothing known"))
+    for cell in dict.fromkeys(row.cell for row in compared):
         title = "all common cells" if cell is None else say.cell_label(cell)
-        add_rows(table, title, (_cells(row) for row in comparison.rows if row.cell == cell))
-    parts += [Text(), table if comparison.rows else Text("no method ran in the same cell in both")]
-    for side, only in (("A", comparison.only_a), ("B", comparison.only_b)):
-        parts += [Text(f"\nonly in {side}:"), *(Text(f"  {line}") for line in only)] if only else []
-    note = (
-        "Ratios B/A with 95% intervals; ▲ faster, ▼ slower, = the interval covers 1, ? too few trials. "
-        "The runs were not interleaved: a machine that was slower at "
-        "the time moves tok/s, and hardly the speed-ups over plain decoding, which are paired within each run."
-    )
-    return Group(*parts, Text(f"\n{note}", style=FAINT))
+        rows += titled(title, (_cells(row) for row in compared if row.cell == cell))
+    figures = figures_table(["method", "A tok/s", "B tok/s", "tok/s B/A", "speed-up B/A"], rows)
+    parts += [Text(), figures if rows else Text("no method ran in the same cell in both")]
+    for side, lines in (("A", only(a, b)), ("B", only(b, a))):
+        parts += [Text(f"\nonly in {side}:"), *(Text(f"  {line}") for line in lines)] if lines else []
+    return Group(*parts, Text(f"\n{NOTE}", style=FAINT))
 
 
-def _cells(row: ComparedRow) -> list[Text]:
-    ratios = []
-    for ratio in (row.ratio, row.speedup_ratio):
-        mark, style = MARKS[verdict(ratio)]
-        ratios.append(Text(f"{say.interval(ratio)} {mark}" if ratio else say.NOTHING, style=style if ratio else ""))
-    return [Text(row.method), *(Text(say.number(speed)) for speed in row.tokens_per_s), *ratios]
+def _cells(row: ComparedRow) -> list[str]:
+    both = (row.ratio, row.speedup_ratio)
+    ratios = (f"{say.interval(ratio)} {MARKS[verdict(ratio)]}" if ratio else say.NOTHING for ratio in both)
+    return [row.method, *map(say.number, row.tokens_per_s), *ratios]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ from rich.console import Console
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import option
-from ..core.sampling import SamplingParams
 from .records import Method
 
 N = TypeVar("N", int, float)
@@ -25,22 +24,13 @@ MODEL_HELP = (
     "stretch:MODEL,times=N is one of these with layers that cost N times as much and the same tokens."
 )
 THREADS_HELP = "CPU threads; default: torch's choice."
-# Settings that take several values -> what a user calls them, their kind, and the least that one may be.
-MANY: dict[str, tuple[str, type, float]] = {
-    "batches": ("batch", int, 1),
-    "temperatures": ("temperature", float, 0),
-    "top_ks": ("top_k", int, 0),
-    "contexts": ("context", int, 1),
-    "max_new_tokens": ("max_new_tokens", int, 1),
-}
 
 
-def _many(name: str, default: Any, help: str, **more: Any) -> Any:
-    """A setting that takes several values; on the command line one text with commas between them."""
-    flag, kind, least = MANY[name]
+def _many(flag: str, default: Any, help: str, kind: type = int, least: float = 1, **more: Any) -> Any:
+    """A setting that takes several values, none below ``least``; on the command line one text with commas in it."""
     letter = "T" if kind is float else "N"
-    more = {"flag": f"--{flag.replace('_', '-')}", "metavar": f"{letter},{letter},..", **more}
-    return option(default, help=help, read=partial(numbers, kind=kind, least=least), **more)
+    rules = {"flag": f"--{flag}", "metavar": f"{letter},{letter},..", "least": least, **more}
+    return option(default, help=help, read=partial(numbers, kind=kind, least=least), **rules)
 
 
 def numbers(flag: str, text: str, kind: Callable[[str], N] = int, least: float = 1) -> tuple[N, ...]:
@@ -75,14 +65,12 @@ class BenchConfig:
     prompt_tokens: int | None = option(
         None, help=f"Length of a random model's prompts (default: {PROMPT_TOKENS}).", metavar="N"
     )
-    max_new_tokens: tuple[int | None, ...] = _many(
-        "max_new_tokens", (None,), "Tokens of an answer (default: the workload's own)."
-    )
-    batches: tuple[int, ...] = _many("batches", (1,), "Prompts at once.")
-    temperatures: tuple[float, ...] = _many("temperatures", (0.0,), "Of sampling; 0 is greedy.")
-    top_ks: tuple[int, ...] = _many("top_ks", (0,), "Likeliest tokens that sampling chooses from; 0: all.")
+    max_new_tokens: int | None = option(None, help="Tokens of an answer (default: the workload's own).", metavar="N")
+    batches: tuple[int, ...] = _many("batch", (1,), "Prompts at once.")
+    temperatures: tuple[float, ...] = _many("temperature", (0.0,), "Of sampling; 0 is greedy.", float, 0)
+    top_ks: tuple[int, ...] = _many("top-k", (0,), "Likeliest tokens that sampling chooses from; 0: all.", least=0)
     contexts: tuple[int | None, ...] = _many(
-        "contexts", (None,), "tokens that prompts are brought to (see `Run`); None: as they are", cli=False
+        "context", (None,), "tokens that prompts are brought to (see `Run`); None: as they are", cli=False
     )
     repeats: int = option(3, help="Times each prompt runs.", metavar="N")
     seed: int = option(0, help="Of the choice of prompts and of sampling.")
@@ -100,42 +88,31 @@ class BenchConfig:
     applications: Mapping[str, str] = field(default_factory=dict, metadata={"cli": False})  # folders of trained sets
 
     def __post_init__(self) -> None:
-        self._check_numbers()
+        for name in ("prompts", "repeats", "prompt_tokens", "max_new_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name}={value}", "nothing would be measured", "give 1 or more")
         if not self.methods:
             raise ConfigError("no method", "nothing would be measured", "name one with --method")
+        for spec in fields(self):
+            values, least = getattr(self, spec.name), spec.metadata.get("least")
+            if least is None:
+                continue
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{spec.name}={values}", "a value is there twice, or none is", "give each once")
+            if any(value is not None and value < least for value in values):
+                raise ConfigError(f"{spec.name}={values}", "one is too small", f"give {least:g} or more")
         peer = next((m for m in self.methods if not m.own), None)
         if peer is not None and parse_model(self.model).stretch > 1:  # it would be measured on a smaller model
             wrong = "other engines cannot stretch a model"
             raise ConfigError(f"{peer.name} with model {self.model}", wrong, "leave one of the two out")
         if self.random and self.workloads:
-            raise ConfigError(
-                f"workload {self.workloads[0]} with model {self.model}",
-                "a random model has no tokenizer, so its prompts are random ids",
-                "leave the workload out",
-            )
+            wrong = "a random model has no tokenizer, so its prompts are random ids"
+            raise ConfigError(f"workload {self.workloads[0]} with model {self.model}", wrong, "leave the workload out")
         if self.prompt_tokens is not None and not self.random:
             wrong = "only a random model's prompts have a length of choice"
             raise ConfigError(f"--prompt-tokens {self.prompt_tokens}", wrong, "leave it out")
-        for name in self.workloads:
-            if self.workloads.count(name) > 1:
-                raise ConfigError(f"workload {name}", "it is named twice", "name it once")
-
-    def _check_numbers(self) -> None:
-        """Every setting of a cell has values of its range, none of them twice; counts are 1 or more."""
-        counts = {name: (getattr(self, name),) for name in ("prompts", "repeats", "prompt_tokens")}
-        counts |= {flag: getattr(self, name) for name, (flag, _, least) in MANY.items() if least}
-        for name, values in counts.items():
-            for value in values:
-                if value is not None and value < 1:
-                    raise ConfigError(f"{name}={value}", "nothing would be measured", "give 1 or more")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)
-        for top_k in self.top_ks:
-            SamplingParams(top_k=top_k)
-        for field_, (name, *_) in MANY.items():
-            values = getattr(self, field_)
-            if not values or len(set(values)) < len(values):
-                raise ConfigError(f"{name}={values}", "a value is there twice, or none is", "give each once")
+        if twin := next((name for name in self.workloads if self.workloads.count(name) > 1), None):
+            raise ConfigError(f"workload {twin}", "it is named twice", "name it once")
 
     @property
     def random(self) -> bool:
@@ -154,27 +131,16 @@ Progress = Callable[[str, tuple[int, int] | None], None]
 
 
 def log_lines(console: Console, style: str | None = None, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Progress in a log: a line for each stage, and one about trials now and then, with the time left."""
-    last = first = clock()
+    """Progress in a log: a line for each stage, and one about trials now and then."""
+    last = clock()
 
     def tell(text: str, trials: tuple[int, int] | None) -> None:
-        nonlocal last, first
-        now = clock()
+        nonlocal last
         if trials is not None:
-            done, total = trials
-            first = first if done else now
-            if now - last < LINE_EVERY_S:
+            if clock() - last < LINE_EVERY_S:
                 return
-            left = duration((now - first) / max(done, 1) * (total - done))
-            text = f"{done} of {total} trials, {text}, about {left} left"
-        last = now
+            text = f"{trials[0]} of {trials[1]} trials, {text}"
+        last = clock()
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     return tell
-
-
-def duration(seconds: float) -> str:
-    """``1 min 5 s``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from os.path import commonprefix
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.sampling import SamplingParams
 from ..engine.tokens import chat_ids
 from ..engine.tokens import encode as encode_text
-from .records import PromptIds
+from ..llm import LLM
+from .config import PROMPT_TOKENS, BenchConfig
+from .measure import SPARE_TOKENS, Limits
+from .records import Cell, PromptIds
 from .workloads import Prompt, Workload
 
+RANDOM = "random"  # the workload of a model without a tokenizer
+PREPARE_TOGETHER = 8  # conversations whose earlier turns are answered at once
 SEPARATOR = "\n\n"  # between turns and answers of a conversation, for a model without a chat template
 
 
@@ -96,6 +102,70 @@ class Encoded:
     def _encoded(self, prompt: Prompt, name: str, texts: Sequence[str]) -> PromptIds:
         self.count += 1
         return PromptIds(id=name, category=prompt.category, ids=tuple(self.fit(prompt, name, texts)))
+
+
+def prompt_ids(
+    config: BenchConfig,
+    workload: Workload,
+    engine: Callable[[Limits | None], LLM],
+    cell: Cell,
+    encode: Callable[..., Encoded],
+) -> tuple[list[PromptIds], list[str]]:
+    """All prompts of a workload, first turns before later ones, and what must be said about them.
+
+    Later turns follow on answers of plain, greedy decoding.
+
+    Args:
+        config, workload: what is asked.
+        engine: plain decoding, with room for so much.
+        cell: its context, to which ``encode`` brings every prompt (None: prompts as they are), and new tokens.
+        encode: makes ids of the prompts.
+
+    Raises:
+        ConfigError: a prompt that does not fit.
+    """
+    shape, tokenizer = (llm := engine(None)).decoder.config, llm.tokenizer
+    if config.random:
+        length = cell.context or config.prompt_tokens or PROMPT_TOKENS
+        return random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
+    lengths = {"max_model_len": shape.max_position, "max_new_tokens": cell.max_new_tokens}
+    lengths |= {} if cell.context is None else {"context": cell.context}
+    encoded = encode(workload, tokenizer, **lengths)
+    found, plain = list(encoded.prompts), next(m for m in config.methods if m.own and m.plain)
+    latest = {p.id: list(ids.ids) for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
+    answers: dict[str, list[str]] = {name: [] for name in latest}
+    turn, room = 1, (shape.max_position + SPARE_TOKENS) * PREPARE_TOGETHER
+    limits = Limits(max_sequences=PREPARE_TOGETHER, max_model_len=shape.max_position, pool_tokens=room)
+    while going_on := [p for p in workload.prompts if len(p.turns) > turn]:
+        llm = engine(limits) if turn == 1 else llm
+        params = SamplingParams(temperature=0, max_tokens=cell.max_new_tokens)
+        asked = [{"prompt_token_ids": latest[p.id]} for p in going_on]
+        for prompt, output in zip(going_on, llm.generate(asked, params, application=plain.application), strict=True):
+            answers[prompt.id].append(tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True))
+            found.append(encoded.next_turn(prompt, turn, answers[prompt.id]))
+            latest[prompt.id] = list(found[-1].ids)
+        turn += 1
+    return found, encoded.notes()
+
+
+# -- a model without a tokenizer
+
+
+def random_workload(config: BenchConfig) -> Workload:
+    """Stands for the prompts of a model without a tokenizer."""
+    text = f"{config.prompt_tokens or PROMPT_TOKENS} random ids"
+    return Workload(
+        name=RANDOM,
+        title="Random prompts",
+        description="token ids drawn from a seed",
+        source="this program",
+        licence="none needed",
+        origin="drawn",
+        prompts=tuple(Prompt(id=f"{RANDOM}-{i}", category=RANDOM, turns=(text,)) for i in range(config.prompts)),
+        total=config.prompts,
+        chat=False,
+        max_new_tokens=128,
+    )
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[PromptIds]:

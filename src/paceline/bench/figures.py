@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,35 +26,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
 DOT_HEIGHT = 0.15  # inches
 TICK_LETTERS = 48  # under a panel, with two for the space behind each number
-_STYLE: Any = {
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "svg.fonttype": "path",  # the same letters everywhere
-    "svg.hashsalt": "paceline",  # the same file from the same figures
-    "figure.facecolor": "white",
-    "text.parse_math": False,  # a dollar in a name is a dollar
-}
-_ON_A_PAGE: Any = {  # letters are text in the page's own colour, what is not a mark reads on light and on dark
-    "svg.fonttype": "none",
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "axes.edgecolor": "#808080",
-    "xtick.color": "#808080",
-    "ytick.color": "#808080",
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
-    "grid.color": "#80808040",
-}
+_STYLE, _ON_A_PAGE = "figures.mplstyle", "figures-page.mplstyle"  # of a file, and what a page's has besides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +75,7 @@ def lines(panels: Sequence[Panel], path: Path, width: float = 1.0, kind: str = "
 
     Args:
         width: of a panel, in usual ones.
-        kind: as of `svg`.
+        kind: one of `KINDS`.
 
     Raises:
         CapabilityError: there is no matplotlib.
@@ -112,37 +85,35 @@ def lines(panels: Sequence[Panel], path: Path, width: float = 1.0, kind: str = "
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _draw(panels, kind, width, {}, path, metadata=metadata, dpi=110)
+        with _style(_STYLE):
+            figure(panels, kind, width).savefig(path, metadata=metadata, dpi=110)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"figure {path}", f"cannot be written ({error})", "name a .svg in a folder you own"
-        ) from error
+        remedy = "name a .svg in a folder you own"
+        raise ConfigError(f"figure {path}", f"cannot be written ({error})", remedy) from error
     return path
 
 
 def svg(panels: Sequence[Panel], kind: str) -> str:
-    """Panels as an ``<svg>`` for a page: as wide as its place there, and never wider than drawn.
+    """Panels as an SVG element for a page, as wide as there is room and no wider than drawn.
 
-    Args:
-        kind: of `KINDS`: lines, or dots with whiskers in rows.
+    Its letters are text in the page's own colour, and what is not a mark reads on light and on dark.
 
     Raises:
         CapabilityError: there is no matplotlib.
     """
     require_matplotlib()
     text = io.StringIO()
-    _draw(panels, kind, 1.0, _ON_A_PAGE, text, format="svg", metadata={"Date": None, "Creator": None})
+    with _style(_STYLE, _ON_A_PAGE):
+        figure(panels, kind).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     found = re.sub(r"<(metadata|style)\b.*?</\1>", "", text.getvalue(), flags=re.DOTALL)
-    return re.sub(
-        r' width="([0-9.]+)pt" height="[0-9.]+pt"', r' style="max-width:\1pt"', found[found.index("<svg") :], count=1
-    )
+    size, style = r' width="([0-9.]+)pt" height="[0-9.]+pt"', r' style="max-width:\1pt"'
+    return re.sub(size, style, found[found.index("<svg") :], count=1)
 
 
-def _draw(panels: Sequence[Panel], kind: str, width: float, style: Any, target: Any, **save: Any) -> None:
-    from matplotlib import rc_context
+def _style(*names: str) -> Any:
+    from matplotlib import style
 
-    with rc_context({**_STYLE, **style}):
-        figure(panels, kind, width).savefig(target, **save)
+    return style.context([str(resources.files(__package__) / name) for name in names])
 
 
 def figure(panels: Sequence[Panel], kind: str, width: float = 1.0) -> Figure:

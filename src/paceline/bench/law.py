@@ -39,18 +39,19 @@ class MeasuredLaw:
     fitted: list[TimedPass]
     held_out: list[TimedPass]
 
-    def passes(self, points: Sequence[TimedPass]) -> list[dict[str, Any]]:
-        """Passes and the law's error of each, ready for JSON."""
-        return [
-            {"layers": p.network.shape.num_layers, "batch": p.batch, "context": p.context, "rows": p.rows}
-            | {"measured_ms": 1e3 * p.seconds, "error": error}
-            for p, error in zip(points, errors(self.law, points), strict=True)
-        ]
-
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """The law, and its error of every pass, ready for JSON."""
         parts = {"fitted": self.fitted, "held_out": self.held_out}
-        return {"law": asdict(self.law)} | {name: self.passes(points) for name, points in parts.items()}
+        return {"law": asdict(self.law)} | {name: errors_of(self.law, points) for name, points in parts.items()}
+
+
+def errors_of(law: PassLaw, points: Sequence[TimedPass]) -> list[dict[str, Any]]:
+    """Passes with what they took and the law's error of each."""
+    return [
+        {"layers": p.network.shape.num_layers, "batch": p.batch, "context": p.context, "rows": p.rows}
+        | {"measured_ms": 1e3 * p.seconds, "error": error}
+        for p, error in zip(points, errors(law, points), strict=True)
+    ]
 
 
 def measure_law(

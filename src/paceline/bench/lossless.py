@@ -120,22 +120,7 @@ def why_unchecked(summary: Summary, method: Method, cell: Cell, rounded: bool = 
     return None
 
 
-def unchecked(report: Report, rounded: bool = False) -> list[str]:
-    """One sentence for everything in the report that `check` has nothing to hold against, for its notes."""
-    summary = Summary(report)
-    notes: dict[str, None] = {}
-    for cell, name in summary.trials:
-        method = summary.methods[name]
-        reason = why_unchecked(summary, method, cell, rounded)
-        if reason:
-            notes[f"{name} at temperature {cell.temperature:g}: ids not compared; {reason}."] = None
-        elif summary.reference(method, engine=OWN) is None:
-            dtype = summary.dtype(method)
-            notes[f"{name}: ids not compared; plain decoding in {dtype} is not among the methods."] = None
-    return list(notes)
-
-
-def check(report: Report, rounded: bool = False) -> list[Exactness]:
+def check(report: Report, rounded: bool = False) -> tuple[list[Exactness], list[str]]:
     """Every method's ids against this engine's plain decoding of the same dtype, cell by cell.
 
     Plain decoding itself is held against its own first repeat, and is listed only where it does not repeat.
@@ -145,23 +130,26 @@ def check(report: Report, rounded: bool = False) -> list[Exactness]:
         rounded: as of `why_unchecked`.
 
     Returns:
-        One entry for each method that has something to be compared with, in the order of the report.
+        One entry for each method that has something to be compared with, in the order of the report; and a sentence for
+        everything that has nothing to be held against, for the report's notes.
     """
-    summary = Summary(report)
-    found = []
+    summary, found = Summary(report), []
+    notes: dict[str, None] = {}
     for (cell, name), trials in summary.trials.items():
         method = summary.methods[name]
-        reference = summary.reference(method, engine=OWN)
-        if reference is None or why_unchecked(summary, method, cell, rounded):
-            continue
-        base = summary.trials.get((cell, reference), [])
-        if name == reference:  # of plain decoding the repeats, which are listed where they are not the first
+        reason, reference = why_unchecked(summary, method, cell, rounded), summary.reference(method, engine=OWN)
+        if reason:
+            notes[f"{name} at temperature {cell.temperature:g}: ids not compared; {reason}."] = None
+        elif reference is None:
+            dtype = summary.dtype(method)
+            notes[f"{name}: ids not compared; plain decoding in {dtype} is not among the methods."] = None
+        elif name == reference:
             done = [t for t in trials if t.error is None and t.cell.temperature == 0]
             first = {t.group: t for t in reversed(done)}
             again = [t for t in done if t is not first[t.group]]
             compared = compare_outputs(list(first.values()), again) if again else None
             found += [compared] if compared and not compared.passed else []
-        elif base:
+        elif base := summary.trials.get((cell, reference)):
             compared = compare_outputs(base, trials, finish=method.own)
             found += [compared] if compared.sequences else []
-    return found
+    return found, list(notes)

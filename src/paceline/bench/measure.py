@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from time import perf_counter
@@ -23,12 +22,15 @@ from ..core.stats import SpecStats
 from ..kv.pool import KVPool
 from ..llm import LLM
 from ..network.decoder import Decoder
+from ..planning.models import shape_of
 from ..rounds.base import RunningSequence
 from .arrivals import Arrivals
 from .methods import drafter_config
 from .records import Cell, Method, PromptIds, Trial
 
 log = logging.getLogger(__name__)
+
+SPARE_TOKENS = 64  # slots a sequence beside prompt and answer: drafts, rounding to blocks, a block of headroom
 
 # What a trial takes from the engine's own statistics.
 COUNTED = (
@@ -89,19 +91,6 @@ def ask(
     return outputs, perf_counter() - began
 
 
-@contextmanager
-def quiet_collector() -> Iterator[None]:
-    """No garbage collection inside; what there is goes before."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @dataclass(frozen=True)
 class EngineRunner:
     """A method of this engine, and the engine that was made for it; target weights may be shared with others."""
@@ -120,9 +109,10 @@ class EngineRunner:
     def run(self, group: Group, repeat: int) -> Trial:
         """One trial. An error of the engine becomes the trial's."""
         trial, engine = group.blank(self.method.name, repeat), self.llm.engine
+        gc.collect()
+        gc.disable()
         try:
-            with quiet_collector():
-                self._drive(group, trial)
+            self._drive(group, trial)
         except BaseException as error:
             for request_id in list(engine.live):
                 engine.abort(request_id)
@@ -130,6 +120,8 @@ class EngineRunner:
                 raise
             log.warning("%s failed on group %d of %s", self.method.name, group.index, group.cell, exc_info=error)
             return replace(group.blank(self.method.name, repeat), error=f"{type(error).__name__}: {error}")
+        finally:
+            gc.enable()
         trial.budget = engine.budget.describe()
         trial.off_reason = engine.round.failure or (None if self.method.plain else trial.off_reason)
         return trial
@@ -201,13 +193,9 @@ class Builder:
         Raises:
             ConfigError: the method and the model do not fit together.
         """
-        return self.runner(method, limits).llm
-
-    def runner(self, method: Method, limits: Limits | None, answers: str | None = None) -> EngineRunner:
-        """The same, ready to be measured; ``answers``: file of recorded ones, for a synthetic drafter without one."""
         options = {
             **self._common,
-            "drafter": drafter_config(method, answers),
+            "drafter": drafter_config(method),
             "round": method.round,
             "dtype": method.dtype,
             # No engine holds sets that it does not run.
@@ -218,8 +206,9 @@ class Builder:
         if limits is not None:
             options["max_sequences"] = limits.max_sequences
             options["max_model_len"] = min(limits.max_model_len, target.decoder.config.max_position)
-            options["kv_memory"] = pool_bytes(target.decoder, limits)
-        return EngineRunner(method, LLM(**options, share=target))
+            per_token = KVPool.bytes_per_token(*target.decoder.cache_shape, target.decoder.dtype)
+            options["kv_memory"] = per_token * max(limits.pool_tokens, limits.max_model_len + 1)
+        return LLM(**options, share=target)
 
     def _target(self, options: dict[str, Any]) -> LLM:
         """The target that these options want, loaded where it is not there yet."""
@@ -233,29 +222,20 @@ class Builder:
         return self._targets[-1]
 
 
-def pool_bytes(decoder: Decoder, limits: Limits) -> int:
-    """K/V memory that holds ``limits``."""
-    per_token = KVPool.bytes_per_token(*decoder.cache_shape, decoder.dtype)
-    return per_token * max(limits.pool_tokens, limits.max_model_len + 1)
-
-
 def model_facts(llm: LLM, name: str) -> dict[str, Any]:
     """What a report says about the target; of a stretched one, counts of layers and parameters are the model's own."""
     decoder, shape = llm.decoder, llm.decoder.config
-    attention = shape.d_model * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    mlp = shape.d_model * shape.d_ff * (3 if shape.gated else 2)
-    ends = shape.vocab_size * shape.d_model * (1 if shape.tied else 2)
+    sizes = shape_of(replace(shape, stretch=1))
+    names = ("family", "d_model", "vocab_size", "max_position")
     return {
         "name": parse_model(name).label,
         **({"stretched": shape.stretch} if shape.stretch > 1 else {}),
-        "family": shape.family,
-        "parameters": shape.num_layers * (attention + mlp) + ends,  # norms and biases, some thousands, are left out
+        **{name: getattr(shape, name) for name in names},
+        # Norms and biases, some thousands, are left out.
+        "parameters": int(sizes.body_parameters + sizes.head_parameters * (1 if shape.tied else 2)),
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "kernels": llm.kernels,
         "layers": shape.num_layers,
-        "d_model": shape.d_model,
-        "vocab_size": shape.vocab_size,
-        "max_position": shape.max_position,
         "pass_bytes": decoder.pass_bytes,
         "kv_bytes_per_token": kv_bytes(decoder, 1),
     }

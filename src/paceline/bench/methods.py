@@ -26,8 +26,6 @@ from ..rounds import AUTO, ROUNDS
 from .records import PLAIN, PLAIN_MODES, Method
 
 NONE = "none"  # the drafter of plain decoding
-ANSWERS = "answers"  # the option of a drafter that looks at recorded answers
-RECORDED = "recorded"  # stands for the file that the run records
 # What a run decides for all its methods, or what has a place of its own in a `Method`.
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
 _SHARED |= {"revision", "offline", "trust_remote_code", "applications"}
@@ -64,23 +62,23 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
             raise ConfigError(asked, "an option is given twice", "give it once")
         settings[key] = value
     drafter = NONE if drafter == PLAIN else drafter
-    config = _parse_drafter(drafter, RECORDED)
+    config = registry.parse(drafter)
     round_, dtype = settings.get("round", AUTO), settings.get("dtype", dtype)
     if round_.partition(",")[0].strip() not in (AUTO, *ROUNDS):
         raise ConfigError(asked, f"there is no round {round_!r}", suggest(round_, [AUTO, *ROUNDS], "round"))
     values = {key: _value(key, value, asked) for key, value in settings.items() if key not in ("round", "dtype")}
-    useless = sorted(_NEED_DRAFTS & values.keys()) if config.kind == NONE else []
+    useless = sorted(_NEED_DRAFTS & values.keys()) if drafter == NONE else []
     if useless:
         raise ConfigError(asked, f"{useless[0]} means nothing without a drafter", "leave it out")
     first, *options = _COMMA.split(drafter)  # a name has no model
-    parts = [PLAIN if config.kind == NONE else _kind(first), *options]
+    parts = [PLAIN if drafter == NONE else _kind(first), *options]
     method = Method(
         name=name or ";".join([",".join(parts), *(f"{key}={value}" for key, value in settings.items())]),
         drafter=drafter,
         round=round_,
         settings=values,
         dtype=dtype,
-        synthetic=getattr(config, ANSWERS, None) is not None,
+        synthetic=getattr(config, "answers", None) is not None,  # it looks recorded answers up
     )
     # What cannot be is refused without loading a model.
     LLMConfig(model="any", drafter=drafter_config(method), round=round_, dtype=dtype, **values)
@@ -133,33 +131,13 @@ def _value(name: str, text: str, asked: str) -> Any:
         raise ConfigError(asked, f"{text!r} is no value for {name}", f"{name} is {type_name(hint)}") from error
 
 
-def drafter_config(method: Method, answers: str | None = None) -> registry.DrafterConfig | None:
+def drafter_config(method: Method) -> registry.DrafterConfig | None:
     """The drafter of one of our own methods; None where there is none.
-
-    Args:
-        answers: file of recorded answers, for a drafter that looks at them and was given none.
 
     Raises:
         ConfigError: what the registry says.
     """
-    return None if method.drafter in PLAIN_MODES else _parse_drafter(method.drafter, answers or RECORDED)
-
-
-def records_answers(method: Method) -> bool:
-    """Whether the run must record the target's answers for this method's drafter."""
-    return method.own and getattr(drafter_config(method), ANSWERS, None) == RECORDED
-
-
-def _parse_drafter(text: str, answers: str) -> registry.DrafterConfig:
-    """As the registry does; a drafter that wants recorded answers and names no file gets the run's own."""
-    head, *options = _COMMA.split(text)
-    known = registry.config_class(_kind(text))
-    named = any(option.partition("=")[0].strip() == ANSWERS for option in options)
-    if any(f.name == ANSWERS for f in fields(known)) and not named:
-        text = f"{text},{ANSWERS}={answers}"
-    config = registry.parse(text)
-    assert config is not None
-    return config
+    return None if method.drafter in PLAIN_MODES else registry.parse(method.drafter)
 
 
 def _kind(drafter: str) -> str:
@@ -170,14 +148,8 @@ def _kind(drafter: str) -> str:
 
 
 def default_methods(model: str, dtype: str = "auto") -> list[Method]:
-    """Plain decoding, and every drafter that fits the model as it is.
-
-    An embedded target brings its draft model; a random one has only synthetic acceptance, at two rates: its
-    text has nothing to find.
-    """
+    """Plain decoding, and every drafter that fits the model as it is; an embedded target brings its draft model."""
     spec = parse_model(model)
-    if spec.random:
-        return parse_methods([PLAIN, "synthetic,accept=0.6", "synthetic,accept=0.9"], dtype)
     texts = [PLAIN, "ngram", "suffix"]
     entry = next((e for e in zoo.available() if e.name == spec.name), None)
     if entry is not None and entry.draft:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, PlainSerializer, TypeAdapter, ValidationError
 
@@ -27,34 +27,9 @@ Ms = Annotated[float, PlainSerializer(lambda value: round(value, 3))]  # written
 
 
 class Record:
-    """What is written as JSON and read back: values are checked, unknown keys are refused."""
+    """What is written as JSON and read back: unknown keys are refused."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    @classmethod
-    def from_dict(cls, values: Any) -> Self:
-        """From what JSON gives.
-
-        Raises:
-            ValueError: a key that is missing or unknown, or a value of another type; the first of them is named.
-        """
-        try:
-            found: Self = _adapter(cast(Any, cls)).validate_python(values)
-            return found
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{place}: {first['msg']}") from error
-
-    def as_dict(self) -> dict[str, Any]:
-        """The inverse, ready for JSON."""
-        found: dict[str, Any] = _adapter(cast(Any, type(self))).dump_python(self)
-        return found
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +177,12 @@ class Report(Record):
         return next((method.own for method in self.methods if method.name == name), True)
 
     @classmethod
-    def from_dict(cls, values: Any) -> Self:
-        """See `Record.from_dict`.
+    def from_dict(cls, values: Any) -> Report:
+        """From what JSON gives.
 
         Raises:
-            ValueError: another schema, or what `Record.from_dict` says.
+            ValueError: another schema, a key that is missing or unknown, a value of another type, or a method that is
+                there twice or not at all.
         """
         if not isinstance(values, dict):
             raise ValueError("not an object")
@@ -214,4 +190,24 @@ class Report(Record):
             raise ValueError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
         for trial in values.get("trials", ()):
             trial.pop("peak_bytes", None)  # older reports have it
-        return super().from_dict(values)
+        try:
+            report = _adapter().validate_python(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        names = [method.name for method in report.methods]
+        if len(set(names)) < len(names):
+            raise ValueError("two methods of one name")
+        if unknown := ({t.method for t in report.trials} | {e.method for e in report.exactness}) - set(names):
+            raise ValueError(f"trials of methods that it does not list: {', '.join(sorted(unknown))}")
+        return report
+
+    def as_dict(self) -> dict[str, Any]:
+        """The inverse, ready for JSON."""
+        found: dict[str, Any] = _adapter().dump_python(self)
+        return found
+
+
+@cache
+def _adapter() -> TypeAdapter[Report]:
+    return TypeAdapter(Report)

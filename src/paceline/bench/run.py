@@ -1,7 +1,14 @@
-"""A benchmark from start to report: load, run every method interleaved (see `schedule`), compare ids, write.
+"""A benchmark from start to report: load, run every method interleaved, compare ids, write.
 
-Trials do not see each other's text: prefix caches and drafters' memories are emptied before each. What a draft budget
-has learned of costs and acceptance stays, as in an engine that has run for a while.
+    for each point (temperature, top-k, context, batch)
+        warm up every method, uncounted
+        for each group number, for each workload, for each repeat
+            the methods one right after the other, each time another one first
+
+So what is compared was measured next to each other, all workloads advance together (a run that is cut short has some of
+each), and nobody always runs first. Trials do not see each other's text: prefix caches and drafters' memories are
+emptied before each. What a draft budget has learned of costs and acceptance stays, as in an engine that has run for a
+while.
 """
 
 from __future__ import annotations
@@ -11,10 +18,11 @@ import logging
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,19 +36,31 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM
 from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
-from .config import PROMPT_TOKENS, BenchConfig, Progress
-from .measure import Builder, EngineRunner, Group, Limits, model_facts
-from .methods import records_answers
+from .config import BenchConfig, Progress
+from .encoding import Encoded, prompt_ids, random_workload
+from .measure import SPARE_TOKENS, Builder, EngineRunner, Group, Limits, model_facts
 from .models import materialised
-from .records import Cell, Method, Report, Trial
+from .records import Cell, Method, PromptIds, Report, Trial
 from .report import JSON_NAME, load_report, write_all
-from .schedule import Encode, cells_of, groups_of, interleaved, limits_of, prompt_ids, random_workload
 from .workloads import Workload
 
 log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
 WARM_UP_TOKENS = 16
+# Settings that a report repeats as they are.
+SETTINGS: tuple[str, ...] = (
+    "prompts",
+    "repeats",
+    "seed",
+    "device",
+    "batches",
+    "temperatures",
+    "top_ks",
+    "contexts",
+    "prompt_tokens",
+)
+SETTINGS += ("time_limit_s", "applications")
 
 
 class Run:
@@ -52,7 +72,7 @@ class Run:
         overwrite: start again even if ``out`` holds a report.
         command: the command line that repeats it.
         progress: is told how far it is.
-        encode: makes ids of prompts, where the settings name contexts to bring them to.
+        encode: makes ids of a workload's prompts; takes ``context`` where the settings name one.
     """
 
     def __init__(
@@ -63,11 +83,10 @@ class Run:
         overwrite: bool = False,
         command: Sequence[str] = (),
         progress: Progress | None = None,
-        encode: Encode | None = None,
+        encode: Callable[..., Encoded] = Encoded,
     ) -> None:
         self.config, self.out, self.overwrite = config, out, overwrite
-        self.command = list(command)
-        self.encode: dict[str, Any] = {"encode": encode} if encode else {}
+        self.command, self.encode = list(command), encode
         self.commit = commit()
         self.trials: list[Trial] = []
         self.notes: list[str] = []
@@ -75,7 +94,7 @@ class Run:
         self._tell = progress or (lambda *_: None)
         self.versions: dict[str, str] = {}  # of other engines
         self.groups: dict[Cell, list[Group]] = {}
-        self._runners: dict[tuple[str, Cell | None], EngineRunner] = {}  # a cell where recorded answers are its own
+        self._runners: dict[str, EngineRunner] = {}  # by method
         self._plain = next(m for m in config.methods if m.own and m.plain)
 
     def execute(self) -> Report:
@@ -103,7 +122,6 @@ class Run:
                 raise ConfigError(f"model {config.model}", wrong, "add its files")
             self._prepare(cells, {workload.name: workload for workload in loaded})
             self.limits = limits_of(self.groups)
-            self._answers = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
             self.build(Path(resolve_folder(parse_model(folder).name)), stack)
             points = interleaved(self.groups, config.repeats)
             total = sum(self.wanted(m, group) for point in points for group, _ in point for m in config.methods)
@@ -129,13 +147,11 @@ class Run:
     def _prepare(self, cells: Sequence[Cell], loaded: dict[str, Workload]) -> None:
         """Groups of prompts for every cell."""
         self._tell("preparing the prompts", None)
-        known: dict[tuple[str, int | None], Any] = {}
+        known: dict[tuple[str, int | None], list[PromptIds]] = {}
         for cell in cells:
             key = (cell.workload, cell.context)
             if key not in known:
-                longest = max(c.max_new_tokens for c in cells if (c.workload, c.context) == key)
-                workload, asked = loaded[cell.workload], (cell.context, longest, self._plain.application)
-                known[key], notes = prompt_ids(self.config, workload, self._engine, *asked, **self.encode)
+                known[key], notes = prompt_ids(self.config, loaded[cell.workload], self._engine, cell, self.encode)
                 self.notes += notes
             self.groups[cell] = groups_of(cell, known[key], self.config.seed)
             spare = -len(known[key]) % cell.batch
@@ -154,16 +170,16 @@ class Run:
             stack: closes what is opened here.
         """
         for method in self.config.methods:
-            if method.own and not records_answers(method):
+            if method.own:
                 self._tell(f"preparing {method.name}", None)
-                self._runners[method.name, None] = self._builder.runner(method, self.limits)
+                self._runners[method.name] = EngineRunner(method, self._builder.llm(method, self.limits))
         gc.collect()
         gc.freeze()  # what is there now stays: no collection between trials looks at it again
         stack.callback(gc.unfreeze)
 
     def llm(self, method: Method) -> LLM:
         """The engine of one of our own methods."""
-        return self._runners[method.name, None].llm
+        return self._runners[method.name].llm
 
     def request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
         """Ids and parameters of one sequence of a trial."""
@@ -175,6 +191,10 @@ class Run:
     def wanted(self, method: Method, group: Group) -> bool:
         """Whether it is to run a group."""
         return method.own
+
+    def runner(self, method: Method) -> Any:
+        """What runs a method: it has `warm_up` and `run`, as `EngineRunner` has."""
+        return self._runners[method.name]
 
     def _measure(self, points: Sequence[Sequence[tuple[Group, int]]], total: int, began: float) -> None:
         """All trials; none is begun after the time limit."""
@@ -196,7 +216,7 @@ class Run:
 
     def trial(self, method: Method, group: Group, repeat: int, warm: set[str]) -> None:
         """One trial, behind a warm-up if the method is not in ``warm``."""
-        runner = self.runner(method, group.cell)
+        runner = self.runner(method)
         if method.name not in warm:
             warm.add(method.name)
             try:
@@ -205,71 +225,32 @@ class Run:
                 log.warning("%s failed in its warm-up", method.name, exc_info=error)
         self.trials.append(runner.run(group, repeat))
 
-    def runner(self, method: Method, cell: Cell) -> Any:
-        """What runs a method in a cell: it has `warm_up` and `run`, as `EngineRunner` has."""
-        if not records_answers(method):
-            return self._runners[method.name, None]
-        if (method.name, cell) not in self._runners:
-            answers = str(self._recorded(method, cell))
-            self._runners[method.name, cell] = self._builder.runner(method, self.limits, answers)
-        return self._runners[method.name, cell]
-
-    def _recorded(self, method: Method, cell: Cell) -> Path:
-        """A file of what the target says to the cell's prompts, asked in the cell's own batches."""
-        from ..drafters.synthetic import write_answers
-
-        kind = (method.dtype, method.application)
-        own = [m for m in self.config.methods if m.own and m.plain]
-        plain = next(m for m in own if (m.dtype, m.application) == kind)
-        path = self._answers / f"{own.index(plain)}-{list(self.groups).index(cell)}.jsonl"
-        if path.exists():
-            return path
-        pairs: list[tuple[tuple[int, ...], list[int]]] = []
-        for group in self.groups[cell]:
-            trial = self._runners[plain.name, None].run(group, 0)
-            if trial.error:
-                raise ConfigError(f"method {method.name}", f"plain decoding failed ({trial.error})", "see its error")
-            pairs += zip([p.ids for p in group.prompts], trial.outputs, strict=True)
-        write_answers(path, pairs)
-        return path
-
     # -- the report
 
     def compare(self, report: Report) -> None:
         """Ids against plain decoding's."""
-        report.exactness = lossless.check(report)
-        report.notes += lossless.unchecked(report)
+        report.exactness, notes = lossless.check(report)
+        report.notes += notes
 
     def _report(self, loaded: Sequence[Workload], target: LLM) -> Report:
         config = self.config
         self._tell("measuring the memory's read bandwidth", None)
-        facts = machine.describe(config.device)
         # The faster of reading from memory, and of reading again and again what may lie in a cache: the weights.
-        weights = target.decoder.pass_bytes
-        facts["read_bandwidth_bytes_per_s"] = max(
-            machine.read_bandwidth(config.device), machine.read_bandwidth(config.device, weights)
-        )
+        sizes: list[tuple[Any, ...]] = [(config.device,), (config.device, target.decoder.pass_bytes)]
+        bandwidth = max(machine.read_bandwidth(*size) for size in sizes)
         ran = {trial.method for trial in self.trials}
         return Report(
             title=config.title or f"{parse_model(config.model).label}: what speculation is worth",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=self.command,
             model=model_facts(target, config.model),
-            machine=facts,
+            machine={**machine.describe(config.device), "read_bandwidth_bytes_per_s": bandwidth},
             versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | self.versions,
             commit=self.commit,
             settings={
-                **{name: getattr(config, name) for name in ("repeats", "seed", "device")},
+                **{name: getattr(config, name) for name in SETTINGS},
                 "threads": torch.get_num_threads(),
-                "prompt_tokens": config.prompt_tokens or PROMPT_TOKENS if config.random else None,
-                "batches": list(config.batches),
-                "temperatures": list(config.temperatures),
-                **({"top_ks": list(config.top_ks)} if config.top_ks != (0,) else {}),
-                **({"applications": dict(config.applications)} if config.applications else {}),
-                "contexts": list(config.contexts),
-                "prompts_per_workload": config.prompts,
                 "ignore_eos": config.ignores_eos,
-                "time_limit_s": config.time_limit_s,
                 "order": "methods in rotated order within (group, repeat); workloads in turns",
                 "between_trials": "prefix caches and drafters' memories are emptied; what a draft budget learned stays",
                 "warm_up_tokens": WARM_UP_TOKENS,
@@ -282,6 +263,71 @@ class Run:
         )
 
 
+# -- who is asked what, and in which order
+
+
+def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
+    """Every cell; those of one point are next to each other.
+
+    Raises:
+        ConfigError: a batch that the prompts of a workload cannot fill.
+    """
+    found = []
+    points = product(config.temperatures, config.top_ks, config.contexts, config.batches, loaded)
+    for temperature, top_k, context, batch, workload in points:
+        count = sum(len(p.turns) for p in workload.prompts)
+        if count < batch:
+            wrong = f"{count} prompts were asked for, of {workload.total} that there are"
+            raise ConfigError(f"batch {batch} of {workload.name}", wrong, "raise --prompts, or lower the batch")
+        cell = Cell(
+            workload=workload.name,
+            batch=batch,
+            temperature=temperature,
+            top_k=top_k,
+            context=context,
+            max_new_tokens=config.max_new_tokens or workload.max_new_tokens,
+            ignore_eos=config.ignores_eos,
+        )
+        found.append(cell)
+    return found
+
+
+def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int) -> list[Group]:
+    """Batches of prompts, in their order. The last one is filled up with prompts from the front."""
+    count = -(-len(prompts) // cell.batch)
+    ring = [*prompts, *prompts]
+    batches = [tuple(ring[i * cell.batch : (i + 1) * cell.batch]) for i in range(count)]
+    return [Group(cell=cell, index=i, prompts=batch, seed=seed) for i, batch in enumerate(batches)]
+
+
+def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[list[tuple[Group, int]]]:
+    """For each point its (group, repeat) pairs, in the order in which they are run."""
+    points: dict[tuple[Any, ...], list[Sequence[Group]]] = {}
+    for cell, of_cell in groups.items():
+        point = cell.temperature, cell.top_k, cell.context, cell.batch  # not new tokens: they may be a workload's own
+        points.setdefault(point, []).append(of_cell)
+    return [
+        [
+            (of_cell[index], repeat)
+            for index in range(max(map(len, of_point)))
+            for of_cell in of_point
+            if index < len(of_cell)
+            for repeat in range(repeats)
+        ]
+        for of_point in points.values()
+    ]
+
+
+def limits_of(groups: Mapping[Cell, Sequence[Group]]) -> Limits:
+    """Room for the largest of everything."""
+    lengths = [[len(p.ids) + g.cell.max_new_tokens for p in g.prompts] for of in groups.values() for g in of]
+    return Limits(
+        max_sequences=max(map(len, lengths)),
+        max_model_len=max(map(max, lengths)),
+        pool_tokens=max(sum(each) + len(each) * SPARE_TOKENS for each in lengths),
+    )
+
+
 def _load_workloads(config: BenchConfig) -> list[Workload]:
     if config.random:
         return [random_workload(config)]
@@ -291,8 +337,7 @@ def _load_workloads(config: BenchConfig) -> list[Workload]:
         for name in config.workloads or packaged
     ]
     names = [workload.name for workload in loaded]
-    twin = next((name for name in names if names.count(name) > 1), None)
-    if twin is not None:
+    if twin := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"workload {twin}", "two workloads have that name", "rename one's file")
     return loaded
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from statistics import geometric_mean, median
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -33,6 +32,7 @@ TARGET_SETTINGS = ("exact", "kernels", "attention", "threads", "device")  # how 
 SEED = 20  # of the bootstrap
 
 Floats = NDArray[np.float64]
+Sample = tuple[float, Floats, int, int]  # log of a ratio, its [S] resamples, groups and pairs behind it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,67 +51,18 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """What the trials of one method say, ratios apart. None where the engine does not tell.
-
-    The tokens of one pass arrive together: waits are between two arrivals, whatever number of tokens came at their end.
-    """
-
-    trials: int  # that went well
-    failed: int
-    error: str | None  # of the first failed trial
-    tokens: int
-    wall_ms: float
-    speed: float | None  # tokens/s: median over trials; over several workloads the geometric mean of theirs
-    speed_p10: float | None
-    speed_p90: float | None
-    accepted_length: float | None  # 1 + accepted / passes
-    call_reduction: float | None  # passes of plain decoding for the same tokens, over those taken
-    drafted: float | None  # nodes that a pass checked; None where none was
-    row_layers: float | None  # a pass: rows times the layers that each went through
-    upper_row_layers: float | None  # a pass: those in the layers that streams go through; None where none does
-    pruned: float | None  # proposed nodes a pass that were pruned in mid-pass; None where none was
-    rode: float | None  # share of passes with streams whose last accepted node carried them; else they ran later
-    acceptance: tuple[float, ...]  # [d-1] share accepted at depth d, of the passes that had a node there
-    draft: float | None  # share of the wall time, like the next two
-    verify: float | None
-    host: float | None
-    ttft_ms: float | None  # median over requests
-    wait_mean_ms: float | None  # a token: first to last arrival over the tokens that came after the first arrival
-    wait_p50_ms: float | None
-    wait_p90_ms: float | None
-    wait_p99_ms: float | None
-    floor_share: float | None  # time the reads alone would take, over the wall time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section(Cell):
-    """What is the same for all rows of one table: of a cell no workload, and new tokens only where they differ."""
-
-    dtype: str
-
-    def label(self) -> str:
-        """For headings."""
-        parts = [f"batch {self.batch}", f"temperature {self.temperature:g}" if self.temperature else "greedy"]
-        parts += [f"top {self.top_k}"] if self.top_k else []
-        parts.append(self.dtype)
-        parts += [f"context {self.context}"] if self.context is not None else []
-        parts += [f"{self.max_new_tokens} new tokens"] if self.max_new_tokens else []
-        return ", ".join(parts + (["EOS ignored"] if self.ignore_eos else []))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Row:
     """One method on one workload, or over all workloads of a section."""
 
-    section: Section
+    section: Cell  # the cell without workload and new tokens: what is the same for all rows of one table
     cell: Cell | None  # None: over all workloads
     method: Method
-    figures: Figures
+    trials: list[Trial]
+    figures: dict[str, float | None]  # see `figures_of`
     reference: str | None  # the plain decoding that the speed-up is over
     speedup: Interval | None  # None: of the reference itself, or where no trial could be paired
     exact: list[Exactness]  # what ids were compared
-    workloads: int = 1  # behind the row
+    workloads: int  # behind the row
 
     @property
     def workload(self) -> str | None:
@@ -121,10 +72,19 @@ class Row:
     @property
     def speed(self) -> float | None:
         """Median tokens/s; over all workloads the geometric mean of the medians."""
-        return self.figures.speed
+        return self.figures["tokens_per_s"]
 
+    @property
+    def failed(self) -> list[Trial]:
+        """Trials that an error ended."""
+        return [trial for trial in self.trials if trial.error is not None]
 
-# -- the whole
+    @property
+    def acceptance(self) -> list[float]:
+        """[d-1] share accepted at depth d, of the passes that accepted d-1 drafted tokens and had a node there."""
+        good = [trial for trial in self.trials if trial.error is None]
+        offered, taken = ([sum(n) for n in zip_longest(*counts, fillvalue=0)] for counts in _depths(good))
+        return [a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)]
 
 
 class Summary:
@@ -137,35 +97,29 @@ class Summary:
         for trial in report.trials:
             self.trials.setdefault((trial.cell, trial.method), []).append(trial)
         self.cells = list(dict.fromkeys(cell for cell, _ in self.trials))
-        self._bare = {cell: replace(cell, max_new_tokens=0) for cell in self.cells}
-        bare = list(self._bare.values())
-        self._many_lengths = {cell for cell, key in self._bare.items() if bare.count(key) > 1}
-        found = [self.section(cell, name) for cell, name in self.trials]
-        # Dtypes in the order of the methods, then the values of what a cell is made of.
-        dtypes = list(dict.fromkeys(self.dtype(method) for method in report.methods))
-        self.sections = tuple(sorted(dict.fromkeys(found), key=lambda s: (dtypes.index(s.dtype), _order(s))))
-        self.samples: dict[tuple[str, str, Cell], tuple[float, Floats, int, int] | None] = {}
+        self.sections = sorted({_section(cell) for cell in self.cells}, key=_order)
+        self._samples: dict[tuple[str, str, Cell], Sample | None] = {}
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> list[Row]:
         """By section, workload, method."""
-        found = [(s, entry) for s in self.sections for entry in self.in_section(s)]
-        return tuple(self._row(section, method, {cell: trials}, cell) for section, (cell, method, trials) in found)
+        cells = [cell for section in self.sections for cell in self.cells if _section(cell) == section]
+        keys = [(cell, name) for cell in cells for name in self.methods if (cell, name) in self.trials]
+        return [self._row(name, {cell: self.trials[cell, name]}, cell) for cell, name in keys]
 
     @cached_property
-    def overall(self) -> tuple[Row, ...]:
+    def overall(self) -> list[Row]:
         """By section, method: over all workloads."""
         found = []
         for section in self.sections:
-            entries = self.in_section(section)
-            for name, method in self.methods.items():
-                mine = {cell: trials for cell, other, trials in entries if other.name == name}
-                found += [self._row(section, method, mine)] if mine else []
-        return tuple(found)
+            for name in self.methods:
+                own = {c: t for (c, n), t in self.trials.items() if n == name and _section(c) == section}
+                found += [self._row(name, own)] if own else []
+        return found
 
     @cached_property
-    def main(self) -> Section | None:
-        """The one to show first: the first with a speculative method of this engine, else the first."""
+    def main(self) -> Cell | None:
+        """The section to show first: the first with a speculative method of this engine, else the first."""
         able = [s for s in self.sections if any(row.speedup and row.method.own for row in self.total(s))]
         return next(iter((*able, *self.sections)), None)
 
@@ -174,34 +128,21 @@ class Summary:
         """What was compared of this engine's methods."""
         return [e for e in self.report.exactness if self.report.is_own(e.method)]
 
-    def of(self, section: Section) -> list[Row]:
+    def of(self, section: Cell) -> list[Row]:
         """The rows of one section."""
         return [row for row in self.rows if row.section == section]
 
-    def total(self, section: Section | None) -> list[Row]:
+    def total(self, section: Cell | None) -> list[Row]:
         """The rows over all workloads of one section; none of none."""
         return [row for row in self.overall if row.section == section]
 
-    def workloads(self, section: Section) -> list[str]:
+    def workloads(self, section: Cell) -> list[str]:
         """Names, in the order of the run."""
-        return list(dict.fromkeys(row.workload for row in self.of(section) if row.workload is not None))
+        return list(dict.fromkeys(cell.workload for cell in self.cells if _section(cell) == section))
 
     def dtype(self, method: Method) -> str:
         """What the method computes in; ``auto`` is the checkpoint's."""
         return str(self.report.model.get("dtype", "auto")) if method.dtype == "auto" else method.dtype
-
-    def section(self, cell: Cell, method: str) -> Section:
-        """Where a cell of a method belongs."""
-        length = cell.max_new_tokens if cell in self._many_lengths else 0
-        shared = {**vars(cell), "workload": "", "max_new_tokens": length}
-        return Section(**shared, dtype=self.dtype(self.methods[method]))
-
-    def in_section(self, section: Section) -> list[tuple[Cell, Method, list[Trial]]]:
-        """Cells in the order of the run, methods in the order of the report."""
-        order = {name: place for place, name in enumerate(self.methods)}
-        keys = [key for key in self.trials if self.section(*key) == section]
-        keys.sort(key=lambda key: (self.cells.index(key[0]), order[key[1]]))
-        return [(cell, self.methods[name], self.trials[cell, name]) for cell, name in keys]
 
     def reference(self, method: Method, engine: str | None = None) -> str | None:
         """The plain decoding in the same dtype and of the same application; None where there is none.
@@ -220,38 +161,39 @@ class Summary:
         found = min(same, key=lambda m: (m.name != method.name, -shared[m.name], m.name != PLAIN), default=None)
         return found.name if found else None
 
-    def sample(self, a: str, b: str, cell: Cell) -> tuple[float, Floats, int, int] | None:
-        """Log of the ratio a/b, its [S] resamples, groups and pairs; None where nothing pairs."""
+    def sample(self, a: str, b: str, cell: Cell) -> Sample | None:
+        """Of the ratio a/b; None where nothing pairs."""
         key = (a, b, cell)
-        if key not in self.samples:
+        if key not in self._samples:
             logs = paired_logs(self.trials.get((cell, a), ()), self.trials.get((cell, b), ()))
-            self.samples[key] = _sample(logs, f"{a}|{b}|{cell}") if logs else None
-        return self.samples[key]
+            self._samples[key] = _sample(logs, f"{a}|{b}|{cell}") if logs else None
+        return self._samples[key]
 
-    def _row(
-        self, section: Section, method: Method, of: Mapping[Cell, Sequence[Trial]], cell: Cell | None = None
-    ) -> Row:
-        reference, bandwidth = self.reference(method), self.report.machine.get("read_bandwidth_bytes_per_s")
-        found = figures([trial for trials in of.values() for trial in trials], bandwidth)
-        spreads = [spread for trials in of.values() if (spread := _spread(trials))]
+    def _row(self, name: str, of: Mapping[Cell, list[Trial]], cell: Cell | None = None) -> Row:
+        method, reference = self.methods[name], self.reference(self.methods[name])
+        figures = figures_of(trials := sum(of.values(), []), self.report.machine.get("read_bandwidth_bytes_per_s"))
+        spreads = [spread for own in of.values() if (spread := spread_of(own))]
         if len(spreads) > 1:
-            speed, p10, p90 = map(geometric_mean, zip(*spreads, strict=True))
-            found = replace(found, speed=speed, speed_p10=p10, speed_p90=p90)
+            figures |= {key: geometric_mean(s[key] for s in spreads) for key in spreads[0]}
         return Row(
-            section=section,
+            section=_section(next(iter(of))),
             cell=cell,
             method=method,
-            figures=found,
+            trials=trials,
+            figures=figures,
             reference=reference,
-            speedup=overall_ratio(self, method.name, reference, of) if reference not in (None, method.name) else None,
-            exact=[e for e in self.report.exactness if e.method == method.name and e.cell in of],
+            speedup=overall_ratio(self, name, reference, of) if reference not in (None, name) else None,
+            exact=[e for e in self.report.exactness if e.method == name and e.cell in of],
             workloads=len(spreads),
         )
 
 
-def _order(section: Section) -> tuple[float, ...]:
-    s = section
-    return (s.temperature, s.top_k, s.context or 0, s.max_new_tokens, s.ignore_eos, s.batch)
+def _section(cell: Cell) -> Cell:
+    return replace(cell, workload="", max_new_tokens=0)
+
+
+def _order(section: Cell) -> tuple[float, ...]:
+    return section.temperature, section.top_k, section.context or 0, section.ignore_eos, section.batch
 
 
 # -- ratios
@@ -293,7 +235,7 @@ def speeds(trials: Iterable[Trial]) -> dict[tuple[int, int], float]:
     return {(t.group, t.repeat): t.tokens_per_s for t in trials if t.error is None and t.tokens_per_s > 0}
 
 
-def _sample(logs: list[list[float]], label: str) -> tuple[float, Floats, int, int]:
+def _sample(logs: list[list[float]], label: str) -> Sample:
     # The label keeps the draws of different cells independent, whatever order they are asked in.
     generator = np.random.default_rng([SEED, crc32(label.encode())])
     value = float(np.mean([median(group) for group in logs]))
@@ -337,66 +279,55 @@ def percentile_bounds(resamples: Floats) -> tuple[float, float]:
 # -- figures of one method
 
 
-def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
-    """All figures of a list of trials but the ratios.
+def figures_of(trials: Iterable[Trial], bandwidth: float | None) -> dict[str, float | None]:
+    """All figures of one method's trials but the ratios, by name; None where the engine does not tell.
+
+    tokens_per_s, speed_p10, speed_p90: median and percentiles over trials. accepted_length: 1 + accepted / passes.
+    call_reduction: passes of plain decoding for the same tokens, over those taken. draft, verify, host: shares of the
+    wall time. ttft_ms: median over requests. wait_mean_ms: for a token, first to last arrival over the tokens that came
+    after the first. wait_p50_ms and so on: between two arrivals, whatever number of tokens came at their end.
+    floor_share: time that the reads alone would take, over the wall time.
 
     Args:
-        trials: of one method; failed ones are counted and left out.
+        trials: failed ones are left out.
         bandwidth: bytes/s at which the machine reads memory; None: there is no floor.
     """
     good = [t for t in trials if t.error is None]
-    failed = [t for t in trials if t.error is not None]
-
-    def total(name: str) -> Any:
-        return sum(getattr(t, name) for t in good)
-
-    def a_pass(name: str) -> float | None:
-        return total(name) / passes if passes and total(name) else None
-
-    tokens, wall, passes = total("tokens"), total("wall_ms"), total("passes")
-    offered, taken = _sum_lists(t.depth_offered for t in good), _sum_lists(t.depth_accepted for t in good)
-    speed, p10, p90 = _spread(good) or (None,) * 3
+    total = {name: sum(getattr(t, name) for t in good) for name in _SUMMED}
+    wall, passes = total["wall_ms"], total["passes"]
     ttft = [value for t in good for value in t.ttft_ms]
     waits, came = [wait for t in good for wait in t.waits_ms], sum(sum(t.arrivals) for t in good)
-    p50_ms, p90_ms, p99_ms = map(float, np.quantile(waits, [0.5, 0.9, 0.99])) if waits else (None,) * 3
-    known = sum(total(f"{part}_ms") for part in ("draft", "verify", "host"))
+    quantiles = map(float, np.quantile(waits, [0.5, 0.9, 0.99])) if waits else (None,) * 3
+    known = sum(total[f"{part}_ms"] for part in _PARTS)
     whole = max(known, wall)  # two clocks may disagree by a hair: the parts never add up to more than the whole
-    floor_ms = 1000 * total("bytes_read") / bandwidth if bandwidth and wall else None
-    return Figures(
-        trials=len(good),
-        failed=len(failed),
-        error=failed[0].error if failed else None,
-        tokens=tokens,
-        wall_ms=wall,
-        speed=speed,
-        speed_p10=p10,
-        speed_p90=p90,
-        accepted_length=1 + total("accepted") / passes if passes else None,
-        call_reduction=tokens / passes if passes else None,
-        **{name: a_pass(name) for name in ("drafted", "row_layers", "upper_row_layers", "pruned")},
-        rode=total("rode") / total("stream_drafts") if total("stream_drafts") else None,
-        acceptance=tuple(a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)),
-        **{part: total(f"{part}_ms") / whole if known else None for part in ("draft", "verify", "host")},
-        ttft_ms=median(ttft) if ttft else None,
-        wait_mean_ms=sum(waits) / came if came else None,
-        wait_p50_ms=p50_ms,
-        wait_p90_ms=p90_ms,
-        wait_p99_ms=p99_ms,
-        floor_share=floor_ms / wall if floor_ms else None,
-    )
+    floor_ms = 1000 * total["bytes_read"] / bandwidth if bandwidth and wall else 0.0
+    return {
+        **(spread_of(good) or dict.fromkeys(("tokens_per_s", "speed_p10", "speed_p90"))),
+        "accepted_length": 1 + total["accepted"] / passes if passes else None,
+        "call_reduction": total["tokens"] / passes if passes else None,
+        **{part: total[f"{part}_ms"] / whole if known else None for part in _PARTS},
+        "ttft_ms": median(ttft) if ttft else None,
+        "wait_mean_ms": sum(waits) / came if came else None,
+        **dict(zip(("wait_p50_ms", "wait_p90_ms", "wait_p99_ms"), quantiles, strict=True)),
+        "floor_share": floor_ms / wall if floor_ms else None,
+    }
 
 
-def _spread(trials: Iterable[Trial]) -> tuple[float, float, float] | None:
+_PARTS = ("draft", "verify", "host")
+_SUMMED = ("tokens", "wall_ms", "passes", "accepted", "bytes_read", *(f"{part}_ms" for part in _PARTS))
+
+
+def spread_of(trials: Iterable[Trial]) -> dict[str, float] | None:
     """Median, 10th and 90th percentile of tokens/s; None where no trial has any."""
     found = list(speeds(trials).values())
     if not found:
         return None
-    middle, p10, p90 = (float(value) for value in np.quantile(found, [0.5, 0.1, 0.9]))
-    return middle, p10, p90
+    middle, p10, p90 = map(float, np.quantile(found, [0.5, 0.1, 0.9]))
+    return {"tokens_per_s": middle, "speed_p10": p10, "speed_p90": p90}
 
 
-def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
-    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
+def _depths(trials: Sequence[Trial]) -> tuple[list[list[int]], list[list[int]]]:
+    return [t.depth_offered for t in trials], [t.depth_accepted for t in trials]
 
 
 # -- what a reader asks first
@@ -404,12 +335,15 @@ def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
 
 def best(rows: Iterable[Row]) -> Row | None:
     """The fastest speculative method of this engine by its speed; synthetic ones apart."""
-    methods = [(row, row.method) for row in rows if row.speed is not None]
-    able = [row for row, method in methods if method.own and not method.synthetic and not method.plain]
+    able = [row for row in rows if row.speed is not None and _guesses(row.method) and not row.method.plain]
     return max(able, key=lambda row: row.speed or 0.0, default=None)
 
 
 def slower_cells(summary: Summary) -> list[Row]:
     """Rows of speculative methods of this engine, synthetic ones apart, that may be slower than plain decoding."""
-    able = [row for row in summary.rows if row.method.own and not row.method.synthetic]
+    able = [row for row in summary.rows if row.speedup and _guesses(row.method)]
     return [row for row in able if row.speedup and row.speedup.low < NEVER_SLOWER]
+
+
+def _guesses(method: Method) -> bool:
+    return method.own and not method.synthetic

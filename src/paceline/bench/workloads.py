@@ -22,16 +22,26 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from importlib.resources.abc import Traversable
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter, ValidationError
 
 from ..core.errors import ConfigError
-from ..core.options import suggest
+from ..core.options import shown, suggest
 
 FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
 PACKAGED = "packaged sample"  # where a workload that comes along is read from
-_KNOWN_KEYS = {"id", "category", "turns", "reference", "prompt", "completion", "references"}
+_FROM_A_FILE: Any = {"description": "from a file", "licence": "not stated", "chat": True, "max_new_tokens": 128}
+_ANSWERS = ("reference", "references", "completion")
+Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
+
+
+def _id(given: Any) -> Any:
+    """A whole number is an id, too."""
+    return str(given) if isinstance(given, int) and not isinstance(given, bool) else given or None
 
 
 # -- what a workload is
@@ -41,16 +51,16 @@ _KNOWN_KEYS = {"id", "category", "turns", "reference", "prompt", "completion", "
 class Prompt:
     """One thing to ask: a text, or the user's turns of a conversation."""
 
-    id: str  # unique within the workload
-    category: str
-    turns: tuple[str, ...]  # at least one, none blank
+    id: Annotated[str, BeforeValidator(_id)]  # unique within the workload
+    category: Annotated[str, StringConstraints(min_length=1)]
+    turns: Annotated[tuple[Text, ...], Field(min_length=1)]
     reference: tuple[str, ...] = ()  # accepted answers, where the source has any
     extra: dict[str, Any] = field(default_factory=dict)  # further keys of the record
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadFacts:
-    """A workload, apart from its prompts."""
+class Workload:
+    """Prompts, and what a report must say about them; in the catalogue without prompts."""
 
     name: str
     title: str
@@ -63,15 +73,9 @@ class WorkloadFacts:
     file: str = ""  # its full version, in a folder of data
     packaged: bool = False  # a sample is in bench/data
     strata: str = "category"  # the key that a choice of prompts is spread over
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload(WorkloadFacts):
-    """Prompts, and what a report must say about them."""
-
-    origin: str  # "packaged sample", or the file or folder that was read
-    prompts: tuple[Prompt, ...]
-    total: int  # prompts there were to choose from
+    origin: str = ""  # `PACKAGED`, or the file that was read
+    prompts: tuple[Prompt, ...] = ()
+    total: int = 0  # prompts there were to choose from
 
     @property
     def categories(self) -> dict[str, int]:
@@ -91,23 +95,22 @@ class Workload(WorkloadFacts):
         return {**found, "prompts": len(self.prompts)}
 
 
+_PROMPTS = TypeAdapter(Prompt)
 _CATALOGUE = tomllib.loads((resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8"))
-WORKLOADS = {name: WorkloadFacts(name=name, **facts) for name, facts in _CATALOGUE.items()}
+WORKLOADS = {name: Workload(name=name, **facts) for name, facts in _CATALOGUE.items()}
 
 
 # -- finding and loading
 
 
-def available(folder: str | Path | None = None) -> list[tuple[WorkloadFacts, str | None]]:
+def available(folder: str | Path | None = None) -> list[tuple[Workload, str | None]]:
     """Every workload that is known by name, and what it would be read from; None: its file is not there.
 
     Raises:
         ConfigError: ``folder`` is no folder.
     """
-    return [
-        (entry, str(path) if (path := _in_folder(entry, folder)) else PACKAGED if entry.packaged else None)
-        for entry in WORKLOADS.values()
-    ]
+    found = [(entry, _file(entry, folder)) for entry in WORKLOADS.values()]
+    return [(entry, file[1] if file else None) for entry, file in found]
 
 
 def load(
@@ -139,7 +142,11 @@ def load(
     name = name_or_path.lower().replace("-", "_") if isinstance(name_or_path, str) else ""
     entry = WORKLOADS.get(name)
     if entry is not None:
-        data, origin = _known_data(entry, folder)
+        file = _file(entry, folder)
+        if file is None:
+            where = f"{folder} has no {entry.file}" if folder else "it does not come with the package"
+            remedy = f"make {entry.file} from {entry.source}, {FORM}, and name its folder with --data"
+            raise ConfigError(f"workload {entry.name!r}", f"{where} (licence: {entry.licence})", remedy)
     else:
         path = Path(name_or_path).expanduser()
         if not path.is_file() and name and "/" not in name and "." not in name:
@@ -147,10 +154,14 @@ def load(
             raise ConfigError(f"workload {name_or_path!r}", wrong, suggest(name, WORKLOADS, "workload"))
         if not path.is_file():
             raise ConfigError(f"workload {name_or_path}", "there is no such file", "check the path")
-        entry, origin, data = _unnamed(path), str(path), _bytes(path)
+        stem = path.resolve().name.removesuffix(".gz").removesuffix(".jsonl")
+        facts: dict[str, Any] = {"name": stem, "title": stem, "source": str(path), "file": path.name}
+        entry = Workload(**_FROM_A_FILE, **facts)
+        file = path, str(path)
+    data, origin = _bytes(file[0]), file[1]
     prompts = _parse(data, origin, entry.name)
     chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
-    return Workload(**vars(entry), origin=origin, prompts=tuple(chosen), total=len(prompts))
+    return replace(entry, origin=origin, prompts=tuple(chosen), total=len(prompts))
 
 
 def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "category") -> list[Prompt]:
@@ -175,50 +186,24 @@ def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "
     return [prompt for turn in zip_longest(*decks) for prompt in turn if prompt is not None][:limit]
 
 
-def _in_folder(entry: WorkloadFacts, folder: str | Path | None) -> Path | None:
-    """Its file in a folder of data."""
-    if folder is None:
-        return None
-    if not Path(folder).is_dir():
+def _file(entry: Workload, folder: str | Path | None) -> tuple[Traversable, str] | None:
+    """What a known workload is read from, and what a report calls it; None: its file is not there."""
+    if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
-    candidates = (Path(folder) / entry.file, Path(folder) / f"{entry.file}.gz")
-    return next((path for path in candidates if path.is_file()), None)
+    files = [Path(folder) / f"{entry.file}{packed}" for packed in ("", ".gz")] if folder is not None else []
+    for path in files:
+        if path.is_file():
+            return path, str(path)
+    sample = resources.files(__package__) / "data" / f"{entry.name}.jsonl"
+    return (sample, PACKAGED) if entry.packaged else None
 
 
-def _known_data(entry: WorkloadFacts, folder: str | Path | None) -> tuple[bytes, str]:
-    path = _in_folder(entry, folder)
-    if path is not None:
-        return _bytes(path), str(path)
-    if entry.packaged:
-        return (resources.files(__package__) / "data" / f"{entry.name}.jsonl").read_bytes(), PACKAGED
-    where = f"{folder} has no {entry.file}" if folder else "it does not come with the package"
-    raise ConfigError(
-        f"workload {entry.name!r}",
-        f"{where} (licence: {entry.licence})",
-        f"make {entry.file} from {entry.source}, {FORM}, and name its folder with --data",
-    )
-
-
-def _unnamed(path: Path) -> WorkloadFacts:
-    name = path.resolve().name.removesuffix(".gz").removesuffix(".jsonl")
-    return WorkloadFacts(
-        name=name,
-        title=name,
-        description="prompts from a file",
-        source=str(path),
-        licence="not stated",
-        file=path.name,
-        chat=True,
-        max_new_tokens=128,
-    )
-
-
-def _bytes(path: Path) -> bytes:
+def _bytes(file: Traversable) -> bytes:
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if path.suffix == ".gz" else data
+        data = file.read_bytes()
+        return gzip.decompress(data) if file.name.endswith(".gz") else data
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"workload file {path}", f"it cannot be read ({error})", "check the file") from error
+        raise ConfigError(f"workload file {file}", f"it cannot be read ({error})", "check the file") from error
 
 
 # -- records
@@ -258,31 +243,25 @@ def _parse(data: bytes, origin: str, name: str) -> list[Prompt]:
 
 
 def _prompt(record: dict[str, Any], where: str, default_id: str, default_category: str) -> Prompt:
-    if "turns" in record and "prompt" in record:
-        raise ConfigError(where, "it has both 'turns' and 'prompt'", "keep one of them")
-    if "turns" not in record and "prompt" not in record:
-        raise ConfigError(where, "it has neither 'turns' nor 'prompt'", f"give {FORM}")
-    turns = record["turns"] if "turns" in record else [record["prompt"]]
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise ConfigError(where, "'turns' must be a list of texts and 'prompt' a text, none of them blank", "mend it")
-    given = record.get("id", default_id)
-    if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
-        raise ConfigError(where, f"id {given!r} is neither a text nor a whole number", "mend it")
-    category = record.get("category", default_category)
-    if not isinstance(category, str) or not category:
-        raise ConfigError(where, f"category {category!r} is not a text", "mend it, or leave it out")
-    extra = {key: value for key, value in record.items() if key not in _KNOWN_KEYS}
-    references = _references(record, where)
-    return Prompt(id=str(given), category=category, turns=tuple(turns), reference=references, extra=extra)
-
-
-def _references(record: dict[str, Any], where: str) -> tuple[str, ...]:
-    key = next((key for key in ("reference", "references", "completion") if record.get(key) is not None), "")
+    if ("turns" in record) == ("prompt" in record):
+        raise ConfigError(where, "it has both 'turns' and 'prompt', or neither", f"give {FORM}")
+    given = dict(record)
+    turns = [given.pop("prompt")] if "prompt" in given else given.pop("turns")
     # A list a turn is a form too (Spec-Bench's rag has it); which turn an answer belongs to is not kept.
-    many = [text for item in _listed(record[key] if key else []) for text in _listed(item)]
-    if not all(isinstance(text, str) for text in many):
-        raise ConfigError(where, f"{key!r} must be a text or a list of texts", "mend it, or leave it out")
-    return tuple(many)
+    answers = [text for item in _listed(_first(given, *_ANSWERS)) for text in _listed(item)]
+    found = {"id": default_id, "category": default_category, **given, "turns": turns, "reference": answers}
+    extra = {key: found.pop(key) for key in given if key not in ("id", "category")}
+    try:
+        return _PROMPTS.validate_python({**found, "extra": extra})
+    except ValidationError as error:
+        first = error.errors()[0]
+        wrong = f"{first['loc'][0]!r} cannot hold {shown(first['input'])}: {first['msg']}"
+        raise ConfigError(where, wrong, f"give {FORM}") from error
+
+
+def _first(record: dict[str, Any], *keys: str) -> Any:
+    """The first value that is there; all of them leave the record."""
+    return next((value for value in [record.pop(key, None) for key in keys] if value is not None), [])
 
 
 def _listed(value: Any) -> list[Any]:

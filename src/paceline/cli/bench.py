@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .. import zoo
@@ -18,10 +16,8 @@ from ..assembly import drafter_of
 from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps
-from ..bench.compare import compare as compare_reports
 from ..bench.compare import render_terminal
 from ..bench.config import BenchConfig, log_lines, numbers
-from ..bench.config import Progress as Told
 from ..bench.models import materialised
 from ..bench.report import FILES, load_report, write_text
 from ..bench.report.terminal import figures_table, render
@@ -39,7 +35,7 @@ from .options import DEFAULT_MODEL, takes
 from .session import counting, steps
 
 app = typer.Typer(add_completion=False)
-QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": (48,), "time_limit_s": 110.0}  # where the user does not say
+QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": 48, "time_limit_s": 110.0}  # where the user does not say
 OPTIONS: Any = {
     "defaults": {"model": DEFAULT_MODEL},
     "shown": {"drafter": "the model's own drafter where the zoo names one"},
@@ -89,8 +85,7 @@ def bench(
     asked = BenchConfig(methods=tuple(methods.with_plain(chosen)), **{**config, "workloads": config["workloads"] or ()})
     console = stdout()
     command = ["paceline", *(a for a in sys.argv[1:] if a != "--overwrite")]
-    with watching() as progress:
-        report = Run(asked, out=out, overwrite=overwrite, command=command, progress=progress).execute()
+    report = Run(asked, out=out, overwrite=overwrite, command=command, progress=log_lines(stderr())).execute()
     if report.trials:
         console.print(render(Summary(report)))
     for name in FILES if out else ():
@@ -122,19 +117,20 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Report of the other.")],
 ) -> None:
     """Compare two reports: what differs, and what became faster or slower (B over A)."""
-    stdout().print(render_terminal(compare_reports(load_report(first), load_report(second))))
+    stdout().print(render_terminal(load_report(first), load_report(second)))
 
 
 @app.command()
 @takes(llm=LLMConfig, only={"model", "drafter", "dtype", "device", "exact", "threads"}, **OPTIONS)
 def calibrate(
-    repeats: Annotated[int, typer.Option(help="Passes of each kind; medians count.")] = 15, *, llm: dict[str, Any]
+    repeats: Annotated[int, typer.Option(min=1, help="Passes of each kind; medians count.")] = 15,
+    *,
+    llm: dict[str, Any],
 ) -> None:
     """Measure the cost of passes, for the draft budget "auto", and store it beside the model.
 
     Those of its drafter's draft model are measured, too.
     """
-    _positive("--repeats", repeats)
     model, drafter = llm["model"], llm.pop("drafter")
     spec = parse_model(model)
     if spec.random:
@@ -152,7 +148,7 @@ def calibrate(
 def step(
     rows: Annotated[str, typer.Option(metavar="N,N,..", help="Rows of a pass.")] = "1,2,4,8,16,32,64",
     context: Annotated[str, typer.Option(metavar="N,N,..", help="Committed tokens before the rows.")] = "256,1024",
-    repeats: Annotated[int, typer.Option(help="Passes of each kind; medians are shown.")] = 30,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes of each kind; medians are shown.")] = 30,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
     *,
     llm: dict[str, Any],
@@ -163,11 +159,13 @@ def step(
     """
     model, device, mode = llm["model"], llm["device"], ", exact" if llm["exact"] else ""
     counts, contexts = numbers("--rows", rows), numbers("--context", context)
-    _positive("--repeats", repeats)
     _check_out(out)
     with materialised(model) as folder:
         loaded = LLM(**{**llm, "model": folder})
-        _check_positions(loaded, max(counts), max(contexts))
+        most = loaded.decoder.config.max_position
+        if max(contexts) + max(counts) > most:
+            asked = f"context {max(contexts)} with {max(counts)} rows"
+            raise ConfigError(asked, f"the model has {most} positions", "choose smaller ones")
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", repeats + 1) as progress:
             costs = measure_steps(loaded.decoder, counts, contexts, bandwidth, repeats, progress)
@@ -188,35 +186,8 @@ def step(
         "repeats": repeats,
         "rows": costs,
     }
-    _write(out, figures)
-
-
-@contextmanager
-def watching() -> Iterator[Told]:
-    """A bar on stderr, or lines where stderr is no terminal."""
-    console = stderr()
-    if not console.is_terminal:
-        yield log_lines(console)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Drawn between trials alone: a thread that draws would take time from what is measured.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def tell(text: str, trials: tuple[int, int] | None) -> None:
-            done, total = trials or (None, None)
-            bar.update(task, description=text, completed=done, total=total, refresh=True)
-
-        yield tell
-
-
-def _check_positions(llm: LLM, rows: int, context: int) -> None:
-    """Refuse passes beyond the model's last position."""
-    positions = llm.decoder.config.max_position
-    if context + rows > positions:
-        raise ConfigError(
-            f"context {context} with {rows} rows", f"the model has {positions} positions", "choose smaller ones"
-        )
+    if out is not None:
+        write_text(out, json.dumps(figures, indent=1) + "\n", "--out")
 
 
 def _cost_table(tables: Mapping[str, CostTable]) -> Table:
@@ -232,27 +203,17 @@ def _cost_table(tables: Mapping[str, CostTable]) -> Table:
 def _step_table(costs: Sequence[Mapping[str, float]]) -> Table:
     """One line a row count and context."""
     one = {c["context"]: c["step_ms"] for c in costs if c["rows"] == 1}
-    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share | linear ms | linear share"
+    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share"
     line = (
         "{context} | {rows} | {step_ms:.2f} | {low_ms:.2f}-{high_ms:.2f} | {of_one} | {weights_gb_per_s:.1f} | "
-        "{share_of_bandwidth:.0%} | {linear_ms:.2f} | {linear_share_of_bandwidth:.0%}"
+        "{share_of_bandwidth:.0%}"
     )
     ratios = [f"{c['step_ms'] / one[c['context']]:.2f}" if c["context"] in one else "" for c in costs]
     rows = [line.format(**c, of_one=r).split(" | ") for c, r in zip(costs, ratios, strict=True)]
     return figures_table(head.split(" | "), rows, words=0)
 
 
-def _positive(flag: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{flag} {value}", "nothing would be measured", "give 1 or more")
-
-
 def _check_out(out: Path | None) -> None:
     """Refuse a file that cannot be written before the measuring, which takes minutes."""
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out}", "no file can be there", "name a file in a folder that exists")
-
-
-def _write(out: Path | None, figures: dict[str, Any]) -> None:
-    if out is not None:
-        write_text(out, json.dumps(figures, indent=1) + "\n", "--out")

@@ -44,7 +44,7 @@ STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 def plan(
     target: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)],
     machine: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"One device: {', '.join(machines.names())}.")
+        str | None, typer.Option(metavar="NAME", help=f"One device: {', '.join(machines.machines())}.")
     ] = None,
     measured: Annotated[
         bool,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -16,19 +16,25 @@ from rich.text import Text
 from .. import zoo
 from ..bench import figures
 from ..bench.figures import Panel, Series
-from ..bench.law import MeasuredLaw
+from ..bench.law import MeasuredLaw, errors_of
 from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..planning.machines import Machine
 from ..planning.measured import errors
-from ..planning.plan import PLAIN, SINK, PlanRequest, RankedDrafter, compute_bound_from, devices_needed, rank
+from ..planning.plan import DRAFTERS, PLAIN, SINK, PlanRequest, RankedDrafter, devices_needed, rank
+from ..planning.throughput import critical_batch
 from .console import note, stdout
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 SUFFIXES = (".svg", ".png")
 LEAST_BATCH, LEAST_CONTEXT = 256, 8192  # where plots end at least
 LAW_HEAD = ("layers", "sequences", "context", "rows each", "measured, ms", "predicted, ms", "error")
+ADVICE = {  # where a drafter's weights are missing
+    "streams": "train a set of streams (paceline train streams)",
+    "spire": "train a draft (paceline train spire)",
+    "draft_model": "name a draft model with --draft",
+}
 HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s", "why")
 
 
@@ -76,7 +82,7 @@ def show_law(found: MeasuredLaw, machine: Machine) -> None:
     attention = f"{1e-9 / law.attention:,.0f} GFLOP/s" if law.attention else "beside its reads"
     console.print(f"  {per}, {rates}, attention {attention}", markup=False)
     lines = []
-    for row in found.passes(found.held_out):
+    for row in errors_of(law, found.held_out):
         measured, error = row["measured_ms"], row["error"]
         sizes = [str(row[name]) for name in ("layers", "batch", "context", "rows")]
         lines.append([*sizes, f"{measured:.2f}", f"{measured * (1 + error):.2f}", f"{error:+.0%}"])
@@ -150,7 +156,7 @@ def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
     holds, have = best.holds, q.machine.memory * q.parallel.devices
     needed = devices_needed(q, holds)
     room = "fits" if holds <= have else f"does not fit: {needed} devices would hold it; figures are as if it did"
-    batch = compute_bound_from(q, best.rows)
+    batch = critical_batch(q.network(q.target), q.context, q.machine.hoi, best.rows)
     bound = "at no batch size" if batch is None else f"from batch {batch:,} on"
     return [
         f"{best.drafter} holds {holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}",
@@ -183,60 +189,30 @@ def _missing(q: PlanRequest, made: RankedDrafter, names: ModelNames) -> str | No
         or stored.kv_bytes != kv,
         f"memory: {devices_needed(q, made.holds)} devices would hold it": made.holds > q.machine.memory,
     }
-    how = HOW.get(made.drafter)
-    if how is not None and how.weights(names) is None:
-        reasons[how.advice] = True
+    reasons[f"{ADVICE.get(made.drafter)} first"] = _weights(made, names) is None
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _drafter(q: PlanRequest, made: RankedDrafter, names: ModelNames) -> str:
     """As ``--method`` has it."""
-    how = HOW.get(made.drafter)
-    if how is None:
-        return f"{made.drafter},depth={made.depth}"
-    weights = how.weights(names)
-    return made.drafter + (f":{weights}" if weights else "") + "," + how.options(q, made)
+    weights = _weights(made, names)
+    view = (
+        f"window={q.last_keys(made.drafter)},sinks={SINK},depth={made.depth}" if DRAFTERS[made.drafter].sparse else ""
+    )
+    options = {
+        "magicdec": view,
+        "streams": "chain=true",
+        # The widest level first and one child each behind it.
+        "draft_model": "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)]) if made.width > 1 else "",
+    }
+    return made.drafter + (f":{weights}," if weights else ",") + (options.get(made.drafter) or f"depth={made.depth}")
 
 
-def _shape(q: PlanRequest, made: RankedDrafter) -> str:
-    """A chain, or the widest level first and one child each behind it."""
-    if made.width == 1:
-        return f"depth={made.depth}"
-    return "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)])
-
-
-def trained(kind: str) -> Callable[[ModelNames], str | None]:
-    """The zoo's weights of a kind of drafter for the target."""
-    return lambda names: zoo.weights(kind, parse_model(names.target or "").name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterCommand:
-    """How a drafter of the plan is written on the command line: with which options, and with which weights."""
-
-    options: Callable[[PlanRequest, RankedDrafter], str]
-    weights: Callable[[ModelNames], str | None] = lambda names: ""  # None: there are none; "": it needs none
-    advice: str = ""  # what to do where there are none
-
-
-HOW = {
-    "magicdec": DrafterCommand(
-        options=lambda q, made: f"window={q.last_keys(made.drafter)},sinks={SINK},depth={made.depth}"
-    ),
-    "streams": DrafterCommand(
-        options=lambda q, made: "chain=true",
-        weights=trained("streams"),
-        advice="train a set of streams first (paceline train streams)",
-    ),
-    "spire": DrafterCommand(
-        options=lambda q, made: f"depth={made.depth}",
-        weights=trained("spire"),
-        advice="train a draft first (paceline train spire)",
-    ),
-    "draft_model": DrafterCommand(
-        options=_shape, weights=lambda names: names.draft, advice="name a draft model with --draft"
-    ),
-}
+def _weights(made: RankedDrafter, names: ModelNames) -> str | None:
+    """The draft model's name, or the zoo's trained weights; None: there are none; empty: it needs none."""
+    if made.drafter == "draft_model":
+        return names.draft
+    return zoo.weights(made.drafter, parse_model(names.target or "").name) if made.drafter in ADVICE else ""
 
 
 def draw(question: PlanRequest, file: Path) -> Path:

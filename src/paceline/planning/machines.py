@@ -37,11 +37,6 @@ class Machine:
         return self.flops / self.bandwidth
 
 
-def names() -> list[str]:
-    """Machines that have a name."""
-    return list(machines())
-
-
 @cache
 def machines() -> dict[str, Machine]:
     """All of them, by name."""
@@ -57,5 +52,5 @@ def machine(name: str) -> Machine:
     """
     found = machines().get(name)
     if found is None:
-        raise ConfigError(f"machine {shown(name)}", "it is not known", suggest(name, names(), "machine"))
+        raise ConfigError(f"machine {shown(name)}", "it is not known", suggest(name, machines(), "machine"))
     return found

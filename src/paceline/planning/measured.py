@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,8 +105,3 @@ def _parts(network: ServedModel, batch: int, context: float, rows: int, hoi: flo
 def errors(law: PassLaw, points: Sequence[TimedPass]) -> list[float]:
     """Predicted over measured time, less 1, of each pass."""
     return [law.seconds(p.network, p.batch, p.context, p.rows) / p.seconds - 1 for p in points]
-
-
-def median_error(law: PassLaw, points: Sequence[TimedPass]) -> float:
-    """The median of the sizes of `errors`."""
-    return median(map(abs, errors(law, points)))

@@ -14,12 +14,11 @@ from .machines import Machine
 from .measured import PassLaw
 from .models import ModelSizes
 from .throughput import (
+    DraftPlan,
     Parallel,
     Precision,
     RoundCost,
     ServedModel,
-    Speculation,
-    critical_batch,
     held_bytes,
     link_seconds,
     pass_cost,
@@ -120,12 +119,12 @@ class PlanRequest:
         """A model as it is served here."""
         return ServedModel(shape=shape, precision=self.precision, keys=keys)
 
-    def round_of(self, spoken: Speculation) -> RoundCost:
+    def round_of(self, planned: DraftPlan) -> RoundCost:
         """A round in seconds."""
         size = self.batch, self.context
         if (law := self.law) is not None:
-            return round_of(spoken, lambda network, rows: law.seconds(network, *size, rows))
-        return round_of(spoken, lambda n, rows: pass_seconds(n, self.machine, *size, rows, self.parallel))
+            return round_of(planned, lambda network, rows: law.seconds(network, *size, rows))
+        return round_of(planned, lambda n, rows: pass_seconds(n, self.machine, *size, rows, self.parallel))
 
     def assumptions(self) -> dict[str, Acceptance]:
         """The acceptance of every drafter; what is given changes no draft's size or window."""
@@ -163,10 +162,19 @@ def plain(question: PlanRequest) -> RankedDrafter:
     """Decoding without a draft."""
     q = question
     target = q.network(q.target)
-    made = q.round_of(Speculation(target=target))
-    made = replace(made, draft=0.0, verify=made.plain)
-    reason = f"{_bound(q, 1)}-bound"
-    return _candidate(q, PLAIN, (0, 1, 1), 1.0, made, held_bytes(target, q.batch, q.context), reason)
+    took = q.round_of(DraftPlan(target=target))
+    return RankedDrafter(
+        drafter=PLAIN,
+        depth=0,
+        width=1,
+        rows=1,
+        tau=1.0,
+        round=replace(took, draft=0.0, verify=took.plain),
+        multiplier=1.0,
+        tokens_per_s=q.batch / took.plain,
+        holds=held_bytes(target, q.batch, q.context),
+        reason=f"{_bound(q, 1)}-bound",
+    )
 
 
 def _forms(question: PlanRequest, name: str) -> Iterator[RankedDrafter]:
@@ -182,34 +190,23 @@ def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptanc
     drafter = DRAFTERS[name]
     network = _network(q, name, accepted)
     extra = depth if drafter.streams else 0  # streams of one row, counted through all layers
-    spoken = Speculation(target=q.network(q.target), draft=network, depth=depth, width=width, extra_rows=extra)
-    made = q.round_of(spoken)
-    tau = accepted.tokens(depth, width)
-    holds = held_bytes(spoken.target, q.batch, q.context)
+    planned = DraftPlan(target=q.network(q.target), draft=network, depth=depth, width=width, extra_rows=extra)
+    took, tau = q.round_of(planned), accepted.tokens(depth, width)
+    holds = held_bytes(planned.target, q.batch, q.context)
     if network is not None and drafter.drafts != "itself":
         holds += held_bytes(network, q.batch, q.context)
-    return replace(
-        _candidate(q, name, (depth, width, spoken.rows), tau, made, holds, _reason(q, name, spoken, made)),
-        acceptance=accepted,
-    )
-
-
-def _candidate(
-    q: PlanRequest, name: str, form: tuple[int, int, int], tau: float, made: RoundCost, holds: float, reason: str
-) -> RankedDrafter:
-    """``form``: depth, width and rows."""
-    depth, width, rows = form
     return RankedDrafter(
         drafter=name,
         depth=depth,
         width=width,
-        rows=rows,
+        rows=planned.rows,
         tau=tau,
-        round=made,
-        multiplier=made.multiplier(tau),
-        tokens_per_s=q.batch * tau / (made.draft + made.verify),
+        round=took,
+        multiplier=took.multiplier(tau),
+        tokens_per_s=q.batch * tau / (took.draft + took.verify),
         holds=holds,
-        reason=reason,
+        reason=_reason(q, name, planned, took),
+        acceptance=accepted,
     )
 
 
@@ -229,7 +226,7 @@ def _bound(q: PlanRequest, rows: int) -> str:
     return {"weights": "weight"}.get(bound := cost.bound(q.machine.hoi), bound)
 
 
-def _reason(q: PlanRequest, name: str, made: Speculation, took: RoundCost) -> str:
+def _reason(q: PlanRequest, name: str, made: DraftPlan, took: RoundCost) -> str:
     """Why it is worth what it is, in words."""
     words = [f"{_bound(q, 1)}-bound: {_drafting(q, name, made, took)}"]
     verify = took.verify / took.plain
@@ -241,7 +238,7 @@ def _reason(q: PlanRequest, name: str, made: Speculation, took: RoundCost) -> st
     return "; ".join(words)
 
 
-def _drafting(q: PlanRequest, name: str, made: Speculation, took: RoundCost) -> str:
+def _drafting(q: PlanRequest, name: str, made: DraftPlan, took: RoundCost) -> str:
     if DRAFTERS[name].streams:
         return "drafts are rows of the same pass"
     if made.draft is None:
@@ -250,12 +247,6 @@ def _drafting(q: PlanRequest, name: str, made: Speculation, took: RoundCost) -> 
     sparse = DRAFTERS[name].sparse and q.keys(name) < q.context
     kind = f"sparse draft of {q.keys(name):,} keys" if sparse else "dense draft"
     return f"{kind}, {share}"
-
-
-def compute_bound_from(question: PlanRequest, rows: int) -> int | None:
-    """The smallest batch from which a pass over so many rows a sequence is compute-bound (`critical_batch`)."""
-    q = question
-    return critical_batch(q.network(q.target), q.context, q.machine.hoi, rows)
 
 
 def devices_needed(question: PlanRequest, holds: float) -> int:

@@ -15,6 +15,7 @@ Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sect
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,7 +179,7 @@ def link_seconds(network: ServedModel, machine: Machine, batch: int, rows: int, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation:
+class DraftPlan:
     """A target, what drafts for it, and the form of the draft.
 
     The draft is ``width`` chains of ``depth`` tokens that begin with the likeliest first tokens: 1 is a chain. A draft
@@ -221,9 +222,9 @@ class RoundCost:
         return tau / self.iteration_multiplier
 
 
-def round_of(speculation: Speculation, each: Callable[[ServedModel, int], float]) -> RoundCost:
+def round_of(plan: DraftPlan, each: Callable[[ServedModel, int], float]) -> RoundCost:
     """A round whose passes over so many rows a sequence cost ``each(network, rows)``."""
-    s, drafted = speculation, 0.0
+    s, drafted = plan, 0.0
     if s.draft is not None:
         drafted = each(s.draft, 1) + (s.depth - 1) * each(s.draft, s.width)
     return RoundCost(plain=each(s.target, 1), draft=drafted, verify=each(s.target, s.rows))
@@ -240,16 +241,8 @@ def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) 
 
 def first_that(holds: Callable[[int], bool]) -> int | None:
     """The smallest number from 1 on for which a condition holds that stays true once it is; None up to `MOST_ROWS`."""
-    high = 1
-    while not holds(high):
-        high *= 2
-        if high > MOST_ROWS:
-            return None
-    low = high // 2  # it does not hold there, or is 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    found = 1 + bisect_left(range(1, MOST_ROWS + 1), True, key=holds)
+    return found if found <= MOST_ROWS else None
 
 
 # -- the table of costs that the engine's draft budget reads

@@ -32,11 +32,9 @@ def load_report(path: Path | str) -> Report:
     except ValueError as error:  # not JSON, or not text at all
         raise ConfigError(f"report {file}", f"not JSON ({error})", remedy) from error
     try:
-        report = Report.from_dict(values)
-        _check(report)
+        return Report.from_dict(values)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"report {file}", f"not a benchmark report ({error})", remedy) from error
-    return report
 
 
 def save_report(report: Report, path: Path | str) -> Path:
@@ -72,17 +70,6 @@ def write_all(report: Report, folder: Path | str) -> list[Path]:
 
 def _dumps(values: dict[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _check(report: Report) -> None:
-    """Every trial and comparison belongs to a method of the report, and no method is there twice."""
-    names = [method.name for method in report.methods]
-    if len(set(names)) < len(names):
-        raise ValueError("two methods of one name")
-    unknown = {t.method for t in report.trials} | {e.method for e in report.exactness}
-    unknown -= set(names)
-    if unknown:
-        raise ValueError(f"trials of methods that it does not list: {', '.join(sorted(unknown))}")
 
 
 def write_text(path: Path, text: str, what: str = "report") -> Path:

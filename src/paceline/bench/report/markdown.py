@@ -11,34 +11,36 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from html import escape
 
-from ..summary import Interval, Row, Section, Summary
+from ..records import Cell
+from ..summary import Interval, Row, Summary
 from . import JSON_NAME
 from . import wording as say
 
-Plot = Callable[[str, Summary, Section], str]  # HTML of a kind of plot of a section; empty: there is none
+Plot = Callable[[str, Summary, Cell], str]  # HTML of a kind of plot of a section; empty: there is none
 
 
 def _figure(name: str, show: Callable[[float | None], str] = say.number) -> Callable[[Row], str]:
-    """A figure by its name in `Figures`."""
-    return lambda row: show(getattr(row.figures, name))
+    return lambda row: show(row.figures[name])
 
 
 def _speed(row: Row) -> str:
-    return "failed" if row.speed is None and row.figures.failed else say.number(row.speed)
+    return "failed" if row.speed is None and row.failed else say.number(row.speed)
 
 
 def _spread(row: Row) -> str:
-    low, high = row.figures.speed_p10, row.figures.speed_p90
+    low, high = row.figures["speed_p10"], row.figures["speed_p90"]
     return say.NOTHING if low is None else f"{say.number(low)} to {say.number(high)}"
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+SPEEDS: dict[str, Callable[[Row], str]] = {
     "tokens/s": _speed,
     "p10 to p90": _spread,
     "speed-up": say.speedup,
     "accepted length": _figure("accepted_length", say.length),
     "of the floor": _figure("floor_share", say.share),
     "exact": lambda row: say.exact_mark(row.exact),
+}
+TIMES: dict[str, Callable[[Row], str]] = {
     "first token, ms": _figure("ttft_ms"),
     "a token, ms": _figure("wait_mean_ms"),
     "wait p50, ms": _figure("wait_p50_ms"),
@@ -47,13 +49,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "draft": _figure("draft", say.share),
     "verify": _figure("verify", say.share),
     "host": _figure("host", say.share),
-    "call reduction": _figure("call_reduction", say.length),
-    "row-layers a pass": _figure("row_layers"),
-    "upper ones": _figure("upper_row_layers"),
-    "nodes pruned a pass": _figure("pruned"),
-    "streams that rode": _figure("rode", say.share),
 }
-SPEEDS, TIMES, WORK = list(COLUMNS)[:6], list(COLUMNS)[6:14], list(COLUMNS)[14:]
 
 
 def render(summary: Summary, plot: Plot = lambda *_: "") -> str:
@@ -68,7 +64,9 @@ def render(summary: Summary, plot: Plot = lambda *_: "") -> str:
     blocks = [f"# {text(report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary))]
     for section in sections:
         blocks += _section(summary, section, plot)
-    blocks += [*_batches(summary, plot), *_problems(summary)]
+    blocks += _batches(summary, plot)
+    if wrong := say.troubles(summary):
+        blocks += ["## What went wrong, was slower or did not run", bullets(wrong)]
     command = shlex.join(report.command).replace("```", "` ` `")
     blocks += [
         "## How it was measured",
@@ -112,65 +110,58 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return table(list(map(text, head)), cells)
 
 
-def _problems(summary: Summary) -> list[str]:
-    found = say.troubles(summary)
-    slower = [f"slower than plain: {line}" for line in found["slower"]]
-    lines = [*found["differing"], *found["failed"], *slower, *found["unavailable"]]
-    return ["## What went wrong, was slower or did not run", bullets(lines)] if lines else []
-
-
-def _section(summary: Summary, section: Section, plot: Plot) -> list[str]:
+def _section(summary: Summary, section: Cell, plot: Plot) -> list[str]:
     names, total = summary.workloads(section), summary.total(section)
     each = {name: [row for row in summary.of(section) if row.workload == name] for name in names}
-    blocks = [f"## {text(say.upper(section.label()))}", plot("speed-up", summary, section)]
+    blocks = [f"## {text(say.upper(say.cell_label(section)))}", plot("speed-up", summary, section)]
     if len(names) == 1:
         return [*blocks, f"### {text(say.workload_title(summary.report, names[0]))}", *_tables(each[names[0]])]
     blocks += [f"Over all {len(names)} workloads:", *_tables(total), plot("acceptance", summary, section)]
-    blocks += _by_workload(summary, total, each)
-    for name, rows in each.items():
+    methods = [row.method.name for row in total if row.speedup]
+    if methods:
+        ratios = {name: {row.method.name: row.speedup for row in rows} for name, rows in each.items()}
+        rows = ([_title(summary, name), *(say.interval(of.get(m)) for m in methods)] for name, of in ratios.items())
+        blocks += ["Speed-up by workload:", _table(["workload", *(_shown(summary, m) for m in methods)], rows)]
+    for name, rows_of in each.items():
         # A line of HTML, in which no backslash shields a word.
-        title, body = escape(" ".join(say.workload_title(summary.report, name).split())), "\n\n".join(_tables(rows))
+        title, body = escape(" ".join(_title(summary, name).split())), "\n\n".join(_tables(rows_of))
         blocks.append(f"<details><summary>{title}</summary>\n\n{body}\n\n</details>")
     return blocks
 
 
-def _name(row: Row) -> str:
-    return say.method_name(row.method) + (f" ({row.figures.failed} failed)" if row.figures.failed else "")
+def _title(summary: Summary, name: str) -> str:
+    return say.workload_title(summary.report, name)
+
+
+def _shown(summary: Summary, name: str) -> str:
+    return say.method_name(summary.methods[name])
+
+
+def name_of(row: Row) -> str:
+    """The method, and how many of its trials failed."""
+    return say.method_name(row.method) + (f" ({len(row.failed)} failed)" if row.failed else "")
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:
-    """Speeds, times and work of methods, columns without a figure left out, and their acceptance by position."""
+    """Speeds and times of methods, columns without a figure left out, and their acceptance by position."""
     found = []
-    for kind in (SPEEDS, TIMES, WORK):
-        columns = {name: [COLUMNS[name](row) for row in rows] for name in kind}
+    for kind in (SPEEDS, TIMES):
+        columns = {name: [show(row) for row in rows] for name, show in kind.items()}
         told = {name: cells for name, cells in columns.items() if set(cells) != {say.NOTHING}}
-        found.append(_table(["method", *told], zip(map(_name, rows), *told.values(), strict=True)) if told else "")
-    deep = max((len(row.figures.acceptance) for row in rows), default=0)
-    shares = [[_name(row), *map(say.share, row.figures.acceptance)] for row in rows if row.figures.acceptance]
-    filled = (row + [say.NOTHING] * (deep + 1 - len(row)) for row in shares)
-    head = ["method", *(str(depth + 1) for depth in range(deep))]
+        found.append(_table(["method", *told], zip(map(name_of, rows), *told.values(), strict=True)) if told else "")
+    shares = [[name_of(row), *map(say.share, row.acceptance)] for row in rows if row.acceptance]
+    deep = max(map(len, shares), default=0)
+    filled = (row + [say.NOTHING] * (deep - len(row)) for row in shares)
+    head = ["method", *map(str, range(1, deep))]
     return [*found, *(["Acceptance by position:", _table(head, filled)] if shares else [])]
 
 
-def _by_workload(summary: Summary, total: Sequence[Row], each: dict[str, list[Row]]) -> list[str]:
-    """Speed-up of every speculative method on every workload."""
-    methods = [row.method for row in total if row.speedup]
-    rows = []
-    for name, own in each.items():
-        found = {row.method.name: row.speedup for row in own}
-        rows.append(
-            [say.workload_title(summary.report, name), *(say.interval(found.get(method.name)) for method in methods)]
-        )
-    table = _table(["workload", *map(say.method_name, methods)], rows)
-    return ["Speed-up by workload:", table] if methods else []
-
-
-def batch_curves(summary: Summary) -> dict[Section, dict[str, dict[int, Interval]]]:
+def batch_curves(summary: Summary) -> dict[Cell, dict[str, dict[int, Interval]]]:
     """Speed-ups over all workloads by batch size, of the methods that were measured at several.
 
     The section is that of batch size 1; what else is not the same has a section of its own.
     """
-    found: dict[Section, dict[str, dict[int, Interval]]] = {}
+    found: dict[Cell, dict[str, dict[int, Interval]]] = {}
     for row in summary.overall:
         if row.speedup is not None:
             curves = found.setdefault(replace(row.section, batch=1), {})
@@ -183,21 +174,14 @@ def _batches(summary: Summary, plot: Plot) -> list[str]:
     blocks = []
     for section, curves in batch_curves(summary).items():
         sizes = sorted({size for points in curves.values() for size in points})
-        rows = [
-            [say.method_name(summary.methods[name]), *(say.interval(points.get(size)) for size in sizes)]
-            for name, points in curves.items()
-        ]
-        title = f"## Speed-up by batch size, {text(section.label().removeprefix('batch 1, '))}"
+        rows = ([_shown(summary, name), *(say.interval(of.get(size)) for size in sizes)] for name, of in curves.items())
+        title = f"## Speed-up by batch size, {text(say.cell_label(section).removeprefix('batch 1, '))}"
         blocks += [title, plot("batches", summary, section), _table(["method", *map(str, sizes)], rows)]
     return blocks
 
 
 def _workloads(summary: Summary) -> str:
     """Where the prompts are from."""
-    keys = ("source", "licence", "prompts")
-    found = summary.report.workloads
-    rows = [
-        [say.workload_title(summary.report, name), *(say.setting(facts.get(key, say.NOTHING)) for key in keys)]
-        for name, facts in found.items()
-    ]
-    return _table(["workload", *keys], rows) if rows else ""
+    keys, found = ("source", "licence", "prompts"), summary.report.workloads
+    rows = ([_title(summary, name), *(str(of.get(key, say.NOTHING)) for key in keys)] for name, of in found.items())
+    return _table(["workload", *keys], rows) if found else ""

@@ -12,7 +12,8 @@ from string import Template
 from markdown_it import MarkdownIt
 
 from ..figures import drawable
-from ..summary import Section, Summary
+from ..records import Cell
+from ..summary import Summary
 from . import markdown, plots
 
 NO_PLOTS = (
@@ -25,7 +26,7 @@ def render(summary: Summary) -> str:
     """The whole page."""
     drawn: list[str] = []
 
-    def place(kind: str, summary: Summary, section: Section) -> str:
+    def place(kind: str, summary: Summary, section: Cell) -> str:
         """A mark in the text where a plot belongs: Markdown would change it."""
         drawn.append(plots.plot(kind, summary, section))
         return f'<div id="plot-{len(drawn) - 1}"></div>' if drawn[-1] else ""

@@ -1,18 +1,18 @@
-"""The page's plots, drawn by `bench.figures`. Every one says in words what it shows, for those who cannot see it."""
+"""The page's plots, drawn by `bench.figures`; the figures of each stand in the tables beside it."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from typing import Any
 
 from .. import figures
 from ..figures import COLOURS, Panel, Series
-from ..records import Method
-from ..summary import Interval, Section, Summary
+from ..records import Cell, Method
+from ..summary import Interval, Summary
 from . import wording as say
 from .markdown import batch_curves
 
@@ -20,15 +20,16 @@ GREY = "#7d858c"  # plain decoding
 PALETTE = COLOURS[:6]  # without black, which a dark page swallows
 MARKERS, PEER_MARKERS = ("o", "^", "D", "v"), ("s", "P", "X", "*")
 NAME_WIDTH = 26  # letters of a name in one line
+Ratios = Mapping[str, Mapping[Any, Interval | None]]  # of methods, by what they are at
 
 
-def plot(kind: str, summary: Summary, section: Section) -> str:
+def plot(kind: str, summary: Summary, section: Cell) -> str:
     """One plot of a section: ``speed-up``, ``acceptance`` or ``batches``; empty where there is nothing to draw."""
     draw = {"speed-up": speedups, "acceptance": acceptance, "batches": batches}[kind]
     return draw(summary, section) if figures.drawable() else ""
 
 
-def looks(methods: Sequence[Method]) -> dict[str, Series]:
+def looks(methods: Iterable[Method]) -> dict[str, Series]:
     """An empty series for each method, which looks the same in all plots.
 
     Plain decoding is grey, other engines have squares and other corners, a synthetic method is hollow.
@@ -49,70 +50,53 @@ def looks(methods: Sequence[Method]) -> dict[str, Series]:
     return found
 
 
-def speedups(summary: Summary, section: Section) -> str:
+def speedups(summary: Summary, section: Cell) -> str:
     """A dot with a whisker for each method in a row of each workload; a line at 1."""
-    names, total = summary.workloads(section), summary.total(section)
-    shown: list[str | None] = [None, *names] if len(names) > 1 else [*names]
+    total, names = summary.total(section), summary.workloads(section)
     found = {(row.workload, row.method.name): row.speedup for row in (*total, *summary.of(section))}
-    titles = [say.workload_title(summary.report, name) for name in shown]
-    ratios = {
-        row.method.name: dict(zip(titles, (found.get((name, row.method.name)) for name in shown), strict=True))
-        for row in total
-        if row.speedup
-    }
+    titles = {name: _wrapped(say.workload_title(summary.report, name)) for name in ([None] * (len(names) > 1) + names)}
+    methods = [row.method.name for row in total if row.speedup]
+    ratios = {method: {title: found.get((name, method)) for name, title in titles.items()} for method in methods}
     caption = "Times plain decoding of the same engine, by task, with 95% intervals. Squares, crosses: other engines."
-    return _intervals("dots", summary, ratios, caption, wrap=True)
+    return _intervals("dots", summary, ratios, caption)
 
 
-def batches(summary: Summary, section: Section) -> str:
+def batches(summary: Summary, section: Cell) -> str:
     """Speed-up against batch size with whiskers; a line at 1."""
     labels: dict[str, Any] = {"x_label": "batch size", "y_label": "times plain decoding", "log_x": True}
     caption = "Over all workloads, with 95% intervals; the broken line is plain decoding at the same batch size."
     return _intervals("lines", summary, batch_curves(summary)[section], caption, **labels)
 
 
-def acceptance(summary: Summary, section: Section) -> str:
+def acceptance(summary: Summary, section: Cell) -> str:
     """Share accepted at each depth; a line a method."""
     look = looks(summary.report.methods)
-    found = [(row.method, row.figures.acceptance) for row in summary.total(section) if row.figures.acceptance]
+    found = {row.method.name: row.acceptance for row in summary.total(section) if row.acceptance}
     series = [
-        replace(look[method.name], x=range(1, len(shares) + 1), y=[100 * share for share in shares])
-        for method, shares in found
+        replace(look[name], x=range(1, len(shares) + 1), y=[100 * share for share in shares])
+        for name, shares in found.items()
     ]
-    words = [f"{say.method_name(method)}: " + ", ".join(map(say.share, shares)) for method, shares in found]
     labels: dict[str, Any] = {"x_label": "position in the draft", "y_label": "accepted, %", "y_from": 0.0}
     caption = "Of the passes that accepted all before a position and had a draft there, the share that accepted it."
-    return _framed("lines", series, words, caption, **labels)
+    return _framed("lines", series, caption, **labels)
 
 
-def _intervals(
-    kind: str,
-    summary: Summary,
-    ratios: Mapping[str, Mapping[Any, Interval | None]],
-    caption: str,
-    wrap: bool = False,
-    **more: Any,
-) -> str:
-    """Ratios of methods, by what they are at."""
-    look, series, words = looks(summary.report.methods), [], []
+def _intervals(kind: str, summary: Summary, ratios: Ratios, caption: str, **more: Any) -> str:
+    look, series = looks(summary.report.methods), []
     for name, points in ratios.items():
         ends = ((r.value, r.low, r.high) if r else (math.nan,) * 3 for r in points.values())
         value, low, high = zip(*ends, strict=True)
-        at: list[Any] = [_wrapped(place) for place in points] if wrap else list(points)
-        series.append(replace(look[name], x=at, y=value, low=low, high=high))
-        said = ", ".join(f"{place} {say.interval(ratio)}" for place, ratio in points.items())
-        words.append(f"{say.method_name(summary.methods[name])}, times plain decoding: {said}")
-    return _framed(kind, series, words, caption, line_at=1.0, **more)
+        series.append(replace(look[name], x=list(points), y=value, low=low, high=high))
+    return _framed(kind, series, caption, line_at=1.0, **more)
 
 
-def _framed(kind: str, series: Sequence[Series], words: Sequence[str], caption: str, **more: Any) -> str:
-    """The figure, in words too."""
+def _framed(kind: str, series: Sequence[Series], caption: str, **more: Any) -> str:
+    """The figure under its caption."""
     if not series:
         return ""
     panel = Panel(**{"title": "", "x_label": "", "y_label": "", "series": series, "columns": 2, **more})
-    drawn = figures.svg([panel], kind)
-    label = escape("; ".join(words))
-    framed = f'<div class="plot" role="img" aria-label="{label}">{drawn}</div>'
+    label = escape(f"{caption} The tables of this section have the figures.")
+    framed = f'<div class="plot" role="img" aria-label="{label}">{figures.svg([panel], kind)}</div>'
     return f"<figure><figcaption>{caption}</figcaption>{framed}</figure>"
 
 

@@ -8,20 +8,21 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..summary import Row, Section, Summary
+from ..records import Cell
+from ..summary import Row, Summary
 from . import wording as say
-from .markdown import COLUMNS
+from .markdown import SPEEDS, TIMES, name_of
 
-BAD, GOOD, FAINT = "bold red", "green", "dim"
+BAD, FAINT = "bold red", "dim"
 LISTED = 8  # lines of a list before the rest is counted
-SHORT = {  # columns, and their names where there is little room
-    "tok/s": "tokens/s",
-    "speed-up": "speed-up",
-    "length": "accepted length",
-    "TTFT": "first token, ms",
-    "p90": "p90, ms",
-    "floor": "of the floor",
-    "exact": "exact",
+SHORT = {  # columns by their names where there is little room
+    "tok/s": SPEEDS["tokens/s"],
+    "speed-up": SPEEDS["speed-up"],
+    "length": SPEEDS["accepted length"],
+    "TTFT": TIMES["first token, ms"],
+    "p90": TIMES["p90, ms"],
+    "floor": SPEEDS["of the floor"],
+    "exact": SPEEDS["exact"],
 }
 FOOT = (
     f"brackets: {say.CONFIDENCE:.0%} interval; length: 1 + accepted / passes; TTFT: median ms to the first token; "
@@ -34,59 +35,42 @@ def render(summary: Summary) -> RenderableType:
     """Findings, a table for each section, what went wrong."""
     report = summary.report
     parts: list[RenderableType] = [Text(report.title, style="bold"), Text(say.headline(summary))]
-    parts += [Text(line, style=FAINT) for line in (say.model_line(report), say.machine_line(report))]
+    about = (say.facts_line("model", report.model), say.facts_line("machine", report.machine))
+    parts += [Text(line, style=FAINT) for line in about]
     for section in summary.sections:
-        parts += [Text(f"\n{say.upper(section.label())}", style="bold cyan"), _section(summary, section)]
-    found = say.troubles(summary)
-    parts += [Text(), *map(Text, say.findings(summary)), *_listed(found["differing"], BAD), *_listed(found["slower"])]
-    parts += [*_listed(found["failed"], BAD), *(Text(line, style="yellow") for line in found["unavailable"])]
+        parts += [Text(f"\n{say.upper(say.cell_label(section))}", style="bold cyan"), _section(summary, section)]
+    parts += [Text(), *map(Text, say.findings(summary))]
+    wrong = say.troubles(summary)
+    parts += [Text(f"  {line}", style=BAD) for line in wrong[:LISTED]]
+    parts += [Text(f"  and {len(wrong) - LISTED} more, in the report")] if len(wrong) > LISTED else []
     return Group(*parts, *map(Text, report.notes), Text(f"\n{FOOT}", style=FAINT))
 
 
-def rich_table(*head: str, words: int = 1, style: str = "bold") -> Table:
-    """An empty table: so many columns of words on the left, figures on the right."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style=style)
+def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
+    """So many columns of words on the left, figures on the right; a row of one cell is a title."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for place, name in enumerate(head):
         table.add_column(name, justify="left" if place < words else "right", overflow="fold")
-    return table
-
-
-def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """The same with its rows."""
-    table = rich_table(*head, words=words)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
     return table
 
 
-def _section(summary: Summary, section: Section) -> Table:
+def titled(title: str, rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """A title, and rows under it."""
+    return [[title], *([f"  {first}", *others] for first, *others in rows)]
+
+
+def _section(summary: Summary, section: Cell) -> Table:
     """All methods over all workloads and, of the section that is shown first, on each."""
-    table, names = rich_table("method", *SHORT), summary.workloads(section)
+    names, rows = summary.workloads(section), list[list[str]]()
     if len(names) > 1:
-        add_rows(table, f"all {len(names)} workloads", map(_cells, summary.total(section)))
+        rows += titled(f"all {len(names)} workloads", map(_cells, summary.total(section)))
     for name in names if section == summary.main or len(names) == 1 else ():
-        rows = [row for row in summary.of(section) if row.workload == name]
-        add_rows(table, say.workload_title(summary.report, name), map(_cells, rows))
-    return table
+        own = [_cells(row) for row in summary.of(section) if row.workload == name]
+        rows += titled(say.workload_title(summary.report, name), own)
+    return figures_table(["method", *SHORT], rows)
 
 
-def add_rows(table: Table, title: str, rows: Iterable[Sequence[Text]]) -> None:
-    """A line with a title, and rows under it."""
-    table.add_row(Text(title, style="bold"))
-    for first, *others in rows:
-        table.add_row(Text("  ") + first, *others)
-
-
-def _cells(row: Row) -> list[Text]:
-    name = Text(say.method_name(row.method))
-    name.append(f" ({row.figures.failed} failed)" if row.figures.failed else "", style=BAD)
-    colours = {"exact": BAD if not all(found.passed for found in row.exact) else ""}
-    if row.speedup and not row.speedup.covers(1):
-        colours["speed-up"] = GOOD if row.speedup.low > 1 else BAD
-    return [name, *(Text(COLUMNS[column](row), style=colours.get(column, "")) for column in SHORT.values())]
-
-
-def _listed(lines: Sequence[str], style: str = "") -> list[Text]:
-    shown = [Text("  " + line, style=style) for line in lines[:LISTED]]
-    rest = len(lines) - LISTED
-    return shown + ([Text(f"  and {rest} more, in the report", style=style)] if rest > 0 else [])
+def _cells(row: Row) -> list[str]:
+    return [name_of(row), *(show(row) for show in SHORT.values())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -53,13 +53,6 @@ def share(value: float | None) -> str:
     return NOTHING if value is None else f"{100 * value:.0f} %"
 
 
-def size(value: float | None) -> str:
-    """Bytes in MB or GB."""
-    if value is None:
-        return NOTHING
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
-
-
 def length(value: float | None) -> str:
     """``2.84``."""
     return NOTHING if value is None else f"{value:.2f}"
@@ -96,11 +89,12 @@ def workload_title(report: Report, name: str | None) -> str:
 
 
 def cell_label(cell: Cell) -> str:
-    """One cell in words."""
-    parts = [cell.workload, f"batch {cell.batch}"]
-    parts.append(f"temperature {cell.temperature:g}" if cell.temperature else "greedy")
+    """A cell in words, or a section, which has no workload."""
+    parts = [cell.workload] if cell.workload else []
+    parts += [f"batch {cell.batch}", f"temperature {cell.temperature:g}" if cell.temperature else "greedy"]
     parts += [f"top {cell.top_k}"] if cell.top_k else []
-    return ", ".join(parts + ([f"context {cell.context}"] if cell.context is not None else []))
+    parts += [f"context {cell.context}"] if cell.context is not None else []
+    return ", ".join(parts + (["EOS ignored"] if cell.ignore_eos else []))
 
 
 def upper(line: str) -> str:
@@ -116,60 +110,29 @@ def count_of(amount: int, noun: str) -> str:
 # -- what was measured, and how
 
 
-Shown = Mapping[str, Callable[[Any], str]]  # fact of the model or the machine -> how it is shown
-MODEL: Shown = {
-    "name": str,
-    "parameters": lambda value: f"{number(value / 1e6)}M parameters",
-    "dtype": str,
-    "pass_bytes": lambda value: f"{size(value)} read a pass",
-    "kernels": lambda value: f"kernels: {value}",
-}
-MACHINE: Shown = {
-    "processor": str,
-    "cores": lambda value: f"{value} cores",
-    "system": str,
-    "device": str,
-    "read_bandwidth_bytes_per_s": lambda value: f"reads {value / 1e9:.0f} GB/s",
-}
+def facts_line(what: str, facts: Mapping[str, Any]) -> str:
+    """``machine: cores 2, system Linux x86_64``; sizes in MB and GB."""
+    return f"{what}: " + (", ".join(f"{key} {fact(key, value)}" for key, value in facts.items()) or "unknown")
 
 
-def _facts(facts: Mapping[str, Any], shown: Shown) -> str:
-    return ", ".join(show(facts[key]) for key, show in shown.items() if facts.get(key))
-
-
-def model_line(report: Report) -> str:
-    """The model in one line."""
-    return _facts({"name": "model", **report.model}, MODEL)
-
-
-def machine_line(report: Report) -> str:
-    """The machine in one line."""
-    machine = report.machine
-    used = f"{machine.get('threads', machine['cores'])} of {machine['cores']}" if machine.get("cores") else None
-    return _facts({**machine, "cores": used}, MACHINE)
-
-
-def run_line(report: Report) -> str:
-    """Versions, commit (short; ``-dirty`` where the tree was changed) and date in one line."""
-    name, dash, changed = (report.commit or "").partition("-")
-    versions = ", ".join(f"{package} {version}" for package, version in report.versions.items())
-    commit = f"commit {name[:12]}{dash}{changed}" if report.commit else "no commit known"
-    return ", ".join(filter(None, [versions, commit, report.created.replace("T", " ")[:16] + " UTC"]))
+def fact(key: str, value: Any) -> str:
+    """A value of model, machine or settings in words."""
+    if isinstance(value, int | float) and "bytes" in key:
+        return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {fact(name, item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(fact("", item) for item in value) or "none"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "none" if value is None else str(value)
 
 
 def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     """How a run was measured: model, machine, versions, what else is known of it, settings, notes."""
-    lines = [model_line(report), machine_line(report), run_line(report), *facts]
-    return [*lines, *(f"{key}: {setting(value)}" for key, value in report.settings.items()), *report.notes]
-
-
-def setting(value: object) -> str:
-    """A value of the settings in words."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {setting(item)}" for key, item in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(setting, value)) or "none"
-    return "none" if value is None else str(value)
+    lines = [facts_line("model", report.model), facts_line("machine", report.machine)]
+    lines += [facts_line("versions", report.versions), f"commit {report.commit or 'unknown'}, {report.created}", *facts]
+    return [*lines, *(f"{key}: {fact(key, value)}" for key, value in report.settings.items()), *report.notes]
 
 
 def definitions(report: Report) -> list[tuple[str, str]]:
@@ -193,7 +156,7 @@ def headline(summary: Summary) -> str:
     where += f", on a target stretched {stretched}x" if stretched else ""
     first = f"Best method: {method_name(row.method)}, {times(row.speedup.value)} plain decoding {where}"
     broken = "" if all(found.passed for found in row.exact) else " Its ids differ from plain decoding's."
-    return f"{first} ({bracket(row.speedup)}; {row.section.label()}).{broken}"
+    return f"{first} ({bracket(row.speedup)}; {cell_label(row.section)}).{broken}"
 
 
 def bracket(ratio: Interval) -> str:
@@ -205,51 +168,48 @@ def bracket(ratio: Interval) -> str:
 
 def findings(summary: Summary) -> list[str]:
     """The remarks under the headline: ids, whether anything is slower than plain decoding, how much was measured."""
-    trials = sum(row.figures.trials for row in summary.rows)
-    repeats = len({trial.repeat for trial in summary.report.trials})
-    much = f"{count_of(trials, 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts"
-    return [upper(line) for line in (_exactness(summary), _slower(summary), much)]
-
-
-def _exactness(summary: Summary) -> str:
     compared = summary.exact
-    if not compared:
-        return "ids were not compared with plain decoding's"
-    sequences, explained = sum(e.sequences for e in compared), sum(e.explained for e in compared)
-    failed = sum(len(e.failures) for e in compared)
-    line = f"ids equal plain decoding: {sum(e.identical for e in compared):,} of {count_of(sequences, 'sequence')}"
-    line += f"; {explained:,} explained by near ties" if explained else ""
-    return line + (f"; {failed:,} FAILED" if failed else "")
-
-
-def _slower(summary: Summary) -> str:
-    looked_at = [r for r in summary.rows if r.speedup and r.method.own and not r.method.synthetic]
-    if not looked_at:
-        return "no speculative method was compared with plain decoding"
+    ids = f"ids equal plain decoding: {sum(e.identical for e in compared):,} of "
+    ids += count_of(sum(e.sequences for e in compared), "sequence")
+    for many, words in ((sum(e.explained for e in compared), "explained by near ties"), (_failed(compared), "FAILED")):
+        ids += f"; {many:,} {words}" if many else ""
+    shown = [r for r in summary.rows if r.speedup and r.method.own and not r.method.synthetic]
     slow, bound = len(slower_cells(summary)), f"lower bound below {NEVER_SLOWER:g} of plain decoding"
-    cells = count_of(len(looked_at), "row")
-    return f"slower: {slow} of {cells} with a {bound}" if slow else f"never slower: no {bound} in {cells}"
+    rows = count_of(len(shown), "row")
+    speed = f"slower: {slow} of {rows} with a {bound}" if slow else f"never slower: no {bound} in {rows}"
+    done = [trial for trial in summary.report.trials if trial.error is None]
+    repeats = len({trial.repeat for trial in summary.report.trials})
+    much = f"{count_of(len(done), 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts"
+    return [
+        upper(ids if compared else "ids were not compared with plain decoding's"),
+        upper(speed if shown else "no speculative method was compared with plain decoding"),
+        much,
+    ]
 
 
-def troubles(summary: Summary) -> dict[str, list[str]]:
-    """Lines on what is not as it should be: ids that differ, what is slower than plain, what failed or did not run."""
+def _failed(compared: Iterable[Exactness]) -> int:
+    return sum(len(found.failures) for found in compared)
+
+
+def troubles(summary: Summary) -> list[str]:
+    """Lines on what is not as it should be: ids that differ, what failed, what is slower than plain or did not run."""
 
     def where(row: Row) -> str:
-        return f"{method_name(row.method)}, {cell_label(row.cell) if row.cell else row.section.label()}"
+        return f"{method_name(row.method)}, {cell_label(row.cell or row.section)}"
 
     names: dict[str, list[str]] = {}
     for name, why in summary.report.unavailable.items():
         names.setdefault(why, []).append(name)
-    return {
-        "differing": [_failure(found) for found in summary.exact if not found.passed],
-        "slower": [f"{where(row)}: {interval(row.speedup)}" for row in slower_cells(summary)],
-        "failed": [
-            f"{where(row)}: {f.failed} of {count_of(f.failed + f.trials, 'trial')} failed: {f.error}"
-            for row in summary.rows
-            if (f := row.figures).failed
-        ],
-        "unavailable": [f"{', '.join(many)} did not run: {why}" for why, many in names.items()],
-    }
+    failed = [(row, row.failed) for row in summary.rows if row.failed]
+    return [
+        *(_failure(found) for found in summary.exact if not found.passed),
+        *(
+            f"{where(row)}: {len(bad)} of {count_of(len(row.trials), 'trial')} failed: {bad[0].error}"
+            for row, bad in failed
+        ),
+        *(f"{', '.join(many)} did not run: {why}" for why, many in names.items()),
+        *(f"slower than plain: {where(row)}: {interval(row.speedup)}" for row in slower_cells(summary)),
+    ]
 
 
 def _failure(found: Exactness) -> str:
@@ -257,6 +217,5 @@ def _failure(found: Exactness) -> str:
     first = dict(found.failures[0])
     lead = " ".join(str(first.pop(key)) for key in ("prompt", "what") if key in first)
     rest = ", ".join(f"{key} {first[key]}" for key in ("position", "gap") if first.get(key) is not None)
-    many = count_of(len(found.failures), "sequence")
-    where = f"{found.method}, {cell_label(found.cell)}"
+    where, many = f"{found.method}, {cell_label(found.cell)}", count_of(len(found.failures), "sequence")
     return f"{where}: {many} of {found.sequences:,} failed; first: {lead}" + (f" ({rest})" if rest else "")
