@@ -2,8 +2,8 @@
 
     make peer-llama.cpp
     python studies/weights.py FILE.gguf --text TEXT
-    python studies/weights.py FILE.gguf --kernels  # products of Q4_0 of one thread, and loading the tokenizer
-    CXX="c++ -mno-avx512f" python studies/weights.py FILE.gguf --kernels  # with AVX2
+    python studies/weights.py FILE.gguf --kernels  # products of one thread by rows, and loading the tokenizer
+    CXX="c++ -mno-amx-tile" python studies/weights.py FILE.gguf --kernels  # without tiles; -mno-avx512f: with AVX-VNNI
 
 Perplexity is that of ``llama-perplexity``: pieces of 512 tokens, of which the second halves count. Speeds are taken in
 turns, llama.cpp's by ``llama-bench``; medians of the rounds are shown. Both use 2 threads.
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -36,7 +37,8 @@ from paceline.network.native_linear import NativeLinear
 
 BUILD = Path(__file__).resolve().parents[1] / ".peers" / "llama.cpp" / "build" / "bin"
 PIECE, NEW, PROMPT, THREADS = 512, 128, 512, 2
-CLOCK = 3.64  # GHz, of the machine of docs/weights.md
+# What `--kernels` times: outputs of a weight, weights, rows.
+PLACES = {"cache": (1024, 1, (1, 4, 8, 12, 16, 32, 64, 256)), "memory": (4096, 64, (1, 2, 4, 6, 8, 16))}
 OURS = """
 import json, re, sys, time
 def kilobytes(of):
@@ -121,24 +123,22 @@ def llama_load(file: Path) -> dict[str, float]:
     return {"first": time.perf_counter() - began, "mb": used.ru_maxrss / 1024}
 
 
-def kernels(file: Path | None, rounds: int) -> None:
-    """Of one thread, for 32 inputs of 16 outputs: ns, and cycles at `CLOCK`."""
+def kernels(file: Path | None, rounds: int, clock: float) -> None:
+    """Of one thread, for 32 inputs of 16 outputs. What others do disturbs the shortest tenth least."""
     torch.set_num_threads(1)
-    print(f"products of Q4_0, {native.describe()}")
-    for where, outputs, copies in (("cache", 256, 1), ("memory", 4096, 64)):
-        linears = [NativeLinear(torch.randn(outputs, 1024).bfloat16(), None, "q4_0") for _ in range(copies)]
-        blocks = outputs * copies * 1024 // (16 * 32)
-        passes = max(1, 256 // copies)
-        for rows in (1, 8):
-            x, taken = torch.randn(rows, 1024).bfloat16(), []
-            for _ in range(rounds + 1):
-                began = time.perf_counter()
-                for _ in range(passes):
-                    for linear in linears:
-                        linear.wide(x)
-                taken.append((time.perf_counter() - began) / passes / blocks * 1e9)
-            usual = statistics.median(taken[1:])
-            print(f"{rows} rows from the {where}: {usual:.1f} ns, {usual * CLOCK:.0f} cycles")
+    print(f"ns (cycles at {clock:.2f} GHz), shortest tenth and median, {native.describe()}")
+    for name, (where, (outputs, copies, widths)) in product(("q4_0", "q8_0"), PLACES.items()):
+        weight = torch.randn(outputs, 1024).bfloat16()
+        linears = [NativeLinear(weight, None, name) for _ in range(copies)]
+        inputs = {rows: torch.randn(rows, 1024).bfloat16() for rows in widths}
+        taken = {rows: list[float]() for rows in widths}
+        for (rows, x), linear in product([*inputs.items()] * rounds * max(1, 64 // copies), linears):
+            began = time.perf_counter()
+            linear.wide(x)
+            taken[rows].append((time.perf_counter() - began) / (outputs // 16 * 32) * 1e9)
+        for rows, found in taken.items():
+            low, usual = statistics.quantiles(found, n=10)[0], statistics.median(found)
+            print(f"{name}, {rows} rows from the {where}: {low:.1f} and {usual:.1f} ns, {low * clock:.0f} cycles")
     if file is not None:
         model, began = read_gguf(file), time.perf_counter()
         load_gguf_tokenizer(model)
@@ -153,13 +153,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20480, help="of the text")
     parser.add_argument("--rounds", type=int, default=5, help="of speed; 0: none")
     parser.add_argument("--dtype", default="auto", help="of ours")
-    parser.add_argument("--kernels", action="store_true", help="products of Q4_0 and the tokenizer, and nothing else")
+    parser.add_argument("--kernels", action="store_true", help="products of one thread and the tokenizer, nothing else")
+    parser.add_argument("--clock", type=float, default=3.64, help="GHz, for cycles; that of docs/weights.md's Zen 4")
     asked = parser.parse_args()
     file = Path(asked.model) if asked.model.endswith(".gguf") else None
     if asked.kernels:
         import transformers  # noqa: F401  (not counted to the tokenizer)
 
-        return kernels(file, max(asked.rounds, 1))
+        return kernels(file, max(asked.rounds, 1), asked.clock)
     llm = LLM(asked.model, dtype=asked.dtype, threads=THREADS, max_model_len=1024, drafter="none")
     print(f"{asked.model}, dtype {asked.dtype}: {llm.decoder.pass_bytes / 1e6:.0f} MB of weights in a pass")
     if asked.text is not None:

@@ -81,10 +81,17 @@ def test_parts_of_one_product_may_be_of_several_types(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_a_linear_that_is_partly_plain_is_made_plain(tmp_path: Path) -> None:
+def test_a_linear_that_is_partly_plain_is_made_plain_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = write(tmp_path / "m.gguf", {"attn_v": "f32", "token_embd": "f16"}, tied=False)
     whole = logits(load(file, "float32", native=False))
+    assert not caplog.messages
     assert (logits(load(file)) - whole).abs().max() / whole.std() < 0.15
+    [said] = caplog.messages
+    assert said.startswith("2 weights in blocks become bfloat16, layers.0.qkv.weight the first")
+    caplog.clear()
+    assert load(write(tmp_path / "blocks.gguf", "q4_0")) and not caplog.messages
 
 
 @needs_kernels

@@ -53,6 +53,7 @@
 #include "kernels/products/blocks.h"
 #include "kernels/products/block_products.h"
 #include "kernels/products/amx.h"
+#include "kernels/products/block_tiles.h"
 #include "kernels/products/vector.h"
 #include "kernels/products/dispatch.h"
 #include "kernels/products/packing.h"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from .blocks import StoredRows
@@ -10,6 +11,8 @@ from .gguf import GGUFTensor
 from .group_quant import GroupTensor
 from .padding import STEP, groups_of, padded
 from .weights import Piece
+
+log = logging.getLogger(__name__)
 
 BlockTensor = GGUFTensor | GroupTensor
 Pieces = Sequence[tuple[Piece, BlockTensor]]
@@ -29,6 +32,10 @@ class InBlocks(Mapping[str, Sequence[StoredRows]]):
                 tensor.require_product()
             found.setdefault(piece.into, []).append((piece, tensor))
         self._pieces = {name: own for name, own in found.items() if _stays(name, own, groups_of(config))}
+        wide = [name for name, own in found.items() if name not in self._pieces and any(t.in_blocks for _, t in own)]
+        if wide:
+            why = f"heads of {config.head_dim} are no multiple of {STEP}, or a part of a product is plain"
+            log.warning("%d weights in blocks become bfloat16, %s the first: %s", len(wide), wide[0], why)
 
     def __getitem__(self, name: str) -> Sequence[StoredRows]:
         return [tensor.stored() for _, tensor in sorted(self._pieces[name], key=lambda pair: pair[0].at)]

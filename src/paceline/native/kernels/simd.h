@@ -16,7 +16,8 @@
 #if defined(PL_AVX512) && defined(__AVX512VNNI__)
 #define PL_VNNI 1
 #endif
-#if defined(PL_DOT_BF16) && defined(PL_VNNI) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#if defined(PL_DOT_BF16) && defined(PL_VNNI) && defined(__linux__) && \
+    defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define PL_AMX 1
 #endif
 

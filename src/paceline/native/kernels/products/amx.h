@@ -30,8 +30,21 @@ inline void load_tile_config(const TileConfig& c) { asm volatile("ldtilecfg %0" 
 #define tile_load(tile, base, stride) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void*)(base)), "r"((long)(stride)) : "memory")
 
-void configure_tiles(int rows) {
+// What the tiles are set for: products of pairs take up to as many rows as the stage has.
+enum Tiles { NO_TILES, TILES_OF_PAIRS, TILES_OF_BYTES };
+thread_local struct { Tiles now = NO_TILES; int rows = 0; } t_tiles;
+
+void use_tiles(Tiles wanted) {
+  if (t_tiles.now == wanted) return;
+  t_tiles.now = wanted;
   TileConfig c;
+  if (wanted == TILES_OF_BYTES) {
+    c.bytes[0] = 64, c.rows[0] = ROWS;          // 0: sums [rows, 16] int32
+    c.bytes[4] = I8_BLOCK, c.rows[4] = ROWS;    // 4: x [rows, 32] bytes
+    c.bytes[5] = 64, c.rows[5] = I8_BLOCK / 4;  // 5: codes [8 fours of k, 16 outputs]
+    return load_tile_config(c);
+  }
+  const int rows = t_tiles.rows;
   for (int t = 0; t < 4; t++) c.bytes[t] = 64, c.rows[t] = rows;  // 0-3: sums [rows, 16] float
   c.bytes[4] = 64, c.rows[4] = rows;                              // 4: x [rows, 32] bf16
   for (int t = 5; t < 8; t++) c.bytes[t] = 64, c.rows[t] = 16;    // 5-7: weights [16 pairs of k, 16 outputs]
@@ -39,6 +52,7 @@ void configure_tiles(int rows) {
 }
 
 template <int B> void amx_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c) {
+  use_tiles(TILES_OF_PAIRS);
   _tile_zero(0);
   if (B > 1) _tile_zero(1);
   if (B > 2) _tile_zero(2);
@@ -74,15 +88,16 @@ template <int B> void amx_short(const bf16* const w[], Input<bf16> in, float* c)
 #if PL_AMX
 // The same for int8 weights, which bf16 holds exactly: a stretch of k at a time becomes tiles in the first-level cache.
 template <int B> void amx_product(const int8_t* const w[], int64_t k, Input<bf16> in, float* c) {
-  constexpr int64_t STRETCH = 256;  // of k
-  alignas(64) bf16 wide_w[BLOCKS][STRETCH * LANES];
+  constexpr int64_t WIDENED = 256;  // of k
+  alignas(64) bf16 wide_w[BLOCKS][WIDENED * LANES];
+  use_tiles(TILES_OF_PAIRS);
   _tile_zero(0);
   if (B > 1) _tile_zero(1);
   if (B > 2) _tile_zero(2);
   if (B > 3) _tile_zero(3);
   const int64_t stride = in.stride * 2;
-  for (int64_t from = 0; from < k; from += STRETCH) {
-    const int64_t length = std::min(STRETCH, k - from);
+  for (int64_t from = 0; from < k; from += WIDENED) {
+    const int64_t length = std::min(WIDENED, k - from);
     for (int b = 0; b < B; b++)
       for (int64_t i = 0; i < length * LANES; i += 64) widened(w[b] + from * LANES + i, wide_w[b] + i);
     for (int64_t i = 0; i < length; i += 32) {

@@ -47,9 +47,13 @@ inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf
     for (int b = 0; b < blocks; b++) {
       const Line line = line_of(l, block[b]);
       of_format<int>(line.kind, [&](auto format) {
-        block_products<decltype(format)>((const uint8_t*)line.at, padded_k(line.kind, l.k), *in.bytes, in.row, rows,
-                                         c + b * LANES);
-        return 0;
+        using F = decltype(format);
+        const uint8_t* w = (const uint8_t*)line.at;
+        const int64_t k = padded_k(line.kind, l.k);
+#if PL_AMX
+        if (in.bytes->tiled) return block_tiles<F>(w, k, *in.bytes, in.row, rows, b, c + b * LANES), 0;
+#endif
+        return block_products<F>(w, k, *in.bytes, in.row, rows, c + b * LANES), 0;
       });
     }
   } else if (is_i8(l.kind)) product_of<int8_t>(l, block, blocks, in, rows, c, next);
@@ -61,21 +65,22 @@ inline float finished(const Linear& l, int64_t n, float sum) {
   return l.bias ? sum + l.bias[n] : sum;
 }
 
-// Tiles of the products, for as many rows as there are, at most a tile's 16. A thread sets them when it comes to a
-// stage, and lets go of them before it waits.
+// A thread says for how many rows tiles of pairs are, at most 16, when it comes to a stage; products set them, and it
+// lets go of them before it waits.
 inline void set_tiles(int64_t rows) {
 #if PL_AMX
-  if (g_isa == AMX_BF16) configure_tiles((int)std::min<int64_t>(rows, ROWS));
+  t_tiles.now = NO_TILES, t_tiles.rows = (int)std::min<int64_t>(rows, ROWS);
 #endif
   (void)rows;
 }
 void free_tiles() {
 #if PL_AMX
-  if (g_isa == AMX_BF16) _tile_release();
+  if (g_isa == AMX_BF16) _tile_release(), t_tiles.now = NO_TILES;
 #endif
 }
 
 thread_local Bytes t_bytes;
+constexpr int64_t TILED_FROM = 13;  // rows for which weights in blocks are multiplied on tiles: measured, from 12 on
 
 // Rows of x as this layer's products want them. What another thread or stage was given is not this one's: `fresh`.
 template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride, int64_t rows, bool fresh) {
@@ -86,7 +91,8 @@ template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride
     bytes = bytes || (is_i8(l.kind) && !tiles);
 #endif
     if (bytes) {
-      if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), l.order, t_bytes);
+      const bool tiled = g_isa == AMX_BF16 && in_blocks(l.kind) && rows >= TILED_FROM;
+      if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), l.order, tiled, t_bytes);
       return {x, stride, &t_bytes, 0};
     }
   }

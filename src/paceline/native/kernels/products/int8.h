@@ -47,17 +47,17 @@ inline int32_t round_block(const bf16* x, int32_t* y, int64_t rows, float* scale
 }
 
 // `order` is that of a Linear.
-void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, const int32_t* order, Bytes& y) {
-  const int64_t blocks = k / I8_BLOCK, sums = up(rows, 8) * blocks;
-  y.rows = rows, y.blocks = blocks;
+void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, const int32_t* order, bool tiled, Bytes& y) {
+  y.rows = rows, y.blocks = k / I8_BLOCK, y.tiled = tiled;
+  const int64_t blocks = y.blocks, sums = up(rows, y.panel()) * blocks;
   grow(y.x, sums * I8_BLOCK / 4), grow(y.scale, sums), grow(y.sum, sums);
   for (auto& start : y.start) grow(start, sums);
-  for (int64_t panel = 0; panel < rows; panel += 8) {
-    const int width = panel_width(std::min<int64_t>(8, rows - panel));
+  for (int64_t panel = 0; panel < rows; panel += y.panel()) {
+    const int width = y.width(panel), step = tiled ? 1 : width, next = tiled ? I8_BLOCK / 4 : 1;  // of four, of rows
     for (int64_t b = 0; b < blocks; b++)
       for (int r = 0; r < width; r++) {
         const int64_t at = panel * blocks + b * width + r;
-        int32_t *bytes = &y.x[(panel * blocks + b * width) * (I8_BLOCK / 4) + r], first = 0, total = 0;
+        int32_t *bytes = &y.x[(panel * blocks + b * width) * (I8_BLOCK / 4) + r * next], first = 0, total = 0;
         if (panel + r < rows) {
           const bf16 *row = x + (panel + r) * stride, *block = row + b * I8_BLOCK;
           bf16 gathered[I8_BLOCK];
@@ -65,9 +65,9 @@ void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, const in
             for (int i = 0; i < I8_BLOCK; i++) gathered[i] = row[order[b * I8_BLOCK + i]];
             block = gathered;
           }
-          total = round_block(block, bytes, width, &y.scale[at], &first);
+          total = round_block(block, bytes, step, &y.scale[at], &first);
         } else {
-          for (int i = 0; i < I8_BLOCK / 4; i++) bytes[i * width] = 0;
+          for (int i = 0; i < I8_BLOCK / 4; i++) bytes[i * step] = 0;
           y.scale[at] = 0;
         }
         y.start[Bytes::BY_128][at] = -128 * total, y.start[Bytes::BY_16][at] = -16 * total;

@@ -11,15 +11,18 @@ int64_t block_values(int64_t kind);
 inline int panel_width(int64_t rows) { return rows > 6 ? 8 : rows > 4 ? 6 : rows > 2 ? 4 : (int)rows; }
 
 // Rows of x rounded to bytes, for products with int8 weights and with those in blocks: eight rows together in a panel,
-// so that a product of R rows reads its x side by side.
+// so that a product of R rows reads its x side by side; sixteen, row after row, where tiles read them.
 struct Bytes {
   // What stored codes are too large by, 128 >> (0, 3, 4, 7), times the block's sum, negative; for codes that are 32
   // too large, the sums of the block's two halves.
   enum Start { BY_128, BY_16, BY_8, BY_1, FIRST_BY_32, SECOND_BY_32, STARTS };
-  std::vector<int32_t> x;              // [panel][k / 4][width] four bytes each
+  std::vector<int32_t> x;              // [panel][k / 4][width] four bytes each; tiled: [panel][k / I8_BLOCK][width][8]
   std::vector<int32_t> start[STARTS];  // [panel][k / I8_BLOCK][width]
   std::vector<float> scale, sum;       // likewise; the scale, and the scale times the block's sum
   int64_t rows = 0, blocks = 0;        // blocks: k / I8_BLOCK
+  bool tiled = false;
+  int panel() const { return tiled ? ROWS : 8; }
+  int width(int64_t from) const { return tiled ? ROWS : panel_width(std::min<int64_t>(8, rows - from)); }
 };
 // One panel of them.
 struct Panel {
@@ -28,9 +31,8 @@ struct Panel {
   int width;
 };
 inline Panel panel_of(const Bytes& y, int64_t row) {
-  const int64_t at = row / 8 * 8 * y.blocks;
-  Panel p{y.x.data() + at * (I8_BLOCK / 4), {}, y.scale.data() + at, y.sum.data() + at,
-          panel_width(std::min<int64_t>(8, y.rows - row / 8 * 8))};
+  const int64_t first = row / y.panel() * y.panel(), at = first * y.blocks;
+  Panel p{y.x.data() + at * (I8_BLOCK / 4), {}, y.scale.data() + at, y.sum.data() + at, y.width(first)};
   for (int i = 0; i < Bytes::STARTS; i++) p.start[i] = y.start[i].data() + at;
   return p;
 }
