@@ -61,6 +61,7 @@ def test_completions_give_the_offline_ids(
     assert [token for choice in choices for token in choice.token_ids] == expected.token_ids
     assert "".join(choice.text for choice in choices) == expected.text
     assert choices[-1].finish_reason == expected.finish_reason
+    assert choices[0].prompt_token_ids == offline.tokenizer.encode(PROMPT)
 
 
 def test_chat_gives_the_offline_ids_whole_and_streamed(client: openai.OpenAI, offline: LLM) -> None:
@@ -68,7 +69,12 @@ def test_chat_gives_the_offline_ids_whole_and_streamed(client: openai.OpenAI, of
     asked: dict[str, Any] = {"model": "paceline-small", "messages": CHAT, "temperature": 0, "max_tokens": 30}
     whole = client.chat.completions.create(**asked)
     assert whole.choices[0].message.content == expected.text
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks: list[Any] = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}, **extra())
+    )
+    said = offline.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert chunks[0].prompt_token_ids == offline.tokenizer.encode(said, add_special_tokens=False)
+    assert not hasattr(chunks[1], "prompt_token_ids")
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected.text
     assert [c.choices == [] for c in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -164,6 +170,8 @@ BAD = {
     "stop": (b'{"prompt": "a", "stop": ""}', 400),
     "bias": (b'{"prompt": "a", "logit_bias": {"99999999": 1}}', 400),
     "too long": (b'{"prompt": [' + b"5," * 5000 + b"5]}", 400),
+    "stream options": (b'{"prompt": "a", "stream_options": {}}', 400),
+    "streamed prompt": (b'{"prompt": "a", "prompt_logprobs": 1, "stream": true}', 400),
     "model": (b'{"prompt": "a", "model": "other"}', 404),
     "large": (b'{"prompt": "' + b"a" * 5_000_000 + b'"}', 413),
 }
