@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import httpx2 as httpx
 import jsonschema
 
+AT_ONCE = 8
 ENUM = ["red", "green", "blue", "it's", 'a "b"', "é", "日本", "a\nb"]
 
 
@@ -83,13 +85,18 @@ def arguments(draw: random.Random, deep: int = 2) -> dict[str, Any]:
     return {"type": "object", "properties": own, "required": required, "additionalProperties": False}
 
 
-def calls(url: str, count: int, seed: int, at_once: int) -> int:
-    """How many calls were not valid."""
-    with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(at_once) as pool:
-        found = Counter(pool.map(lambda number: _call(client, random.Random(f"{seed}/{number}"), number), range(count)))
+def calls(url: str, count: int, seed: int, seconds: float) -> int:
+    """How many calls were not valid; asked for `AT_ONCE` at once, as many as there is time for."""
+    until = time.monotonic() + seconds
+
+    def ask(number: int) -> str | None:
+        return _call(client, random.Random(f"{seed}/{number}"), number) if time.monotonic() < until else None
+
+    with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(AT_ONCE) as pool:
+        found = Counter(filter(None, pool.map(ask, range(count))))
     for name, times in found.most_common(20):
         print(f"{times:6} {name}")
-    return count - found["valid"]
+    return found.total() - found["valid"] or int(not found)
 
 
 def _call(client: httpx.Client, draw: random.Random, number: int) -> str:
@@ -123,11 +130,11 @@ def main() -> int:
     of_calls.add_argument("url")
     of_calls.add_argument("--count", type=int, default=1000)
     of_calls.add_argument("--seed", type=int, default=0)
-    of_calls.add_argument("--at-once", type=int, default=8)
+    of_calls.add_argument("--seconds", type=float, default=3600.0, help="time after which no more are asked for")
     asked = parser.parse_args()
     if asked.part == "suite":
         return int(suite(asked.folder, asked.model) > 0)
-    return int(calls(asked.url, asked.count, asked.seed, asked.at_once) > 0)
+    return int(calls(asked.url, asked.count, asked.seed, asked.seconds) > 0)
 
 
 if __name__ == "__main__":

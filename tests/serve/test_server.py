@@ -64,6 +64,30 @@ def test_completions_give_the_offline_ids(
     assert choices[0].prompt_token_ids == offline.tokenizer.encode(PROMPT)
 
 
+SAMPLING: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.2},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    "least": {"min_tokens": 20, "stop": ["e"], "include_stop_str_in_output": True},
+    "ends": {"stop_token_ids": [*range(300, 700)]},
+    "bias": {"logit_bias": {"17": 9.0}, "ignore_eos": True},
+    "special": {"skip_special_tokens": False},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_every_way_to_sample_gives_the_offline_ids(server: LiveServer, offline: LLM, name: str) -> None:
+    fields = {"temperature": 1, "seed": 5, "max_tokens": 30, **SAMPLING[name]}
+    params = fields | ({"logit_bias": {17: 9.0}} if name == "bias" else {})
+    expected = offline.generate(PROMPT, SamplingParams(**params))[0].outputs[0]
+    plain = offline.generate(PROMPT, SamplingParams(temperature=1, seed=5, max_tokens=30))[0].outputs[0]
+    body = {"prompt": PROMPT, "return_token_ids": True, **fields}
+    [choice] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert (choice["token_ids"], choice["text"]) == (expected.token_ids, expected.text)
+    assert choice["finish_reason"] == expected.finish_reason
+    assert name == "special" or expected.token_ids != plain.token_ids  # the option means something here
+
+
 def test_chat_gives_the_offline_ids_whole_and_streamed(client: openai.OpenAI, offline: LLM) -> None:
     expected = offline.chat(CHAT, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
     asked: dict[str, Any] = {"model": "paceline-small", "messages": CHAT, "temperature": 0, "max_tokens": 30}
