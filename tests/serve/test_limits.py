@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from paceline.serve.config import ServeConfig
 from paceline.serve.connections import HEAD_BYTES, Connection
 from paceline.serve.generation import check_params
 from paceline.serve.guard import Guard
-from paceline.serve.http import APIError, Gone, Strict, read
+from paceline.serve.http import APIError, EventStream, Gone, Strict, read
 
 HELLO = PlainTextResponse("hello")
 
@@ -147,6 +147,49 @@ def test_a_key_has_so_many_requests_at_once() -> None:
             assert (await ask("one")).status_code == 200
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8000", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8000", 200),
+        ("LLM.example:80", 200),
+        ("evil.example", 400),
+        ("localhost.evil.example:8000", 400),
+        ("", 400),
+    ],
+)
+def test_the_name_that_a_server_is_called_by(host: str, status: int) -> None:
+    guard = Guard(HELLO, ServeConfig(allowed_hosts=["llm.example"]), [])
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=guard), base_url="http://localhost") as client:
+            return await client.get("/", headers={"host": host})
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == status and ("--allowed-hosts" in answer.text) == (status == 400)
+
+
+def test_a_stream_without_events_is_kept_alive_by_comments() -> None:
+    sent, ended = list[bytes](), list[bool]()
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        await asyncio.sleep(0.12)
+        yield b"data: 2\n\n"
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    stream = EventStream(events(), lambda: ended.append(True), keep_alive_s=0.03)
+    asyncio.run(stream({"type": "http"}, receive, send))
+    assert sent[1] == b"data: 1\n\n" and sent[-2:] == [b"data: 2\n\n", b""] and ended == [True]
+    assert len(sent) > 4 and {*sent[2:-2]} == {b": keep-alive\n\n"}
 
 
 def test_a_request_ends_at_its_deadline_and_a_drain_at_its_own() -> None:

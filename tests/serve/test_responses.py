@@ -90,6 +90,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an earlier one": ({"input": "a", "previous_response_id": "resp_1"}, "keeps no answers"),
     "later": ({"input": "a", "background": True}, "keeps no answers"),
     "nothing": ({"input": []}, "input"),
+    "what is not there": ({"input": "a", "include": ["message.output_text.logprobs"]}, "include"),
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "content"),
     "another's tool": ({"input": "a", "tools": [{"type": "web_search"}]}, "function"),
     "an unknown field": ({"input": "a", "frog": 1}, "frog"),

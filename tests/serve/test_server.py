@@ -61,6 +61,31 @@ def test_completions_give_the_offline_ids(
     assert [token for choice in choices for token in choice.token_ids] == expected.token_ids
     assert "".join(choice.text for choice in choices) == expected.text
     assert choices[-1].finish_reason == expected.finish_reason
+    assert choices[0].prompt_token_ids == offline.tokenizer.encode(PROMPT)
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.2},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    "least": {"min_tokens": 20, "stop": ["e"], "include_stop_str_in_output": True},
+    "ends": {"stop_token_ids": [*range(300, 700)]},
+    "bias": {"logit_bias": {"17": 9.0}, "ignore_eos": True},
+    "special": {"skip_special_tokens": False},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_every_way_to_sample_gives_the_offline_ids(server: LiveServer, offline: LLM, name: str) -> None:
+    fields = {"temperature": 1, "seed": 5, "max_tokens": 30, **SAMPLING[name]}
+    params = fields | ({"logit_bias": {17: 9.0}} if name == "bias" else {})
+    expected = offline.generate(PROMPT, SamplingParams(**params))[0].outputs[0]
+    plain = offline.generate(PROMPT, SamplingParams(temperature=1, seed=5, max_tokens=30))[0].outputs[0]
+    body = {"prompt": PROMPT, "return_token_ids": True, **fields}
+    [choice] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert (choice["token_ids"], choice["text"]) == (expected.token_ids, expected.text)
+    assert choice["finish_reason"] == expected.finish_reason
+    assert name == "special" or expected.token_ids != plain.token_ids  # the option means something here
 
 
 def test_chat_gives_the_offline_ids_whole_and_streamed(client: openai.OpenAI, offline: LLM) -> None:
@@ -68,7 +93,12 @@ def test_chat_gives_the_offline_ids_whole_and_streamed(client: openai.OpenAI, of
     asked: dict[str, Any] = {"model": "paceline-small", "messages": CHAT, "temperature": 0, "max_tokens": 30}
     whole = client.chat.completions.create(**asked)
     assert whole.choices[0].message.content == expected.text
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks: list[Any] = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}, **extra())
+    )
+    said = offline.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert chunks[0].prompt_token_ids == offline.tokenizer.encode(said, add_special_tokens=False)
+    assert not hasattr(chunks[1], "prompt_token_ids")
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected.text
     assert [c.choices == [] for c in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -164,6 +194,8 @@ BAD = {
     "stop": (b'{"prompt": "a", "stop": ""}', 400),
     "bias": (b'{"prompt": "a", "logit_bias": {"99999999": 1}}', 400),
     "too long": (b'{"prompt": [' + b"5," * 5000 + b"5]}", 400),
+    "stream options": (b'{"prompt": "a", "stream_options": {}}', 400),
+    "streamed prompt": (b'{"prompt": "a", "prompt_logprobs": 1, "stream": true}', 400),
     "model": (b'{"prompt": "a", "model": "other"}', 404),
     "large": (b'{"prompt": "' + b"a" * 5_000_000 + b'"}', 413),
 }

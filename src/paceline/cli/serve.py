@@ -22,7 +22,13 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@takes(serve=ServeConfig, llm=LLMOptions, without=("model",), shown={"drafter": DRAFTER_SHOWN})
+@takes(
+    serve=ServeConfig,
+    llm=LLMOptions,
+    without=("model",),
+    shown={"drafter": DRAFTER_SHOWN},
+    defaults={"max_prompt_rows": "auto"},
+)
 def serve(
     model: Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")] = DEFAULT_MODEL,
     *,

@@ -11,5 +11,6 @@ guard       hosts, keys, sizes
 acceptance  what answers say of their speculation
 histograms, metrics          what requests took; all that is counted, for Prometheus
 chat, completions, models    endpoints, a router a family
+playground  the page at ``/``
 app, server                  the parts put together, and run
 """

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from .. import __version__
-from . import chat, completions, messages, metrics, models, responses
+from . import chat, completions, messages, metrics, models, playground, responses
 from .config import ServeConfig
 from .generation import Server
 from .guard import Guard
@@ -43,6 +43,7 @@ def make_app(server: Server, config: ServeConfig) -> ASGIApp:
     )
     for router in ROUTERS:
         app.include_router(router(server))
+    app.include_router(playground.router())
     app.openapi = lambda: schema(app)  # type: ignore[method-assign]
     app.add_exception_handler(APIError, _said)
     app.add_exception_handler(HTTPException, _refused)

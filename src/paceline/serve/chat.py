@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -134,7 +134,8 @@ class _Reply:
         try:
             async with self._answer as answer:
                 first = {"role": "assistant", "content": ""}
-                yield b"".join(self._chunk(i, first) for i in range(answer.asked.params.get("n", 1)))
+                ids = {"prompt_token_ids": answer.asked.ids} if self._body.return_token_ids else {}
+                yield b"".join(self._chunk(i, first, more=ids) for i in range(answer.asked.params.get("n", 1)))
                 async for deltas in answer:
                     yield b"".join(map(self._event, deltas))
         except APIError as error:
@@ -152,7 +153,9 @@ class _Reply:
         *early, last = self._readers[delta.index].read(delta) or [{}]
         return b"".join([*(self._chunk(delta.index, part) for part in early), self._chunk(delta.index, last, delta)])
 
-    def _chunk(self, index: int, message: dict[str, Any], delta: Delta | None = None) -> bytes:
+    def _chunk(
+        self, index: int, message: dict[str, Any], delta: Delta | None = None, more: Mapping[str, Any] | None = None
+    ) -> bytes:
         rows = None if delta is None or not self._body.logprobs else openai_rows(delta)
         choice: dict[str, Any] = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
         if rows is not None:
@@ -166,7 +169,7 @@ class _Reply:
                 choice["token_ids"] = delta.token_ids
             if delta.shown is not None:
                 choice |= shown(self._body, [delta])
-        found = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        found = {**self._head, "object": "chat.completion.chunk", "choices": [choice], **(more or {})}
         options = self._body.stream_options
         if options is not None and options.continuous_usage_stats:
             found["usage"] = self._answer.usage()

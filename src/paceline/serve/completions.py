@@ -174,17 +174,20 @@ class _Reply:
             async with answer:
                 async for deltas in answer:
                     for delta in deltas:
-                        lead = "" if delta.index in begun else echo
+                        lead = None if delta.index in begun else echo
                         begun.add(delta.index)
                         came.put_nowait(self._event(first + delta.index, lead, delta, answer))
             came.put_nowait(None)
         except APIError as error:
             came.put_nowait(error)
 
-    def _event(self, index: int, lead: str, delta: Delta, answer: Answer) -> bytes:
+    def _event(self, index: int, lead: str | None, delta: Delta, answer: Answer) -> bytes:
+        """A chunk; ``lead`` is what the first one of a sample has in front, and None later."""
         choice = self._choice(index)
-        choice["text"] = lead
-        self._offsets[index] += len(lead)
+        if lead is not None and self._body.return_token_ids:
+            choice["prompt_token_ids"] = answer.asked.ids
+        choice["text"] = lead or ""
+        self._offsets[index] += len(choice["text"])
         self._add(choice, delta)
         found = {**self._head, "choices": [choice]}
         options = self._body.stream_options

@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .config import ServeConfig
 from .http import APIError
+from .playground import FILES
 
-OPEN = ("/health",)  # paths that no key guards
+OPEN = ("/health", *FILES)  # paths that no key guards
 
 
 class Guard:

@@ -122,6 +122,9 @@ class ResponsesRequest(Strict):
     background: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = (
+        None  # there is no such reasoning; others are refused
+    )
     # These change nothing.
     metadata: Any = None
     user: Any = None
@@ -129,7 +132,6 @@ class ResponsesRequest(Strict):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    include: Any = None
     stream_options: Any = None
     reasoning: Any = None
 

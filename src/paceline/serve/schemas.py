@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..core.errors import ConfigError
 from ..core.grammar import Grammar
@@ -129,6 +129,15 @@ class Sampling(Strict):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise APIError(400, "stream_options needs stream: true", "stream_options", "invalid_value")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs are not streamed: leave stream or them out"
+            raise APIError(400, message, "prompt_logprobs", "invalid_value")
+        return self
 
     def drafting(self) -> dict[str, Any] | None:
         """The fields of `Speculation` that were given; None: none."""
