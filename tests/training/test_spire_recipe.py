@@ -345,7 +345,6 @@ def test_the_vanilla_draft_learns_from_the_text_alone() -> None:
     rows = data.weights > 0
     each = F.cross_entropy(draft.logits(draft(data))[rows], data.targets[rows], reduction="none")
     wanted = float((each.detach() * data.weights[rows]).sum() / data.weights[rows].sum())
-    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5) and figures == pytest.approx(
-        {"ce": float(loss.detach())}
-    )
+    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5)
+    assert figures == pytest.approx({"ce": float(loss.detach())})
     assert not kind("draft_model").imitates(options) and kind("draft_model").imitates(DraftModelOptions())
