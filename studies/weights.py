@@ -22,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from copy import copy
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -38,7 +40,7 @@ from paceline.network.native_linear import NativeLinear
 BUILD = Path(__file__).resolve().parents[1] / ".peers" / "llama.cpp" / "build" / "bin"
 PIECE, NEW, PROMPT, THREADS = 512, 128, 512, 2
 # What `--kernels` times: outputs of a weight, weights, rows.
-PLACES = {"cache": (1024, 1, (1, 4, 8, 12, 16, 32, 64, 256)), "memory": (4096, 64, (1, 2, 4, 6, 8, 16))}
+PLACES = {"cache": (1024, 1, (1, 4, 8, 12, 16, 32, 64, 256)), "memory": (4096, 192, (1, 2, 4, 6, 8, 16))}
 OURS = """
 import json, re, sys, time
 def kilobytes(of):
@@ -123,16 +125,26 @@ def llama_load(file: Path) -> dict[str, float]:
     return {"first": time.perf_counter() - began, "mb": used.ru_maxrss / 1024}
 
 
+def copied(linear: NativeLinear) -> NativeLinear:
+    """The same weight elsewhere in memory."""
+    other = copy(linear)
+    other.packed = linear.packed.clone()
+    other.struct = type(linear.struct).from_buffer_copy(linear.struct)
+    other.struct.weight = other.packed.data_ptr()
+    return other
+
+
 def kernels(file: Path | None, rounds: int, clock: float) -> None:
     """Of one thread, for 32 inputs of 16 outputs. What others do disturbs the shortest tenth least."""
     torch.set_num_threads(1)
     print(f"ns (cycles at {clock:.2f} GHz), shortest tenth and median, {native.describe()}")
-    for name, (where, (outputs, copies, widths)) in product(("q4_0", "q8_0"), PLACES.items()):
-        weight = torch.randn(outputs, 1024).bfloat16()
-        linears = [NativeLinear(weight, None, name) for _ in range(copies)]
+    names: tuple[Literal["q4_0", "q8_0"], ...] = ("q4_0", "q8_0")
+    for name, (where, (outputs, copies, widths)) in product(names, PLACES.items()):
+        linear = NativeLinear(torch.randn(outputs, 1024).bfloat16(), None, name)
+        linears = [linear, *(copied(linear) for _ in range(copies - 1))]
         inputs = {rows: torch.randn(rows, 1024).bfloat16() for rows in widths}
         taken = {rows: list[float]() for rows in widths}
-        for (rows, x), linear in product([*inputs.items()] * rounds * max(1, 64 // copies), linears):
+        for (rows, x), linear in product([*inputs.items()] * rounds * (192 // copies), linears):
             began = time.perf_counter()
             linear.wide(x)
             taken[rows].append((time.perf_counter() - began) / (outputs // 16 * 32) * 1e9)
