@@ -32,7 +32,7 @@ class InBlocks(Mapping[str, Sequence[StoredRows]]):
                 tensor.require_product()
             found.setdefault(piece.into, []).append((piece, tensor))
         self._pieces = {name: own for name, own in found.items() if _stays(name, own, groups_of(config))}
-        wide = [name for name, own in found.items() if name not in self._pieces and any(t.in_blocks for _, t in own)]
+        wide = [name for name, own in found.items() if name not in self._pieces and any(map(_blocked, own))]
         if wide:
             why = f"heads of {config.head_dim} are no multiple of {STEP}, or a part of a product is plain"
             log.warning("%d weights in blocks become bfloat16, %s the first: %s", len(wide), wide[0], why)
@@ -54,7 +54,7 @@ class InBlocks(Mapping[str, Sequence[StoredRows]]):
 
 def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> bool:
     """Whether products with these blocks are compiled: nothing goes between their inputs, and parts are whole lines."""
-    if not all(tensor.type.unpack is not None and len(tensor.shape) == 2 for _, tensor in own):
+    if not all(_blocked(one) and len(one[1].shape) == 2 for one in own):
         return False
     inputs, outputs = groups.get(name.split(".")[-2] if "." in name else "", (0, 0))
     if padded(inputs) != inputs:
@@ -62,3 +62,7 @@ def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> boo
     types = {tensor.type for _, tensor in own}
     rows = [tensor.shape[0] // (outputs or 1) * padded(outputs) if outputs else tensor.shape[0] for _, tensor in own]
     return len(types) == 1 or all(count % STEP == 0 for count in rows)
+
+
+def _blocked(one: tuple[Piece, BlockTensor]) -> bool:
+    return one[1].type.unpack is not None

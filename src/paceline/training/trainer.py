@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,11 +31,6 @@ from .files import require_same, writing
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 REMEDY = "free space there; the same command goes on from the last checkpoint"
-
-
-def setting(default: Any, help: str) -> Any:
-    """A field of a configuration with its help text."""
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
