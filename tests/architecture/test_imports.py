@@ -13,6 +13,7 @@ ENGINE = {"core", "network", "attention", "kv", "drafters", "rounds"}
 ALLOWED = {  # part -> the parts it may import; every part may import itself
     "core": set(),
     "native": set(),
+    "network": {"core", "attention", "kv", "native", "zoo"},
     "attention": {"core"},
     "kv": {"core", "native", "attention"},
     "training": {"core", "network", "attention", "kv"},
