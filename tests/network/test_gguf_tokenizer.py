@@ -100,7 +100,7 @@ def test_ids_are_llama_cpps(name: str, place: Callable[[], Path]) -> None:
 def test_a_vocabulary_is_read_from_the_cache_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = by_score(tmp_path / "m.gguf")
     first = load_gguf_vocabulary(model).to_str()
-    monkeypatch.setattr(gguf_tokenizer._Maker, "tokenizer", lambda self: pytest.fail("it was made again"))
+    monkeypatch.setattr(gguf_tokenizer._Builder, "tokenizer", lambda self: pytest.fail("it was made again"))
     assert load_gguf_vocabulary(model).to_str() == first
     assert load_gguf_tokenizer(model).encode("ab") == [1, load_gguf_vocabulary(model).token_to_id("\u2581ab")]
     monkeypatch.undo()
