@@ -38,6 +38,7 @@ def page() -> Iterator[Browser]:
 
 def opened(page: Browser, server: LiveServer, width: int = 1200) -> None:
     """The page, with its key, ready."""
+    page.complaints()  # those of pages before it
     page.open(server.url, width)
     page.until(lambda: page.one("key-form").is_displayed(), "it asks for a key")
     page.one("key").send_keys(KEY + "\n")
