@@ -94,8 +94,10 @@ class LocalSessions:
         return growth
 
     def _draft(self, growth: Growth) -> None:
-        while not growth.done and not self._halted:
+        while not growth.done:
             growth.advance(self.inner)
+            if self._halted:  # looked at behind a level alone: else a thread that begins late would draft nothing
+                return
 
     def look(self) -> None:
         """See `GoingSessions`; a thread ends with its level, and what is left is drafted by `wait`."""
