@@ -195,8 +195,6 @@ def _context(world: World, noise: float) -> DrafterContext:
         load_model=lambda name, dtype: draft(world, noise),
         dtype=world.dtype,
         device=torch.device("cpu"),
-        offline=True,
-        revision=None,
     )
 
 

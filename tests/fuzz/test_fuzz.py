@@ -23,7 +23,8 @@ from witness import Witness
 from worlds import ADAPTERS, WORLDS, TinyLLM, available, build
 
 from paceline.core import request
-from paceline.core.sampling import SequenceSampler, _Tally
+from paceline.core.counts import TokenCounts
+from paceline.core.sampling import SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted
 from paceline.engine.scheduler import Scheduler
@@ -179,7 +180,7 @@ def forget_the_place(patch: pytest.MonkeyPatch) -> None:
 
 def forget_the_path(patch: pytest.MonkeyPatch) -> None:
     """Penalties count what is out, and not the drafted tokens before a node."""
-    patch.setattr(_Tally, "with_paths", lambda self, paths: self.counts[None])
+    patch.setattr(TokenCounts, "with_paths", lambda self, paths: self.counts[None])
 
 
 def share_applications(patch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from .schemas import (
     ResponseFormat,
     SpeculationChoice,
     Tool,
+    ToolName,
 )
 from .tools import CallReader, ToolUse, tool_use
 
@@ -71,10 +72,14 @@ class FunctionOutput(Strict):
     status: str | None = None
 
 
-class FunctionTool(Function):
+class FunctionTool(Strict):
     """A tool that the model may call."""
 
     type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class NamedFunction(Strict):

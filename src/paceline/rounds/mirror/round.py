@@ -56,7 +56,7 @@ class MirrorRound:
     def __init__(self, config: MirrorConfig, parts: RoundParts, exit_head: ExitHead, sessions: GoingSessions) -> None:
         assert parts.drafter is not None
         spec = parts.drafter.spec
-        self.config, self.target, self.pool = config, parts.target, parts.pool
+        self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
         self.exit, self.sessions = exit_head, sessions
         self.verifier = make_verifier(parts.verifier, spec)
         self.emitter = Emitter(parts.target.num_layers, spec)

@@ -57,7 +57,7 @@ class PipelineRound:
     past = 0
 
     def __init__(self, config: PipelineConfig, parts: RoundParts, stage_line: StageLine, source: Source | None) -> None:
-        self.config, self.target, self.pool = config, parts.target, parts.pool
+        self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
         self.stage_line, self.source = stage_line, source
         self.now: Callable[[], float] = perf_counter  # by which ticks are timed
         self.on_tick: Callable[[Tick], None] | None = None  # told every tick, where anybody listens
