@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kits.budget_world import RIGHT, STEP_COSTS, WRONG, Sequence, World, run
+from kits.budget_world import HARD, LOOKUP, NETWORK, RIGHT, STEP_COSTS, WRONG, Sequence, World, run
 from kits.tiny import assemble, tiny_decoder
 
 from paceline.core.errors import ConfigError
@@ -31,8 +31,6 @@ from paceline.engine.chances import CELLS, Chances, History, RequestKind, weigh
 from paceline.engine.costs import CostTable, DraftCosts, StepCosts, bucket, interpolate
 
 PLAIN = FixedBudget(size=0)
-NETWORK = {"level_ms": 1.0, "unseen_ms": 0.02}  # a drafter that runs a network of its own
-LOOKUP = {"level_ms": 0.0, "unseen_ms": 0.002}
 
 
 def auto(world: World, cap: int = 8, **options: Any) -> AutoBudget:
@@ -354,34 +352,6 @@ def test_plain_decoding_is_as_fast_in_every_world_of_the_same_costs() -> None:
     """What `plain_speed` stands on."""
     other = World(STEP_COSTS["stairs"], acceptance=lambda _: 0.1, seed=1, **NETWORK)
     assert run(PLAIN, other, 3, 50).speed == plain_speed("stairs", 3, 50, 1)
-
-
-HARD: dict[str, dict[str, Any]] = {
-    "turns bad": {"acceptance": lambda step: 0.85 if step < 300 else 0.05},
-    "turns good": {"acceptance": lambda step: 0.05 if step < 300 else 0.85},
-    "rarely proposes, badly": {"offer": 0.2, "acceptance": lambda _: 0.1},
-    "never proposes": {"offer": 0.0},
-    "dear to catch up": {**NETWORK, "unseen_ms": 0.1, "prompt": 400},
-    "hiccups": {"hiccup": 0.02, "acceptance": lambda _: 0.1},
-    "noise": {"noise": 0.2, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
-    "table three times too dear": {"table_error": 3.0, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
-    "table three times too cheap": {"table_error": 0.33, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
-    "slow network": {**NETWORK, "level_ms": 4.0, "acceptance": lambda _: 0.7, "costs": STEP_COSTS["flat"]},
-    "table and first steps too dear": {
-        "slowness": lambda step: 2.0 if step < 3 else 1.0,
-        "batch_error": 2.0,
-        "acceptance": lambda _: 0.4,
-        "spread": 0.3,
-        "costs": STEP_COSTS["linear"],
-    },
-    "batches priced too dear": {
-        "batch_error": 3.0,
-        "acceptance": lambda _: 0.5,
-        "spread": 0.4,
-        "costs": STEP_COSTS["steep"],
-    },
-    "slow look-up": {"ask_ms": 0.8, "offer": 0.3, "acceptance": lambda _: 0.1, "costs": STEP_COSTS["flat"]},
-}
 
 
 @pytest.mark.parametrize("name", HARD)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,35 @@ STEP_COSTS: dict[str, Callable[[float], float]] = {  # ms by rows
     "linear": lambda rows: 4.0 + 0.4 * rows,
     "steep": lambda rows: 1.0 + 2.0 * rows,
     "jump": lambda rows: 5.0 if rows < 2 else 9.0 + 0.05 * rows,  # float32: two rows take another path than one
+}
+
+NETWORK = {"level_ms": 1.0, "unseen_ms": 0.02}  # a drafter that runs a network of its own
+LOOKUP = {"level_ms": 0.0, "unseen_ms": 0.002}
+HARD: dict[str, dict[str, Any]] = {
+    "turns bad": {"acceptance": lambda step: 0.85 if step < 300 else 0.05},
+    "turns good": {"acceptance": lambda step: 0.05 if step < 300 else 0.85},
+    "rarely proposes, badly": {"offer": 0.2, "acceptance": lambda _: 0.1},
+    "never proposes": {"offer": 0.0},
+    "dear to catch up": {**NETWORK, "unseen_ms": 0.1, "prompt": 400},
+    "hiccups": {"hiccup": 0.02, "acceptance": lambda _: 0.1},
+    "noise": {"noise": 0.2, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
+    "table three times too dear": {"table_error": 3.0, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
+    "table three times too cheap": {"table_error": 0.33, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
+    "slow network": {**NETWORK, "level_ms": 4.0, "acceptance": lambda _: 0.7, "costs": STEP_COSTS["flat"]},
+    "table and first steps too dear": {
+        "slowness": lambda step: 2.0 if step < 3 else 1.0,
+        "batch_error": 2.0,
+        "acceptance": lambda _: 0.4,
+        "spread": 0.3,
+        "costs": STEP_COSTS["linear"],
+    },
+    "batches priced too dear": {
+        "batch_error": 3.0,
+        "acceptance": lambda _: 0.5,
+        "spread": 0.4,
+        "costs": STEP_COSTS["steep"],
+    },
+    "slow look-up": {"ask_ms": 0.8, "offer": 0.3, "acceptance": lambda _: 0.1, "costs": STEP_COSTS["flat"]},
 }
 
 
@@ -44,6 +74,7 @@ class World:
         batch_error: factor by which it is wrong about batches of more than one, beyond that.
         spread: by what every other sequence's acceptance is higher, and the others' lower.
         slowness: factor on what steps take, by step of the world: other work on the machine.
+        second: another drafter, asked after this one and where the rule says so; its costs of steps are not read.
     """
 
     costs: Callable[[float], float]
@@ -64,6 +95,7 @@ class World:
     prompt: int = 100
     answer: int = 64
     prepares: bool = False  # a sequence drafts only what its last step prepared, where that had a budget
+    second: World | None = None
     seed: int = 0
 
     def step_ms(self, sequences: int, extra: float) -> float:
@@ -104,7 +136,7 @@ class Sequence:
             key=key, tokens=[RIGHT] * world.prompt, application=None, sources=None, max_len=world.prompt + world.answer
         )
         self.max_len = world.prompt + world.answer
-        self.seen = 0
+        self.seen: dict[int, int] = {}  # by source
         self.ready = True  # a prompt's last pass prepares a draft
         self.state = SimpleNamespace(stats=SimpleNamespace(passes=0, drafted=0))
 
@@ -116,8 +148,8 @@ class Sequence:
 class Drafter:
     """Proposes chains: each token is right with the world's chance."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.draw = world, random.Random(world.seed)
+    def __init__(self, world: World, source: int = 0) -> None:
+        self.world, self.source, self.draw = world, source, random.Random(world.seed + 7000 * source)
 
     def chain(self, sequence: Sequence, nodes: int, step: int, floor: float) -> list[int]:
         """Tokens of a proposal of up to ``nodes``; a drafter with a network stops where a path's chance is too low."""
@@ -130,21 +162,26 @@ class Drafter:
         chance = world.acceptance(step) + world.spread * (2 * (sequence.view.key % 2) - 1)
         return [RIGHT if self.draw.random() < chance else WRONG for _ in range(offered)]
 
-    def tree(self, chains: list[list[int]]) -> TokenTree:
-        """One tree a chain."""
-        claim = math.nan if self.world.claimed is None else math.log(self.world.claimed)
-        return TokenTree(
-            tokens=[[RIGHT, *chain] for chain in chains],
-            parents=[[-1, *range(len(chain))] for chain in chains],
-            sources=[[0] * (1 + len(chain)) for chain in chains],
-            counts=[1 + len(chain) for chain in chains],
-            scores=[[0.0, *(claim * (i + 1) for i in range(len(chain)))] for chain in chains],
-        )
+    def took(self, asked: list[Sequence], chains: list[list[int]]) -> float:
+        """Ms of a call."""
+        ms = self.world.level_ms * max(map(len, chains), default=0)
+        for sequence in asked:
+            behind = len(sequence.view.tokens) - sequence.seen.get(self.source, 0)
+            ms += self.world.ask_ms + self.world.unseen_ms * behind
+            sequence.seen[self.source] = len(sequence.view.tokens)
+        return ms
+
+    @property
+    def claim(self) -> float:
+        """What it says of a token, as a log."""
+        return math.nan if self.world.claimed is None else math.log(self.world.claimed)
 
 
 def run(budget: Any, world: World, batch: int, steps: int) -> Ran:
     """Decode with ``batch`` requests at any time, a new one for each that ends."""
-    drafter, luck = Drafter(world), random.Random(world.seed + 1000)
+    drafters, luck = [Drafter(world)], random.Random(world.seed + 1000)
+    if world.second is not None:
+        drafters.append(Drafter(replace(world.second, seed=world.seed), 1))
     ran = Ran()
     made = 0
     live: list[Sequence] = []
@@ -157,13 +194,10 @@ def run(budget: Any, world: World, batch: int, steps: int) -> Ran:
         given = dict(zip(map(id, able), budget.plan(able, len(live)), strict=True)) if able else {}
         budgets = [given.get(id(s), 0) for s in live]
         asked = [s for s, nodes in zip(live, budgets, strict=True) if nodes]
-        checked, draft_ms = _draft(budget, drafter, asked, [n for n in budgets if n], step)
-        drafted = [len(checked.get(id(s), ())) for s in live]
-        accepted = []
-        for sequence in live:
-            chain = checked.get(id(sequence), [])
-            right = next((i for i, token in enumerate(chain) if token != RIGHT), len(chain))
-            accepted.append(min(right, sequence.max_len - len(sequence.view.tokens) - 1))
+        checked, draft_ms = _draft(budget, drafters, asked, [n for n in budgets if n], step)
+        found = [checked.get(id(s), (0, 0)) for s in live]
+        drafted = [nodes for nodes, _ in found]
+        accepted = [min(right, s.max_len - len(s.view.tokens) - 1) for s, (_, right) in zip(live, found, strict=True)]
         rest_ms = world.step_ms(len(live), sum(drafted)) * world.slowness(step) * math.exp(luck.gauss(0, world.noise))
         # A hiccup is not in the time that is compared, which would be that of the luckier run.
         seen_ms = rest_ms * (10 if luck.random() < world.hiccup else 1)
@@ -196,20 +230,86 @@ def run(budget: Any, world: World, batch: int, steps: int) -> Ran:
 
 
 def _draft(
-    budget: Any, drafter: Drafter, asked: list[Sequence], budgets: list[int], step: int
-) -> tuple[dict[int, list[int]], float]:
-    """The nodes that are checked, by sequence, and the drafter's time."""
+    budget: Any, drafters: list[Drafter], asked: list[Sequence], budgets: list[int], step: int
+) -> tuple[dict[int, tuple[int, int]], float]:
+    """Of each sequence the nodes that are checked and how many tokens of them are right, and the drafters' time."""
     if not asked:
         return {}, 0.0
-    world, rule = drafter.world, budget.rule
-    floor = 0.0 if rule is None else rule.level_chance(0, len(asked))
-    chains = [drafter.chain(s, nodes, step, floor) for s, nodes in zip(asked, budgets, strict=True)]
-    ms = world.level_ms * max(map(len, chains))
-    for sequence in asked:
-        ms += world.ask_ms + world.unseen_ms * (len(sequence.view.tokens) - sequence.seen)
-        sequence.seen = len(sequence.view.tokens)
-    if rule is not None:
-        tree = rule.select([s.view for s in asked], drafter.tree(chains))
-        counts = [1] * len(asked) if tree is None else tree.counts
-        chains = [chain[: count - 1] for chain, count in zip(chains, counts, strict=True)]
-    return {id(s): chain for s, chain in zip(asked, chains, strict=True)}, ms
+    rule, views, ms = budget.rule, [s.view for s in asked], 0.0
+    trees, first = [_Tree() for _ in asked], [0.0 for _ in asked]
+    for source, drafter in enumerate(drafters):
+        several = rule is not None and len(drafters) > 1
+        chosen = rule.ask(source, views, first) if several else [*range(len(asked))]
+        floor = 0.0 if rule is None else rule.level_chance(source, len(chosen))
+        chains = [drafter.chain(asked[i], budgets[i], step, floor) for i in chosen]
+        took = drafter.took([asked[i] for i in chosen], chains)
+        for i, chain in zip(chosen, chains, strict=True):
+            trees[i].graft(chain, source, drafter.claim)
+            if several and chain:
+                first[i] = max(first[i], rule.first(source, views[i], [drafter.claim]))
+        if several and chosen:
+            rule.told(source, max(map(len, chains)), took)
+        ms += took
+    tree = _batch(trees)
+    found = tree if rule is None else rule.select(views, tree)
+    if found is None:
+        return {}, ms
+    return {id(s): _right(found.tokens[b], found.parents[b]) for b, s in enumerate(asked)}, ms
+
+
+class _Tree:
+    """What was proposed for one sequence: columns of a `TokenTree`, roots included."""
+
+    def __init__(self) -> None:
+        self.tokens, self.parents, self.sources, self.scores = [RIGHT], [-1], [0], [0.0]
+
+    def graft(self, chain: list[int], source: int, claim: float) -> None:
+        """Add a chain below the root; nodes that are there already stay, and wrong tokens are all different."""
+        at = 0
+        for token in chain:
+            below = [i for i, parent in enumerate(self.parents) if parent == at and self.tokens[i] == token == RIGHT]
+            if not below:
+                self.tokens.append(token)
+                self.parents.append(at)
+                self.sources.append(source)
+                self.scores.append(self.scores[at] + claim)
+            at = below[0] if below else len(self.tokens) - 1
+
+
+def _batch(trees: list[_Tree]) -> TokenTree:
+    return TokenTree(
+        tokens=[tree.tokens for tree in trees],
+        parents=[tree.parents for tree in trees],
+        sources=[tree.sources for tree in trees],
+        counts=[len(tree.tokens) for tree in trees],
+        scores=[tree.scores for tree in trees],
+    )
+
+
+def _right(tokens: list[int], parents: list[int]) -> tuple[int, int]:
+    """The drafted nodes of a tree, and those of them that are on the right path."""
+    path = {0}
+    for node in range(1, len(tokens)):
+        if tokens[node] == RIGHT and parents[node] in path:
+            path.add(node)
+    return len(tokens) - 1, len(path) - 1
+
+
+def _worlds() -> dict[str, dict[str, Any]]:
+    """What worlds are made of, by name: every shape of cost and acceptance, hard ones, and those with two drafters."""
+    found: dict[str, dict[str, Any]] = {}
+    kinds, rates = {"look-up": LOOKUP, "network": NETWORK}, (0.0, 0.2, 0.5, 0.8, 0.95)
+    for (shape, costs), (kind, drafter), rate in product(STEP_COSTS.items(), kinds.items(), rates):
+        found[f"usual: {shape}, {kind}, {rate}"] = {**drafter, "costs": costs, "acceptance": lambda _, r=rate: r}
+    found |= {f"hard: {name}": {"costs": STEP_COSTS["stairs"], **world} for name, world in HARD.items()}
+    for (shape, costs), ms, (offer, rate, far) in product(STEP_COSTS.items(), (0.1, 0.6), TWO):
+        shared = {"costs": costs, "longest": 8, "spread": 0.1}
+        net = World(**shared, acceptance=lambda _, r=far: r, claimed=far, level_ms=ms, ask_ms=0.5, unseen_ms=0.02)
+        found[f"two: {shape}, {ms} ms, {offer}, {rate}, {far}"] = {
+            **shared, **LOOKUP, "acceptance": lambda _, r=rate: r, "claimed": rate, "offer": offer, "second": net
+        }  # fmt: skip
+    return found
+
+
+TWO = ((0.3, 0.9, 0.7), (0.5, 0.5, 0.85), (0.8, 0.3, 0.5), (0.1, 0.8, 0.3), (0.9, 0.9, 0.8))
+WORLDS = _worlds()
