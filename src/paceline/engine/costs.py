@@ -133,7 +133,7 @@ class StepCosts:
         self._machine = 0.0  # log
         self._first: list[float] = []
         self._kinds: dict[tuple[int, int], _Deviation] = {}
-        self._more: dict[int, list[float]] = {}  # by batch size: what the table says of 0, 1, .. drafted rows
+        self._more: dict[int, list[tuple[float, int]]] = {}  # by batch size: what the table says of 1, 2, .. rows
 
     def predict(self, batch_size: int, extra: int, context: int | None = None) -> float:
         """Expected ms of a step, without the drafter's own time."""
@@ -142,21 +142,12 @@ class StepCosts:
     def rise(self, batch_size: int, most: int, context: int) -> list[float]:
         """[most + 1] ms by which a step grows with 0, 1, .. ``most`` drafted rows; never falling."""
         first, table = bucket(batch_size), self.table
-        more = self._more.setdefault(batch_size, [0.0])
-        base = table.chain_ms(batch_size)
-        while len(more) <= most:
-            more.append(table.chain_ms(batch_size + len(more)) - base)
+        more, base = self._more.setdefault(batch_size, []), table.chain_ms(batch_size)
+        more += [(table.chain_ms(batch_size + rows) - base, bucket(rows)) for rows in range(len(more) + 1, most + 1)]
+        factors = [self._factor(first, rows) for rows in range(bucket(most) + 1)]
         plain = table.step_ms(batch_size, 0, context)
-        now = plain * self._factor(first, 0)
-        found, start, highest = [0.0], 1, 0.0
-        while start <= most:
-            stop = min(most, 1 << (start - 1).bit_length())  # the last of its bucket
-            factor = self._factor(first, bucket(start))
-            for rows in range(start, stop + 1):
-                highest = max(highest, (plain + more[rows]) * factor - now)
-                found.append(highest)
-            start = stop + 1
-        return found
+        now = plain * factors[0]
+        return [*accumulate([(plain + ms) * factors[rows] - now for ms, rows in more[:most]], max, initial=0.0)]
 
     def visits(self, batch_size: int, extra: int) -> int:
         """Steps of this kind that were observed."""
