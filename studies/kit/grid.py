@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from paceline.bench import figures
 from paceline.bench.config import BenchConfig, log_lines
-from paceline.bench.figures import Panel, Series
 from paceline.bench.records import Method, Report
 from paceline.bench.report import wording as say
 from paceline.bench.report import write_text
@@ -31,7 +29,9 @@ from paceline.bench.summary import Row, Summary, overall_ratio
 from paceline.core.errors import ConfigError
 from paceline.core.options import written
 
+from . import figures
 from .applications import with_plain
+from .figures import Panel, Series
 from .filled import encoded
 from .halves import SEED, conversations, halves
 from .peer_runs import PeerRun

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit import figures
+from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.bench import figures
-from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.planning import models
 from paceline.planning.models import ModelSizes

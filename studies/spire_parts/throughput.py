@@ -12,14 +12,15 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from kit import figures
+from kit.figures import Panel, Series
 from kit.filled import Filled
 from kit.scores import workload_of
 from kit.study import Table
 from torch import Tensor
 
-from paceline.bench import figures, machine, workloads
+from paceline.bench import machine, workloads
 from paceline.bench.calibrate import BATCHES, measure
-from paceline.bench.figures import Panel, Series
 from paceline.bench.law import MeasuredLaw, measure_law
 from paceline.bench.measure import Builder, Limits
 from paceline.bench.models import materialised

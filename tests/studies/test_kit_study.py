@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
 from kit import figures, grid, study
+from kit.figures import Panel, Series
 from kit.grid import ALL, apart, lines_of, table_of, whole
 from kit.study import Entry, Grid, GridLine, Options, Study, Table, asked
 from kits.reports import Truth, World, differ
 
-from paceline.bench.figures import Panel, Series
 from paceline.bench.methods import parse_method
 from paceline.bench.records import Method, Report
 from paceline.bench.report import load_report

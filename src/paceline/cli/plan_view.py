@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -15,7 +15,6 @@ from rich.text import Text
 
 from .. import zoo
 from ..bench import figures
-from ..bench.figures import Panel, Series
 from ..bench.law import MeasuredLaw, errors_of
 from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
@@ -25,6 +24,9 @@ from ..planning.measured import errors
 from ..planning.plan import DRAFTERS, PLAIN, SINK, PlanRequest, RankedDrafter, devices_needed, rank
 from ..planning.throughput import critical_batch
 from .console import note, stdout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 SUFFIXES = (".svg", ".png")
@@ -227,24 +229,26 @@ def draw(question: PlanRequest, file: Path) -> Path:
     batches = _powers(max(LEAST_BATCH, 2 * question.batch))
     longest = min(question.drafting.max_position, question.target.max_position)
     contexts = [n for n in _powers(min(longest, max(LEAST_CONTEXT, 2 * question.context))) if n >= 64]
-    panels = [
-        _panel(question, "batch", batches, f"Context {question.context:,}"),
-        _panel(question, "context", contexts, f"Batch {question.batch:,}"),
-    ]
-    return figures.lines(panels, file)
+    with figures.canvas(2 * figures.PANEL_WIDTH, figures.PANEL_HEIGHT, panels=2) as (picture, [left, right]):
+        _draw_ratios(left, question, "batch", batches, f"Context {question.context:,}")
+        _draw_ratios(right, question, "context", contexts, f"Batch {question.batch:,}")
+        figures.legend(picture, left, columns=3)
+        return figures.save(picture, file)
 
 
 def _powers(last: int) -> list[int]:
     return [2**n for n in range(last.bit_length()) if 2**n <= last]
 
 
-def _panel(question: PlanRequest, name: str, values: Sequence[int], title: str) -> Panel:
+def _draw_ratios(axis: Axes, question: PlanRequest, name: str, values: Sequence[int], title: str) -> None:
+    """A line for each drafter at its best; a broken one is plain decoding."""
     changes: list[dict[str, Any]] = [{name: value} for value in values]
     found = [{made.drafter: made.multiplier for made in rank(replace(question, **change))} for change in changes]
-    drafters = [drafter for drafter in found[0] if drafter != PLAIN]
-    series = [
-        Series(label=drafter, x=values, y=[point[drafter] for point in found], colour=place)
-        for place, drafter in enumerate(sorted(drafters))
-    ]
-    axes: dict[str, Any] = {"x_label": name, "log_x": True, "y_label": "times plain decoding", "y_from": 0.0}
-    return Panel(title=title, series=series, line_at=1.0, columns=3, **axes)
+    for place, drafter in enumerate(sorted(DRAFTERS)):
+        look: dict[str, Any] = {"color": figures.COLOURS[place], "marker": figures.MARKERS[place]}
+        axis.plot(values, [point[drafter] for point in found], label=drafter, **look)
+    figures.tick_values(axis, values, log=True)
+    axis.axhline(1.0, color="#666666", linestyle="--", linewidth=1)
+    axis.set_title(title, loc="left")
+    axis.set(xlabel=name, ylabel="times plain decoding")
+    axis.set_ylim(bottom=0.0)

@@ -1,26 +1,28 @@
-"""The page's plots, drawn by `bench.figures`; the figures of each stand in the tables beside it."""
+"""The page's plots; the figures of each stand in the tables beside it."""
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import figures
-from ..figures import COLOURS, Panel, Series
+from ..figures import COLOURS, PANEL_HEIGHT, PANEL_WIDTH
 from ..records import Cell, Method
 from ..summary import Interval, Summary
 from . import wording as say
 from .markdown import batch_curves
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 GREY = "#7d858c"  # plain decoding
 PALETTE = COLOURS[:6]  # without black, which a dark page swallows
 MARKERS, PEER_MARKERS = ("o", "^", "D", "v"), ("s", "P", "X", "*")
+DOT_HEIGHT = 0.15  # inches
 NAME_WIDTH = 26  # letters of a name in one line
-Ratios = Mapping[str, Mapping[Any, Interval | None]]  # of methods, by what they are at
 
 
 def plot(kind: str, summary: Summary, section: Cell) -> str:
@@ -29,23 +31,21 @@ def plot(kind: str, summary: Summary, section: Cell) -> str:
     return draw(summary, section) if figures.drawable() else ""
 
 
-def looks(methods: Iterable[Method]) -> dict[str, Series]:
-    """An empty series for each method, which looks the same in all plots.
+def looks(methods: Iterable[Method]) -> dict[str, dict[str, Any]]:
+    """How matplotlib draws each method, the same in all plots.
 
     Plain decoding is grey, other engines have squares and other corners, a synthetic method is hollow.
     """
-    found: dict[str, Series] = {}
+    found: dict[str, dict[str, Any]] = {}
     place = 0
     for method in methods:
         markers = MARKERS if method.own else PEER_MARKERS
-        found[method.name] = Series(
-            label=_wrapped(say.method_name(method)),
-            x=[],
-            y=[],
-            colour=GREY if method.plain else PALETTE[place % len(PALETTE)],
-            marker=markers[place // len(PALETTE) % len(markers)] if not method.plain else markers[0],
-            hollow=method.synthetic,
-        )
+        look = {
+            "label": _wrapped(say.method_name(method)),
+            "color": GREY if method.plain else PALETTE[place % len(PALETTE)],
+            "marker": markers[0 if method.plain else place // len(PALETTE) % len(markers)],
+        }
+        found[method.name] = look | ({"markerfacecolor": "none"} if method.synthetic else {})
         place += not method.plain
     return found
 
@@ -54,49 +54,68 @@ def speedups(summary: Summary, section: Cell) -> str:
     """A dot with a whisker for each method in a row of each workload; a line at 1."""
     total, names = summary.total(section), summary.workloads(section)
     found = {(row.workload, row.method.name): row.speedup for row in (*total, *summary.of(section))}
-    titles = {name: _wrapped(say.workload_title(summary.report, name)) for name in ([None] * (len(names) > 1) + names)}
+    rows, look = [*([None] if len(names) > 1 else []), *names], looks(summary.report.methods)
     methods = [row.method.name for row in total if row.speedup]
-    ratios = {method: {title: found.get((name, method)) for name, title in titles.items()} for method in methods}
-    caption = "Times plain decoding of the same engine, by task, with 95% intervals. Squares, crosses: other engines."
-    return _intervals("dots", summary, ratios, caption)
+    if not methods:
+        return ""
+    thick = 0.8 / len(methods)
+    with figures.canvas(1.5 * PANEL_WIDTH, 1.1 + DOT_HEIGHT * len(rows) * len(methods), page=True) as (picture, [axis]):
+        for number, method in enumerate(methods):
+            shift = thick * (number - (len(methods) - 1) / 2)
+            ratios = {place + shift: found.get((row, method)) for place, row in enumerate(rows)}
+            _marks(axis, ratios, look[method] | {"linestyle": "none", "capsize": 2}, across=True)
+        figures.name_rows(axis, [_wrapped(say.workload_title(summary.report, row)) for row in rows])
+        axis.axvline(1.0, color="#808080", linestyle="--", linewidth=1)
+        caption = "Times plain decoding of the same engine, with 95% intervals. Squares, crosses: other engines."
+        return _framed(picture, axis, caption)
 
 
 def batches(summary: Summary, section: Cell) -> str:
     """Speed-up against batch size with whiskers; a line at 1."""
-    labels: dict[str, Any] = {"x_label": "batch size", "y_label": "times plain decoding", "log_x": True}
-    caption = "Over all workloads, with 95% intervals; the broken line is plain decoding at the same batch size."
-    return _intervals("lines", summary, batch_curves(summary)[section], caption, **labels)
+    curves, look = batch_curves(summary)[section], looks(summary.report.methods)
+    with figures.canvas(PANEL_WIDTH, PANEL_HEIGHT, page=True) as (picture, [axis]):
+        for name, points in curves.items():
+            _marks(axis, points, look[name] | {"capsize": 2.5})
+        figures.tick_values(axis, [size for points in curves.values() for size in points], log=True)
+        axis.axhline(1.0, color="#666666", linestyle="--", linewidth=1)
+        axis.set(xlabel="batch size", ylabel="times plain decoding")
+        caption = "Over all workloads, with 95% intervals; the broken line is plain decoding at the same batch size."
+        return _framed(picture, axis, caption)
 
 
 def acceptance(summary: Summary, section: Cell) -> str:
     """Share accepted at each depth; a line a method."""
     look = looks(summary.report.methods)
     found = {row.method.name: row.acceptance for row in summary.total(section) if row.acceptance}
-    series = [
-        replace(look[name], x=range(1, len(shares) + 1), y=[100 * share for share in shares])
-        for name, shares in found.items()
-    ]
-    labels: dict[str, Any] = {"x_label": "position in the draft", "y_label": "accepted, %", "y_from": 0.0}
-    caption = "Of the passes that accepted all before a position and had a draft there, the share that accepted it."
-    return _framed("lines", series, caption, **labels)
-
-
-def _intervals(kind: str, summary: Summary, ratios: Ratios, caption: str, **more: Any) -> str:
-    look, series = looks(summary.report.methods), []
-    for name, points in ratios.items():
-        ends = ((r.value, r.low, r.high) if r else (math.nan,) * 3 for r in points.values())
-        value, low, high = zip(*ends, strict=True)
-        series.append(replace(look[name], x=list(points), y=value, low=low, high=high))
-    return _framed(kind, series, caption, line_at=1.0, **more)
-
-
-def _framed(kind: str, series: Sequence[Series], caption: str, **more: Any) -> str:
-    """The figure under its caption."""
-    if not series:
+    if not found:
         return ""
-    panel = Panel(**{"title": "", "x_label": "", "y_label": "", "series": series, "columns": 2, **more})
+    with figures.canvas(PANEL_WIDTH, PANEL_HEIGHT, page=True) as (picture, [axis]):
+        for name, shares in found.items():
+            axis.plot(range(1, len(shares) + 1), [100 * share for share in shares], **look[name])
+        figures.tick_values(axis, range(1, max(map(len, found.values())) + 1), log=False)
+        axis.set(xlabel="position in the draft", ylabel="accepted, %")
+        axis.set_ylim(bottom=0.0)
+        caption = "Of the passes that accepted all before a position and had a draft there, the share that accepted it."
+        return _framed(picture, axis, caption)
+
+
+def _marks(axis: Axes, ratios: Mapping[Any, Interval | None], look: Mapping[str, Any], *, across: bool = False) -> None:
+    """Ratios with whiskers, by their places; ``across``: the ratios go to the right, not up."""
+    known = {place: ratio for place, ratio in ratios.items() if ratio}
+    values = [ratio.value for ratio in known.values()]
+    ends = [(max(0.0, r.value - r.low), max(0.0, r.high - r.value)) for r in known.values()]
+    spread = [*zip(*ends, strict=True)]
+    if across:
+        axis.errorbar(values, [*known], xerr=spread, **look)
+    else:
+        axis.errorbar([*known], values, yerr=spread, **look)
+
+
+def _framed(picture: Figure, axis: Axes, caption: str) -> str:
+    """The picture under its caption."""
+    figures.legend(picture, axis, columns=2)
     label = escape(f"{caption} The tables of this section have the figures.")
-    framed = f'<div class="plot" role="img" aria-label="{label}">{figures.svg([panel], kind)}</div>'
+    framed = f'<div class="plot" role="img" aria-label="{label}">{figures.svg(picture)}</div>'
     return f"<figure><figcaption>{caption}</figcaption>{framed}</figure>"
 
 
