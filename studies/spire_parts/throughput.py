@@ -33,7 +33,7 @@ from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 from paceline.planning.measured import errors
 from paceline.planning.models import read_shape, shape_of
-from paceline.planning.throughput import ROWS, Precision, ServedModel, cost_points
+from paceline.planning.throughput import ROWS, ServedModel, cost_points
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,
@@ -66,8 +66,8 @@ SMALL: dict[str, Any] = {
 def network_of(llm: LLM) -> ServedModel:
     """The target's sizes, as it is stored."""
     decoder = llm.decoder
-    stored = Precision(weight_bytes=1.0 if decoder.quant else decoder.dtype.itemsize, kv_bytes=decoder.dtype.itemsize)
-    return ServedModel(shape=shape_of(decoder.config), precision=stored)
+    number = float(decoder.dtype.itemsize)
+    return ServedModel(shape=shape_of(decoder.config), weight_bytes=1.0 if decoder.quant else number, kv_bytes=number)
 
 
 def draft_of(ask: SpireFlags, name: str, target: ServedModel) -> ServedModel:

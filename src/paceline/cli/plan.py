@@ -14,13 +14,12 @@ from .. import zoo
 from ..bench import law
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..core.options import named_values
+from ..core.options import named_values, shown, suggest
 from ..engine.calibration import processor
 from ..llm import LLM
 from ..planning import acceptance, machines, models
 from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
-from ..planning.throughput import Parallel, Precision
 from . import plan_view
 from .console import note
 from .options import takes
@@ -38,8 +37,7 @@ STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 @app.command()
 @takes(
     question=PlanRequest,
-    parallel=Parallel,
-    without={"target", "machine", "draft", "precision", "parallel", "acceptance", "law"},
+    without={"target", "machine", "draft", "weight_bytes", "kv_bytes", "acceptance", "law"},
 )
 def plan(
     target: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)],
@@ -80,7 +78,6 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     question: dict[str, Any],
-    parallel: dict[str, Any],
 ) -> None:
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
@@ -89,20 +86,20 @@ def plan(
     How often drafts are accepted is known of pairs that were measured, else assumed, and said; --tau takes your own.
     """
     shape = resolve(target)
-    devices, stages = parallel["tensor"], parallel["stages"]
-    if devices < 1:
-        raise ConfigError(f"--devices {devices}", "a model lies on one device at least", "give 1 or more")
     if measured:
-        given = {"--machine": machine, "--kv": kv, "--devices": devices > 1, "--stages": stages > 1}
+        given = {
+            "--machine": machine,
+            "--kv": kv,
+            **{f"--{name}": question[name] > 1 for name in ("devices", "stages")},
+        }
         _refuse_beside_measured(given)
         kv = "float32" if weights == "float32" else "bfloat16"
-    precision = Precision(weight_bytes=_bytes("--weights", weights), kv_bytes=_bytes("--kv", kv or "bfloat16"))
     asked = PlanRequest(
         target=shape,
         machine=machines.machine(machine or _no_machine(measured)),
         draft=_draft(target, draft),
-        precision=precision,
-        parallel=Parallel(**parallel),
+        weight_bytes=_bytes("--weights", weights),
+        kv_bytes=_bytes("--kv", kv or "bfloat16"),
         acceptance=acceptance.given(named_values("--tau", tau or ()), DRAFTERS),
         **question,
     )
@@ -115,7 +112,7 @@ def plan(
         with counting("timing passes", law.REPEATS + 1) as progress:
             here = law.measure_law(llm, network, progress)
         stored = law.store_law(llm, network, here.law, other)
-        own = here.law.machine(processor("cpu"), _memory(), "cpu")
+        own = here.law.machine(processor("cpu"), _memory())
         asked = replace(asked, machine=own, law=here.law)
     ranked = rank(asked)
     if plot is not None:
@@ -177,7 +174,8 @@ def resolve(text: str) -> ModelSizes:
     shape = models.named(spec.name) or _from_files(spec.name)
     if shape is None:
         embedded = [entry.name for entry in zoo.available() if entry.role in ("target", "draft")]
-        raise models.unknown(spec.name, embedded)
+        remedy = suggest(spec.name, [*models.names(), *embedded], "model")
+        raise ConfigError(f"model {shown(spec.name)}", "there is no such model, folder or config.json", remedy)
     return shape.stretched(spec.stretch)
 
 

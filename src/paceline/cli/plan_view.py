@@ -136,7 +136,7 @@ def _show_acceptance(ranked: Sequence[RankedDrafter]) -> None:
 
 
 def _title(q: PlanRequest) -> str:
-    spread = f"{q.parallel.devices} x " if q.parallel.devices > 1 else ""
+    spread = f"{q.all_devices} x " if q.all_devices > 1 else ""
     about = f"{spread}{q.machine.about}, {q.machine.hoi:.0f} FLOPs a byte"
     return f"{q.target.name} on {about}; batch {q.batch:,}, context {q.context:,}"
 
@@ -155,7 +155,7 @@ def _table(ranked: Sequence[RankedDrafter]) -> Table:
 def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
     """Memory, and from where on verification is compute-bound."""
     best = ranked[0]
-    holds, have = best.holds, q.machine.memory * q.parallel.devices
+    holds, have = best.holds, q.machine.memory * q.all_devices
     needed = devices_needed(q, holds)
     room = "fits" if holds <= have else f"does not fit: {needed} devices would hold it; figures are as if it did"
     batch = critical_batch(q.network(q.target), q.context, q.machine.hoi, best.rows)
@@ -172,7 +172,7 @@ def how_to_run(question: PlanRequest, made: RankedDrafter, names: ModelNames) ->
     if missing:
         return None, missing
     asked = f"--model {names.target} --batch {question.batch}"
-    dtype = DTYPES[question.precision.weight_bytes]
+    dtype = DTYPES[question.weight_bytes]
     more = (f" --dtype {dtype}" if dtype else "") + (" --device cuda" if question.machine.device == "cuda" else "")
     method = PLAIN if made.drafter == PLAIN else f"{_drafter(question, made, names)};budget={made.depth * made.width}"
     return f'paceline bench {asked}{more} --method "{method}"', None
@@ -180,15 +180,14 @@ def how_to_run(question: PlanRequest, made: RankedDrafter, names: ModelNames) ->
 
 def _missing(q: PlanRequest, made: RankedDrafter, names: ModelNames) -> str | None:
     """Why this engine cannot run it as it is now; None: it can."""
-    stored = q.precision
-    kv = 4.0 if stored.weight_bytes == 4.0 else 2.0
+    kv = 4.0 if q.weight_bytes == 4.0 else 2.0
     reasons = {
         "there are no weights of this model": names.target is None,
         "mixtures of experts are not there yet": q.target.experts is not None,
-        "several devices are not there yet": q.parallel.devices > 1,
+        "several devices are not there yet": q.all_devices > 1,
         "CPUs and CUDA GPUs are what there is so far": not q.machine.device,
-        "weights are float32, bfloat16 or int8, keys and values as activations": stored.weight_bytes not in DTYPES
-        or stored.kv_bytes != kv,
+        "weights are float32, bfloat16 or int8, keys and values as activations": q.weight_bytes not in DTYPES
+        or q.kv_bytes != kv,
         f"memory: {devices_needed(q, made.holds)} devices would hold it": made.holds > q.machine.memory,
     }
     reasons[f"{ADVICE.get(made.drafter)} first"] = _weights(made, names) is None
