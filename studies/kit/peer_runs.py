@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paceline import zoo
+from paceline.bench.config import BenchConfig
 from paceline.bench.measure import Group, Limits
 from paceline.bench.methods import drafter_config, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
@@ -100,6 +101,13 @@ class PeerRun(Run):
     """
 
     peers: dict[str, PeerRunner]
+
+    def __init__(self, config: BenchConfig, **options: Any) -> None:
+        peer = next((m for m in config.methods if not m.own), None)
+        if peer is not None and parse_model(config.model).stretch > 1:  # it would be measured on a smaller model
+            wrong = "other engines cannot stretch a model"
+            raise ConfigError(f"{peer.name} with model {config.model}", wrong, "leave one of the two out")
+        super().__init__(config, **options)
 
     def build(self, folder: Path, stack: ExitStack) -> None:
         self.peers = {}

@@ -19,6 +19,7 @@ from ..kv.pool import KVPool
 from ..llm import LLM
 from ..network.decoder import Decoder
 from ..planning.throughput import ROWS
+from .config import StepConfig
 
 BATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one row each
 CONTEXTS = (128, 1024)  # committed tokens: of the table, and to see how costs grow
@@ -142,12 +143,7 @@ def time_passes(
 
 
 def measure_steps(
-    decoder: Decoder,
-    rows: Sequence[int],
-    contexts: Sequence[int],
-    bandwidth: float,
-    repeats: int = 30,
-    progress: Callable[[int], None] | None = None,
+    decoder: Decoder, asked: StepConfig, bandwidth: float, progress: Callable[[int], None] | None = None
 ) -> list[dict[str, float]]:
     """Time passes of every row count at every context (committed tokens); see `time_passes`.
 
@@ -159,16 +155,13 @@ def measure_steps(
         90th percentiles ``low_ms`` and ``high_ms``; bytes of weights and of K/V that a pass reads; weights read over
         the time; and weights and K/V over the time as a share of ``bandwidth``.
     """
-    steps = time_passes(decoder, [(1, c, r, None) for c in contexts for r in rows], repeats, progress)
+    sizes: list[PassSize] = [(1, context, rows, None) for context in asked.context for rows in asked.rows]
     per_token, weights = KVPool.bytes_per_token(*decoder.cache_shape, decoder.dtype), decoder.pass_bytes
     found = []
-    for (_, context, count, _), times in steps.items():
+    for (_, context, rows, _), times in time_passes(decoder, sizes, asked.repeats, progress).items():
         low, middle, high = map(float, np.quantile(times, [0.1, 0.5, 0.9]))
-        kv = (context + count) * per_token
-        sizes = {"rows": count, "context": context, "weight_bytes": weights, "kv_bytes": kv}
-        rates = {
-            "weights_gb_per_s": weights / middle / 1e6,
-            "share_of_bandwidth": (weights + kv) / (middle * 1e-3) / bandwidth,
-        }
-        found.append({**sizes, "step_ms": middle, "low_ms": low, "high_ms": high, **rates})
+        kv = (context + rows) * per_token
+        sized = {"rows": rows, "context": context, "weight_bytes": weights, "kv_bytes": kv}
+        timed = {"step_ms": middle, "low_ms": low, "high_ms": high, "weights_gb_per_s": weights / middle / 1e6}
+        found.append(sized | timed | {"share_of_bandwidth": (weights + kv) / (middle * 1e-3) / bandwidth})
     return found
