@@ -26,7 +26,7 @@ from rich.console import Console
 
 from paceline.bench import figures
 from paceline.bench.records import Method, Report
-from paceline.bench.report import load_report, markdown, page, plots, save_report, terminal, write_all
+from paceline.bench.report import load_report, markdown, page, save_report, terminal, write_all
 from paceline.bench.report import wording as say
 from paceline.bench.summary import Summary
 from paceline.core.errors import ConfigError
@@ -320,10 +320,10 @@ def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
 def test_every_method_has_a_look_of_its_own() -> None:
     ours = [Method(name=f"m{i}", drafter="ngram") for i in range(16)]
     theirs = [Method(name=f"p{i}", engine="vllm", drafter="ngram") for i in range(6)]
-    looks = plots.looks([*ours, *theirs, Method(name="plain"), Method(name="s", drafter="x", synthetic=True)])
+    looks = page.looks([*ours, *theirs, Method(name="plain"), Method(name="s", drafter="x", synthetic=True)])
     assert len({tuple(value for key, value in look.items() if key != "label") for look in looks.values()}) == 16 + 6 + 2
     assert {looks[m.name]["marker"] for m in ours}.isdisjoint({looks[m.name]["marker"] for m in theirs})
-    assert looks["plain"]["color"] == plots.GREY and looks["s"]["markerfacecolor"] == "none"
+    assert looks["plain"]["color"] == page.GREY and looks["s"]["markerfacecolor"] == "none"
 
 
 def test_a_plot_shows_the_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_a_plot_shows_the_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "svg", lambda picture: drawn.append(picture) or "")
     summary = Summary(World().report())
     section = summary.sections[0]
-    plots.speedups(summary, section)
+    page.speedups(summary, section)
     [axis] = drawn[0].axes
     rows = {row.method.name: row for row in summary.total(section) if row.speedup}
     labels = [label.replace("\n", " ") for label in axis.get_legend_handles_labels()[1]]
@@ -357,7 +357,6 @@ def test_speed_ups_by_batch_size() -> None:
 def test_without_matplotlib_the_page_is_written_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with_plots = Page(page.render(Summary(World().report())))
     monkeypatch.setattr(figures, "drawable", lambda: False)
-    monkeypatch.setattr(page, "drawable", lambda: False)
     without = Page(page.render(Summary(World().report())))
     assert without.tables == with_plots.tables and without.tables
     assert any(tag == "svg" for tag, _ in with_plots.tags) and not any(tag == "svg" for tag, _ in without.tags)

@@ -16,7 +16,7 @@ from ..summary import Interval, Row, Summary
 from . import JSON_NAME
 from . import wording as say
 
-Plot = Callable[[str, Summary, Cell], str]  # HTML of a kind of plot of a section; empty: there is none
+Plot = Callable[[Cell], str]  # HTML of a section's plot; empty: there is none
 
 
 def _figure(name: str, show: Callable[[float | None], str] = say.number) -> Callable[[Row], str]:
@@ -64,7 +64,7 @@ def render(summary: Summary, plot: Plot = lambda *_: "") -> str:
     blocks = [f"# {text(report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary))]
     for section in sections:
         blocks += _section(summary, section, plot)
-    blocks += _batches(summary, plot)
+    blocks += _batches(summary)
     if wrong := say.troubles(summary):
         blocks += ["## What went wrong, was slower or did not run", bullets(wrong)]
     command = shlex.join(report.command).replace("```", "` ` `")
@@ -113,10 +113,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _section(summary: Summary, section: Cell, plot: Plot) -> list[str]:
     names, total = summary.workloads(section), summary.total(section)
     each = {name: [row for row in summary.of(section) if row.workload == name] for name in names}
-    blocks = [f"## {text(say.upper(say.cell_label(section)))}", plot("speed-up", summary, section)]
+    blocks = [f"## {text(say.cell_label(section).replace('batch', 'Batch', 1))}", plot(section)]
     if len(names) == 1:
         return [*blocks, f"### {text(say.workload_title(summary.report, names[0]))}", *_tables(each[names[0]])]
-    blocks += [f"Over all {len(names)} workloads:", *_tables(total), plot("acceptance", summary, section)]
+    blocks += [f"Over all {len(names)} workloads:", *_tables(total)]
     methods = [row.method.name for row in total if row.speedup]
     if methods:
         ratios = {name: {row.method.name: row.speedup for row in rows} for name, rows in each.items()}
@@ -170,13 +170,13 @@ def batch_curves(summary: Summary) -> dict[Cell, dict[str, dict[int, Interval]]]
     return {section: curves for section, curves in several.items() if curves}
 
 
-def _batches(summary: Summary, plot: Plot) -> list[str]:
+def _batches(summary: Summary) -> list[str]:
     blocks = []
     for section, curves in batch_curves(summary).items():
         sizes = sorted({size for points in curves.values() for size in points})
         rows = ([_shown(summary, name), *(say.interval(of.get(size)) for size in sizes)] for name, of in curves.items())
         title = f"## Speed-up by batch size, {text(say.cell_label(section).removeprefix('batch 1, '))}"
-        blocks += [title, plot("batches", summary, section), _table(["method", *map(str, sizes)], rows)]
+        blocks += [title, _table(["method", *map(str, sizes)], rows)]
     return blocks
 
 
