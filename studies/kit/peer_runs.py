@@ -14,7 +14,7 @@ import torch
 
 from paceline import zoo
 from paceline.bench.config import BenchConfig
-from paceline.bench.measure import Group, Limits
+from paceline.bench.measure import EngineRunner, Group, Limits
 from paceline.bench.methods import drafter_config, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
 from paceline.bench.report import wording as say
@@ -23,6 +23,8 @@ from paceline.bench.summary import Interval, Summary, best, overall_ratio
 from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
 from paceline.core.options import named_values, read, suggest
+from paceline.core.sampling import SamplingParams
+from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 
 from . import near_ties
@@ -128,6 +130,16 @@ class PeerRun(Run):
             self.peers[method.name] = peer
             self.versions[method.engine] = peer.version
         super().build(folder, stack)
+
+    def llm(self, method: Method) -> LLM:
+        """The engine of one of our own methods."""
+        runner: EngineRunner = super().runner(method)
+        return runner.llm
+
+    def request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
+        """Ids and parameters of one sequence of a trial."""
+        group = self.groups[trial.cell][trial.group]
+        return group.prompts[index].ids, group.params(group.prompts[index])
 
     def compare(self, report: Report) -> None:
         report.exactness, notes = near_ties.check(report, near_ties.NearTies(self.llm, self.request))

@@ -18,11 +18,13 @@ import logging
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
-from itertools import product
+from itertools import count, product, zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,7 +34,6 @@ import torch
 from .. import __version__
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..core.sampling import SamplingParams
 from ..llm import LLM
 from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
@@ -49,18 +50,8 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
 WARM_UP_TOKENS = 16
 # Settings that a report repeats as they are.
-SETTINGS: tuple[str, ...] = (
-    "prompts",
-    "repeats",
-    "seed",
-    "device",
-    "batches",
-    "temperatures",
-    "top_ks",
-    "contexts",
-    "prompt_tokens",
-)
-SETTINGS += ("time_limit_s", "applications")
+SETTINGS = ("prompts", "repeats", "seed", "device", "batches", "temperatures", "top_ks", "contexts")
+MORE_SETTINGS = ("prompt_tokens", "time_limit_s", "applications")
 
 
 class Run:
@@ -147,20 +138,18 @@ class Run:
     def _prepare(self, cells: Sequence[Cell], loaded: dict[str, Workload]) -> None:
         """Groups of prompts for every cell."""
         self._tell("preparing the prompts", None)
+        engine = partial(self._builder.llm, self._plain)
         known: dict[tuple[str, int | None], list[PromptIds]] = {}
         for cell in cells:
             key = (cell.workload, cell.context)
             if key not in known:
-                known[key], notes = prompt_ids(self.config, loaded[cell.workload], self._engine, cell, self.encode)
+                known[key], notes = prompt_ids(self.config, loaded[cell.workload], engine, cell, self.encode)
                 self.notes += notes
-            self.groups[cell] = groups_of(cell, known[key], self.config.seed)
-            spare = -len(known[key]) % cell.batch
-            if spare:
+            prompts = known[key]
+            self.groups[cell] = groups_of(cell, prompts, self.config.seed)
+            if spare := -len(prompts) % cell.batch:
                 where = f"{cell.workload}, batch {cell.batch}"
-                self.notes.append(f"{where}: {spare} of {len(known[key])} prompts are in two groups, to fill the last")
-
-    def _engine(self, limits: Limits | None) -> LLM:
-        return self._builder.llm(self._plain, limits)
+                self.notes.append(f"{where}: {spare} of {len(prompts)} prompts are in two groups, to fill the last")
 
     def build(self, folder: Path, stack: ExitStack) -> None:
         """Every method's runner, so that what cannot be is found before the first trial.
@@ -177,15 +166,6 @@ class Run:
         gc.freeze()  # what is there now stays: no collection between trials looks at it again
         stack.callback(gc.unfreeze)
 
-    def llm(self, method: Method) -> LLM:
-        """The engine of one of our own methods."""
-        return self._runners[method.name].llm
-
-    def request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
-        """Ids and parameters of one sequence of a trial."""
-        group = self.groups[trial.cell][trial.group]
-        return group.prompts[index].ids, group.params(group.prompts[index])
-
     # -- measuring
 
     def wanted(self, method: Method, group: Group) -> bool:
@@ -198,7 +178,7 @@ class Run:
 
     def _measure(self, points: Sequence[Sequence[tuple[Group, int]]], total: int, began: float) -> None:
         """All trials; none is begun after the time limit."""
-        limit, turn = self.config.time_limit_s, 0
+        limit, turns = self.config.time_limit_s, count()
         for point in points:
             warm: set[str] = set()
             for group, repeat in point:
@@ -207,8 +187,7 @@ class Run:
                     self.notes.append(f"stopped after {limit:g} s, with {len(self.trials)} of {total} trials done")
                     return
                 wanted = [m for m in self.config.methods if m.name not in self.unavailable]
-                first = turn % len(wanted)
-                turn += 1
+                first = next(turns) % len(wanted)
                 for method in [*wanted[first:], *wanted[:first]]:  # A B C, B C A, ..: nobody always runs first
                     if self.wanted(method, group):
                         self._tell(f"{group.cell.workload}, {method.name}", (len(self.trials), total))
@@ -236,9 +215,8 @@ class Run:
         config = self.config
         self._tell("measuring the memory's read bandwidth", None)
         # The faster of reading from memory, and of reading again and again what may lie in a cache: the weights.
-        sizes: list[tuple[Any, ...]] = [(config.device,), (config.device, target.decoder.pass_bytes)]
-        bandwidth = max(machine.read_bandwidth(*size) for size in sizes)
-        ran = {trial.method for trial in self.trials}
+        cached = machine.read_bandwidth(config.device, target.decoder.pass_bytes)
+        bandwidth, ran = max(machine.read_bandwidth(config.device), cached), {trial.method for trial in self.trials}
         return Report(
             title=config.title or f"{parse_model(config.model).label}: what speculation is worth",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -248,7 +226,7 @@ class Run:
             versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | self.versions,
             commit=self.commit,
             settings={
-                **{name: getattr(config, name) for name in SETTINGS},
+                **{name: getattr(config, name) for name in (*SETTINGS, *MORE_SETTINGS)},
                 "threads": torch.get_num_threads(),
                 "ignore_eos": config.ignores_eos,
                 "order": "methods in rotated order within (group, repeat); workloads in turns",
@@ -272,14 +250,12 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
     Raises:
         ConfigError: a batch that the prompts of a workload cannot fill.
     """
-    found = []
-    points = product(config.temperatures, config.top_ks, config.contexts, config.batches, loaded)
-    for temperature, top_k, context, batch, workload in points:
-        count = sum(len(p.turns) for p in workload.prompts)
-        if count < batch:
-            wrong = f"{count} prompts were asked for, of {workload.total} that there are"
+    for batch, workload in product(config.batches, loaded):
+        if (many := sum(len(p.turns) for p in workload.prompts)) < batch:
+            wrong = f"{many} prompts were asked for, of {workload.total} that there are"
             raise ConfigError(f"batch {batch} of {workload.name}", wrong, "raise --prompts, or lower the batch")
-        cell = Cell(
+    return [
+        Cell(
             workload=workload.name,
             batch=batch,
             temperature=temperature,
@@ -288,15 +264,16 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
             max_new_tokens=config.max_new_tokens or workload.max_new_tokens,
             ignore_eos=config.ignores_eos,
         )
-        found.append(cell)
-    return found
+        for temperature, top_k, context, batch, workload in product(
+            config.temperatures, config.top_ks, config.contexts, config.batches, loaded
+        )
+    ]
 
 
 def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int) -> list[Group]:
     """Batches of prompts, in their order. The last one is filled up with prompts from the front."""
-    count = -(-len(prompts) // cell.batch)
-    ring = [*prompts, *prompts]
-    batches = [tuple(ring[i * cell.batch : (i + 1) * cell.batch]) for i in range(count)]
+    ring, starts = [*prompts, *prompts], range(0, len(prompts), cell.batch)
+    batches = [tuple(ring[start : start + cell.batch]) for start in starts]
     return [Group(cell=cell, index=i, prompts=batch, seed=seed) for i, batch in enumerate(batches)]
 
 
@@ -306,16 +283,8 @@ def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[li
     for cell, of_cell in groups.items():
         point = cell.temperature, cell.top_k, cell.context, cell.batch  # not new tokens: they may be a workload's own
         points.setdefault(point, []).append(of_cell)
-    return [
-        [
-            (of_cell[index], repeat)
-            for index in range(max(map(len, of_point)))
-            for of_cell in of_point
-            if index < len(of_cell)
-            for repeat in range(repeats)
-        ]
-        for of_point in points.values()
-    ]
+    turns = [[group for turn in zip_longest(*of_point) for group in turn if group] for of_point in points.values()]
+    return [[(group, repeat) for group in of_point for repeat in range(repeats)] for of_point in turns]
 
 
 def limits_of(groups: Mapping[Cell, Sequence[Group]]) -> Limits:
@@ -331,13 +300,9 @@ def limits_of(groups: Mapping[Cell, Sequence[Group]]) -> Limits:
 def _load_workloads(config: BenchConfig) -> list[Workload]:
     if config.random:
         return [random_workload(config)]
-    packaged = tuple(name for name, facts in workloads.WORKLOADS.items() if facts.packaged)
-    loaded = [
-        workloads.load(name, folder=config.data, limit=config.prompts, seed=config.seed)
-        for name in config.workloads or packaged
-    ]
-    names = [workload.name for workload in loaded]
-    if twin := next((name for name in names if names.count(name) > 1), None):
+    asked = config.workloads or [name for name, facts in workloads.WORKLOADS.items() if facts.packaged]
+    loaded = [workloads.load(name, folder=config.data, limit=config.prompts, seed=config.seed) for name in asked]
+    if twin := next((name for name, many in Counter(w.name for w in loaded).items() if many > 1), None):
         raise ConfigError(f"workload {twin}", "two workloads have that name", "rename one's file")
     return loaded
 
