@@ -195,7 +195,8 @@ def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> GridLine:
         cells = [r.cell for r in parts if r.cell is not None]
         ratio = overall_ratio(summary, row.method.name, grid.over, cells) if row.method.name != grid.over else None
     counts: dict[str, Any] = {
-        name: _mean([part.figures[name] for part in parts]) for name in ("call_reduction", "accepted_length")
+        "call_reduction": _mean([_a_pass(part, "tokens") for part in parts]),
+        "accepted_length": _mean([part.figures["accepted_length"] for part in parts]),
     }
     work = ("drafted", "row_layers", "upper_row_layers")
     counts |= {name: _mean([_a_pass(part, name) for part in parts]) for name in work}

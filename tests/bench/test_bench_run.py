@@ -49,7 +49,7 @@ def config(**changes: Any) -> BenchConfig:
 
 
 def prompts_of(count: int) -> list[PromptIds]:
-    return [PromptIds(id=f"p{i}", category="c", ids=(i + 2, i + 3, i + 4)) for i in range(count)]
+    return [PromptIds(id=f"p{i}", ids=(i + 2, i + 3, i + 4)) for i in range(count)]
 
 
 class Seen:
@@ -172,7 +172,7 @@ class TestMeasure:
 
     def group(self, batch: int = 1, **cell: Any) -> Group:
         kind = Cell(workload="x", batch=batch, **{"max_new_tokens": 12, **cell})
-        prompts = [PromptIds(id=f"p{i}", category="c", ids=tuple(range(20, 60 + i))) for i in range(batch)]
+        prompts = [PromptIds(id=f"p{i}", ids=tuple(range(20, 60 + i))) for i in range(batch)]
         return Group(cell=kind, index=0, prompts=tuple(prompts), seed=0)
 
     def test_a_trial_finds_nothing_of_the_one_before(self) -> None:

@@ -122,7 +122,7 @@ def test_the_same_report_gives_the_same_figures_in_any_order_of_trials() -> None
     report = World().report()
     other = replace(report, trials=sorted(report.trials, key=lambda t: (t.method, t.repeat, t.cell.workload)))
     index, shuffled = Summary(report), Summary(other)
-    for cell in index.cells:
+    for cell in {cell for cell, _ in index.trials}:
         assert overall_ratio(index, "ngram", "plain", [cell]) == overall_ratio(shuffled, "ngram", "plain", [cell])
 
 

@@ -124,7 +124,7 @@ def test_a_figure_has_defaults_of_its_own_and_the_user_the_last_word(run: Any, m
         (("figure_2", "--sets", "a=b", "--sets", "a=c", "--out", "x"), "there twice"),
         (("figure_1", "--depth", "3", "--out", "x"), "means nothing to figure_1"),
         (("figure_1", "--prompts", "many", "--out", "x"), "invalid int value"),
-        (("figure_1", "--prompts", "0", "--out", "x"), "nothing would be measured"),
+        (("figure_1", "--prompts", "0", "--out", "x"), "prompts must be 1 or more"),
         (("figure_1", "--colour", "red", "--out", "x"), "--colour"),
         (("figure_1", "--tasks", "sql,sql", "--out", "x"), "one twice"),
         (("table_1", "--files", "unfit", "--out", "x"), "does not fit"),

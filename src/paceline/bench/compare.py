@@ -48,7 +48,7 @@ def verdict(ratio: Interval | None) -> str:
     """``faster``, ``slower``, ``same`` where the interval covers 1, ``unknown`` where there is no interval."""
     if ratio is None or ratio.pairs < 2:
         return "unknown"
-    if ratio.covers(1.0):
+    if ratio.low <= 1.0 <= ratio.high:
         return "same"
     return "faster" if ratio.low > 1 else "slower"
 

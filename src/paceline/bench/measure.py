@@ -151,10 +151,8 @@ def _fill(trial: Trial, sequences: Sequence[RunningSequence], seen: Arrivals) ->
     stats = reduce(SpecStats.merge, (sequence.state.stats for sequence in sequences))
     trial.outputs = [list(sequence.state.token_ids) for sequence in sequences]
     trial.finish = [str(sequence.state.checker.finish_reason) for sequence in sequences]
-    trial.wall_ms = max(last for last in seen.last_ms if last is not None)
-    trial.ttft_ms = [first for first in seen.first_ms if first is not None]
-    trial.waits_ms, trial.arrivals = seen.waits_ms, seen.arrivals
-    trial.off_reason = stats.off_reason
+    trial.wall_ms, trial.ttft_ms = max(filter(None, seen.last_ms)), [*filter(None, seen.first_ms)]
+    trial.waits_ms, trial.arrivals, trial.off_reason = seen.waits_ms, seen.arrivals, stats.off_reason
     for name in COUNTED:
         setattr(trial, name, getattr(stats, name))
 
@@ -193,15 +191,10 @@ class Builder:
         Raises:
             ConfigError: the method and the model do not fit together.
         """
-        options = {
-            **self._common,
-            "drafter": drafter_config(method),
-            "round": method.round,
-            "dtype": method.dtype,
-            # No engine holds sets that it does not run.
-            "applications": {name: self._applications[name]} if (name := method.application) else None,
-            **method.settings,
-        }
+        options = {**self._common, "drafter": drafter_config(method), "round": method.round, "dtype": method.dtype}
+        # No engine holds sets that it does not run.
+        options["applications"] = {name: self._applications[name]} if (name := method.application) else None
+        options |= method.settings
         target = self._target(options)
         if limits is not None:
             options["max_sequences"] = limits.max_sequences

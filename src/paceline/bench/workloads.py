@@ -161,13 +161,7 @@ def _from_path(path: Path, name: str) -> tuple[Workload, Traversable, str]:
             raise ConfigError(f"workload {name!r}", wrong, suggest(name, WORKLOADS, "workload"))
         raise ConfigError(f"workload {path}", "there is no such file", "check the path")
     stem = path.resolve().name.removesuffix(".gz").removesuffix(".jsonl")
-    facts: dict[str, Any] = {
-        "name": stem,
-        "title": stem,
-        "source": str(path),
-        "file": path.name,
-        "licence": "not stated",
-    }
+    facts: dict[str, Any] = {"name": stem, "title": stem, "source": str(path), "file": path.name}
     facts |= {"description": "from a file", "licence": "not stated", "chat": True, "max_new_tokens": 128}
     return Workload(**facts), path, str(path)
 
