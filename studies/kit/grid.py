@@ -290,8 +290,7 @@ class Table:
         """The page; ends with a newline."""
         blocks = [f"# {text(self.title)}", bullets(self.remarks)]
         for heading, rows in self.parts.items():
-            body = table([text(name) for name in self.head], ([text(cell) for cell in row] for row in rows))
-            blocks += [f"## {text(heading)}" if heading else "", body]
+            blocks += [f"## {text(heading)}" if heading else "", table(self.head, rows)]
         blocks += ["## How it was measured" if self.how else "", *map(bullets, self.how)]
         blocks.append(f"To repeat it:\n\n```\n{shlex.join(command)}\n```")
         return "\n\n".join(block for block in blocks if block) + "\n"

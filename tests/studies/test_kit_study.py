@@ -168,7 +168,7 @@ def test_a_grid_is_run_and_written(run: Any, tmp_path: Path, capsys: pytest.Capt
     assert "Look-ups" in said.out and "speed-up over plain" in said.out and str(tmp_path / "figure_1.svg") in said.out
     assert load_report(tmp_path / "figure_1").methods[0].plain
     assert json.loads((tmp_path / "table_1.json").read_text())["seed"] == 0
-    assert r"| x\|y | \[1, 2\] |" in (tmp_path / "table_1.md").read_text() and "[1, 2]" in said.out
+    assert r"| x\|y | [1, 2] |" in (tmp_path / "table_1.md").read_text() and "[1, 2]" in said.out
     assert run(*given) == study.WRONG and "--overwrite" in capsys.readouterr().err
     assert run(*given, "--overwrite") == 0
     assert "--overwrite" not in json.loads((tmp_path / "figure_1.json").read_text())["command"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -32,9 +33,7 @@ def calibrate(
     progress: Callable[[str, int, int], None] = lambda *_: None,
     *,
     repeats: int = 15,
-    rows: Sequence[int] = ROWS,
-    batches: Sequence[int] = BATCHES,
-    contexts: Sequence[int] = CONTEXTS,
+    **sizes: Sequence[int],
 ) -> tuple[Calibration, Path]:
     """Measure the target's passes, and those of the model that ``drafter`` runs, and write them down.
 
@@ -43,9 +42,7 @@ def calibrate(
         drafter: as ``LLM(drafter=...)`` takes it; None: the target alone.
         progress: called with whose passes are timed, the rounds done, and of how many.
         repeats: passes of each kind; medians count.
-        rows: of one sequence.
-        batches: sequences of one row each.
-        contexts: committed tokens of each.
+        sizes: ``rows``, ``batches`` and ``contexts`` of `measure`.
 
     Returns:
         The figures, and the file that they were written to.
@@ -55,16 +52,8 @@ def calibrate(
     """
 
     def measured(of: LLM, name: str) -> CostTable:
-        room = of.decoder.config.max_position
-        most = [count for count in rows if count < room]
-        return measure(
-            of.decoder,
-            rows=most,
-            batches=batches,
-            contexts=[context for context in contexts if context + most[-1] <= room] or [0],
-            repeats=repeats,
-            progress=lambda done: progress(f"timing passes of {name}", done, repeats + 1),
-        )
+        tell = partial(progress, f"timing passes of {name}")
+        return measure(of.decoder, repeats=repeats, progress=lambda done: tell(done, repeats + 1), **sizes)
 
     chosen = registry.parse(drafter)
     draft, dtype = getattr(chosen, "model", None), str(getattr(chosen, "dtype", "auto"))
@@ -91,22 +80,25 @@ def store(llm: LLM, table: CostTable, drafts: Mapping[str, CostTable], repeats: 
 def measure(
     decoder: Decoder,
     *,
-    rows: Sequence[int],
-    batches: Sequence[int],
-    contexts: Sequence[int],
     repeats: int,
+    rows: Sequence[int] = ROWS,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
     progress: Callable[[int], None] | None = None,
 ) -> CostTable:
-    """The table of costs of a model's passes.
+    """The table of costs of a model's passes; sizes beyond its positions are left out.
 
     Args:
+        repeats: passes of each kind; medians count.
         rows: rows of one sequence, from 1 on.
         batches: sequences of one row each, from 1 on.
         contexts: committed tokens; the table is that of the first, a second one tells how costs grow.
-        repeats: passes of each kind; medians count.
         progress: called with the number of rounds done, of ``repeats + 1``.
     """
-    near, far = contexts[0], contexts[-1]
+    room = decoder.config.max_position
+    rows = [count for count in rows if count < room]
+    fitting = [context for context in contexts if context + rows[-1] <= room] or [0]
+    near, far = fitting[0], fitting[-1]
     sizes = [(1, near, r, None) for r in rows] + [(b, near, 1, None) for b in batches] + [(1, far, 1, None)]
     found = {size: median(times) for size, times in time_passes(decoder, sizes, repeats, progress).items()}
     grown = found[1, far, 1, None] - found[1, near, 1, None]

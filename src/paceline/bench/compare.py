@@ -65,8 +65,8 @@ def compare(a: Report, b: Report) -> list[ComparedRow]:
 def only(a: Report, b: Report) -> list[str]:
     """Methods in cells that report ``a`` has and ``b`` lacks."""
     left, others = Summary(a), _measured(Summary(b))
-    keys = [key for key in _measured(left) if key not in others]
-    return [f"{say.method_name(left.methods[name])}, {say.cell_label(cell)}" for cell, name in keys]
+    missing = (key for key in _measured(left) if key not in others)
+    return [f"{say.method_name(left.methods[name])}, {say.cell_label(cell)}" for cell, name in missing]
 
 
 def _measured(summary: Summary) -> list[tuple[Cell, str]]:

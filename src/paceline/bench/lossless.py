@@ -104,12 +104,10 @@ def why_unchecked(summary: Summary, method: Method, cell: Cell, rounded: bool = 
         return None
     if not method.own:
         return f"{method.engine} draws with noise of its own"
-    verifier = method.settings.get("verifier", DEFAULT_VERIFIER)
-    kind = VERIFIERS.get(verifier)
-    if kind is not None and kind.needs_q:
-        return f"verifier {verifier!r} gives plain decoding's distribution, not its ids"
-    if kind is not None and kind.lossy:
-        return f"verifier {verifier!r} is lossy: what it gives is not the target's"
+    kind = VERIFIERS.get(verifier := method.settings.get("verifier", DEFAULT_VERIFIER))
+    if kind is not None and (kind.needs_q or kind.lossy):
+        what = "gives plain decoding's distribution, not its ids"
+        return f"verifier {verifier!r} {what}" if kind.needs_q else f"verifier {verifier!r} is lossy"
     return None
 
 
