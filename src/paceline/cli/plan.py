@@ -103,23 +103,26 @@ def plan(
         acceptance=acceptance.given(named_values("--tau", tau or ()), DRAFTERS),
         **question,
     )
-    drafting = _draft_name(target, draft)
-    names = plan_view.ModelNames(target=_runnable(target), draft=drafting and _runnable(drafting))
-    here, stored = None, None
+    drafting, own = _draft_name(target, draft), _runnable(target)
+    here, found = None, dict[str, Any]()
     if measured:
         other = (drafting, asked.network(asked.drafting)) if drafting else None
-        llm, network = _runnable_here(names.target, weights), asked.network(shape)
+        llm, network = _runnable_here(own, weights), asked.network(shape)
         with counting("timing passes", law.REPEATS + 1) as progress:
             here = law.measure_law(llm, network, progress)
-        stored = law.store_law(llm, network, here.law, other)
-        own = here.law.machine(processor("cpu"), _memory())
-        asked = replace(asked, machine=own, law=here.law)
-    ranked = rank(asked)
-    if plot is not None:
-        file = plan_view.draw(asked, plot)
-    tell = plan_view.print_json if as_json else plan_view.show
-    tell(asked, ranked, names, here, stored)
-    if plot is not None:
+        found = here.as_dict() | {"file": str(law.store_law(llm, network, here.law, other))}
+        asked = replace(asked, machine=here.law.machine(processor("cpu"), _memory()), law=here.law)
+    ranked, draft_named = rank(asked), _runnable(drafting) if drafting else None
+    ways = [plan_view.how_to_run(asked, made, own, draft_named) for made in ranked]
+    file = None if plot is None else plan_view.draw(asked, plot)
+    if as_json:
+        plan_view.print_json(asked, ranked, ways, found)
+    else:
+        if here is not None:
+            plan_view.show_law(here, asked.machine)
+            note(f"written to {found['file']}, where the automatic budget finds it")
+        plan_view.show(asked, ranked, ways)
+    if file is not None:
         note(f"drawn: {file}")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -40,36 +40,21 @@ ADVICE = {  # where a drafter's weights are missing
 HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s", "why")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelNames:
-    """What the models are called on the command line."""
-
-    target: str | None  # None: there are no weights of it
-    draft: str | None
+HowToRun = tuple[str | None, str | None]  # the command that would measure a drafter, or what is missing for that
 
 
-def show(
-    question: PlanRequest,
-    ranked: Sequence[RankedDrafter],
-    names: ModelNames,
-    here: MeasuredLaw | None = None,
-    stored: Path | None = None,
-) -> None:
-    """The table, what was assumed, and how to run it; ``here``: what was measured first, and ``stored`` in a file."""
+def show(question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[HowToRun]) -> None:
+    """The table, what was assumed, and how to run each drafter."""
     console = stdout()
-    if here is not None:
-        show_law(here, question.machine)
-        note(f"written to {stored}, where the automatic budget finds it")
     console.print(_title(question), style="bold", markup=False)
     console.print(_table(ranked))
     for line in _remarks(question, ranked):
         console.print(line, markup=False)
     _show_acceptance(ranked)
     console.print("to run it:", style="bold")
-    for made in ranked:
-        command, missing = how_to_run(question, made, names)
+    for made, (command, missing) in zip(ranked, ways, strict=True):
         console.print(Text(f"  {command}") if command else Text(f"  {made.drafter}: {missing}", style="dim"))
-    if here is None:
+    if question.law is None:
         note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
     else:
         note("predicted by this machine's law; the engine's work between passes is left out")
@@ -102,24 +87,18 @@ def _rate(seconds: float) -> str:
 
 
 def print_json(
-    question: PlanRequest,
-    ranked: Sequence[RankedDrafter],
-    names: ModelNames,
-    here: MeasuredLaw | None = None,
-    stored: Path | None = None,
+    question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[HowToRun], measured: Mapping[str, Any]
 ) -> None:
-    """The same as one JSON object."""
+    """The same as one JSON object; ``measured``: this machine's law, where it was."""
     rows = []
-    for made in ranked:
-        command, missing = how_to_run(question, made, names)
+    for made, (command, missing) in zip(ranked, ways, strict=True):
         took = {"draft_s": made.round.draft, "verify_s": made.round.verify, "plain_s": made.round.plain}
         values = {name: value for name, value in asdict(made).items() if name != "round"}
         devices = devices_needed(question, made.holds)
         rows.append({**values, **took, "devices_needed": devices, "command": command, "missing": missing})
     asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
-    found = {} if here is None else here.as_dict() | {"file": str(stored), "machine": asked["machine"]}
-    more = {"measured": found} if found else {}
-    typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **more}))
+    found = {"measured": {**measured, "machine": asked["machine"]}} if measured else {}
+    typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **found}))
 
 
 def _show_acceptance(ranked: Sequence[RankedDrafter]) -> None:
@@ -166,54 +145,55 @@ def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
     ]
 
 
-def how_to_run(question: PlanRequest, made: RankedDrafter, names: ModelNames) -> tuple[str | None, str | None]:
-    """The command that would measure it, or what is missing for that."""
-    missing = _missing(question, made, names)
-    if missing:
+def how_to_run(question: PlanRequest, made: RankedDrafter, target: str | None, draft: str | None) -> HowToRun:
+    """The command that would measure a drafter, or what is missing for that.
+
+    Args:
+        target, draft: the models' names on the command line; None: there are no weights.
+    """
+    weights = _weights(made, target, draft)
+    if missing := _missing(question, made, target is not None, weights is not None):
         return None, missing
-    asked = f"--model {names.target} --batch {question.batch}"
     dtype = DTYPES[question.weight_bytes]
     more = (f" --dtype {dtype}" if dtype else "") + (" --device cuda" if question.machine.device == "cuda" else "")
-    method = PLAIN if made.drafter == PLAIN else f"{_drafter(question, made, names)};budget={made.depth * made.width}"
-    return f'paceline bench {asked}{more} --method "{method}"', None
+    method = PLAIN if made.drafter == PLAIN else f"{_method(question, made, weights)};budget={made.depth * made.width}"
+    return f'paceline bench --model {target} --batch {question.batch}{more} --method "{method}"', None
 
 
-def _missing(q: PlanRequest, made: RankedDrafter, names: ModelNames) -> str | None:
+def _missing(q: PlanRequest, made: RankedDrafter, target: bool, weights: bool) -> str | None:
     """Why this engine cannot run it as it is now; None: it can."""
     kv = 4.0 if q.weight_bytes == 4.0 else 2.0
     reasons = {
-        "there are no weights of this model": names.target is None,
+        "there are no weights of this model": not target,
         "mixtures of experts are not there yet": q.target.experts is not None,
         "several devices are not there yet": q.all_devices > 1,
         "CPUs and CUDA GPUs are what there is so far": not q.machine.device,
         "weights are float32, bfloat16 or int8, keys and values as activations": q.weight_bytes not in DTYPES
         or q.kv_bytes != kv,
         f"memory: {devices_needed(q, made.holds)} devices would hold it": made.holds > q.machine.memory,
+        f"{ADVICE.get(made.drafter)} first": not weights,
     }
-    reasons[f"{ADVICE.get(made.drafter)} first"] = _weights(made, names) is None
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _drafter(q: PlanRequest, made: RankedDrafter, names: ModelNames) -> str:
+def _method(q: PlanRequest, made: RankedDrafter, weights: str | None) -> str:
     """As ``--method`` has it."""
-    weights = _weights(made, names)
-    view = (
-        f"window={q.last_keys(made.drafter)},sinks={SINK},depth={made.depth}" if DRAFTERS[made.drafter].sparse else ""
-    )
+    depth = f"depth={made.depth}"
     options = {
-        "magicdec": view,
         "streams": "chain=true",
         # The widest level first and one child each behind it.
         "draft_model": "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)]) if made.width > 1 else "",
     }
-    return made.drafter + (f":{weights}," if weights else ",") + (options.get(made.drafter) or f"depth={made.depth}")
+    if made.drafter == "magicdec":
+        options["magicdec"] = f"window={q.last_keys(made.drafter)},sinks={SINK},{depth}"
+    return made.drafter + (f":{weights}," if weights else ",") + (options.get(made.drafter) or depth)
 
 
-def _weights(made: RankedDrafter, names: ModelNames) -> str | None:
+def _weights(made: RankedDrafter, target: str | None, draft: str | None) -> str | None:
     """The draft model's name, or the zoo's trained weights; None: there are none; empty: it needs none."""
     if made.drafter == "draft_model":
-        return names.draft
-    return zoo.weights(made.drafter, parse_model(names.target or "").name) if made.drafter in ADVICE else ""
+        return draft
+    return zoo.weights(made.drafter, parse_model(target or "").name) if made.drafter in ADVICE else ""
 
 
 def draw(question: PlanRequest, file: Path) -> Path:
