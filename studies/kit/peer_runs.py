@@ -14,7 +14,7 @@ import torch
 
 from paceline import zoo
 from paceline.bench.config import BenchConfig
-from paceline.bench.measure import EngineRunner, Group, Limits
+from paceline.bench.measure import EngineRunner, Group
 from paceline.bench.methods import drafter_config, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
 from paceline.bench.report import wording as say
@@ -44,7 +44,7 @@ class PeerRunner:
     """
 
     def __init__(
-        self, method: Method, folder: Path, cells: Sequence[Cell], limits: Limits, draft: Path | None = None
+        self, method: Method, folder: Path, cells: Sequence[Cell], longest: int, draft: Path | None = None
     ) -> None:
         self.method = method
         reason = available(method.engine)
@@ -59,7 +59,7 @@ class PeerRunner:
             folder,
             draft,
             threads=torch.get_num_threads(),
-            max_model_len=limits.max_model_len,
+            max_model_len=longest,
             max_batch=max(batches),
         )
         self.version = self.peer.version
@@ -122,7 +122,7 @@ class PeerRun(Run):
             if method.own:
                 continue
             try:
-                peer = PeerRunner(method, folder, list(self.groups), self.limits, draft)
+                peer = PeerRunner(method, folder, list(self.groups), max(map(max, self.lengths)), draft)
             except (PeerError, ConfigError) as error:
                 self.unavailable[method.name] = str(error)
                 continue

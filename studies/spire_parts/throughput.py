@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.bench import machine, workloads
 from paceline.bench.calibrate import BATCHES, measure
 from paceline.bench.law import MeasuredLaw, measure_law
-from paceline.bench.measure import Builder, Limits
+from paceline.bench.measure import Builder
 from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
@@ -191,7 +191,7 @@ def prepare(ask: SpireFlags, model: str, contexts: Sequence[int], steps: int) ->
     count, found = max(ask.numbers("batches")), dict[int, LentPrompts]()
     for context in contexts:
         llm = Builder(model, ask.device, ask.threads).llm(
-            _at_once(Method(name=PLAIN), ask.dtype), _limits(count, context, 0)
+            _at_once(Method(name=PLAIN), ask.dtype), _lengths(count, context, 0)
         )
         prompts = prompts_of(ask, llm, count, context, room_of(steps))
         found[context] = (made_up if ask.model.startswith("random:") else computed)(llm, prompts)
@@ -208,7 +208,7 @@ def measured_cells(ask: SpireFlags, model: str, known: Mapping[int, LentPrompts]
     builder, found, room = Builder(model, ask.device, ask.threads), [], room_of(steps)
     places = [(batch, context) for context in known for batch in ask.numbers("batches")]
     for method in methods:
-        llm = builder.llm(_at_once(method, ask.dtype), _limits(max(ask.numbers("batches")), max(known), room))
+        llm = builder.llm(_at_once(method, ask.dtype), _lengths(max(ask.numbers("batches")), max(known), room))
         taken: dict[tuple[int, int], list[tuple[list[float], float]]] = {place: [] for place in places}
         for batch, context in places * ask.repeats:
             for _ in range(max(1, SMALL_TURNS // batch)):
@@ -223,9 +223,8 @@ def measured_cells(ask: SpireFlags, model: str, known: Mapping[int, LentPrompts]
     return sorted(found, key=lambda one: (one.batch, one.context))
 
 
-def _limits(batch: int, context: int, room: int) -> Limits:
-    each = context + room + DEPTH + 1
-    return Limits(max_sequences=batch, max_model_len=each, pool_tokens=batch * (each + 32))
+def _lengths(batch: int, context: int, room: int) -> list[list[int]]:
+    return [[context + room + DEPTH + 1] * batch]
 
 
 def _at_once(method: Method, dtype: str) -> Method:

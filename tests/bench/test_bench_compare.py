@@ -80,7 +80,6 @@ def test_only_common_prompts_count_where_there_are_any() -> None:
             trial.prompts, trial.wall_ms = ["new"], trial.wall_ms * 50
     row = total(compare(a, b), "plain")
     assert row.ratio.value == pytest.approx(1.0)
-    assert row.ratio.groups == 20
 
 
 def test_what_differs_comes_first() -> None:
@@ -132,7 +131,7 @@ def test_failed_trials_are_no_common_cell() -> None:
     [(1.01, 1.2, 9, "faster"), (0.7, 0.99, 9, "slower"), (0.9, 1.1, 9, "same"), (2.0, 2.0, 1, "unknown")],
 )
 def test_verdict(low: float, high: float, pairs: int, expected: str) -> None:
-    assert verdict(Interval(value=(low + high) / 2, low=low, high=high, groups=pairs, pairs=pairs)) == expected
+    assert verdict(Interval(value=(low + high) / 2, low=low, high=high, pairs=pairs)) == expected
     assert verdict(None) == "unknown"
 
 

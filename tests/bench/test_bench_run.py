@@ -19,7 +19,7 @@ from kits.tiny import tiny_config, tiny_decoder
 from paceline import LLM, zoo
 from paceline.bench import measure
 from paceline.bench import run as bench
-from paceline.bench.measure import Builder, Group, Limits, kv_bytes
+from paceline.bench.measure import Builder, Group, kv_bytes
 from paceline.bench.methods import parse_method, parse_methods
 from paceline.bench.models import materialised
 from paceline.bench.records import Cell, PromptIds, Trial
@@ -166,9 +166,8 @@ class TestTrials:
 
 class TestMeasure:
     def runner(self, drafter: str, **settings: Any) -> measure.EngineRunner:
-        limits = Limits(max_sequences=2, max_model_len=128, pool_tokens=512)
         method = replace(parse_method(drafter), settings=settings)
-        return measure.EngineRunner(method, Builder(MODEL, "cpu", 1).llm(method, limits))
+        return measure.EngineRunner(method, Builder(MODEL, "cpu", 1).llm(method, [[128, 128]]))
 
     def group(self, batch: int = 1, **cell: Any) -> Group:
         kind = Cell(workload="x", batch=batch, **{"max_new_tokens": 12, **cell})

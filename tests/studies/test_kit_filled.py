@@ -49,7 +49,6 @@ def workload(*prompts: Prompt, chat: bool = True) -> Workload:
         total=len(prompts),
         chat=chat,
         max_new_tokens=8,
-        long_context=False,
     )
 
 

@@ -143,7 +143,6 @@ def _ratio(sides: Sequence[tuple[Logs, Logs]], label: str) -> Interval | None:
     return interval_of(
         _mean([b for _, b in matched]) - _mean([a for a, _ in matched]),
         resamples,
-        groups=sum(min(len(a), len(b)) for a, b in matched),
         pairs=sum(min(sum(map(len, a.values())), sum(map(len, b.values()))) for a, b in matched),
     )
 

@@ -14,7 +14,6 @@ from ..engine.tokens import chat_ids
 from ..engine.tokens import encode as encode_text
 from ..llm import LLM
 from .config import PROMPT_TOKENS, BenchConfig
-from .measure import SPARE_TOKENS, Limits
 from .records import Cell, PromptIds
 from .workloads import Prompt, Workload
 
@@ -107,7 +106,7 @@ class Encoded:
 def prompt_ids(
     config: BenchConfig,
     workload: Workload,
-    engine: Callable[[Limits | None], LLM],
+    engine: Callable[..., LLM],
     cell: Cell,
     encode: Callable[..., Encoded],
 ) -> tuple[list[PromptIds], list[str]]:
@@ -117,14 +116,14 @@ def prompt_ids(
 
     Args:
         config, workload: what is asked.
-        engine: plain decoding, with room for so much.
+        engine: plain decoding, with room for sequences of such lengths (see `measure.Builder`).
         cell: its context, to which ``encode`` brings every prompt (None: prompts as they are), and new tokens.
         encode: makes ids of the prompts.
 
     Raises:
         ConfigError: a prompt that does not fit.
     """
-    shape, tokenizer = (llm := engine(None)).decoder.config, llm.tokenizer
+    shape, tokenizer = (llm := engine()).decoder.config, llm.tokenizer
     if config.random:
         length = cell.context or config.prompt_tokens or PROMPT_TOKENS
         return random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
@@ -133,11 +132,9 @@ def prompt_ids(
     plain = next(m for m in config.methods if m.own and m.plain)
     found, latest = [*encoded.prompts], {p.id: ids for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
     answers: dict[str, list[str]] = {name: [] for name in latest}
-    room = (shape.max_position + SPARE_TOKENS) * PREPARE_TOGETHER
-    limits = Limits(max_sequences=PREPARE_TOGETHER, max_model_len=shape.max_position, pool_tokens=room)
     params = SamplingParams(temperature=0, max_tokens=cell.max_new_tokens)
     for turn in range(1, max(len(p.turns) for p in workload.prompts)):
-        llm = engine(limits) if turn == 1 else llm
+        llm = engine([[shape.max_position] * PREPARE_TOGETHER]) if turn == 1 else llm
         going_on = [p for p in workload.prompts if len(p.turns) > turn]
         asked = [{"prompt_token_ids": [*latest[p.id].ids]} for p in going_on]
         for prompt, output in zip(going_on, llm.generate(asked, params, application=plain.application), strict=True):

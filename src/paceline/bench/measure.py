@@ -160,15 +160,6 @@ def _fill(trial: Trial, sequences: Sequence[RunningSequence], seen: Arrivals) ->
 # -- building them
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What every method's engine must have room for."""
-
-    max_sequences: int  # of the largest batch
-    max_model_len: int  # of the longest prompt with its answer
-    pool_tokens: int  # of the largest group, drafts included
-
-
 class Builder:
     """Makes the engines of a run. Methods whose target is the same share its weights.
 
@@ -185,8 +176,12 @@ class Builder:
         self._common: dict[str, Any] = {"model": model, "device": device, "threads": threads}
         self._targets: list[LLM] = []
 
-    def llm(self, method: Method, limits: Limits | None = None) -> LLM:
-        """A method's engine; without ``limits`` with those of `LLM`.
+    def llm(self, method: Method, lengths: Sequence[Sequence[int]] = ()) -> LLM:
+        """A method's engine.
+
+        Args:
+            lengths: tokens of prompt and answer of all sequences that run at once, for each such group: there is room
+                for the largest. None: as `LLM` has it.
 
         Raises:
             ConfigError: the method and the model do not fit together.
@@ -196,11 +191,12 @@ class Builder:
         options["applications"] = {name: self._applications[name]} if (name := method.application) else None
         options |= method.settings
         target = self._target(options)
-        if limits is not None:
-            options["max_sequences"] = limits.max_sequences
-            options["max_model_len"] = min(limits.max_model_len, target.decoder.config.max_position)
+        if lengths:
+            longest, room = max(map(max, lengths)), max(sum(each) + len(each) * SPARE_TOKENS for each in lengths)
+            options["max_sequences"] = max(map(len, lengths))
+            options["max_model_len"] = min(longest, target.decoder.config.max_position)
             per_token = KVPool.bytes_per_token(*target.decoder.cache_shape, target.decoder.dtype)
-            options["kv_memory"] = per_token * max(limits.pool_tokens, limits.max_model_len + 1)
+            options["kv_memory"] = per_token * max(room, longest + 1)
         return LLM(**options, share=target)
 
     def _target(self, options: dict[str, Any]) -> LLM:

@@ -39,7 +39,7 @@ from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
 from .config import BenchConfig, Progress
 from .encoding import Encoded, prompt_ids, random_workload
-from .measure import SPARE_TOKENS, Builder, EngineRunner, Group, Limits, model_facts
+from .measure import Builder, EngineRunner, Group, model_facts
 from .models import materialised
 from .records import Cell, Method, PromptIds, Report, Trial
 from .report import JSON_NAME, load_report, write_all
@@ -112,7 +112,8 @@ class Run:
                 wrong = "it has no tokenizer, so text means nothing to it"
                 raise ConfigError(f"model {config.model}", wrong, "add its files")
             self._prepare(cells, {workload.name: workload for workload in loaded})
-            self.limits = limits_of(self.groups)
+            groups = [group for of in self.groups.values() for group in of]
+            self.lengths = [[len(p.ids) + group.cell.max_new_tokens for p in group.prompts] for group in groups]
             self.build(Path(resolve_folder(parse_model(folder).name)), stack)
             points = interleaved(self.groups, config.repeats)
             total = sum(self.wanted(m, group) for point in points for group, _ in point for m in config.methods)
@@ -161,7 +162,7 @@ class Run:
         for method in self.config.methods:
             if method.own:
                 self._tell(f"preparing {method.name}", None)
-                self._runners[method.name] = EngineRunner(method, self._builder.llm(method, self.limits))
+                self._runners[method.name] = EngineRunner(method, self._builder.llm(method, self.lengths))
         gc.collect()
         gc.freeze()  # what is there now stays: no collection between trials looks at it again
         stack.callback(gc.unfreeze)
@@ -285,16 +286,6 @@ def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[li
         points.setdefault(point, []).append(of_cell)
     turns = [[group for turn in zip_longest(*of_point) for group in turn if group] for of_point in points.values()]
     return [[(group, repeat) for group in of_point for repeat in range(repeats)] for of_point in turns]
-
-
-def limits_of(groups: Mapping[Cell, Sequence[Group]]) -> Limits:
-    """Room for the largest of everything."""
-    lengths = [[len(p.ids) + g.cell.max_new_tokens for p in g.prompts] for of in groups.values() for g in of]
-    return Limits(
-        max_sequences=max(map(len, lengths)),
-        max_model_len=max(map(max, lengths)),
-        pool_tokens=max(sum(each) + len(each) * SPARE_TOKENS for each in lengths),
-    )
 
 
 def _load_workloads(config: BenchConfig) -> list[Workload]:

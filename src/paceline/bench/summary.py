@@ -32,7 +32,7 @@ TARGET_SETTINGS = ("exact", "kernels", "attention", "threads", "device")  # how 
 SEED = 20  # of the bootstrap
 
 Floats = NDArray[np.float64]
-Sample = tuple[float, Floats, int, int]  # log of a ratio, its [S] resamples, groups and pairs behind it
+Sample = tuple[float, Floats, int]  # log of a ratio, its [S] resamples, pairs behind it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,6 @@ class Interval:
     value: float
     low: float  # 2.5 % of the resamples lie below
     high: float  # 2.5 % of the resamples lie above
-    groups: int  # groups of prompts behind it
     pairs: int  # paired trials behind it; with a single one there is no spread, and low = value = high
 
 
@@ -204,16 +203,14 @@ def overall_ratio(summary: Summary, a: str, b: str, cells: Iterable[Cell]) -> In
     found = [sample for cell in cells if (sample := summary.sample(a, b, cell)) is not None]
     if not found:
         return None
-    values, resamples, groups, pairs = zip(*found, strict=True)
-    return interval_of(float(np.mean(values)), resamples, sum(groups), sum(pairs))
+    values, resamples, pairs = zip(*found, strict=True)
+    return interval_of(float(np.mean(values)), resamples, sum(pairs))
 
 
-def interval_of(value: float, resamples: Sequence[Floats], groups: int, pairs: int) -> Interval:
+def interval_of(value: float, resamples: Sequence[Floats], pairs: int) -> Interval:
     """A ratio with its bounds, from logs: of the ratio itself, and of its [S] resamples in each cell."""
     low, high = percentile_bounds(np.mean(resamples, axis=0))
-    return Interval(
-        value=float(np.exp(value)), low=float(np.exp(low)), high=float(np.exp(high)), groups=groups, pairs=pairs
-    )
+    return Interval(value=float(np.exp(value)), low=float(np.exp(low)), high=float(np.exp(high)), pairs=pairs)
 
 
 def paired_logs(a: Iterable[Trial], b: Iterable[Trial]) -> list[list[float]]:
@@ -236,7 +233,7 @@ def _sample(logs: list[list[float]], label: str) -> Sample:
     generator = np.random.default_rng([SEED, crc32(label.encode())])
     value = float(np.mean([median(group) for group in logs]))
     groups = draw_groups(len(logs), generator)
-    return value, bootstrap(logs, generator, groups), len(logs), sum(map(len, logs))
+    return value, bootstrap(logs, generator, groups), sum(map(len, logs))
 
 
 def draw_groups(many: int, generator: np.random.Generator, resamples: int = RESAMPLES) -> NDArray[np.intp]:

@@ -18,7 +18,6 @@ import json
 import random
 import tomllib
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -68,18 +67,12 @@ class Workload:
     licence: str
     chat: bool  # turns go through the chat template, where the model has one; else raw text
     max_new_tokens: int
-    long_context: bool = False  # text to be continued: longer contexts are natural, not padding
     file: str = ""  # its full version, in a folder of data
     packaged: bool = False  # a sample is in bench/data
     strata: str = "category"  # the key that a choice of prompts is spread over
     origin: str = ""  # `PACKAGED`, or the file that was read
     prompts: tuple[Prompt, ...] = ()
     total: int = 0  # prompts there were to choose from
-
-    @property
-    def categories(self) -> dict[str, int]:
-        """Prompts a category."""
-        return dict(Counter(prompt.category for prompt in self.prompts))
 
     @property
     def fingerprint(self) -> str:
@@ -89,9 +82,18 @@ class Workload:
 
     def as_dict(self) -> dict[str, Any]:
         """What a report keeps, ready for JSON; ``prompts`` is how many were used, of ``total``."""
-        names = ("title", "description", "source", "licence", "origin", "total", "chat", "max_new_tokens")
-        found = {name: getattr(self, name) for name in (*names, "long_context", "categories", "fingerprint")}
-        return {**found, "prompts": len(self.prompts)}
+        names = (
+            "title",
+            "description",
+            "source",
+            "licence",
+            "origin",
+            "total",
+            "chat",
+            "max_new_tokens",
+            "fingerprint",
+        )
+        return {**{name: getattr(self, name) for name in names}, "prompts": len(self.prompts)}
 
 
 _PROMPTS = TypeAdapter(Prompt)
