@@ -356,7 +356,7 @@ def test_the_report_says_what_is_needed_to_repeat_it() -> None:
     assert {"paceline", "torch", "transformers"} <= report.versions.keys()
     assert report.command == ["paceline", "bench"] and report.settings["seed"] == 0
     assert report.workloads["wikisql"]["licence"] and report.workloads["wikisql"]["prompts"] == 1
-    assert json.loads(json.dumps(report.as_dict()))
+    assert json.loads(report.as_json())
 
 
 class TestRandomModels:

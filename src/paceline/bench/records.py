@@ -200,10 +200,9 @@ class Report(Record):
             raise ValueError(f"trials of methods that it does not list: {', '.join(sorted(unknown))}")
         return report
 
-    def as_dict(self) -> dict[str, Any]:
-        """The inverse, ready for JSON."""
-        found: dict[str, Any] = _adapter().dump_python(self)
-        return found
+    def as_json(self) -> str:
+        """The inverse as text; JSON cannot say infinities and NaN, which become null."""
+        return _adapter().dump_json(self).decode()
 
 
 @cache
