@@ -31,7 +31,6 @@ from paceline.drafters.spire.model import read_shape as read_draft
 from paceline.engine.costs import CostTable
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
-from paceline.planning.measured import errors
 from paceline.planning.models import read_shape, shape_of
 from paceline.planning.throughput import ROWS, ServedModel, cost_points
 from spire_parts.common import (
@@ -296,7 +295,7 @@ def cells(ask: SpireFlags) -> Iterator[Table | None]:
         measured = measured_cells(ask, folder, known, steps)
     networks = {PLAIN: target, **{name: draft_of(ask, name, target) for name in contestants(ask)}}
     found = Cells(predicted_cells(measured, law, networks))
-    off = median(map(abs, errors(law.law, law.held_out)))
+    off = median(abs(one["error"]) for one in law.held_out)
     held = f"the law's median error of passes that it was not fitted to: {off:.0%}"
     yield Table(
         title=f"Throughput of decoding steps by batch and context, T={ask.temperature:g}",
@@ -351,7 +350,7 @@ def budgets(ask: SpireFlags) -> Iterator[Table | None]:
             "calibrated": asdict(calibrated),
             "planned": asdict(planned),
             "law": asdict(law.law),
-            "law_errors": errors(law.law, law.held_out),
+            "law_errors": [one["error"] for one in law.held_out],
             "machine": machine.describe(ask.device),
         },
         remarks=[verdict(f"at most {max(apart)} nodes apart, 1 wanted", max(apart) <= 1)],

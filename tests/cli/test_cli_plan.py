@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from paceline import LLM, zoo
 from paceline.bench import law as laws
-from paceline.bench.law import MeasuredLaw
+from paceline.bench.law import MeasuredLaw, errors_of
 from paceline.bench.methods import parse_method
 from paceline.cli import app, plan_view
 from paceline.cli.plan import resolve
@@ -158,8 +158,8 @@ def test_the_law_and_its_errors_are_shown(capsys: pytest.CaptureFixture[str], mo
     passes = {
         (network, 1, 9, rows): law.seconds(network, 1, 9, rows) * off for rows, off in ((1, 1.0), (2, 1.0), (4, 1.25))
     }
-    first = dict([*passes.items()][:1])
-    found = MeasuredLaw(law=law, fitted=first, held_out=passes)
+    rows = errors_of(law, passes)
+    found = MeasuredLaw(law=law, fitted=rows[:1], held_out=rows)
     plan_view.show_law(found, law.machine("a test", 8e9))
     told = capsys.readouterr()
     assert "weights 10.0 GB/s, products 160 GFLOP/s, K/V at no cost, attention beside its reads" in told.out

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ..assembly import draft_key
 from ..engine.costs import CostTable
@@ -33,20 +32,15 @@ HELD_OUT: tuple[Size, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLaw:
-    """The law of this machine, and the passes that it was fitted to and held against."""
+    """The law of this machine, and the passes that it was fitted to and held against (see `errors_of`)."""
 
     law: PassLaw
-    fitted: Timed
-    held_out: Timed
-
-    def as_dict(self) -> dict[str, Any]:
-        """The law, and its error of every pass, ready for JSON."""
-        parts = {"fitted": self.fitted, "held_out": self.held_out}
-        return {"law": asdict(self.law)} | {name: errors_of(self.law, timed) for name, timed in parts.items()}
+    fitted: list[dict[str, float]]
+    held_out: list[dict[str, float]]
 
 
-def errors_of(law: PassLaw, timed: Timed) -> list[dict[str, Any]]:
-    """Passes with what they took and the law's error of each."""
+def errors_of(law: PassLaw, timed: Timed) -> list[dict[str, float]]:
+    """Passes with what they took, ``measured_ms``, and the law's relative ``error`` of each."""
     return [
         {"layers": network.shape.num_layers, "batch": batch, "context": context, "rows": rows}
         | {"measured_ms": 1e3 * seconds, "error": error}
@@ -88,7 +82,8 @@ def measure_law(
         }
         for wanted in (fitted, held_out)
     ]
-    return MeasuredLaw(law=fit(parts[0]), fitted=parts[0], held_out=parts[1])
+    law = fit(parts[0])
+    return MeasuredLaw(law=law, fitted=errors_of(law, parts[0]), held_out=errors_of(law, parts[1]))
 
 
 def store_law(llm: LLM, network: ServedModel, law: PassLaw, draft: tuple[str, ServedModel] | None) -> Path:

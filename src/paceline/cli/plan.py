@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,7 +110,7 @@ def plan(
         llm, network = _runnable_here(own, weights), asked.network(shape)
         with counting("timing passes", law.REPEATS + 1) as progress:
             here = law.measure_law(llm, network, progress)
-        found = here.as_dict() | {"file": str(law.store_law(llm, network, here.law, other))}
+        found = asdict(here) | {"file": str(law.store_law(llm, network, here.law, other))}
         asked = replace(asked, machine=here.law.machine(processor("cpu"), _memory()), law=here.law)
     ranked, draft_named = rank(asked), _runnable(drafting) if drafting else None
     ways = [plan_view.how_to_run(asked, made, own, draft_named) for made in ranked]

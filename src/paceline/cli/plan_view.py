@@ -15,12 +15,11 @@ from rich.text import Text
 
 from .. import zoo
 from ..bench import figures
-from ..bench.law import MeasuredLaw, errors_of
+from ..bench.law import MeasuredLaw
 from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..planning.machines import Machine
-from ..planning.measured import errors
 from ..planning.plan import DRAFTERS, PLAIN, SINK, PlanRequest, RankedDrafter, devices_needed, rank
 from ..planning.throughput import critical_batch
 from .console import note, stdout
@@ -69,12 +68,12 @@ def show_law(found: MeasuredLaw, machine: Machine) -> None:
     attention = f"{1e-9 / law.attention:,.0f} GFLOP/s" if law.attention else "beside its reads"
     console.print(f"  {per}, {rates}, attention {attention}", markup=False)
     lines = []
-    for row in errors_of(law, found.held_out):
+    for row in found.held_out:
         measured, error = row["measured_ms"], row["error"]
         sizes = [str(row[name]) for name in ("layers", "batch", "context", "rows")]
         lines.append([*sizes, f"{measured:.2f}", f"{measured * (1 + error):.2f}", f"{error:+.0%}"])
     console.print(figures_table(LAW_HEAD, lines, words=0))
-    known, others = ([abs(error) for error in errors(law, part)] for part in (found.fitted, found.held_out))
+    known, others = ([abs(row["error"]) for row in part] for part in (found.fitted, found.held_out))
     console.print(
         f"  error of passes that it was not fitted to: median {median(others):.0%}, largest {max(others):.0%}; "
         f"of the others: median {median(known):.0%}",
