@@ -181,7 +181,7 @@ class Builder:
 
         Args:
             lengths: tokens of prompt and answer of all sequences that run at once, for each such group: there is room
-                for the largest. None: as `LLM` has it.
+                for the largest. Empty: as `LLM` has it.
 
         Raises:
             ConfigError: the method and the model do not fit together.

@@ -111,11 +111,10 @@ class Summary:
         each = [(name, [c for c in self.cells[section] if (c, name) in self.trials]) for section, name in pairs]
         return [self._row(name, cells) for name, cells in each if cells]
 
-    @cached_property
+    @property
     def main(self) -> Cell | None:
-        """The section to show first: the first with a speculative method of this engine, else the first."""
-        able = [s for s in self.sections if any(row.speedup and row.method.own for row in self.total(s))]
-        return next(iter((*able, *self.sections)), None)
+        """The section to speak of first."""
+        return next(iter(self.sections), None)
 
     @property
     def exact(self) -> list[Exactness]:

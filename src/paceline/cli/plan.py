@@ -94,17 +94,17 @@ def plan(
         }
         _refuse_beside_measured(given)
         kv = "float32" if weights == "float32" else "bfloat16"
+    drafting = _draft_name(target, draft)
     asked = PlanRequest(
         target=shape,
         machine=machines.machine(machine or _no_machine(measured)),
-        draft=_draft(target, draft),
+        draft=None if drafting is None else resolve(drafting),
         weight_bytes=_bytes("--weights", weights),
         kv_bytes=_bytes("--kv", kv or "bfloat16"),
         acceptance=acceptance.given(named_values("--tau", tau or ()), DRAFTERS),
         **question,
     )
-    drafting, own = _draft_name(target, draft), _runnable(target)
-    here, found = None, dict[str, Any]()
+    own, here, found = _runnable(target), None, dict[str, Any]()
     if measured:
         other = (drafting, asked.network(asked.drafting)) if drafting else None
         llm, network = _runnable_here(own, weights), asked.network(shape)
@@ -188,11 +188,6 @@ def _from_files(name: str) -> ModelSizes | None:
         return replace(models.read_shape(folder), source=f"the zoo's {name}")
     path = Path(name)
     return models.read_shape(path) if path.exists() else None
-
-
-def _draft(target: str, draft: str | None) -> ModelSizes | None:
-    name = _draft_name(target, draft)
-    return None if name is None else resolve(name)
 
 
 def _draft_name(target: str, draft: str | None) -> str | None:

@@ -60,9 +60,8 @@ def render(summary: Summary, plot: Plot = lambda *_: "") -> str:
         plot: draws what only a page has.
     """
     report = summary.report
-    sections = sorted(summary.sections, key=lambda section: section != summary.main)  # the main one first
     blocks = [f"# {text(report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary))]
-    for section in sections:
+    for section in summary.sections:
         blocks += _section(summary, section, plot)
     blocks += _batches(summary)
     if wrong := say.troubles(summary):
