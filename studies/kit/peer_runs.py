@@ -20,6 +20,7 @@ from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
 from paceline.bench.report import wording as say
 from paceline.bench.run import Run
 from paceline.bench.summary import Interval, Summary, best, overall_ratio
+from paceline.bench.workloads import Workload
 from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
 from paceline.core.options import named_values, read, suggest
@@ -110,6 +111,8 @@ class PeerRun(Run):
             wrong = "other engines cannot stretch a model"
             raise ConfigError(f"{peer.name} with model {config.model}", wrong, "leave one of the two out")
         super().__init__(config, **options)
+        self.unavailable: dict[str, str] = {}  # methods that cannot run here, or stopped on the way, and why
+        self.versions: dict[str, str] = {}  # of other engines
 
     def build(self, folder: Path, stack: ExitStack) -> None:
         self.peers = {}
@@ -140,6 +143,13 @@ class PeerRun(Run):
         """Ids and parameters of one sequence of a trial."""
         group = self.groups[trial.cell][trial.group]
         return group.prompts[index].ids, group.params(group.prompts[index])
+
+    def report(self, loaded: Sequence[Workload], target: LLM) -> Report:
+        made, ran = super().report(loaded, target), {trial.method for trial in self.trials}
+        made.methods = [m for m in made.methods if m.name in ran or m.name not in self.unavailable]
+        made.versions |= self.versions
+        made.unavailable = self.unavailable
+        return made
 
     def compare(self, report: Report) -> None:
         report.exactness, notes = near_ties.check(report, near_ties.NearTies(self.llm, self.request))

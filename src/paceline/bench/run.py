@@ -81,9 +81,7 @@ class Run:
         self.commit = commit()
         self.trials: list[Trial] = []
         self.notes: list[str] = []
-        self.unavailable: dict[str, str] = {}  # methods that cannot run here, or stopped on the way, and why
         self._tell = progress or (lambda *_: None)
-        self.versions: dict[str, str] = {}  # of other engines
         self.groups: dict[Cell, list[Group]] = {}
         self._runners: dict[str, EngineRunner] = {}  # by method
         self._plain = next(m for m in config.methods if m.own and m.plain)
@@ -121,7 +119,7 @@ class Run:
                 self._measure(points, total, began)
             except BaseException as error:  # what was measured is kept, whatever ends the run
                 stopped = error
-            report = self._report(loaded, target)
+            report = self.report(loaded, target)
             if stopped is not None:
                 report.notes.append(f"interrupted after {len(self.trials)} of {total} trials; ids were not compared")
                 report.settings["interrupted"] = True
@@ -187,9 +185,9 @@ class Run:
                 if limit is not None and perf_counter() - began >= limit:
                     self.notes.append(f"stopped after {limit:g} s, with {len(self.trials)} of {total} trials done")
                     return
-                wanted = [m for m in self.config.methods if m.name not in self.unavailable]
-                first = next(turns) % len(wanted)
-                for method in [*wanted[first:], *wanted[:first]]:  # A B C, B C A, ..: nobody always runs first
+                methods = self.config.methods
+                first = next(turns) % len(methods)
+                for method in [*methods[first:], *methods[:first]]:  # A B C, B C A, ..: nobody always runs first
                     if self.wanted(method, group):
                         self._tell(f"{group.cell.workload}, {method.name}", (len(self.trials), total))
                         self.trial(method, group, repeat, warm)
@@ -212,19 +210,20 @@ class Run:
         report.exactness, notes = lossless.check(report)
         report.notes += notes
 
-    def _report(self, loaded: Sequence[Workload], target: LLM) -> Report:
+    def report(self, loaded: Sequence[Workload], target: LLM) -> Report:
+        """What was measured; ids are not compared yet."""
         config = self.config
         self._tell("measuring the memory's read bandwidth", None)
         # The faster of reading from memory, and of reading again and again what may lie in a cache: the weights.
         cached = machine.read_bandwidth(config.device, target.decoder.pass_bytes)
-        bandwidth, ran = max(machine.read_bandwidth(config.device), cached), {trial.method for trial in self.trials}
+        bandwidth = max(machine.read_bandwidth(config.device), cached)
         return Report(
             title=config.title or f"{parse_model(config.model).label}: what speculation is worth",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=self.command,
             model=model_facts(target, config.model),
             machine={**machine.describe(config.device), "read_bandwidth_bytes_per_s": bandwidth},
-            versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | self.versions,
+            versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES},
             commit=self.commit,
             settings={
                 **{name: getattr(config, name) for name in (*SETTINGS, *MORE_SETTINGS)},
@@ -235,9 +234,8 @@ class Run:
                 "warm_up_tokens": WARM_UP_TOKENS,
             },
             workloads={w.name: w.as_dict() for w in loaded},
-            methods=[m for m in config.methods if m.name in ran or m.name not in self.unavailable],
+            methods=[*config.methods],
             trials=self.trials,
-            unavailable=self.unavailable,
             notes=self.notes,
         )
 
