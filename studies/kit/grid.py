@@ -32,7 +32,6 @@ from paceline.core.options import written
 from . import figures
 from .applications import with_plain
 from .figures import Panel, Series
-from .filled import encoded
 from .halves import SEED, conversations, halves
 from .peer_runs import PeerRun
 from .scores import workload_of
@@ -107,7 +106,6 @@ def measure(grid: Grid, options: Options, folder: Path) -> Report:
         overwrite=options.overwrite,
         command=options.command,
         progress=log_lines(Console(stderr=True), "dim"),
-        encode=encoded,
     )
     report = run.execute()
     if report.interrupted:

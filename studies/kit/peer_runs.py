@@ -29,6 +29,7 @@ from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 
 from . import near_ties
+from .filled import encoded
 from .peers import PEERS, Peer, PeerError, PeerResult, available, check, kind_of
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class PeerRun(Run):
     """
 
     peers: dict[str, PeerRunner]
+    encode = staticmethod(encoded)  # prompts of studies may be brought to a context
 
     def __init__(self, config: BenchConfig, **options: Any) -> None:
         peer = next((m for m in config.methods if not m.own), None)

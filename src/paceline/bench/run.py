@@ -63,8 +63,9 @@ class Run:
         overwrite: start again even if ``out`` holds a report.
         command: the command line that repeats it.
         progress: is told how far it is.
-        encode: makes ids of a workload's prompts; takes ``context`` where the settings name one.
     """
+
+    encode: Callable[..., Encoded] = Encoded  # makes ids of a workload's prompts
 
     def __init__(
         self,
@@ -74,11 +75,9 @@ class Run:
         overwrite: bool = False,
         command: Sequence[str] = (),
         progress: Progress | None = None,
-        encode: Callable[..., Encoded] = Encoded,
     ) -> None:
         self.config, self.out, self.overwrite = config, out, overwrite
-        self.command, self.encode = list(command), encode
-        self.commit = commit()
+        self.command, self.commit = list(command), commit()
         self.trials: list[Trial] = []
         self.notes: list[str] = []
         self._tell = progress or (lambda *_: None)
