@@ -21,7 +21,6 @@ from micro_parts import hops as hopping
 from micro_parts import step_parts
 
 from paceline.bench import encoding, machine, workloads
-from paceline.bench.config import numbers
 from paceline.bench.models import materialised
 from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
@@ -47,6 +46,14 @@ class MicroFlags(Options):
     temperature: float = asked(0.0, "Of sampling.", "T")
     rows: str = asked("1,2,4,8,16,32,64", "Rows of a pass.", "N,N,..")
     sizes: str = asked("64,4096,65536", "Bytes of a frame.", "N,N,..")
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """``1,8`` as whole numbers of 1 or more."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{flag} {text}", "not whole numbers of 1 or more, with commas between", f"write {flag} 1,8")
+    return tuple(map(int, parts))
 
 
 study = Study("Single operations, timed.", MicroFlags, quick={"prompts": 2, "max_new_tokens": 16, "prompt_tokens": 16})

@@ -8,12 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from paceline.bench.figures import Panel, Series
 from paceline.bench.report import load_report
 from paceline.bench.summary import Summary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))
-from kit.figures import bars  # noqa: E402
+from kit.figures import Panel, Series, bars  # noqa: E402
 
 ENGINES = {"paceline": "Paceline", "llama.cpp": "llama.cpp", "vllm": "vLLM", "transformers": "transformers"}
 

@@ -55,7 +55,7 @@ from .network.padding import cache_shape, packed_shape
 from .network.streams import CONFIG_FILE
 from .planning import machines
 from .planning.models import shape_of
-from .planning.throughput import Precision, ServedModel, predicted_points
+from .planning.throughput import ServedModel, cost_points, pass_seconds
 from .rounds import make_round, parse_round, round_of
 from .rounds.base import Origin, Place
 from .rounds.pipeline import PipelineConfig
@@ -409,9 +409,9 @@ def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> Au
 def _predicted(machine: str, target: LoadedModel) -> CostTable:
     """The planner's costs of this target on a machine that has a name."""
     decoder = target.decoder
-    stored = Precision(weight_bytes=decoder.weight_bytes, kv_bytes=decoder.dtype.itemsize)
-    network = ServedModel(shape=shape_of(decoder.config), precision=stored)
-    points = predicted_points(network, machines.machine(machine))
+    sizes, named = shape_of(decoder.config), machines.machine(machine)
+    network = ServedModel(shape=sizes, weight_bytes=decoder.weight_bytes, kv_bytes=decoder.dtype.itemsize)
+    points = cost_points(lambda *size: pass_seconds(network, named, *size), network.shape.max_position)
     return CostTable(**points, source=f"predicted by the planner for {machine}")
 
 

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from paceline.bench import figures
 from paceline.bench.config import BenchConfig, log_lines
-from paceline.bench.figures import Panel, Series
 from paceline.bench.records import Method, Report
 from paceline.bench.report import wording as say
 from paceline.bench.report import write_text
@@ -31,8 +29,9 @@ from paceline.bench.summary import Row, Summary, overall_ratio
 from paceline.core.errors import ConfigError
 from paceline.core.options import written
 
+from . import figures
 from .applications import with_plain
-from .filled import encoded
+from .figures import Panel, Series
 from .halves import SEED, conversations, halves
 from .peer_runs import PeerRun
 from .scores import workload_of
@@ -107,7 +106,6 @@ def measure(grid: Grid, options: Options, folder: Path) -> Report:
         overwrite=options.overwrite,
         command=options.command,
         progress=log_lines(Console(stderr=True), "dim"),
-        encode=encoded,
     )
     report = run.execute()
     if report.interrupted:
@@ -195,7 +193,8 @@ def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> GridLine:
         cells = [r.cell for r in parts if r.cell is not None]
         ratio = overall_ratio(summary, row.method.name, grid.over, cells) if row.method.name != grid.over else None
     counts: dict[str, Any] = {
-        name: _mean([part.figures[name] for part in parts]) for name in ("call_reduction", "accepted_length")
+        "call_reduction": _mean([_a_pass(part, "tokens") for part in parts]),
+        "accepted_length": _mean([part.figures["accepted_length"] for part in parts]),
     }
     work = ("drafted", "row_layers", "upper_row_layers")
     counts |= {name: _mean([_a_pass(part, name) for part in parts]) for name in work}
@@ -289,8 +288,7 @@ class Table:
         """The page; ends with a newline."""
         blocks = [f"# {text(self.title)}", bullets(self.remarks)]
         for heading, rows in self.parts.items():
-            body = table([text(name) for name in self.head], ([text(cell) for cell in row] for row in rows))
-            blocks += [f"## {text(heading)}" if heading else "", body]
+            blocks += [f"## {text(heading)}" if heading else "", table(self.head, rows)]
         blocks += ["## How it was measured" if self.how else "", *map(bullets, self.how)]
         blocks.append(f"To repeat it:\n\n```\n{shlex.join(command)}\n```")
         return "\n\n".join(block for block in blocks if block) + "\n"

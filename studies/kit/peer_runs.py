@@ -13,18 +13,23 @@ from typing import Any
 import torch
 
 from paceline import zoo
-from paceline.bench.measure import Group, Limits
+from paceline.bench.config import BenchConfig
+from paceline.bench.measure import EngineRunner, Group
 from paceline.bench.methods import drafter_config, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
 from paceline.bench.report import wording as say
 from paceline.bench.run import Run
 from paceline.bench.summary import Interval, Summary, best, overall_ratio
+from paceline.bench.workloads import Workload
 from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
 from paceline.core.options import named_values, read, suggest
+from paceline.core.sampling import SamplingParams
+from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 
 from . import near_ties
+from .filled import encoded
 from .peers import PEERS, Peer, PeerError, PeerResult, available, check, kind_of
 
 log = logging.getLogger(__name__)
@@ -41,7 +46,7 @@ class PeerRunner:
     """
 
     def __init__(
-        self, method: Method, folder: Path, cells: Sequence[Cell], limits: Limits, draft: Path | None = None
+        self, method: Method, folder: Path, cells: Sequence[Cell], longest: int, draft: Path | None = None
     ) -> None:
         self.method = method
         reason = available(method.engine)
@@ -56,7 +61,7 @@ class PeerRunner:
             folder,
             draft,
             threads=torch.get_num_threads(),
-            max_model_len=limits.max_model_len,
+            max_model_len=longest,
             max_batch=max(batches),
         )
         self.version = self.peer.version
@@ -100,6 +105,16 @@ class PeerRun(Run):
     """
 
     peers: dict[str, PeerRunner]
+    encode = staticmethod(encoded)  # prompts of studies may be brought to a context
+
+    def __init__(self, config: BenchConfig, **options: Any) -> None:
+        peer = next((m for m in config.methods if not m.own), None)
+        if peer is not None and parse_model(config.model).stretch > 1:  # it would be measured on a smaller model
+            wrong = "other engines cannot stretch a model"
+            raise ConfigError(f"{peer.name} with model {config.model}", wrong, "leave one of the two out")
+        super().__init__(config, **options)
+        self.unavailable: dict[str, str] = {}  # methods that cannot run here, or stopped on the way, and why
+        self.versions: dict[str, str] = {}  # of other engines
 
     def build(self, folder: Path, stack: ExitStack) -> None:
         self.peers = {}
@@ -112,7 +127,7 @@ class PeerRun(Run):
             if method.own:
                 continue
             try:
-                peer = PeerRunner(method, folder, list(self.groups), self.limits, draft)
+                peer = PeerRunner(method, folder, list(self.groups), max(map(max, self.lengths)), draft)
             except (PeerError, ConfigError) as error:
                 self.unavailable[method.name] = str(error)
                 continue
@@ -120,6 +135,23 @@ class PeerRun(Run):
             self.peers[method.name] = peer
             self.versions[method.engine] = peer.version
         super().build(folder, stack)
+
+    def llm(self, method: Method) -> LLM:
+        """The engine of one of our own methods."""
+        runner: EngineRunner = super().runner(method)
+        return runner.llm
+
+    def request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
+        """Ids and parameters of one sequence of a trial."""
+        group = self.groups[trial.cell][trial.group]
+        return group.prompts[index].ids, group.params(group.prompts[index])
+
+    def report(self, loaded: Sequence[Workload], target: LLM) -> Report:
+        made, ran = super().report(loaded, target), {trial.method for trial in self.trials}
+        made.methods = [m for m in made.methods if m.name in ran or m.name not in self.unavailable]
+        made.versions |= self.versions
+        made.unavailable = self.unavailable
+        return made
 
     def compare(self, report: Report) -> None:
         report.exactness, notes = near_ties.check(report, near_ties.NearTies(self.llm, self.request))
@@ -207,7 +239,7 @@ def peer_headline(summary: Summary) -> str | None:
     if found is None:
         return None
     ours, name, ratio = found
-    return f"Against the fastest peer: {ours} is {say.times(ratio.value)} {name} ({say.bracket(ratio)})."
+    return f"Against the fastest peer: {ours} is {ratio.value:.2f}× {name} ({say.bracket(ratio)})."
 
 
 def rival(summary: Summary) -> tuple[str, str, Interval] | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.distributed.timeline import Span
 
 from . import figures
+from .figures import Panel, Series
 
 
 def draw(spans: Sequence[Span], path: Path, label: str = "", title: str = "") -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from kit import figures
+from kit.figures import Panel, Series
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Table
 from numpy.typing import NDArray
@@ -30,7 +31,6 @@ from lyanna_parts.common import (
 from lyanna_parts.laps import Read, timed_kernels
 from paceline import native
 from paceline.bench import machine, workloads
-from paceline.bench.figures import Panel, Series
 from paceline.bench.records import Method
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import CapabilityError

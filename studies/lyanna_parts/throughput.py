@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import figures
+from kit.figures import Panel, Series
 from kit.grid import ALL, GridLine, how, lines_of, whole
 from kit.halves import conversations, halves
 from kit.study import Entry, Grid, Table, measure
@@ -26,7 +27,6 @@ from lyanna_parts.common import (
     study,
     verdict,
 )
-from paceline.bench.figures import Panel, Series
 from paceline.bench.records import PLAIN, Cell, Method, Report
 from paceline.bench.report import wording as say
 from paceline.bench.summary import Summary, overall_ratio

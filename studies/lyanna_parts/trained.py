@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit import figures
+from kit.figures import Panel, Series
 from kit.study import Table
 from torch import Tensor
 
 from lyanna_parts.common import STEPS, LyannaFlags, fastest, study, verdict
-from paceline.bench import figures, machine
-from paceline.bench.figures import Panel, Series
+from paceline.bench import machine
 from paceline.core.errors import ConfigError
 from paceline.drafters.lyanna.model import LyannaModel
 from paceline.drafters.lyanna.token_info import TokenInfo

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 from kit import figures
+from kit.figures import Panel, Series
 from kit.study import Table
 
 from mirror_parts.common import MirrorFlags, drafter_of, listen, mirror_of, plain_llm, prompts_of, study
 from mirror_parts.modelled import HALF as BEHIND
 from mirror_parts.modelled import TABLE_1, TASKS, constant, exception, ratios
 from paceline import LLM
-from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.distributed.clock import VIRTUAL, VirtualClock
 from paceline.rounds.mirror.records import Verdict

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from kit import figures
+from kit.figures import Panel, Series
 from kit.grid import apart
 from kit.study import Entry, Grid, Table
 
 from mirror_parts.common import SIX, MirrorFlags, drafter_of, listen, mirror_of, prompts_of, study
 from mirror_parts.forecast import ALONE, Forecast, Parts, Step, after, forecast, steps_of, whole
 from paceline import LLM
-from paceline.bench import figures
-from paceline.bench.figures import Panel, Series
 from paceline.bench.methods import parse_method
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.distributed.clock import Pace, RealClock

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import Precision
 
 
 def equation_1(stage_times: Sequence[float], hit_rate: float) -> float:
@@ -99,7 +98,7 @@ def choose_tree(candidates: Iterable[MeasuredTree], step_time: Callable[[int], f
 
 
 def stage_bytes(
-    shape: ModelSizes, stages: int, kv_tokens: int, runtime: float = 0.0, precision: Precision | None = None
+    shape: ModelSizes, stages: int, kv_tokens: int, runtime: float = 0.0, number_bytes: float = 2.0
 ) -> list[float]:
     """Bytes that each stage holds: layers, K/V and runtime, the first with the embedding, the last with the head.
 
@@ -110,12 +109,11 @@ def stage_bytes(
         stages: m.
         kv_tokens: of all requests together.
         runtime: bytes of kernels' own memory a stage.
-        precision: bytes of a number.
+        number_bytes: of a stored weight, key or value.
     """
-    stored = precision or Precision()
-    body = stored.weight_bytes * shape.body_parameters / stages
-    kv = stored.kv_bytes * shape.kv_values(kv_tokens) / stages
-    table = stored.weight_bytes * shape.head_parameters
+    body = number_bytes * shape.body_parameters / stages
+    kv = number_bytes * shape.kv_values(kv_tokens) / stages
+    table = number_bytes * shape.head_parameters
     ends = [table * ((stage == 0) + (stage == stages - 1)) for stage in range(stages)]
     return [body + kv + runtime + end for end in ends]
 

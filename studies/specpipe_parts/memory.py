@@ -9,7 +9,6 @@ from kit.study import Table
 from paceline.kv.pool import KVPool
 from paceline.network.stages import Stage
 from paceline.planning.models import named, shape_of
-from paceline.planning.throughput import Precision
 from specpipe_parts.common import PipeFlags, levels, study, target
 from specpipe_parts.law import stage_bytes
 
@@ -50,7 +49,7 @@ def table_1(ask: PipeFlags) -> Iterator[Table | None]:
     size = llm.decoder.dtype.itemsize
     slots = stages[0].store.k[0].shape[1]
     shape = shape_of(llm.decoder.config)
-    predicted = stage_bytes(shape, ask.stages, slots, precision=Precision(weight_bytes=size, kv_bytes=size))
+    predicted = stage_bytes(shape, ask.stages, slots, number_bytes=size)
     counted = [held(stage) for stage in stages]
     name = f"{ask.model}, {ask.stages} stages, MiB"
     both = [*zip(predicted, counted, strict=True)]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
+from kit import figures
+from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.bench import figures
-from paceline.bench.figures import Panel, Series
 from paceline.distributed.clock import VIRTUAL
 from paceline.drafters.sessions import ROOT, Ask, Opening
 from paceline.rounds.pipeline.flight import NONE

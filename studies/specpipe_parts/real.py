@@ -12,13 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from kit import figures
+from kit.figures import Panel, Series
 from kit.grid import apart
 from kit.study import Table
 
 from paceline import LLM
 from paceline.assembly import load_target, open_source
-from paceline.bench import figures
-from paceline.bench.figures import Panel, Series
 from paceline.config import LLMConfig
 from paceline.core.errors import CapabilityError
 from paceline.core.inference import inference

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kit import figures
+from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.bench import figures
-from paceline.bench.figures import Panel, Series
 from paceline.distributed.clock import VIRTUAL
 from paceline.rounds.pipeline import PipelineConfig
 from specpipe_parts.common import (

@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from kit import figures, timeline
+from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.bench.figures import Panel, Series
 from paceline.distributed.clock import VIRTUAL
 from paceline.rounds.pipeline import PipelineConfig
 from specpipe_parts.common import (

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from kit import figures
+from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.drafters.spire.model import read_shape
 from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, load_draft

@@ -9,7 +9,7 @@ from kit.study import Table
 from torch import Tensor
 
 from paceline.attention.base import slot_indices
-from paceline.bench.measure import Builder, Limits
+from paceline.bench.measure import Builder
 from paceline.bench.records import PLAIN, Method
 from paceline.core.sampling import SamplingParams
 from spire_parts.common import (
@@ -74,8 +74,7 @@ def kv_bytes(ask: SpireFlags) -> Iterator[Table | None]:
     builder, rows, values = Builder(ask.model, ask.device, ask.threads), [], []
     for method in methods:
         for context in contexts:
-            limits = Limits(max_sequences=1, max_model_len=context + 64, pool_tokens=context + 128)
-            whole, own, seen = counted(builder.llm(method, limits), method.name, context)
+            whole, own, seen = counted(builder.llm(method, [[context + 64]]), method.name, context)
             values.append(
                 {"draft": method.name, "context": context, "target_holds": whole, "holds": own, "pass_reads": seen}
             )

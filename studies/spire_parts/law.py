@@ -6,10 +6,12 @@ Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sect
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.engine.costs import CostTable
-from paceline.planning.throughput import Cost, DraftPlan, RoundCost, ServedModel, first_that, pass_cost, round_of
+from paceline.planning.throughput import MOST_ROWS, Cost, RoundCost, ServedModel, pass_cost, round_of
 
 
 def paper_cost(network: ServedModel, batch: int, context: float, rows: int) -> Cost:
@@ -18,9 +20,11 @@ def paper_cost(network: ServedModel, batch: int, context: float, rows: int) -> C
     return replace(pass_cost(headless, batch, context, rows), attention=0.0)
 
 
-def round_cost(speculation: DraftPlan, batch: int, context: float, hoi: float) -> RoundCost:
+def round_cost(
+    target: ServedModel, draft: ServedModel, depth: int, batch: int, context: float, hoi: float
+) -> RoundCost:
     """A round in FLOPs or their equivalents, from HOI alone (section 2). ``hoi`` in FLOPs a byte."""
-    return round_of(speculation, lambda n, rows: paper_cost(n, batch, context, rows).forward(hoi))
+    return round_of(lambda n, rows: paper_cost(n, batch, context, rows).forward(hoi), target, draft, depth)
 
 
 def critical_context(network: ServedModel, hoi: float, rows: int) -> int | None:
@@ -41,6 +45,12 @@ def critical_context(network: ServedModel, hoi: float, rows: int) -> int | None:
 def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) -> int | None:
     """B_crit of section 4 and figure 3: the smallest batch for which a pass is compute-bound; None: there is none."""
     return first_that(lambda batch: paper_cost(network, batch, context, rows).intensity >= hoi)
+
+
+def first_that(holds: Callable[[int], bool]) -> int | None:
+    """The smallest number from 1 on for which a condition holds that stays true once it is; None up to `MOST_ROWS`."""
+    found = 1 + bisect_left(range(1, MOST_ROWS + 1), True, key=holds)
+    return found if found <= MOST_ROWS else None
 
 
 def power_of_two(value: float) -> int:

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit import figures
+from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.bench import figures
-from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.planning import models
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import DraftPlan, ServedModel
+from paceline.planning.throughput import ServedModel
 from spire_parts import law
 from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, SpireFlags, study
 
@@ -43,8 +43,8 @@ def multiplier(target: ModelSizes, draft: str, batch: int, context: int, window:
     """The throughput multiplier of section 2 of one of the three drafts."""
     shapes = {VANILLA: target.halved(), MAGICDEC: target, SPIRE: target.last_layers(target.num_layers // 4)}
     keys = None if draft == VANILLA else window
-    spoken = DraftPlan(target=ServedModel(shape=target), draft=ServedModel(shape=shapes[draft], keys=keys), depth=DEPTH)
-    return law.round_cost(spoken, batch, context, hoi).multiplier(TAUS[draft])
+    drafting = ServedModel(shape=shapes[draft], keys=keys)
+    return law.round_cost(ServedModel(shape=target), drafting, DEPTH, batch, context, hoi).multiplier(TAUS[draft])
 
 
 def checked(ask: SpireFlags) -> float:

@@ -12,16 +12,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from kit import figures
+from kit.figures import Panel, Series
 from kit.filled import Filled
 from kit.scores import workload_of
 from kit.study import Table
 from torch import Tensor
 
-from paceline.bench import figures, machine, workloads
+from paceline.bench import machine, workloads
 from paceline.bench.calibrate import BATCHES, measure
-from paceline.bench.figures import Panel, Series
 from paceline.bench.law import MeasuredLaw, measure_law
-from paceline.bench.measure import Builder, Limits
+from paceline.bench.measure import Builder
 from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
@@ -30,9 +31,8 @@ from paceline.drafters.spire.model import read_shape as read_draft
 from paceline.engine.costs import CostTable
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
-from paceline.planning.measured import errors
 from paceline.planning.models import read_shape, shape_of
-from paceline.planning.throughput import ROWS, Precision, ServedModel, cost_points
+from paceline.planning.throughput import ROWS, ServedModel, cost_points
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,
@@ -65,8 +65,8 @@ SMALL: dict[str, Any] = {
 def network_of(llm: LLM) -> ServedModel:
     """The target's sizes, as it is stored."""
     decoder = llm.decoder
-    stored = Precision(weight_bytes=1.0 if decoder.quant else decoder.dtype.itemsize, kv_bytes=decoder.dtype.itemsize)
-    return ServedModel(shape=shape_of(decoder.config), precision=stored)
+    number = float(decoder.dtype.itemsize)
+    return ServedModel(shape=shape_of(decoder.config), weight_bytes=1.0 if decoder.quant else number, kv_bytes=number)
 
 
 def draft_of(ask: SpireFlags, name: str, target: ServedModel) -> ServedModel:
@@ -190,7 +190,7 @@ def prepare(ask: SpireFlags, model: str, contexts: Sequence[int], steps: int) ->
     count, found = max(ask.numbers("batches")), dict[int, LentPrompts]()
     for context in contexts:
         llm = Builder(model, ask.device, ask.threads).llm(
-            _at_once(Method(name=PLAIN), ask.dtype), _limits(count, context, 0)
+            _at_once(Method(name=PLAIN), ask.dtype), _lengths(count, context, 0)
         )
         prompts = prompts_of(ask, llm, count, context, room_of(steps))
         found[context] = (made_up if ask.model.startswith("random:") else computed)(llm, prompts)
@@ -207,7 +207,7 @@ def measured_cells(ask: SpireFlags, model: str, known: Mapping[int, LentPrompts]
     builder, found, room = Builder(model, ask.device, ask.threads), [], room_of(steps)
     places = [(batch, context) for context in known for batch in ask.numbers("batches")]
     for method in methods:
-        llm = builder.llm(_at_once(method, ask.dtype), _limits(max(ask.numbers("batches")), max(known), room))
+        llm = builder.llm(_at_once(method, ask.dtype), _lengths(max(ask.numbers("batches")), max(known), room))
         taken: dict[tuple[int, int], list[tuple[list[float], float]]] = {place: [] for place in places}
         for batch, context in places * ask.repeats:
             for _ in range(max(1, SMALL_TURNS // batch)):
@@ -222,9 +222,8 @@ def measured_cells(ask: SpireFlags, model: str, known: Mapping[int, LentPrompts]
     return sorted(found, key=lambda one: (one.batch, one.context))
 
 
-def _limits(batch: int, context: int, room: int) -> Limits:
-    each = context + room + DEPTH + 1
-    return Limits(max_sequences=batch, max_model_len=each, pool_tokens=batch * (each + 32))
+def _lengths(batch: int, context: int, room: int) -> list[list[int]]:
+    return [[context + room + DEPTH + 1] * batch]
 
 
 def _at_once(method: Method, dtype: str) -> Method:
@@ -296,7 +295,7 @@ def cells(ask: SpireFlags) -> Iterator[Table | None]:
         measured = measured_cells(ask, folder, known, steps)
     networks = {PLAIN: target, **{name: draft_of(ask, name, target) for name in contestants(ask)}}
     found = Cells(predicted_cells(measured, law, networks))
-    off = median(map(abs, errors(law.law, law.held_out)))
+    off = median(abs(one["error"]) for one in law.held_out)
     held = f"the law's median error of passes that it was not fitted to: {off:.0%}"
     yield Table(
         title=f"Throughput of decoding steps by batch and context, T={ask.temperature:g}",
@@ -351,7 +350,7 @@ def budgets(ask: SpireFlags) -> Iterator[Table | None]:
             "calibrated": asdict(calibrated),
             "planned": asdict(planned),
             "law": asdict(law.law),
-            "law_errors": errors(law.law, law.held_out),
+            "law_errors": [one["error"] for one in law.held_out],
             "machine": machine.describe(ask.device),
         },
         remarks=[verdict(f"at most {max(apart)} nodes apart, 1 wanted", max(apart) <= 1)],

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
+from kit import figures
+from kit.figures import COLOURS, Panel, Series
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Table
 from torch import Tensor
 
-from paceline.bench import figures, workloads
-from paceline.bench.figures import COLOURS, Panel, Series
+from paceline.bench import workloads
 from paceline.core.sampling import SamplingParams
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder

@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from kit import figures
+from kit.figures import Panel, Series
 from kit.grid import GridLine, how, split_lines
 from kit.halves import halves
 from kit.scores import TASK_WORKLOADS
 from kit.study import Entry, Table, measure
 
-from paceline.bench import figures
-from paceline.bench.figures import Panel, Series
 from paceline.bench.records import PLAIN, Method, Report, Trial
 from paceline.bench.report import wording as say
 from paceline.bench.summary import Summary, overall_ratio

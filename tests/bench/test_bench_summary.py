@@ -65,7 +65,7 @@ def test_speedup_is_the_geometric_mean_over_groups_of_the_median_over_repeats() 
     found = overall_ratio(Summary(report_of(trials, PLAIN, FAST)), "fast", "plain", [CELL])
     assert found is not None
     assert found.value == pytest.approx(math.sqrt(4 * 8))
-    assert (found.groups, found.pairs) == (2, 6)
+    assert found.pairs == 6
     assert found.low <= found.value <= found.high
 
 
@@ -122,7 +122,7 @@ def test_the_same_report_gives_the_same_figures_in_any_order_of_trials() -> None
     report = World().report()
     other = replace(report, trials=sorted(report.trials, key=lambda t: (t.method, t.repeat, t.cell.workload)))
     index, shuffled = Summary(report), Summary(other)
-    for cell in index.cells:
+    for cell in {cell for cell, _ in index.trials}:
         assert overall_ratio(index, "ngram", "plain", [cell]) == overall_ratio(shuffled, "ngram", "plain", [cell])
 
 

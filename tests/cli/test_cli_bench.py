@@ -128,7 +128,7 @@ def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
         (["--method", "vllm/ngram"], "studies/peers.py"),
         (["--batch", "1,x"], "--batch 1,x"),
         (["--batch", "64"], "batch 64"),
-        (["--temperature", "-1"], "--temperature -1"),
+        (["--temperature", "-1"], "temperatures must be 0 or more"),
         (["--workload", "boks"], "books"),
         (["--workload", "drop"], "--data"),
         (["--data", "/nowhere/at/all"], "/nowhere/at/all"),

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from paceline import LLM, zoo
 from paceline.bench import law as laws
-from paceline.bench.law import MeasuredLaw
+from paceline.bench.law import MeasuredLaw, errors_of
 from paceline.bench.methods import parse_method
 from paceline.cli import app, plan_view
 from paceline.cli.plan import resolve
 from paceline.drafters import registry
-from paceline.planning.measured import PassLaw, TimedPass
+from paceline.planning.measured import PassLaw
 from paceline.planning.plan import DRAFTERS, PLAIN
 from paceline.planning.throughput import ServedModel
 
@@ -155,12 +155,12 @@ def test_the_law_and_its_errors_are_shown(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("COLUMNS", "200")
     law = PassLaw(host=1e-3, row=1e-5, weight=1e-10, hoi=16.0, kv=0.0, attention=0.0)
     network = ServedModel(shape=resolve("paceline-small"))
-    passes = [
-        TimedPass(network=network, batch=1, context=9, rows=rows, seconds=law.seconds(network, 1, 9, rows) * off)
-        for rows, off in ((1, 1.0), (2, 1.0), (4, 1.25))
-    ]
-    found = MeasuredLaw(law=law, fitted=passes[:1], held_out=passes)
-    plan_view.show_law(found, law.machine("a test", 8e9, "cpu"))
+    passes = {
+        (network, 1, 9, rows): law.seconds(network, 1, 9, rows) * off for rows, off in ((1, 1.0), (2, 1.0), (4, 1.25))
+    }
+    rows = errors_of(law, passes)
+    found = MeasuredLaw(law=law, fitted=rows[:1], held_out=rows)
+    plan_view.show_law(found, law.machine("a test", 8e9))
     told = capsys.readouterr()
     assert "weights 10.0 GB/s, products 160 GFLOP/s, K/V at no cost, attention beside its reads" in told.out
     assert "-20%" in told.out and "not fitted to: median 0%, largest 20%; of the others: median 0%" in told.out
@@ -186,7 +186,7 @@ def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
         (("--window", "0"), "window must be 1 or more"),
         (("--depth", "0"), "depth must be 1 or more"),
         (("--batch", "0"), "batch must be 1 or more"),
-        (("--devices", "0"), "--devices 0: a model lies on one device at least. Give 1 or more"),
+        (("--devices", "0"), "devices=0: devices must be 1 or more"),
         (("--machine", "cpu", "--devices", "2"), "no link"),
         (("--tau", "spire=9"), "Give 1 to 5"),
         (("--tau", "spire"), "not a name and a value"),

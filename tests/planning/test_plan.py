@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.planning import acceptance, machines, models, plan, throughput
 from paceline.planning.acceptance import Acceptance
 from paceline.planning.plan import PlanRequest, RankedDrafter
-from paceline.planning.throughput import Parallel, Precision, ServedModel
+from paceline.planning.throughput import ServedModel
 
 
 def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) -> PlanRequest:
@@ -78,12 +78,12 @@ def test_what_the_user_says_of_acceptance_counts() -> None:
 
 
 def test_less_memory_for_numbers_and_more_devices_hold_and_read_less() -> None:
-    base, small = ranked(depth=4), ranked(depth=4, precision=Precision(weight_bytes=1.0, kv_bytes=1.0))
+    base, small = ranked(depth=4), ranked(depth=4, weight_bytes=1.0, kv_bytes=1.0)
     assert small["spire"].holds == pytest.approx(base["spire"].holds / 2)
     assert small["none"].tokens_per_s == pytest.approx(2 * base["none"].tokens_per_s)
     assert plan.devices_needed(question(), base["none"].holds) == 19
     assert base["magicdec"].holds == base["none"].holds < base["spire"].holds
-    spread = ranked(depth=4, parallel=Parallel(tensor=8))
+    spread = ranked(depth=4, devices=8)
     assert 4 < spread["none"].tokens_per_s / base["none"].tokens_per_s < 8
 
 
@@ -97,7 +97,7 @@ def test_a_mixture_gains_less_where_a_batch_leaves_experts_cold() -> None:
 
 def test_the_link_is_named_where_devices_talk() -> None:
     """3.26 of 11.65 ms."""
-    eight = {"context": 4096, "depth": 4, "parallel": Parallel(tensor=8)}
+    eight = {"context": 4096, "depth": 4, "devices": 8}
     found = ranked(**eight)["ngram"]
     assert found.reason.endswith("; 28% of that is on the link")
     assert 1e3 * found.round.verify == pytest.approx(11.654, abs=1e-3)
@@ -207,8 +207,8 @@ def test_acceptances_that_cannot_be(taus: dict[str, str], wrong: str) -> None:
         ({"depth": 0}, "depth must be 1 or more"),
         ({"width": 65}, "width must be 64 or less"),
         ({"draft": models.named("qwen3-8b")}, "qwen3-8b has 40,960 positions"),
-        ({"parallel": Parallel(tensor=65)}, "has 64 heads. Give 1 to 64"),
-        ({"parallel": Parallel(stages=81)}, "has 80 layers. Give 1 to 80"),
+        ({"devices": 65}, "has 64 heads. Give 1 to 64"),
+        ({"stages": 81}, "has 80 layers. Give 1 to 80"),
     ],
 )
 def test_bounds_are_named(given_: dict[str, Any], wrong: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline.planning import machines, models, throughput
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import Cost, DraftPlan, Parallel, Precision, RoundCost, ServedModel
+from paceline.planning.throughput import Cost, RoundCost, ServedModel
 
 HOI = 400.0
 
@@ -59,7 +59,7 @@ def test_attention_is_four_flops_a_key_a_head_and_a_dimension() -> None:
 
 def test_quantised_weights_and_caches_are_read_in_fewer_bytes() -> None:
     whole = throughput.pass_cost(ServedModel(shape=LARGE), 4, 1000)
-    small = throughput.pass_cost(ServedModel(shape=LARGE, precision=Precision(weight_bytes=1, kv_bytes=0.5)), 4, 1000)
+    small = throughput.pass_cost(ServedModel(shape=LARGE, weight_bytes=1, kv_bytes=0.5), 4, 1000)
     assert (small.weights, small.kv) == (whole.weights / 2, whole.kv / 4) and small.compute == whole.compute
 
 
@@ -81,24 +81,25 @@ def test_sliding_layers_see_their_window() -> None:
 
 
 def test_a_tree_pays_for_its_rows() -> None:
-    chain = DraftPlan(target=ServedModel(shape=LARGE), draft=ServedModel(shape=shape("llama-3-8b")))
-    wide = replace(chain, width=8)
-    assert (chain.rows, wide.rows) == (5, 33)
-    machine = machines.machine("h100")
-    costs = [
-        throughput.round_of(made, lambda n, rows: throughput.pass_seconds(n, machine, 64, 128, rows))
-        for made in (chain, wide)
-    ]
+    target, draft, machine = (*(ServedModel(shape=s) for s in (LARGE, shape("llama-3-8b"))), machines.machine("h100"))
+    asked: list[tuple[ServedModel, int]] = []
+
+    def each(network: ServedModel, rows: int) -> float:
+        asked.append((network, rows))
+        return throughput.pass_seconds(network, machine, 64, 128, rows)
+
+    costs = [throughput.round_of(each, target, draft, 4, width) for width in (1, 8)]
+    assert {rows for network, rows in asked if network == target} == {1, 5, 33}
     assert costs[1].verify > 2 * costs[0].verify and costs[1].draft > costs[0].draft
 
 
 def test_seconds_on_one_device_are_the_cost_over_its_arithmetic() -> None:
     machine = machines.machine("a100")
     spire = ServedModel(shape=LARGE.last_layers(20), keys=8192)
-    made = DraftPlan(target=ServedModel(shape=LARGE), draft=spire)
-    seconds = throughput.round_of(made, lambda n, rows: throughput.pass_seconds(n, machine, 64, 65_536, rows))
-    flops = throughput.round_of(made, lambda n, rows: throughput.pass_cost(n, 64, 65_536, rows).forward(machine.hoi))
-    assert seconds.iteration_multiplier == pytest.approx(flops.iteration_multiplier)
+    pair, hoi = (ServedModel(shape=LARGE), spire), machine.hoi
+    seconds = throughput.round_of(lambda n, rows: throughput.pass_seconds(n, machine, 64, 65_536, rows), *pair, 4)
+    flops = throughput.round_of(lambda n, rows: throughput.pass_cost(n, 64, 65_536, rows).forward(hoi), *pair, 4)
+    assert seconds.multiplier(3.0) == pytest.approx(flops.multiplier(3.0))
     assert seconds.plain * machine.flops == pytest.approx(flops.plain)
 
 
@@ -108,10 +109,10 @@ def test_seconds_on_one_device_are_the_cost_over_its_arithmetic() -> None:
 def test_devices_share_the_work_and_talk() -> None:
     machine, network = machines.machine("h100"), ServedModel(shape=LARGE)
     one = throughput.pass_seconds(network, machine, 64, 4096)
-    eight = throughput.pass_seconds(network, machine, 64, 4096, parallel=Parallel(tensor=8))
-    fast = throughput.pass_seconds(network, replace(machine, link=1e30), 64, 4096, parallel=Parallel(tensor=8))
+    eight = throughput.pass_seconds(network, machine, 64, 4096, devices=8)
+    fast = throughput.pass_seconds(network, replace(machine, link=1e30), 64, 4096, devices=8)
     assert fast == pytest.approx(one / 8) and fast < eight < one / 4
-    sixteen = throughput.pass_seconds(network, replace(machine, link=1e30), 64, 4096, parallel=Parallel(tensor=16))
+    sixteen = throughput.pass_seconds(network, replace(machine, link=1e30), 64, 4096, devices=16)
     assert sixteen > fast / 2  # eight K/V heads cannot be shared by sixteen
 
 
@@ -120,22 +121,22 @@ def test_an_all_reduce_is_a_rings() -> None:
     machine, network = machines.machine("h100"), ServedModel(shape=LARGE)
     endless = replace(machine, link=1e30)
 
-    on, off = (throughput.pass_seconds(network, m, 64, 4096, 5, Parallel(tensor=8)) for m in (machine, endless))
+    on, off = (throughput.pass_seconds(network, m, 64, 4096, 5, devices=8) for m in (machine, endless))
     volume = 2 * 80 * 64 * 5 * 8192 * 2 / machine.link
     assert on - off == pytest.approx(volume * 2 * 7 / 8)
 
 
 def test_stages_work_on_parts_of_the_batch() -> None:
     machine, network = replace(machines.machine("h100"), link=1e30), ServedModel(shape=LARGE)
-    four = throughput.pass_seconds(network, machine, 64, 4096, parallel=Parallel(stages=4))
+    four = throughput.pass_seconds(network, machine, 64, 4096, stages=4)
     assert four == pytest.approx(throughput.pass_seconds(network, machine, 16, 4096))
-    alone = throughput.pass_seconds(network, machine, 1, 4096, parallel=Parallel(stages=4))
+    alone = throughput.pass_seconds(network, machine, 1, 4096, stages=4)
     assert alone == pytest.approx(throughput.pass_seconds(network, machine, 1, 4096))  # one request fills one stage
 
 
 def test_devices_without_a_link_are_refused() -> None:
     with pytest.raises(ConfigError, match="no link"):
-        throughput.pass_seconds(ServedModel(shape=SMALL), machines.machine("cpu"), 1, 8, parallel=Parallel(tensor=2))
+        throughput.pass_seconds(ServedModel(shape=SMALL), machines.machine("cpu"), 1, 8, devices=2)
 
 
 # -- what holds for any
@@ -184,12 +185,9 @@ def test_bounds_by_name() -> None:
 @pytest.mark.parametrize(
     ("make", "wrong"),
     [
-        (lambda: Precision(weight_bytes=-1.0), "weight_bytes must be above 0"),
-        (lambda: Precision(kv_bytes=0.0), "kv_bytes must be above 0"),
+        (lambda: ServedModel(shape=SMALL, weight_bytes=-1.0), "weight_bytes must be above 0"),
+        (lambda: ServedModel(shape=SMALL, kv_bytes=0.0), "kv_bytes must be above 0"),
         (lambda: ServedModel(shape=SMALL, keys=0), "keys must be 1 or more"),
-        (lambda: DraftPlan(target=ServedModel(shape=SMALL), depth=0), "depth must be 1 or more"),
-        (lambda: DraftPlan(target=ServedModel(shape=SMALL), width=0), "width must be 1 or more"),
-        (lambda: Parallel(tensor=0), "tensor must be 1 or more"),
         (lambda: replace(machines.machine("h100"), bandwidth=0.0), "bandwidth must be above 0"),
         (lambda: SMALL.last_layers(9), "the model has 8"),
         (lambda: machines.machine("h10"), "Did you mean 'h100'"),

@@ -583,7 +583,7 @@ def test_every_mode_of_a_peer() -> None:
 def test_other_engines_stretch_no_model() -> None:
     methods = tuple(read_methods(["plain", "transformers/plain"]))
     with pytest.raises(ConfigError, match="cannot stretch a model"):
-        config(model="stretch:paceline-small,times=2", methods=methods)
+        peer_runs.PeerRun(config(model="stretch:paceline-small,times=2", methods=methods))
 
 
 # -- beside ours

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
 from kit import figures, grid, study
+from kit.figures import Panel, Series
 from kit.grid import ALL, apart, lines_of, table_of, whole
 from kit.study import Entry, Grid, GridLine, Options, Study, Table, asked
 from kits.reports import Truth, World, differ
 
-from paceline.bench.figures import Panel, Series
 from paceline.bench.methods import parse_method
 from paceline.bench.records import Method, Report
 from paceline.bench.report import load_report
@@ -124,7 +124,7 @@ def test_a_figure_has_defaults_of_its_own_and_the_user_the_last_word(run: Any, m
         (("figure_2", "--sets", "a=b", "--sets", "a=c", "--out", "x"), "there twice"),
         (("figure_1", "--depth", "3", "--out", "x"), "means nothing to figure_1"),
         (("figure_1", "--prompts", "many", "--out", "x"), "invalid int value"),
-        (("figure_1", "--prompts", "0", "--out", "x"), "nothing would be measured"),
+        (("figure_1", "--prompts", "0", "--out", "x"), "prompts must be 1 or more"),
         (("figure_1", "--colour", "red", "--out", "x"), "--colour"),
         (("figure_1", "--tasks", "sql,sql", "--out", "x"), "one twice"),
         (("table_1", "--files", "unfit", "--out", "x"), "does not fit"),
@@ -168,7 +168,7 @@ def test_a_grid_is_run_and_written(run: Any, tmp_path: Path, capsys: pytest.Capt
     assert "Look-ups" in said.out and "speed-up over plain" in said.out and str(tmp_path / "figure_1.svg") in said.out
     assert load_report(tmp_path / "figure_1").methods[0].plain
     assert json.loads((tmp_path / "table_1.json").read_text())["seed"] == 0
-    assert r"| x\|y | \[1, 2\] |" in (tmp_path / "table_1.md").read_text() and "[1, 2]" in said.out
+    assert r"| x\|y | [1, 2] |" in (tmp_path / "table_1.md").read_text() and "[1, 2]" in said.out
     assert run(*given) == study.WRONG and "--overwrite" in capsys.readouterr().err
     assert run(*given, "--overwrite") == 0
     assert "--overwrite" not in json.loads((tmp_path / "figure_1.json").read_text())["command"]

@@ -12,9 +12,9 @@ from spire_parts import law
 from paceline import zoo
 from paceline.engine.costs import CostTable
 from paceline.planning import models
-from paceline.planning.measured import TimedPass, errors, fit
+from paceline.planning.measured import errors, fit
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import DraftPlan, ServedModel, cost_points
+from paceline.planning.throughput import ServedModel, cost_points
 
 HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
 TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512
@@ -29,17 +29,12 @@ def shape(name: str) -> ModelSizes:
 SMALL, LARGE = shape("spire-8-layer"), shape("llama-3-70b")
 
 
-def of_the_paper(target: ModelSizes, drafter: str, window: int | None) -> DraftPlan:
-    drafts = {"spire": target.last_layers(target.num_layers // 4), "magicdec": target, "vanilla": target.halved()}
-    keys = None if drafter == "vanilla" else window
-    return DraftPlan(target=ServedModel(shape=target), draft=ServedModel(shape=drafts[drafter], keys=keys))
-
-
 def multiplier(
     target: ModelSizes, drafter: str, batch: int, context: int, window: int | None, hoi: float = HOI
 ) -> float:
-    made = law.round_cost(of_the_paper(target, drafter, window), batch, context, hoi)
-    return made.multiplier(TAUS[drafter])
+    drafts = {"spire": target.last_layers(target.num_layers // 4), "magicdec": target, "vanilla": target.halved()}
+    draft = ServedModel(shape=drafts[drafter], keys=None if drafter == "vanilla" else window)
+    return law.round_cost(ServedModel(shape=target), draft, 4, batch, context, hoi).multiplier(TAUS[drafter])
 
 
 # -- the paper's numbers
@@ -124,11 +119,11 @@ def test_the_planners_table_chooses_within_one_node_of_a_calibrated_one() -> Non
     network = ServedModel(shape=models.read_shape(folder))
     sizes = {"d_model": 768, "d_ff": 2048, "num_heads": 12, "num_kv_heads": 12, "max_position": 4096}
     larger = ServedModel(shape=replace(network.shape, **sizes))
-    points = [
-        TimedPass(network=of, batch=1, context=context, rows=rows, seconds=ms / 1e3)
+    points = {
+        (of, 1, context, rows): ms / 1e3
         for of, context, measured in ((network, 256, CALIBRATED), (larger, 1024, LARGER))
         for rows, ms in measured
-    ]
+    }
     found = fit(points)
     assert median(map(abs, errors(found, points))) < 0.03
     points_ = cost_points(lambda batch, context, rows: found.seconds(network, batch, context, rows), 2048)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -19,6 +20,7 @@ from ..kv.pool import KVPool
 from ..llm import LLM
 from ..network.decoder import Decoder
 from ..planning.throughput import ROWS
+from .config import StepConfig
 
 BATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one row each
 CONTEXTS = (128, 1024)  # committed tokens: of the table, and to see how costs grow
@@ -31,9 +33,7 @@ def calibrate(
     progress: Callable[[str, int, int], None] = lambda *_: None,
     *,
     repeats: int = 15,
-    rows: Sequence[int] = ROWS,
-    batches: Sequence[int] = BATCHES,
-    contexts: Sequence[int] = CONTEXTS,
+    **sizes: Sequence[int],
 ) -> tuple[Calibration, Path]:
     """Measure the target's passes, and those of the model that ``drafter`` runs, and write them down.
 
@@ -42,9 +42,7 @@ def calibrate(
         drafter: as ``LLM(drafter=...)`` takes it; None: the target alone.
         progress: called with whose passes are timed, the rounds done, and of how many.
         repeats: passes of each kind; medians count.
-        rows: of one sequence.
-        batches: sequences of one row each.
-        contexts: committed tokens of each.
+        sizes: ``rows``, ``batches`` and ``contexts`` of `measure`.
 
     Returns:
         The figures, and the file that they were written to.
@@ -54,16 +52,8 @@ def calibrate(
     """
 
     def measured(of: LLM, name: str) -> CostTable:
-        room = of.decoder.config.max_position
-        most = [count for count in rows if count < room]
-        return measure(
-            of.decoder,
-            rows=most,
-            batches=batches,
-            contexts=[context for context in contexts if context + most[-1] <= room] or [0],
-            repeats=repeats,
-            progress=lambda done: progress(f"timing passes of {name}", done, repeats + 1),
-        )
+        tell = partial(progress, f"timing passes of {name}")
+        return measure(of.decoder, repeats=repeats, progress=lambda done: tell(done, repeats + 1), **sizes)
 
     chosen = registry.parse(drafter)
     draft, dtype = getattr(chosen, "model", None), str(getattr(chosen, "dtype", "auto"))
@@ -90,22 +80,25 @@ def store(llm: LLM, table: CostTable, drafts: Mapping[str, CostTable], repeats: 
 def measure(
     decoder: Decoder,
     *,
-    rows: Sequence[int],
-    batches: Sequence[int],
-    contexts: Sequence[int],
     repeats: int,
+    rows: Sequence[int] = ROWS,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
     progress: Callable[[int], None] | None = None,
 ) -> CostTable:
-    """The table of costs of a model's passes.
+    """The table of costs of a model's passes; sizes beyond its positions are left out.
 
     Args:
+        repeats: passes of each kind; medians count.
         rows: rows of one sequence, from 1 on.
         batches: sequences of one row each, from 1 on.
         contexts: committed tokens; the table is that of the first, a second one tells how costs grow.
-        repeats: passes of each kind; medians count.
         progress: called with the number of rounds done, of ``repeats + 1``.
     """
-    near, far = contexts[0], contexts[-1]
+    room = decoder.config.max_position
+    rows = [count for count in rows if count < room]
+    fitting = [context for context in contexts if context + rows[-1] <= room] or [0]
+    near, far = fitting[0], fitting[-1]
     sizes = [(1, near, r, None) for r in rows] + [(b, near, 1, None) for b in batches] + [(1, far, 1, None)]
     found = {size: median(times) for size, times in time_passes(decoder, sizes, repeats, progress).items()}
     grown = found[1, far, 1, None] - found[1, near, 1, None]
@@ -142,12 +135,7 @@ def time_passes(
 
 
 def measure_steps(
-    decoder: Decoder,
-    rows: Sequence[int],
-    contexts: Sequence[int],
-    bandwidth: float,
-    repeats: int = 30,
-    progress: Callable[[int], None] | None = None,
+    decoder: Decoder, asked: StepConfig, bandwidth: float, progress: Callable[[int], None] | None = None
 ) -> list[dict[str, float]]:
     """Time passes of every row count at every context (committed tokens); see `time_passes`.
 
@@ -159,16 +147,13 @@ def measure_steps(
         90th percentiles ``low_ms`` and ``high_ms``; bytes of weights and of K/V that a pass reads; weights read over
         the time; and weights and K/V over the time as a share of ``bandwidth``.
     """
-    steps = time_passes(decoder, [(1, c, r, None) for c in contexts for r in rows], repeats, progress)
+    sizes: list[PassSize] = [(1, context, rows, None) for context in asked.context for rows in asked.rows]
     per_token, weights = KVPool.bytes_per_token(*decoder.cache_shape, decoder.dtype), decoder.pass_bytes
     found = []
-    for (_, context, count, _), times in steps.items():
+    for (_, context, rows, _), times in time_passes(decoder, sizes, asked.repeats, progress).items():
         low, middle, high = map(float, np.quantile(times, [0.1, 0.5, 0.9]))
-        kv = (context + count) * per_token
-        sizes = {"rows": count, "context": context, "weight_bytes": weights, "kv_bytes": kv}
-        rates = {
-            "weights_gb_per_s": weights / middle / 1e6,
-            "share_of_bandwidth": (weights + kv) / (middle * 1e-3) / bandwidth,
-        }
-        found.append({**sizes, "step_ms": middle, "low_ms": low, "high_ms": high, **rates})
+        kv = (context + rows) * per_token
+        sized = {"rows": rows, "context": context, "weight_bytes": weights, "kv_bytes": kv}
+        timed = {"step_ms": middle, "low_ms": low, "high_ms": high, "weights_gb_per_s": weights / middle / 1e6}
+        found.append(sized | timed | {"share_of_bandwidth": (weights + kv) / (middle * 1e-3) / bandwidth})
     return found

@@ -48,7 +48,7 @@ def verdict(ratio: Interval | None) -> str:
     """``faster``, ``slower``, ``same`` where the interval covers 1, ``unknown`` where there is no interval."""
     if ratio is None or ratio.pairs < 2:
         return "unknown"
-    if ratio.covers(1.0):
+    if ratio.low <= 1.0 <= ratio.high:
         return "same"
     return "faster" if ratio.low > 1 else "slower"
 
@@ -65,8 +65,8 @@ def compare(a: Report, b: Report) -> list[ComparedRow]:
 def only(a: Report, b: Report) -> list[str]:
     """Methods in cells that report ``a`` has and ``b`` lacks."""
     left, others = Summary(a), _measured(Summary(b))
-    keys = [key for key in _measured(left) if key not in others]
-    return [f"{say.method_name(left.methods[name])}, {say.cell_label(cell)}" for cell, name in keys]
+    missing = (key for key in _measured(left) if key not in others)
+    return [f"{say.method_name(left.methods[name])}, {say.cell_label(cell)}" for cell, name in missing]
 
 
 def _measured(summary: Summary) -> list[tuple[Cell, str]]:
@@ -143,7 +143,6 @@ def _ratio(sides: Sequence[tuple[Logs, Logs]], label: str) -> Interval | None:
     return interval_of(
         _mean([b for _, b in matched]) - _mean([a for a, _ in matched]),
         resamples,
-        groups=sum(min(len(a), len(b)) for a, b in matched),
         pairs=sum(min(sum(map(len, a.values())), sum(map(len, b.values()))) for a, b in matched),
     )
 

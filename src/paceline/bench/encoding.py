@@ -14,7 +14,6 @@ from ..engine.tokens import chat_ids
 from ..engine.tokens import encode as encode_text
 from ..llm import LLM
 from .config import PROMPT_TOKENS, BenchConfig
-from .measure import SPARE_TOKENS, Limits
 from .records import Cell, PromptIds
 from .workloads import Prompt, Workload
 
@@ -101,13 +100,13 @@ class Encoded:
 
     def _encoded(self, prompt: Prompt, name: str, texts: Sequence[str]) -> PromptIds:
         self.count += 1
-        return PromptIds(id=name, category=prompt.category, ids=tuple(self.fit(prompt, name, texts)))
+        return PromptIds(id=name, ids=tuple(self.fit(prompt, name, texts)))
 
 
 def prompt_ids(
     config: BenchConfig,
     workload: Workload,
-    engine: Callable[[Limits | None], LLM],
+    engine: Callable[..., LLM],
     cell: Cell,
     encode: Callable[..., Encoded],
 ) -> tuple[list[PromptIds], list[str]]:
@@ -117,34 +116,31 @@ def prompt_ids(
 
     Args:
         config, workload: what is asked.
-        engine: plain decoding, with room for so much.
+        engine: plain decoding, with room for sequences of such lengths (see `measure.Builder`).
         cell: its context, to which ``encode`` brings every prompt (None: prompts as they are), and new tokens.
         encode: makes ids of the prompts.
 
     Raises:
         ConfigError: a prompt that does not fit.
     """
-    shape, tokenizer = (llm := engine(None)).decoder.config, llm.tokenizer
+    shape, tokenizer = (llm := engine()).decoder.config, llm.tokenizer
     if config.random:
         length = cell.context or config.prompt_tokens or PROMPT_TOKENS
         return random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
     lengths = {"max_model_len": shape.max_position, "max_new_tokens": cell.max_new_tokens}
-    lengths |= {} if cell.context is None else {"context": cell.context}
-    encoded = encode(workload, tokenizer, **lengths)
-    found, plain = list(encoded.prompts), next(m for m in config.methods if m.own and m.plain)
-    latest = {p.id: list(ids.ids) for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
+    encoded = encode(workload, tokenizer, **lengths, **({"context": cell.context} if cell.context is not None else {}))
+    plain = next(m for m in config.methods if m.own and m.plain)
+    found, latest = [*encoded.prompts], {p.id: ids for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
     answers: dict[str, list[str]] = {name: [] for name in latest}
-    turn, room = 1, (shape.max_position + SPARE_TOKENS) * PREPARE_TOGETHER
-    limits = Limits(max_sequences=PREPARE_TOGETHER, max_model_len=shape.max_position, pool_tokens=room)
-    while going_on := [p for p in workload.prompts if len(p.turns) > turn]:
-        llm = engine(limits) if turn == 1 else llm
-        params = SamplingParams(temperature=0, max_tokens=cell.max_new_tokens)
-        asked = [{"prompt_token_ids": latest[p.id]} for p in going_on]
+    params = SamplingParams(temperature=0, max_tokens=cell.max_new_tokens)
+    for turn in range(1, max(len(p.turns) for p in workload.prompts)):
+        llm = engine([[shape.max_position] * PREPARE_TOGETHER]) if turn == 1 else llm
+        going_on = [p for p in workload.prompts if len(p.turns) > turn]
+        asked = [{"prompt_token_ids": [*latest[p.id].ids]} for p in going_on]
         for prompt, output in zip(going_on, llm.generate(asked, params, application=plain.application), strict=True):
             answers[prompt.id].append(tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True))
-            found.append(encoded.next_turn(prompt, turn, answers[prompt.id]))
-            latest[prompt.id] = list(found[-1].ids)
-        turn += 1
+            latest[prompt.id] = encoded.next_turn(prompt, turn, answers[prompt.id])
+            found.append(latest[prompt.id])
     return found, encoded.notes()
 
 
@@ -173,9 +169,7 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
 
     Prompt i depends on i, ``length``, ``vocab_size`` and ``seed``, not on ``count``.
     """
-    made = []
-    for i in range(count):
-        draw = random.Random(f"{seed}/{i}").random
-        ids = tuple(int(draw() * vocab_size) for _ in range(length))
-        made.append(PromptIds(id=f"random-{i}", category="random", ids=ids))
-    return made
+    draws = ((i, random.Random(f"{seed}/{i}").random) for i in range(count))
+    return [
+        PromptIds(id=f"{RANDOM}-{i}", ids=tuple(int(draw() * vocab_size) for _ in range(length))) for i, draw in draws
+    ]

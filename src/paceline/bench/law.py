@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ..assembly import draft_key
 from ..engine.costs import CostTable
 from ..llm import LLM
-from ..planning.measured import PassLaw, TimedPass, errors, fit
+from ..planning.measured import PassLaw, Timed, errors, fit
 from ..planning.throughput import ServedModel, cost_points
 from .calibrate import store, time_passes
 
@@ -33,24 +32,19 @@ HELD_OUT: tuple[Size, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLaw:
-    """The law of this machine, and the passes that it was fitted to and held against."""
+    """The law of this machine, and the passes that it was fitted to and held against (see `errors_of`)."""
 
     law: PassLaw
-    fitted: list[TimedPass]
-    held_out: list[TimedPass]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The law, and its error of every pass, ready for JSON."""
-        parts = {"fitted": self.fitted, "held_out": self.held_out}
-        return {"law": asdict(self.law)} | {name: errors_of(self.law, points) for name, points in parts.items()}
+    fitted: list[dict[str, float]]
+    held_out: list[dict[str, float]]
 
 
-def errors_of(law: PassLaw, points: Sequence[TimedPass]) -> list[dict[str, Any]]:
-    """Passes with what they took and the law's error of each."""
+def errors_of(law: PassLaw, timed: Timed) -> list[dict[str, float]]:
+    """Passes with what they took, ``measured_ms``, and the law's relative ``error`` of each."""
     return [
-        {"layers": p.network.shape.num_layers, "batch": p.batch, "context": p.context, "rows": p.rows}
-        | {"measured_ms": 1e3 * p.seconds, "error": error}
-        for p, error in zip(points, errors(law, points), strict=True)
+        {"layers": network.shape.num_layers, "batch": batch, "context": context, "rows": rows}
+        | {"measured_ms": 1e3 * seconds, "error": error}
+        for ((network, batch, context, rows), seconds), error in zip(timed.items(), errors(law, timed), strict=True)
     ]
 
 
@@ -80,18 +74,16 @@ def measure_law(
     lower = replace(network, shape=network.shape.last_layers(quarter * decoder.config.stretch))
     sizes = [(b, c, r, quarter if part else None) for b, c, r, part in (*fitted, *held_out)]
     times = time_passes(decoder, [size for size in sizes if size[1] + size[2] <= room], repeats, progress)
-    points = {
-        (batch, context, rows, layers is not None): TimedPass(
-            network=network if layers is None else lower,
-            batch=batch,
-            context=context,
-            rows=rows,
-            seconds=median(taken) / 1e3,
-        )
-        for (batch, context, rows, layers), taken in times.items()
-    }
-    known, others = ([points[size] for size in sizes if size in points] for sizes in (fitted, held_out))
-    return MeasuredLaw(law=fit(known), fitted=known, held_out=others)
+    parts = [
+        {
+            (lower if part else network, batch, context, rows): median(taken) / 1e3
+            for batch, context, rows, part in wanted
+            if (taken := times.get((batch, context, rows, quarter if part else None)))
+        }
+        for wanted in (fitted, held_out)
+    ]
+    law = fit(parts[0])
+    return MeasuredLaw(law=law, fitted=errors_of(law, parts[0]), held_out=errors_of(law, parts[1]))
 
 
 def store_law(llm: LLM, network: ServedModel, law: PassLaw, draft: tuple[str, ServedModel] | None) -> Path:

@@ -31,19 +31,16 @@ def difference(reference: Sequence[int], other: Sequence[int], ends: tuple[str, 
         ``what``, and where there is one the ``position`` in the output, the ``expected`` token and the one that it
         ``got``; empty where the two are identical.
     """
-    pairs = enumerate(zip(reference, other, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), None)
+    at = next((i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b), None)
     if at is not None:
         return {"what": "wrong token", "position": at, "expected": reference[at], "got": other[at]}
-    surplus = len(other) - len(reference)
-    end = min(len(reference), len(other))
+    end, surplus = min(len(reference), len(other)), len(other) - len(reference)
     if surplus < 0:
         return {"what": count_tokens(-surplus, "short"), "position": end, "expected": reference[end]}
     if surplus > 0:
         return {"what": count_tokens(surplus, "long"), "position": end, "got": other[end]}
-    if ends[0] != ends[1]:
-        return {"what": f"finish reason {ends[1]!r}, plain decoding's is {ends[0]!r}"}
-    return {}
+    same = ends[0] == ends[1]
+    return {} if same else {"what": f"finish reason {ends[1]!r}, plain decoding's is {ends[0]!r}"}
 
 
 def paired(reference: Sequence[Trial], other: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
@@ -67,16 +64,12 @@ def compare_outputs(reference: Sequence[Trial], other: Sequence[Trial], finish: 
     for base, trial in paired(reference, other):
         mismatch = _mismatch(base, trial)
         for i, prompt in enumerate(trial.prompts):
+            ends = (base.finish[i], trial.finish[i]) if finish and not mismatch else ("", "")
+            wrong = {"what": mismatch} if mismatch else difference(base.outputs[i], trial.outputs[i], ends)
             found.sequences += 1
-            if mismatch is not None:
-                wrong: dict[str, Any] = {"what": mismatch}
-            else:
-                ends = (base.finish[i], trial.finish[i]) if finish else ("", "")
-                wrong = difference(base.outputs[i], trial.outputs[i], ends)
+            found.identical += not wrong
             if wrong:
                 found.failures.append({"prompt": prompt, "group": trial.group, "repeat": trial.repeat, **wrong})
-            else:
-                found.identical += 1
     return found
 
 
@@ -111,12 +104,10 @@ def why_unchecked(summary: Summary, method: Method, cell: Cell, rounded: bool = 
         return None
     if not method.own:
         return f"{method.engine} draws with noise of its own"
-    verifier = method.settings.get("verifier", DEFAULT_VERIFIER)
-    kind = VERIFIERS.get(verifier)
-    if kind is not None and kind.needs_q:
-        return f"verifier {verifier!r} gives plain decoding's distribution, not its ids"
-    if kind is not None and kind.lossy:
-        return f"verifier {verifier!r} is lossy: what it gives is not the target's"
+    kind = VERIFIERS.get(verifier := method.settings.get("verifier", DEFAULT_VERIFIER))
+    if kind is not None and (kind.needs_q or kind.lossy):
+        what = "gives plain decoding's distribution, not its ids"
+        return f"verifier {verifier!r} {what}" if kind.needs_q else f"verifier {verifier!r} is lossy"
     return None
 
 
@@ -138,6 +129,7 @@ def check(report: Report, rounded: bool = False) -> tuple[list[Exactness], list[
     for (cell, name), trials in summary.trials.items():
         method = summary.methods[name]
         reason, reference = why_unchecked(summary, method, cell, rounded), summary.reference(method, engine=OWN)
+        compared = None
         if reason:
             notes[f"{name} at temperature {cell.temperature:g}: ids not compared; {reason}."] = None
         elif reference is None:
@@ -147,9 +139,9 @@ def check(report: Report, rounded: bool = False) -> tuple[list[Exactness], list[
             done = [t for t in trials if t.error is None and t.cell.temperature == 0]
             first = {t.group: t for t in reversed(done)}
             again = [t for t in done if t is not first[t.group]]
-            compared = compare_outputs(list(first.values()), again) if again else None
-            found += [compared] if compared and not compared.passed else []
+            compared = compare_outputs([*first.values()], again) if again else None
+            compared = None if compared and compared.passed else compared
         elif base := summary.trials.get((cell, reference)):
             compared = compare_outputs(base, trials, finish=method.own)
-            found += [compared] if compared.sequences else []
+        found += [compared] if compared and compared.sequences else []
     return found, list(notes)

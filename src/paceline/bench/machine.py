@@ -38,16 +38,13 @@ def read_bandwidth(device: str = "cpu", size_bytes: int = 256 * 2**20, repeats: 
     may partly lie in a large last-level cache: this is the ceiling that a decode step is held against.
     """
     data = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
-    return max(size_bytes / _best_seconds(read, device, repeats) for read in (data.sum, data.max))
-
-
-def _best_seconds(call: Any, device: str, repeats: int) -> float:
-    times = []
-    for index in range(repeats + 2):
-        began = perf_counter()
-        call()
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        if index >= 2:  # the first two warm up
-            times.append(perf_counter() - began)
-    return min(times)  # a ceiling: what else ran meanwhile does not lower it
+    times, ways = list[float](), (data.sum, data.max)
+    for read in ways:
+        for index in range(repeats + 2):
+            began = perf_counter()
+            read()
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+            if index >= 2:  # the first two warm up
+                times.append(perf_counter() - began)
+    return size_bytes / min(times)  # a ceiling: what else ran meanwhile does not lower it

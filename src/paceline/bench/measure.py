@@ -151,24 +151,13 @@ def _fill(trial: Trial, sequences: Sequence[RunningSequence], seen: Arrivals) ->
     stats = reduce(SpecStats.merge, (sequence.state.stats for sequence in sequences))
     trial.outputs = [list(sequence.state.token_ids) for sequence in sequences]
     trial.finish = [str(sequence.state.checker.finish_reason) for sequence in sequences]
-    trial.wall_ms = max(last for last in seen.last_ms if last is not None)
-    trial.ttft_ms = [first for first in seen.first_ms if first is not None]
-    trial.waits_ms, trial.arrivals = seen.waits_ms, seen.arrivals
-    trial.off_reason = stats.off_reason
+    trial.wall_ms, trial.ttft_ms = max(filter(None, seen.last_ms)), [*filter(None, seen.first_ms)]
+    trial.waits_ms, trial.arrivals, trial.off_reason = seen.waits_ms, seen.arrivals, stats.off_reason
     for name in COUNTED:
         setattr(trial, name, getattr(stats, name))
 
 
 # -- building them
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What every method's engine must have room for."""
-
-    max_sequences: int  # of the largest batch
-    max_model_len: int  # of the longest prompt with its answer
-    pool_tokens: int  # of the largest group, drafts included
 
 
 class Builder:
@@ -187,27 +176,27 @@ class Builder:
         self._common: dict[str, Any] = {"model": model, "device": device, "threads": threads}
         self._targets: list[LLM] = []
 
-    def llm(self, method: Method, limits: Limits | None = None) -> LLM:
-        """A method's engine; without ``limits`` with those of `LLM`.
+    def llm(self, method: Method, lengths: Sequence[Sequence[int]] = ()) -> LLM:
+        """A method's engine.
+
+        Args:
+            lengths: tokens of prompt and answer of all sequences that run at once, for each such group: there is room
+                for the largest. Empty: as `LLM` has it.
 
         Raises:
             ConfigError: the method and the model do not fit together.
         """
-        options = {
-            **self._common,
-            "drafter": drafter_config(method),
-            "round": method.round,
-            "dtype": method.dtype,
-            # No engine holds sets that it does not run.
-            "applications": {name: self._applications[name]} if (name := method.application) else None,
-            **method.settings,
-        }
+        options = {**self._common, "drafter": drafter_config(method), "round": method.round, "dtype": method.dtype}
+        # No engine holds sets that it does not run.
+        options["applications"] = {name: self._applications[name]} if (name := method.application) else None
+        options |= method.settings
         target = self._target(options)
-        if limits is not None:
-            options["max_sequences"] = limits.max_sequences
-            options["max_model_len"] = min(limits.max_model_len, target.decoder.config.max_position)
+        if lengths:
+            longest, room = max(map(max, lengths)), max(sum(each) + len(each) * SPARE_TOKENS for each in lengths)
+            options["max_sequences"] = max(map(len, lengths))
+            options["max_model_len"] = min(longest, target.decoder.config.max_position)
             per_token = KVPool.bytes_per_token(*target.decoder.cache_shape, target.decoder.dtype)
-            options["kv_memory"] = per_token * max(limits.pool_tokens, limits.max_model_len + 1)
+            options["kv_memory"] = per_token * max(room, longest + 1)
         return LLM(**options, share=target)
 
     def _target(self, options: dict[str, Any]) -> LLM:

@@ -12,6 +12,7 @@ A method is written ``[NAME=]DRAFTER[;OPTION=VALUE]...``: a drafter as the regis
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
@@ -20,7 +21,7 @@ from .. import zoo
 from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..core.options import read, suggest, type_name
+from ..core.options import named_values, read, suggest, type_name
 from ..drafters import registry
 from ..rounds import AUTO, ROUNDS
 from .records import PLAIN, PLAIN_MODES, Method
@@ -29,7 +30,7 @@ NONE = "none"  # the drafter of plain decoding
 # What a run decides for all its methods, or what has a place of its own in a `Method`.
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
 _SHARED |= {"revision", "offline", "trust_remote_code", "applications"}
-_SHARED |= {"pipeline"}  # its processes serve one engine, and a run's engines share their target
+_SHARED.add("pipeline")  # its processes serve one engine, and a run's engines share their target
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
 _NEED_DRAFTS = {"budget", "costs", "verifier"}  # mean nothing to plain decoding
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
@@ -53,22 +54,14 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
         raise ConfigError(asked, "it names no drafter", _FORM)
     if "/" in re.split(r"[,:=]", drafter, maxsplit=1)[0]:
         raise ConfigError(asked, "other engines are not run here", "python studies/peers.py runs them")
-    settings: dict[str, str] = {}
-    for item in rest:
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not key or not equals or not value:
-            raise ConfigError(asked, f"{item!r} is not option=value", _FORM)
-        if key in settings:
-            raise ConfigError(asked, "an option is given twice", "give it once")
-        settings[key] = value
+    settings = named_values("--method", rest)
     drafter = NONE if drafter == PLAIN else drafter
     config = registry.parse(drafter)
     round_, dtype = settings.get("round", AUTO), settings.get("dtype", dtype)
     if round_.partition(",")[0].strip() not in (AUTO, *ROUNDS):
         raise ConfigError(asked, f"there is no round {round_!r}", suggest(round_, [AUTO, *ROUNDS], "round"))
     values = {key: _value(key, value, asked) for key, value in settings.items() if key not in ("round", "dtype")}
-    useless = sorted(_NEED_DRAFTS & values.keys()) if drafter == NONE else []
-    if useless:
+    if drafter == NONE and (useless := sorted(_NEED_DRAFTS & values.keys())):
         raise ConfigError(asked, f"{useless[0]} means nothing without a drafter", "leave it out")
     first, *options = _COMMA.split(drafter)  # a name has no model
     parts = [PLAIN if drafter == NONE else _kind(first), *options]
@@ -95,10 +88,8 @@ def parse_methods(texts: Iterable[str], dtype: str = "auto") -> list[Method]:
     methods = [parse_method(text, dtype) for text in texts]
     names = [m.name for m in methods]
     renamed = [replace(m, name=t) if names.count(m.name) > 1 else m for m, t in zip(methods, texts, strict=True)]
-    names = [m.name for m in renamed]
-    twin = next((name for name in names if names.count(name) > 1), None)
-    if twin is not None:
-        raise ConfigError(f"two methods called {twin!r}", "results go by the name", "give one a name: NAME=DRAFTER")
+    if twins := [name for name, many in Counter(m.name for m in renamed).items() if many > 1]:
+        raise ConfigError(f"two methods called {twins[0]!r}", "results go by the name", "give one a name: NAME=DRAFTER")
     return renamed
 
 
@@ -149,17 +140,16 @@ def _kind(drafter: str) -> str:
 
 def default_methods(model: str, dtype: str = "auto") -> list[Method]:
     """Plain decoding, and every drafter that fits the model as it is; an embedded target brings its draft model."""
-    spec = parse_model(model)
+    entry = next((e for e in zoo.available() if e.name == parse_model(model).name), None)
     texts = [PLAIN, "ngram", "suffix"]
-    entry = next((e for e in zoo.available() if e.name == spec.name), None)
     if entry is not None and entry.draft:
         # The draft in the form in which the zoo uses it.
         form = getattr(registry.parse(entry.drafter), "dtype", "auto") if entry.drafter else "auto"
         texts.append(f"draft_model:{entry.draft}" + ("" if form == "auto" else f",dtype={form}"))
     texts += [entry.drafter] if entry is not None and entry.drafter else []
-    kinds = [_kind(text) for text in texts]
+    kinds = Counter(map(_kind, texts))
     # A kind that is there once is name enough.
-    named = [text if text == PLAIN or kinds.count(_kind(text)) > 1 else f"{_kind(text)}={text}" for text in texts]
+    named = [text if text == PLAIN or kinds[_kind(text)] > 1 else f"{_kind(text)}={text}" for text in texts]
     return parse_methods(named, dtype)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
@@ -30,14 +31,14 @@ def materialised(model: str) -> Iterator[str]:
     if not spec.random:
         yield model
         return
-    shape = _shape(spec.name)
+    sizes = _sizes(spec.name)
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        _save_random(Path(folder), *shape)
+        _save_random(Path(folder), sizes)
         yield replace(spec, name=folder).text
 
 
-def _shape(model: str) -> tuple[int, int, int, int, int, int]:
-    """Layers, width, feed-forward width, vocabulary, heads and K/V heads of a random model."""
+def _sizes(model: str) -> dict[str, Any]:
+    """Those of a random model's configuration."""
     match = SHAPE.fullmatch(model)
     layers, width, ff, vocab, heads, kv_heads = (int(part or -1) for part in match.groups()) if match else [0] * 6
     if heads < 0 and width % HEAD_DIM == 0:
@@ -49,28 +50,18 @@ def _shape(model: str) -> tuple[int, int, int, int, int, int]:
             "write random:12x768x2048x8192 (layers, width, feed-forward width, vocabulary; the width a multiple of 64) "
             "or random:5x64x172x512x8x4 (with heads and K/V heads)",
         )
-    return layers, width, ff, vocab, heads, kv_heads
+    named = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": ff, "num_hidden_layers": layers}
+    return {**named, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
 
 
-def _save_random(folder: Path, layers: int, width: int, ff: int, vocab: int, heads: int, kv_heads: int) -> None:
+def _save_random(folder: Path, sizes: dict[str, Any]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a benchmark's progress is enough
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=ff,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        dtype="bfloat16",
-    )
+    more: Any = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "dtype": "bfloat16"}
+    config = LlamaConfig(max_position_embeddings=4096, **sizes, **more)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).bfloat16().save_pretrained(folder)

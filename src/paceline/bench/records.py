@@ -78,7 +78,6 @@ class PromptIds:
     """One prompt as it goes to every method: token ids, templates and earlier turns included."""
 
     id: str  # unique within the workload; "/2" at the end for a second turn
-    category: str
     ids: tuple[int, ...]
 
 
@@ -184,10 +183,9 @@ class Report(Record):
             ValueError: another schema, a key that is missing or unknown, a value of another type, or a method that is
                 there twice or not at all.
         """
-        if not isinstance(values, dict):
-            raise ValueError("not an object")
-        if values.get("schema") != SCHEMA:
-            raise ValueError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+            found = f"schema {values.get('schema')!r}" if isinstance(values, dict) else "not an object"
+            raise ValueError(f"{found}; this version reads schema {SCHEMA}")
         for trial in values.get("trials", ()):
             trial.pop("peak_bytes", None)  # older reports have it
         try:
@@ -195,17 +193,16 @@ class Report(Record):
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        names = [method.name for method in report.methods]
-        if len(set(names)) < len(names):
+        names = {method.name for method in report.methods}
+        if len(names) < len(report.methods):
             raise ValueError("two methods of one name")
-        if unknown := ({t.method for t in report.trials} | {e.method for e in report.exactness}) - set(names):
+        if unknown := ({t.method for t in report.trials} | {e.method for e in report.exactness}) - names:
             raise ValueError(f"trials of methods that it does not list: {', '.join(sorted(unknown))}")
         return report
 
-    def as_dict(self) -> dict[str, Any]:
-        """The inverse, ready for JSON."""
-        found: dict[str, Any] = _adapter().dump_python(self)
-        return found
+    def as_json(self) -> str:
+        """The inverse as text; JSON cannot say infinities and NaN, which become null."""
+        return _adapter().dump_json(self).decode()
 
 
 @cache

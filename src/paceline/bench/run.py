@@ -18,11 +18,13 @@ import logging
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
-from itertools import product
+from itertools import count, product, zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,13 +34,12 @@ import torch
 from .. import __version__
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..core.sampling import SamplingParams
 from ..llm import LLM
 from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
 from .config import BenchConfig, Progress
 from .encoding import Encoded, prompt_ids, random_workload
-from .measure import SPARE_TOKENS, Builder, EngineRunner, Group, Limits, model_facts
+from .measure import Builder, EngineRunner, Group, model_facts
 from .models import materialised
 from .records import Cell, Method, PromptIds, Report, Trial
 from .report import JSON_NAME, load_report, write_all
@@ -49,18 +50,8 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
 WARM_UP_TOKENS = 16
 # Settings that a report repeats as they are.
-SETTINGS: tuple[str, ...] = (
-    "prompts",
-    "repeats",
-    "seed",
-    "device",
-    "batches",
-    "temperatures",
-    "top_ks",
-    "contexts",
-    "prompt_tokens",
-)
-SETTINGS += ("time_limit_s", "applications")
+SETTINGS = ("prompts", "repeats", "seed", "device", "batches", "temperatures", "top_ks", "contexts")
+MORE_SETTINGS = ("prompt_tokens", "time_limit_s", "applications")
 
 
 class Run:
@@ -72,8 +63,9 @@ class Run:
         overwrite: start again even if ``out`` holds a report.
         command: the command line that repeats it.
         progress: is told how far it is.
-        encode: makes ids of a workload's prompts; takes ``context`` where the settings name one.
     """
+
+    encode: Callable[..., Encoded] = Encoded  # makes ids of a workload's prompts
 
     def __init__(
         self,
@@ -83,16 +75,12 @@ class Run:
         overwrite: bool = False,
         command: Sequence[str] = (),
         progress: Progress | None = None,
-        encode: Callable[..., Encoded] = Encoded,
     ) -> None:
         self.config, self.out, self.overwrite = config, out, overwrite
-        self.command, self.encode = list(command), encode
-        self.commit = commit()
+        self.command, self.commit = list(command), commit()
         self.trials: list[Trial] = []
         self.notes: list[str] = []
-        self.unavailable: dict[str, str] = {}  # methods that cannot run here, or stopped on the way, and why
         self._tell = progress or (lambda *_: None)
-        self.versions: dict[str, str] = {}  # of other engines
         self.groups: dict[Cell, list[Group]] = {}
         self._runners: dict[str, EngineRunner] = {}  # by method
         self._plain = next(m for m in config.methods if m.own and m.plain)
@@ -121,7 +109,8 @@ class Run:
                 wrong = "it has no tokenizer, so text means nothing to it"
                 raise ConfigError(f"model {config.model}", wrong, "add its files")
             self._prepare(cells, {workload.name: workload for workload in loaded})
-            self.limits = limits_of(self.groups)
+            groups = [group for of in self.groups.values() for group in of]
+            self.lengths = [[len(p.ids) + group.cell.max_new_tokens for p in group.prompts] for group in groups]
             self.build(Path(resolve_folder(parse_model(folder).name)), stack)
             points = interleaved(self.groups, config.repeats)
             total = sum(self.wanted(m, group) for point in points for group, _ in point for m in config.methods)
@@ -129,7 +118,7 @@ class Run:
                 self._measure(points, total, began)
             except BaseException as error:  # what was measured is kept, whatever ends the run
                 stopped = error
-            report = self._report(loaded, target)
+            report = self.report(loaded, target)
             if stopped is not None:
                 report.notes.append(f"interrupted after {len(self.trials)} of {total} trials; ids were not compared")
                 report.settings["interrupted"] = True
@@ -147,20 +136,18 @@ class Run:
     def _prepare(self, cells: Sequence[Cell], loaded: dict[str, Workload]) -> None:
         """Groups of prompts for every cell."""
         self._tell("preparing the prompts", None)
+        engine = partial(self._builder.llm, self._plain)
         known: dict[tuple[str, int | None], list[PromptIds]] = {}
         for cell in cells:
             key = (cell.workload, cell.context)
             if key not in known:
-                known[key], notes = prompt_ids(self.config, loaded[cell.workload], self._engine, cell, self.encode)
+                known[key], notes = prompt_ids(self.config, loaded[cell.workload], engine, cell, self.encode)
                 self.notes += notes
-            self.groups[cell] = groups_of(cell, known[key], self.config.seed)
-            spare = -len(known[key]) % cell.batch
-            if spare:
+            prompts = known[key]
+            self.groups[cell] = groups_of(cell, prompts, self.config.seed)
+            if spare := -len(prompts) % cell.batch:
                 where = f"{cell.workload}, batch {cell.batch}"
-                self.notes.append(f"{where}: {spare} of {len(known[key])} prompts are in two groups, to fill the last")
-
-    def _engine(self, limits: Limits | None) -> LLM:
-        return self._builder.llm(self._plain, limits)
+                self.notes.append(f"{where}: {spare} of {len(prompts)} prompts are in two groups, to fill the last")
 
     def build(self, folder: Path, stack: ExitStack) -> None:
         """Every method's runner, so that what cannot be is found before the first trial.
@@ -172,19 +159,10 @@ class Run:
         for method in self.config.methods:
             if method.own:
                 self._tell(f"preparing {method.name}", None)
-                self._runners[method.name] = EngineRunner(method, self._builder.llm(method, self.limits))
+                self._runners[method.name] = EngineRunner(method, self._builder.llm(method, self.lengths))
         gc.collect()
         gc.freeze()  # what is there now stays: no collection between trials looks at it again
         stack.callback(gc.unfreeze)
-
-    def llm(self, method: Method) -> LLM:
-        """The engine of one of our own methods."""
-        return self._runners[method.name].llm
-
-    def request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
-        """Ids and parameters of one sequence of a trial."""
-        group = self.groups[trial.cell][trial.group]
-        return group.prompts[index].ids, group.params(group.prompts[index])
 
     # -- measuring
 
@@ -198,7 +176,7 @@ class Run:
 
     def _measure(self, points: Sequence[Sequence[tuple[Group, int]]], total: int, began: float) -> None:
         """All trials; none is begun after the time limit."""
-        limit, turn = self.config.time_limit_s, 0
+        limit, turns = self.config.time_limit_s, count()
         for point in points:
             warm: set[str] = set()
             for group, repeat in point:
@@ -206,10 +184,9 @@ class Run:
                 if limit is not None and perf_counter() - began >= limit:
                     self.notes.append(f"stopped after {limit:g} s, with {len(self.trials)} of {total} trials done")
                     return
-                wanted = [m for m in self.config.methods if m.name not in self.unavailable]
-                first = turn % len(wanted)
-                turn += 1
-                for method in [*wanted[first:], *wanted[:first]]:  # A B C, B C A, ..: nobody always runs first
+                methods = self.config.methods
+                first = next(turns) % len(methods)
+                for method in [*methods[first:], *methods[:first]]:  # A B C, B C A, ..: nobody always runs first
                     if self.wanted(method, group):
                         self._tell(f"{group.cell.workload}, {method.name}", (len(self.trials), total))
                         self.trial(method, group, repeat, warm)
@@ -232,23 +209,23 @@ class Run:
         report.exactness, notes = lossless.check(report)
         report.notes += notes
 
-    def _report(self, loaded: Sequence[Workload], target: LLM) -> Report:
+    def report(self, loaded: Sequence[Workload], target: LLM) -> Report:
+        """What was measured; ids are not compared yet."""
         config = self.config
         self._tell("measuring the memory's read bandwidth", None)
         # The faster of reading from memory, and of reading again and again what may lie in a cache: the weights.
-        sizes: list[tuple[Any, ...]] = [(config.device,), (config.device, target.decoder.pass_bytes)]
-        bandwidth = max(machine.read_bandwidth(*size) for size in sizes)
-        ran = {trial.method for trial in self.trials}
+        cached = machine.read_bandwidth(config.device, target.decoder.pass_bytes)
+        bandwidth = max(machine.read_bandwidth(config.device), cached)
         return Report(
             title=config.title or f"{parse_model(config.model).label}: what speculation is worth",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=self.command,
             model=model_facts(target, config.model),
             machine={**machine.describe(config.device), "read_bandwidth_bytes_per_s": bandwidth},
-            versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | self.versions,
+            versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES},
             commit=self.commit,
             settings={
-                **{name: getattr(config, name) for name in SETTINGS},
+                **{name: getattr(config, name) for name in (*SETTINGS, *MORE_SETTINGS)},
                 "threads": torch.get_num_threads(),
                 "ignore_eos": config.ignores_eos,
                 "order": "methods in rotated order within (group, repeat); workloads in turns",
@@ -256,9 +233,8 @@ class Run:
                 "warm_up_tokens": WARM_UP_TOKENS,
             },
             workloads={w.name: w.as_dict() for w in loaded},
-            methods=[m for m in config.methods if m.name in ran or m.name not in self.unavailable],
+            methods=[*config.methods],
             trials=self.trials,
-            unavailable=self.unavailable,
             notes=self.notes,
         )
 
@@ -272,14 +248,12 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
     Raises:
         ConfigError: a batch that the prompts of a workload cannot fill.
     """
-    found = []
-    points = product(config.temperatures, config.top_ks, config.contexts, config.batches, loaded)
-    for temperature, top_k, context, batch, workload in points:
-        count = sum(len(p.turns) for p in workload.prompts)
-        if count < batch:
-            wrong = f"{count} prompts were asked for, of {workload.total} that there are"
+    for batch, workload in product(config.batches, loaded):
+        if (many := sum(len(p.turns) for p in workload.prompts)) < batch:
+            wrong = f"{many} prompts were asked for, of {workload.total} that there are"
             raise ConfigError(f"batch {batch} of {workload.name}", wrong, "raise --prompts, or lower the batch")
-        cell = Cell(
+    return [
+        Cell(
             workload=workload.name,
             batch=batch,
             temperature=temperature,
@@ -288,15 +262,16 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
             max_new_tokens=config.max_new_tokens or workload.max_new_tokens,
             ignore_eos=config.ignores_eos,
         )
-        found.append(cell)
-    return found
+        for temperature, top_k, context, batch, workload in product(
+            config.temperatures, config.top_ks, config.contexts, config.batches, loaded
+        )
+    ]
 
 
 def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int) -> list[Group]:
     """Batches of prompts, in their order. The last one is filled up with prompts from the front."""
-    count = -(-len(prompts) // cell.batch)
-    ring = [*prompts, *prompts]
-    batches = [tuple(ring[i * cell.batch : (i + 1) * cell.batch]) for i in range(count)]
+    ring, starts = [*prompts, *prompts], range(0, len(prompts), cell.batch)
+    batches = [tuple(ring[start : start + cell.batch]) for start in starts]
     return [Group(cell=cell, index=i, prompts=batch, seed=seed) for i, batch in enumerate(batches)]
 
 
@@ -306,38 +281,16 @@ def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[li
     for cell, of_cell in groups.items():
         point = cell.temperature, cell.top_k, cell.context, cell.batch  # not new tokens: they may be a workload's own
         points.setdefault(point, []).append(of_cell)
-    return [
-        [
-            (of_cell[index], repeat)
-            for index in range(max(map(len, of_point)))
-            for of_cell in of_point
-            if index < len(of_cell)
-            for repeat in range(repeats)
-        ]
-        for of_point in points.values()
-    ]
-
-
-def limits_of(groups: Mapping[Cell, Sequence[Group]]) -> Limits:
-    """Room for the largest of everything."""
-    lengths = [[len(p.ids) + g.cell.max_new_tokens for p in g.prompts] for of in groups.values() for g in of]
-    return Limits(
-        max_sequences=max(map(len, lengths)),
-        max_model_len=max(map(max, lengths)),
-        pool_tokens=max(sum(each) + len(each) * SPARE_TOKENS for each in lengths),
-    )
+    turns = [[group for turn in zip_longest(*of_point) for group in turn if group] for of_point in points.values()]
+    return [[(group, repeat) for group in of_point for repeat in range(repeats)] for of_point in turns]
 
 
 def _load_workloads(config: BenchConfig) -> list[Workload]:
     if config.random:
         return [random_workload(config)]
-    packaged = tuple(name for name, facts in workloads.WORKLOADS.items() if facts.packaged)
-    loaded = [
-        workloads.load(name, folder=config.data, limit=config.prompts, seed=config.seed)
-        for name in config.workloads or packaged
-    ]
-    names = [workload.name for workload in loaded]
-    if twin := next((name for name in names if names.count(name) > 1), None):
+    asked = config.workloads or [name for name, facts in workloads.WORKLOADS.items() if facts.packaged]
+    loaded = [workloads.load(name, folder=config.data, limit=config.prompts, seed=config.seed) for name in asked]
+    if twin := next((name for name, many in Counter(w.name for w in loaded).items() if many > 1), None):
         raise ConfigError(f"workload {twin}", "two workloads have that name", "rename one's file")
     return loaded
 

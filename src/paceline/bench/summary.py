@@ -13,10 +13,10 @@ Axis letters: G groups, R repeats, S resamples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import product, zip_longest
 from statistics import geometric_mean, median
 from zlib import crc32
 
@@ -32,7 +32,7 @@ TARGET_SETTINGS = ("exact", "kernels", "attention", "threads", "device")  # how 
 SEED = 20  # of the bootstrap
 
 Floats = NDArray[np.float64]
-Sample = tuple[float, Floats, int, int]  # log of a ratio, its [S] resamples, groups and pairs behind it
+Sample = tuple[float, Floats, int]  # log of a ratio, its [S] resamples, pairs behind it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,7 @@ class Interval:
     value: float
     low: float  # 2.5 % of the resamples lie below
     high: float  # 2.5 % of the resamples lie above
-    groups: int  # groups of prompts behind it
     pairs: int  # paired trials behind it; with a single one there is no spread, and low = value = high
-
-    def covers(self, ratio: float) -> bool:
-        """Whether the ratio lies within the interval."""
-        return self.low <= ratio <= self.high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +78,8 @@ class Row:
     def acceptance(self) -> list[float]:
         """[d-1] share accepted at depth d, of the passes that accepted d-1 drafted tokens and had a node there."""
         good = [trial for trial in self.trials if trial.error is None]
-        offered, taken = ([sum(n) for n in zip_longest(*counts, fillvalue=0)] for counts in _depths(good))
+        counts = ([t.depth_offered for t in good], [t.depth_accepted for t in good])
+        offered, taken = ([sum(n) for n in zip_longest(*each, fillvalue=0)] for each in counts)
         return [a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)]
 
 
@@ -96,32 +92,29 @@ class Summary:
         self.trials: dict[tuple[Cell, str], list[Trial]] = {}
         for trial in report.trials:
             self.trials.setdefault((trial.cell, trial.method), []).append(trial)
-        self.cells = list(dict.fromkeys(cell for cell, _ in self.trials))
-        self.sections = sorted({_section(cell) for cell in self.cells}, key=_order)
+        self.cells: dict[Cell, list[Cell]] = {}  # by section
+        for cell in dict.fromkeys(cell for cell, _ in self.trials):
+            self.cells.setdefault(_section(cell), []).append(cell)
+        self.sections = sorted(self.cells, key=_order)
         self._samples: dict[tuple[str, str, Cell], Sample | None] = {}
 
     @cached_property
     def rows(self) -> list[Row]:
         """By section, workload, method."""
-        cells = [cell for section in self.sections for cell in self.cells if _section(cell) == section]
-        keys = [(cell, name) for cell in cells for name in self.methods if (cell, name) in self.trials]
-        return [self._row(name, {cell: self.trials[cell, name]}, cell) for cell, name in keys]
+        keys = [(cell, name) for section in self.sections for cell in self.cells[section] for name in self.methods]
+        return [self._row(name, [cell], cell) for cell, name in keys if (cell, name) in self.trials]
 
     @cached_property
     def overall(self) -> list[Row]:
         """By section, method: over all workloads."""
-        found = []
-        for section in self.sections:
-            for name in self.methods:
-                own = {c: t for (c, n), t in self.trials.items() if n == name and _section(c) == section}
-                found += [self._row(name, own)] if own else []
-        return found
+        pairs = product(self.sections, self.methods)
+        each = [(name, [c for c in self.cells[section] if (c, name) in self.trials]) for section, name in pairs]
+        return [self._row(name, cells) for name, cells in each if cells]
 
-    @cached_property
+    @property
     def main(self) -> Cell | None:
-        """The section to show first: the first with a speculative method of this engine, else the first."""
-        able = [s for s in self.sections if any(row.speedup and row.method.own for row in self.total(s))]
-        return next(iter((*able, *self.sections)), None)
+        """The section to speak of first."""
+        return next(iter(self.sections), None)
 
     @property
     def exact(self) -> list[Exactness]:
@@ -138,7 +131,7 @@ class Summary:
 
     def workloads(self, section: Cell) -> list[str]:
         """Names, in the order of the run."""
-        return list(dict.fromkeys(cell.workload for cell in self.cells if _section(cell) == section))
+        return list(dict.fromkeys(cell.workload for cell in self.cells[section]))
 
     def dtype(self, method: Method) -> str:
         """What the method computes in; ``auto`` is the checkpoint's."""
@@ -169,21 +162,22 @@ class Summary:
             self._samples[key] = _sample(logs, f"{a}|{b}|{cell}") if logs else None
         return self._samples[key]
 
-    def _row(self, name: str, of: Mapping[Cell, list[Trial]], cell: Cell | None = None) -> Row:
+    def _row(self, name: str, cells: Sequence[Cell], cell: Cell | None = None) -> Row:
         method, reference = self.methods[name], self.reference(self.methods[name])
-        figures = figures_of(trials := sum(of.values(), []), self.report.machine.get("read_bandwidth_bytes_per_s"))
-        spreads = [spread for own in of.values() if (spread := spread_of(own))]
+        each = [self.trials[of, name] for of in cells]
+        figures = figures_of(trials := sum(each, []), self.report.machine.get("read_bandwidth_bytes_per_s"))
+        spreads = [spread for own in each if (spread := spread_of(own))]
         if len(spreads) > 1:
             figures |= {key: geometric_mean(s[key] for s in spreads) for key in spreads[0]}
         return Row(
-            section=_section(next(iter(of))),
+            section=_section(cells[0]),
             cell=cell,
             method=method,
             trials=trials,
             figures=figures,
             reference=reference,
-            speedup=overall_ratio(self, name, reference, of) if reference not in (None, name) else None,
-            exact=[e for e in self.report.exactness if e.method == name and e.cell in of],
+            speedup=overall_ratio(self, name, reference, cells) if reference not in (None, name) else None,
+            exact=[e for e in self.report.exactness if e.method == name and e.cell in cells],
             workloads=len(spreads),
         )
 
@@ -208,16 +202,14 @@ def overall_ratio(summary: Summary, a: str, b: str, cells: Iterable[Cell]) -> In
     found = [sample for cell in cells if (sample := summary.sample(a, b, cell)) is not None]
     if not found:
         return None
-    values, resamples, groups, pairs = zip(*found, strict=True)
-    return interval_of(float(np.mean(values)), resamples, sum(groups), sum(pairs))
+    values, resamples, pairs = zip(*found, strict=True)
+    return interval_of(float(np.mean(values)), resamples, sum(pairs))
 
 
-def interval_of(value: float, resamples: Sequence[Floats], groups: int, pairs: int) -> Interval:
+def interval_of(value: float, resamples: Sequence[Floats], pairs: int) -> Interval:
     """A ratio with its bounds, from logs: of the ratio itself, and of its [S] resamples in each cell."""
     low, high = percentile_bounds(np.mean(resamples, axis=0))
-    return Interval(
-        value=float(np.exp(value)), low=float(np.exp(low)), high=float(np.exp(high)), groups=groups, pairs=pairs
-    )
+    return Interval(value=float(np.exp(value)), low=float(np.exp(low)), high=float(np.exp(high)), pairs=pairs)
 
 
 def paired_logs(a: Iterable[Trial], b: Iterable[Trial]) -> list[list[float]]:
@@ -240,7 +232,7 @@ def _sample(logs: list[list[float]], label: str) -> Sample:
     generator = np.random.default_rng([SEED, crc32(label.encode())])
     value = float(np.mean([median(group) for group in logs]))
     groups = draw_groups(len(logs), generator)
-    return value, bootstrap(logs, generator, groups), len(logs), sum(map(len, logs))
+    return value, bootstrap(logs, generator, groups), sum(map(len, logs))
 
 
 def draw_groups(many: int, generator: np.random.Generator, resamples: int = RESAMPLES) -> NDArray[np.intp]:
@@ -283,10 +275,9 @@ def figures_of(trials: Iterable[Trial], bandwidth: float | None) -> dict[str, fl
     """All figures of one method's trials but the ratios, by name; None where the engine does not tell.
 
     tokens_per_s, speed_p10, speed_p90: median and percentiles over trials. accepted_length: 1 + accepted / passes.
-    call_reduction: passes of plain decoding for the same tokens, over those taken. draft, verify, host: shares of the
-    wall time. ttft_ms: median over requests. wait_mean_ms: for a token, first to last arrival over the tokens that came
-    after the first. wait_p50_ms and so on: between two arrivals, whatever number of tokens came at their end.
-    floor_share: time that the reads alone would take, over the wall time.
+    draft, verify, host: shares of the wall time. ttft_ms: median over requests. wait_mean_ms: for a token, first to
+    last arrival over the tokens that came after the first. wait_p50_ms and so on: between two arrivals, whatever number
+    of tokens came at their end. floor_share: time that the reads alone would take, over the wall time.
 
     Args:
         trials: failed ones are left out.
@@ -304,7 +295,6 @@ def figures_of(trials: Iterable[Trial], bandwidth: float | None) -> dict[str, fl
     return {
         **(spread_of(good) or dict.fromkeys(("tokens_per_s", "speed_p10", "speed_p90"))),
         "accepted_length": 1 + total["accepted"] / passes if passes else None,
-        "call_reduction": total["tokens"] / passes if passes else None,
         **{part: total[f"{part}_ms"] / whole if known else None for part in _PARTS},
         "ttft_ms": median(ttft) if ttft else None,
         "wait_mean_ms": sum(waits) / came if came else None,
@@ -314,7 +304,7 @@ def figures_of(trials: Iterable[Trial], bandwidth: float | None) -> dict[str, fl
 
 
 _PARTS = ("draft", "verify", "host")
-_SUMMED = ("tokens", "wall_ms", "passes", "accepted", "bytes_read", *(f"{part}_ms" for part in _PARTS))
+_SUMMED = ("wall_ms", "passes", "accepted", "bytes_read", *(f"{part}_ms" for part in _PARTS))
 
 
 def spread_of(trials: Iterable[Trial]) -> dict[str, float] | None:
@@ -324,10 +314,6 @@ def spread_of(trials: Iterable[Trial]) -> dict[str, float] | None:
         return None
     middle, p10, p90 = map(float, np.quantile(found, [0.5, 0.1, 0.9]))
     return {"tokens_per_s": middle, "speed_p10": p10, "speed_p90": p90}
-
-
-def _depths(trials: Sequence[Trial]) -> tuple[list[list[int]], list[list[int]]]:
-    return [t.depth_offered for t in trials], [t.depth_accepted for t in trials]
 
 
 # -- what a reader asks first

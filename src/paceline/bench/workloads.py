@@ -18,7 +18,6 @@ import json
 import random
 import tomllib
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -34,7 +33,6 @@ from ..core.options import shown, suggest
 
 FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
 PACKAGED = "packaged sample"  # where a workload that comes along is read from
-_FROM_A_FILE: Any = {"description": "from a file", "licence": "not stated", "chat": True, "max_new_tokens": 128}
 _ANSWERS = ("reference", "references", "completion")
 Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 
@@ -69,18 +67,12 @@ class Workload:
     licence: str
     chat: bool  # turns go through the chat template, where the model has one; else raw text
     max_new_tokens: int
-    long_context: bool = False  # text to be continued: longer contexts are natural, not padding
     file: str = ""  # its full version, in a folder of data
     packaged: bool = False  # a sample is in bench/data
     strata: str = "category"  # the key that a choice of prompts is spread over
     origin: str = ""  # `PACKAGED`, or the file that was read
     prompts: tuple[Prompt, ...] = ()
     total: int = 0  # prompts there were to choose from
-
-    @property
-    def categories(self) -> dict[str, int]:
-        """Prompts a category."""
-        return dict(Counter(prompt.category for prompt in self.prompts))
 
     @property
     def fingerprint(self) -> str:
@@ -90,9 +82,18 @@ class Workload:
 
     def as_dict(self) -> dict[str, Any]:
         """What a report keeps, ready for JSON; ``prompts`` is how many were used, of ``total``."""
-        names = ("title", "description", "source", "licence", "origin", "total", "chat", "max_new_tokens")
-        found = {name: getattr(self, name) for name in (*names, "long_context", "categories", "fingerprint")}
-        return {**found, "prompts": len(self.prompts)}
+        names = (
+            "title",
+            "description",
+            "source",
+            "licence",
+            "origin",
+            "total",
+            "chat",
+            "max_new_tokens",
+            "fingerprint",
+        )
+        return {**{name: getattr(self, name) for name in names}, "prompts": len(self.prompts)}
 
 
 _PROMPTS = TypeAdapter(Prompt)
@@ -109,8 +110,7 @@ def available(folder: str | Path | None = None) -> list[tuple[Workload, str | No
     Raises:
         ConfigError: ``folder`` is no folder.
     """
-    found = [(entry, _file(entry, folder)) for entry in WORKLOADS.values()]
-    return [(entry, file[1] if file else None) for entry, file in found]
+    return [(entry, _file(entry, folder)[1]) for entry in WORKLOADS.values()]
 
 
 def load(
@@ -141,27 +141,31 @@ def load(
         raise ConfigError(f"{limit} prompts of {name_or_path}", "nothing would be asked", "give 1 or more")
     name = name_or_path.lower().replace("-", "_") if isinstance(name_or_path, str) else ""
     entry = WORKLOADS.get(name)
-    if entry is not None:
-        file = _file(entry, folder)
-        if file is None:
+    if entry is None:
+        entry, file, origin = _from_path(Path(name_or_path).expanduser(), name)
+    else:
+        file, found = _file(entry, folder)
+        if found is None:
             where = f"{folder} has no {entry.file}" if folder else "it does not come with the package"
             remedy = f"make {entry.file} from {entry.source}, {FORM}, and name its folder with --data"
             raise ConfigError(f"workload {entry.name!r}", f"{where} (licence: {entry.licence})", remedy)
-    else:
-        path = Path(name_or_path).expanduser()
-        if not path.is_file() and name and "/" not in name and "." not in name:
-            wrong = "it is neither a known workload nor a file"
-            raise ConfigError(f"workload {name_or_path!r}", wrong, suggest(name, WORKLOADS, "workload"))
-        if not path.is_file():
-            raise ConfigError(f"workload {name_or_path}", "there is no such file", "check the path")
-        stem = path.resolve().name.removesuffix(".gz").removesuffix(".jsonl")
-        facts: dict[str, Any] = {"name": stem, "title": stem, "source": str(path), "file": path.name}
-        entry = Workload(**_FROM_A_FILE, **facts)
-        file = path, str(path)
-    data, origin = _bytes(file[0]), file[1]
-    prompts = _parse(data, origin, entry.name)
+        origin = found
+    prompts = _parse(_bytes(file), origin, entry.name)
     chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
     return replace(entry, origin=origin, prompts=tuple(chosen), total=len(prompts))
+
+
+def _from_path(path: Path, name: str) -> tuple[Workload, Traversable, str]:
+    """What a file that nobody knows by name holds; ``name``: what was asked for."""
+    if not path.is_file():
+        if name and "/" not in name and "." not in name:
+            wrong = "it is neither a known workload nor a file"
+            raise ConfigError(f"workload {name!r}", wrong, suggest(name, WORKLOADS, "workload"))
+        raise ConfigError(f"workload {path}", "there is no such file", "check the path")
+    stem = path.resolve().name.removesuffix(".gz").removesuffix(".jsonl")
+    facts: dict[str, Any] = {"name": stem, "title": stem, "source": str(path), "file": path.name}
+    facts |= {"description": "from a file", "licence": "not stated", "chat": True, "max_new_tokens": 128}
+    return Workload(**facts), path, str(path)
 
 
 def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "category") -> list[Prompt]:
@@ -186,16 +190,14 @@ def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "
     return [prompt for turn in zip_longest(*decks) for prompt in turn if prompt is not None][:limit]
 
 
-def _file(entry: Workload, folder: str | Path | None) -> tuple[Traversable, str] | None:
+def _file(entry: Workload, folder: str | Path | None) -> tuple[Traversable, str | None]:
     """What a known workload is read from, and what a report calls it; None: its file is not there."""
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
     files = [Path(folder) / f"{entry.file}{packed}" for packed in ("", ".gz")] if folder is not None else []
-    for path in files:
-        if path.is_file():
-            return path, str(path)
     sample = resources.files(__package__) / "data" / f"{entry.name}.jsonl"
-    return (sample, PACKAGED) if entry.packaged else None
+    own = next(((path, str(path)) for path in files if path.is_file()), None)
+    return own or (sample, PACKAGED if entry.packaged else None)
 
 
 def _bytes(file: Traversable) -> bytes:
@@ -247,8 +249,11 @@ def _prompt(record: dict[str, Any], where: str, default_id: str, default_categor
         raise ConfigError(where, "it has both 'turns' and 'prompt', or neither", f"give {FORM}")
     given = dict(record)
     turns = [given.pop("prompt")] if "prompt" in given else given.pop("turns")
-    # A list a turn is a form too (Spec-Bench's rag has it); which turn an answer belongs to is not kept.
-    answers = [text for item in _listed(_first(given, *_ANSWERS)) for text in _listed(item)]
+    # The first of the names that is there; all of them leave the record. A list a turn is a form too (Spec-Bench's rag
+    # has it); which turn an answer belongs to is not kept.
+    references = [given.pop(key, None) for key in _ANSWERS]
+    listed = _listed(next((value for value in references if value is not None), []))
+    answers = [text for item in listed for text in _listed(item)]
     found = {"id": default_id, "category": default_category, **given, "turns": turns, "reference": answers}
     extra = {key: found.pop(key) for key in given if key not in ("id", "category")}
     try:
@@ -257,11 +262,6 @@ def _prompt(record: dict[str, Any], where: str, default_id: str, default_categor
         first = error.errors()[0]
         wrong = f"{first['loc'][0]!r} cannot hold {shown(first['input'])}: {first['msg']}"
         raise ConfigError(where, wrong, f"give {FORM}") from error
-
-
-def _first(record: dict[str, Any], *keys: str) -> Any:
-    """The first value that is there; all of them leave the record."""
-    return next((value for value in [record.pop(key, None) for key in keys] if value is not None), [])
 
 
 def _listed(value: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps
 from ..bench.compare import render_terminal
-from ..bench.config import BenchConfig, log_lines, numbers
+from ..bench.config import BenchConfig, StepConfig, log_lines
 from ..bench.models import materialised
 from ..bench.report import FILES, load_report, write_text
 from ..bench.report.terminal import figures_table, render
@@ -144,49 +144,51 @@ def calibrate(
 
 
 @app.command()
-@takes(llm=LLMConfig, only={"model", "dtype", "device", "exact", "kernels", "threads"}, **OPTIONS)
+@takes(
+    asked=StepConfig,
+    llm=LLMConfig,
+    only={"rows", "context", "repeats", "model", "dtype", "device", "exact", "kernels", "threads"},
+    **OPTIONS,
+)
 def step(
-    rows: Annotated[str, typer.Option(metavar="N,N,..", help="Rows of a pass.")] = "1,2,4,8,16,32,64",
-    context: Annotated[str, typer.Option(metavar="N,N,..", help="Committed tokens before the rows.")] = "256,1024",
-    repeats: Annotated[int, typer.Option(min=1, help="Passes of each kind; medians are shown.")] = 30,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
     *,
+    asked: dict[str, Any],
     llm: dict[str, Any],
 ) -> None:
     """Time one target pass by number of rows and context, against the machine's read bandwidth.
 
     The model may be a random one: random:LAYERSxWIDTHxFFxVOCAB, or with xHEADSxKVHEADS behind it.
     """
-    model, device, mode = llm["model"], llm["device"], ", exact" if llm["exact"] else ""
-    counts, contexts = numbers("--rows", rows), numbers("--context", context)
-    _check_out(out)
-    with materialised(model) as folder:
+    passes, device, label = StepConfig(**asked), llm["device"], parse_model(llm["model"]).label
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):  # said before minutes of measuring
+        raise ConfigError(f"--out {out}", "no file can be there", "name a file in a folder that exists")
+    with materialised(llm["model"]) as folder:
         loaded = LLM(**{**llm, "model": folder})
         most = loaded.decoder.config.max_position
-        if max(contexts) + max(counts) > most:
-            asked = f"context {max(contexts)} with {max(counts)} rows"
-            raise ConfigError(asked, f"the model has {most} positions", "choose smaller ones")
+        if max(passes.context) + max(passes.rows) > most:
+            wanted = f"context {max(passes.context)} with {max(passes.rows)} rows"
+            raise ConfigError(wanted, f"the model has {most} positions", "choose smaller ones")
         bandwidth = machine.read_bandwidth(device)
-        with counting("timing passes", repeats + 1) as progress:
-            costs = measure_steps(loaded.decoder, counts, contexts, bandwidth, repeats, progress)
-    computed = str(loaded.decoder.dtype)
-    console, label = stdout(), parse_model(model).label
+        with counting("timing passes", passes.repeats + 1) as progress:
+            costs = measure_steps(loaded.decoder, passes, bandwidth, progress)
+    computed, mode, console = str(loaded.decoder.dtype), ", exact" if llm["exact"] else "", stdout()
     console.print(f"{label}, {computed.removeprefix('torch.')}, kernels: {loaded.kernels}{mode}")
     console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     console.print(_step_table(costs))
-    figures = {
-        "command": "bench step",
-        "model": label,
-        "dtype": computed,
-        "exact": llm["exact"],
-        "kernels": loaded.kernels,
-        "machine": machine.describe(device),
-        "read_bandwidth_bytes_per_s": bandwidth,
-        "repeats": repeats,
-        "rows": costs,
-    }
     if out is not None:
+        figures = {
+            "command": "bench step",
+            "model": label,
+            "dtype": computed,
+            "exact": llm["exact"],
+            "kernels": loaded.kernels,
+            "machine": machine.describe(device),
+            "read_bandwidth_bytes_per_s": bandwidth,
+            "repeats": passes.repeats,
+            "rows": costs,
+        }
         write_text(out, json.dumps(figures, indent=1) + "\n", "--out")
 
 
@@ -211,9 +213,3 @@ def _step_table(costs: Sequence[Mapping[str, float]]) -> Table:
     ratios = [f"{c['step_ms'] / one[c['context']]:.2f}" if c["context"] in one else "" for c in costs]
     rows = [line.format(**c, of_one=r).split(" | ") for c, r in zip(costs, ratios, strict=True)]
     return figures_table(head.split(" | "), rows, words=0)
-
-
-def _check_out(out: Path | None) -> None:
-    """Refuse a file that cannot be written before the measuring, which takes minutes."""
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise ConfigError(f"--out {out}", "no file can be there", "name a file in a folder that exists")

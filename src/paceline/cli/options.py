@@ -8,8 +8,8 @@ A command declares the dataclasses that it fills::
 
 and its parameters ``llm`` and ``params`` become one flag a field: ``max_tokens: int = 16`` is
 ``--max-tokens INTEGER``. Help comes from the field's ``metadata["help"]``; a field whose metadata says
-``cli=False`` has no flag, ``flag="--word"`` gives it another, and ``read`` makes its value of the flag and a
-text. The command gets dictionaries to pass on
+``cli=False`` has no flag, ``flag="--word"`` gives it another, and a ``metavar`` such as ``N,N,..`` makes one text of
+several numbers. The command gets dictionaries to pass on
 to Python: values are checked there, once, for the command line and for everybody else.
 """
 
@@ -27,6 +27,7 @@ import typer
 
 from ..core.errors import ConfigError
 from ..core.options import alternatives, named_values
+from ..core.options import read as read_text
 
 DEFAULT_MODEL = "paceline-small"
 DRAFTER_SHOWN = "the applications' streams, or the model's own drafter where the zoo names one, else none"
@@ -79,9 +80,9 @@ def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mappi
     default = defaults.get(spec.name, _default(spec))
     kind: Any
     read: Callable[[Any], Any]
-    if "read" in spec.metadata:  # several values in one text
-        kind, metavar, read = str, None, functools.partial(_many, spec.metadata["read"], flag, default)
-        default = None if default == (None,) else ",".join(f"{value:g}" for value in default)
+    if spec.metadata.get("metavar", "").endswith(",.."):  # several numbers in one text
+        kind, metavar, read = str, None, functools.partial(_numbers, flag, hint)
+        default = ",".join(f"{value:g}" for value in default)
     else:
         kind, metavar, read = _kind(hint, flag)
     parser = None
@@ -132,15 +133,19 @@ def _paired(mapper: Callable[[str, list[str]], Any], flag: str, pairs: list[str]
     return mapper(flag, pairs) if pairs else None
 
 
-def _many(numbers: Callable[[str, str], Any], flag: str, default: Any, text: str | None) -> Any:
-    return default if text is None else numbers(flag, text)
+def _numbers(flag: str, hint: Any, text: str) -> Any:
+    try:
+        return read_text(text, hint)
+    except ValueError as error:
+        asked = f"{flag} {text}"
+        raise ConfigError(asked, "not numbers with commas between", f"write {flag} 1,8") from error
 
 
 def _gathered(kind: type, parts: Collection[Any] | None) -> Any:
     return kind(parts) if parts else None
 
 
-def _numbers(flag: str, pairs: list[str]) -> dict[int, float]:
+def _biases(flag: str, pairs: list[str]) -> dict[int, float]:
     """``["7=-2.5"]`` -> ``{7: -2.5}``: token ids and what belongs to them."""
     try:
         return {int(key): float(value) for key, value in (pair.split("=", 1) for pair in pairs)}
@@ -151,4 +156,4 @@ def _numbers(flag: str, pairs: list[str]) -> dict[int, float]:
         ) from error
 
 
-_MAPPERS: dict[tuple[Any, ...], Callable[[str, list[str]], Any]] = {(int, float): _numbers, (str, str): named_values}
+_MAPPERS: dict[tuple[Any, ...], Callable[[str, list[str]], Any]] = {(int, float): _biases, (str, str): named_values}

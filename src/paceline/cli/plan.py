@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +14,12 @@ from .. import zoo
 from ..bench import law
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..core.options import named_values
+from ..core.options import named_values, shown, suggest
 from ..engine.calibration import processor
 from ..llm import LLM
 from ..planning import acceptance, machines, models
 from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
-from ..planning.throughput import Parallel, Precision
 from . import plan_view
 from .console import note
 from .options import takes
@@ -38,8 +37,7 @@ STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 @app.command()
 @takes(
     question=PlanRequest,
-    parallel=Parallel,
-    without={"target", "machine", "draft", "precision", "parallel", "acceptance", "law"},
+    without={"target", "machine", "draft", "weight_bytes", "kv_bytes", "acceptance", "law"},
 )
 def plan(
     target: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)],
@@ -80,7 +78,6 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     question: dict[str, Any],
-    parallel: dict[str, Any],
 ) -> None:
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
@@ -89,40 +86,43 @@ def plan(
     How often drafts are accepted is known of pairs that were measured, else assumed, and said; --tau takes your own.
     """
     shape = resolve(target)
-    devices, stages = parallel["tensor"], parallel["stages"]
-    if devices < 1:
-        raise ConfigError(f"--devices {devices}", "a model lies on one device at least", "give 1 or more")
     if measured:
-        given = {"--machine": machine, "--kv": kv, "--devices": devices > 1, "--stages": stages > 1}
+        given = {
+            "--machine": machine,
+            "--kv": kv,
+            **{f"--{name}": question[name] > 1 for name in ("devices", "stages")},
+        }
         _refuse_beside_measured(given)
         kv = "float32" if weights == "float32" else "bfloat16"
-    precision = Precision(weight_bytes=_bytes("--weights", weights), kv_bytes=_bytes("--kv", kv or "bfloat16"))
+    drafting = _draft_name(target, draft)
     asked = PlanRequest(
         target=shape,
         machine=machines.machine(machine or _no_machine(measured)),
-        draft=_draft(target, draft),
-        precision=precision,
-        parallel=Parallel(**parallel),
+        draft=None if drafting is None else resolve(drafting),
+        weight_bytes=_bytes("--weights", weights),
+        kv_bytes=_bytes("--kv", kv or "bfloat16"),
         acceptance=acceptance.given(named_values("--tau", tau or ()), DRAFTERS),
         **question,
     )
-    drafting = _draft_name(target, draft)
-    names = plan_view.ModelNames(target=_runnable(target), draft=drafting and _runnable(drafting))
-    here, stored = None, None
+    own, here, found = _runnable(target), None, dict[str, Any]()
     if measured:
         other = (drafting, asked.network(asked.drafting)) if drafting else None
-        llm, network = _runnable_here(names.target, weights), asked.network(shape)
+        llm, network = _runnable_here(own, weights), asked.network(shape)
         with counting("timing passes", law.REPEATS + 1) as progress:
             here = law.measure_law(llm, network, progress)
-        stored = law.store_law(llm, network, here.law, other)
-        own = here.law.machine(processor("cpu"), _memory(), "cpu")
-        asked = replace(asked, machine=own, law=here.law)
-    ranked = rank(asked)
-    if plot is not None:
-        file = plan_view.draw(asked, plot)
-    tell = plan_view.print_json if as_json else plan_view.show
-    tell(asked, ranked, names, here, stored)
-    if plot is not None:
+        found = asdict(here) | {"file": str(law.store_law(llm, network, here.law, other))}
+        asked = replace(asked, machine=here.law.machine(processor("cpu"), _memory()), law=here.law)
+    ranked, draft_named = rank(asked), _runnable(drafting) if drafting else None
+    ways = [plan_view.how_to_run(asked, made, own, draft_named) for made in ranked]
+    file = None if plot is None else plan_view.draw(asked, plot)
+    if as_json:
+        plan_view.print_json(asked, ranked, ways, found)
+    else:
+        if here is not None:
+            plan_view.show_law(here, asked.machine)
+            note(f"written to {found['file']}, where the automatic budget finds it")
+        plan_view.show(asked, ranked, ways)
+    if file is not None:
         note(f"drawn: {file}")
 
 
@@ -177,7 +177,8 @@ def resolve(text: str) -> ModelSizes:
     shape = models.named(spec.name) or _from_files(spec.name)
     if shape is None:
         embedded = [entry.name for entry in zoo.available() if entry.role in ("target", "draft")]
-        raise models.unknown(spec.name, embedded)
+        remedy = suggest(spec.name, [*models.names(), *embedded], "model")
+        raise ConfigError(f"model {shown(spec.name)}", "there is no such model, folder or config.json", remedy)
     return shape.stretched(spec.stretch)
 
 
@@ -187,11 +188,6 @@ def _from_files(name: str) -> ModelSizes | None:
         return replace(models.read_shape(folder), source=f"the zoo's {name}")
     path = Path(name)
     return models.read_shape(path) if path.exists() else None
-
-
-def _draft(target: str, draft: str | None) -> ModelSizes | None:
-    name = _draft_name(target, draft)
-    return None if name is None else resolve(name)
 
 
 def _draft_name(target: str, draft: str | None) -> str | None:

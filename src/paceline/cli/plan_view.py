@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -15,16 +15,17 @@ from rich.text import Text
 
 from .. import zoo
 from ..bench import figures
-from ..bench.figures import Panel, Series
-from ..bench.law import MeasuredLaw, errors_of
+from ..bench.law import MeasuredLaw
 from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..planning.machines import Machine
-from ..planning.measured import errors
 from ..planning.plan import DRAFTERS, PLAIN, SINK, PlanRequest, RankedDrafter, devices_needed, rank
 from ..planning.throughput import critical_batch
 from .console import note, stdout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 SUFFIXES = (".svg", ".png")
@@ -38,36 +39,21 @@ ADVICE = {  # where a drafter's weights are missing
 HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s", "why")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelNames:
-    """What the models are called on the command line."""
-
-    target: str | None  # None: there are no weights of it
-    draft: str | None
+HowToRun = tuple[str | None, str | None]  # the command that would measure a drafter, or what is missing for that
 
 
-def show(
-    question: PlanRequest,
-    ranked: Sequence[RankedDrafter],
-    names: ModelNames,
-    here: MeasuredLaw | None = None,
-    stored: Path | None = None,
-) -> None:
-    """The table, what was assumed, and how to run it; ``here``: what was measured first, and ``stored`` in a file."""
+def show(question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[HowToRun]) -> None:
+    """The table, what was assumed, and how to run each drafter."""
     console = stdout()
-    if here is not None:
-        show_law(here, question.machine)
-        note(f"written to {stored}, where the automatic budget finds it")
     console.print(_title(question), style="bold", markup=False)
     console.print(_table(ranked))
     for line in _remarks(question, ranked):
         console.print(line, markup=False)
     _show_acceptance(ranked)
     console.print("to run it:", style="bold")
-    for made in ranked:
-        command, missing = how_to_run(question, made, names)
+    for made, (command, missing) in zip(ranked, ways, strict=True):
         console.print(Text(f"  {command}") if command else Text(f"  {made.drafter}: {missing}", style="dim"))
-    if here is None:
+    if question.law is None:
         note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
     else:
         note("predicted by this machine's law; the engine's work between passes is left out")
@@ -82,12 +68,12 @@ def show_law(found: MeasuredLaw, machine: Machine) -> None:
     attention = f"{1e-9 / law.attention:,.0f} GFLOP/s" if law.attention else "beside its reads"
     console.print(f"  {per}, {rates}, attention {attention}", markup=False)
     lines = []
-    for row in errors_of(law, found.held_out):
+    for row in found.held_out:
         measured, error = row["measured_ms"], row["error"]
         sizes = [str(row[name]) for name in ("layers", "batch", "context", "rows")]
         lines.append([*sizes, f"{measured:.2f}", f"{measured * (1 + error):.2f}", f"{error:+.0%}"])
     console.print(figures_table(LAW_HEAD, lines, words=0))
-    known, others = ([abs(error) for error in errors(law, part)] for part in (found.fitted, found.held_out))
+    known, others = ([abs(row["error"]) for row in part] for part in (found.fitted, found.held_out))
     console.print(
         f"  error of passes that it was not fitted to: median {median(others):.0%}, largest {max(others):.0%}; "
         f"of the others: median {median(known):.0%}",
@@ -100,24 +86,18 @@ def _rate(seconds: float) -> str:
 
 
 def print_json(
-    question: PlanRequest,
-    ranked: Sequence[RankedDrafter],
-    names: ModelNames,
-    here: MeasuredLaw | None = None,
-    stored: Path | None = None,
+    question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[HowToRun], measured: Mapping[str, Any]
 ) -> None:
-    """The same as one JSON object."""
+    """The same as one JSON object; ``measured``: this machine's law, where it was."""
     rows = []
-    for made in ranked:
-        command, missing = how_to_run(question, made, names)
+    for made, (command, missing) in zip(ranked, ways, strict=True):
         took = {"draft_s": made.round.draft, "verify_s": made.round.verify, "plain_s": made.round.plain}
         values = {name: value for name, value in asdict(made).items() if name != "round"}
         devices = devices_needed(question, made.holds)
         rows.append({**values, **took, "devices_needed": devices, "command": command, "missing": missing})
     asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
-    found = {} if here is None else here.as_dict() | {"file": str(stored), "machine": asked["machine"]}
-    more = {"measured": found} if found else {}
-    typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **more}))
+    found = {"measured": {**measured, "machine": asked["machine"]}} if measured else {}
+    typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **found}))
 
 
 def _show_acceptance(ranked: Sequence[RankedDrafter]) -> None:
@@ -134,7 +114,7 @@ def _show_acceptance(ranked: Sequence[RankedDrafter]) -> None:
 
 
 def _title(q: PlanRequest) -> str:
-    spread = f"{q.parallel.devices} x " if q.parallel.devices > 1 else ""
+    spread = f"{q.all_devices} x " if q.all_devices > 1 else ""
     about = f"{spread}{q.machine.about}, {q.machine.hoi:.0f} FLOPs a byte"
     return f"{q.target.name} on {about}; batch {q.batch:,}, context {q.context:,}"
 
@@ -153,7 +133,7 @@ def _table(ranked: Sequence[RankedDrafter]) -> Table:
 def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
     """Memory, and from where on verification is compute-bound."""
     best = ranked[0]
-    holds, have = best.holds, q.machine.memory * q.parallel.devices
+    holds, have = best.holds, q.machine.memory * q.all_devices
     needed = devices_needed(q, holds)
     room = "fits" if holds <= have else f"does not fit: {needed} devices would hold it; figures are as if it did"
     batch = critical_batch(q.network(q.target), q.context, q.machine.hoi, best.rows)
@@ -164,55 +144,55 @@ def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
     ]
 
 
-def how_to_run(question: PlanRequest, made: RankedDrafter, names: ModelNames) -> tuple[str | None, str | None]:
-    """The command that would measure it, or what is missing for that."""
-    missing = _missing(question, made, names)
-    if missing:
+def how_to_run(question: PlanRequest, made: RankedDrafter, target: str | None, draft: str | None) -> HowToRun:
+    """The command that would measure a drafter, or what is missing for that.
+
+    Args:
+        target, draft: the models' names on the command line; None: there are no weights.
+    """
+    weights = _weights(made, target, draft)
+    if missing := _missing(question, made, target is not None, weights is not None):
         return None, missing
-    asked = f"--model {names.target} --batch {question.batch}"
-    dtype = DTYPES[question.precision.weight_bytes]
+    dtype = DTYPES[question.weight_bytes]
     more = (f" --dtype {dtype}" if dtype else "") + (" --device cuda" if question.machine.device == "cuda" else "")
-    method = PLAIN if made.drafter == PLAIN else f"{_drafter(question, made, names)};budget={made.depth * made.width}"
-    return f'paceline bench {asked}{more} --method "{method}"', None
+    method = PLAIN if made.drafter == PLAIN else f"{_method(question, made, weights)};budget={made.depth * made.width}"
+    return f'paceline bench --model {target} --batch {question.batch}{more} --method "{method}"', None
 
 
-def _missing(q: PlanRequest, made: RankedDrafter, names: ModelNames) -> str | None:
+def _missing(q: PlanRequest, made: RankedDrafter, target: bool, weights: bool) -> str | None:
     """Why this engine cannot run it as it is now; None: it can."""
-    stored = q.precision
-    kv = 4.0 if stored.weight_bytes == 4.0 else 2.0
+    kv = 4.0 if q.weight_bytes == 4.0 else 2.0
     reasons = {
-        "there are no weights of this model": names.target is None,
+        "there are no weights of this model": not target,
         "mixtures of experts are not there yet": q.target.experts is not None,
-        "several devices are not there yet": q.parallel.devices > 1,
+        "several devices are not there yet": q.all_devices > 1,
         "CPUs and CUDA GPUs are what there is so far": not q.machine.device,
-        "weights are float32, bfloat16 or int8, keys and values as activations": stored.weight_bytes not in DTYPES
-        or stored.kv_bytes != kv,
+        "weights are float32, bfloat16 or int8, keys and values as activations": q.weight_bytes not in DTYPES
+        or q.kv_bytes != kv,
         f"memory: {devices_needed(q, made.holds)} devices would hold it": made.holds > q.machine.memory,
+        f"{ADVICE.get(made.drafter)} first": not weights,
     }
-    reasons[f"{ADVICE.get(made.drafter)} first"] = _weights(made, names) is None
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _drafter(q: PlanRequest, made: RankedDrafter, names: ModelNames) -> str:
+def _method(q: PlanRequest, made: RankedDrafter, weights: str | None) -> str:
     """As ``--method`` has it."""
-    weights = _weights(made, names)
-    view = (
-        f"window={q.last_keys(made.drafter)},sinks={SINK},depth={made.depth}" if DRAFTERS[made.drafter].sparse else ""
-    )
+    depth = f"depth={made.depth}"
     options = {
-        "magicdec": view,
         "streams": "chain=true",
         # The widest level first and one child each behind it.
         "draft_model": "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)]) if made.width > 1 else "",
     }
-    return made.drafter + (f":{weights}," if weights else ",") + (options.get(made.drafter) or f"depth={made.depth}")
+    if made.drafter == "magicdec":
+        options["magicdec"] = f"window={q.last_keys(made.drafter)},sinks={SINK},{depth}"
+    return made.drafter + (f":{weights}," if weights else ",") + (options.get(made.drafter) or depth)
 
 
-def _weights(made: RankedDrafter, names: ModelNames) -> str | None:
+def _weights(made: RankedDrafter, target: str | None, draft: str | None) -> str | None:
     """The draft model's name, or the zoo's trained weights; None: there are none; empty: it needs none."""
     if made.drafter == "draft_model":
-        return names.draft
-    return zoo.weights(made.drafter, parse_model(names.target or "").name) if made.drafter in ADVICE else ""
+        return draft
+    return zoo.weights(made.drafter, parse_model(target or "").name) if made.drafter in ADVICE else ""
 
 
 def draw(question: PlanRequest, file: Path) -> Path:
@@ -227,24 +207,26 @@ def draw(question: PlanRequest, file: Path) -> Path:
     batches = _powers(max(LEAST_BATCH, 2 * question.batch))
     longest = min(question.drafting.max_position, question.target.max_position)
     contexts = [n for n in _powers(min(longest, max(LEAST_CONTEXT, 2 * question.context))) if n >= 64]
-    panels = [
-        _panel(question, "batch", batches, f"Context {question.context:,}"),
-        _panel(question, "context", contexts, f"Batch {question.batch:,}"),
-    ]
-    return figures.lines(panels, file)
+    with figures.canvas(2 * figures.PANEL_WIDTH, figures.PANEL_HEIGHT, panels=2) as (picture, [left, right]):
+        _draw_ratios(left, question, "batch", batches, f"Context {question.context:,}")
+        _draw_ratios(right, question, "context", contexts, f"Batch {question.batch:,}")
+        figures.legend(picture, left, columns=3)
+        return figures.save(picture, file)
 
 
 def _powers(last: int) -> list[int]:
     return [2**n for n in range(last.bit_length()) if 2**n <= last]
 
 
-def _panel(question: PlanRequest, name: str, values: Sequence[int], title: str) -> Panel:
+def _draw_ratios(axis: Axes, question: PlanRequest, name: str, values: Sequence[int], title: str) -> None:
+    """A line for each drafter at its best; a broken one is plain decoding."""
     changes: list[dict[str, Any]] = [{name: value} for value in values]
     found = [{made.drafter: made.multiplier for made in rank(replace(question, **change))} for change in changes]
-    drafters = [drafter for drafter in found[0] if drafter != PLAIN]
-    series = [
-        Series(label=drafter, x=values, y=[point[drafter] for point in found], colour=place)
-        for place, drafter in enumerate(sorted(drafters))
-    ]
-    axes: dict[str, Any] = {"x_label": name, "log_x": True, "y_label": "times plain decoding", "y_from": 0.0}
-    return Panel(title=title, series=series, line_at=1.0, columns=3, **axes)
+    for place, drafter in enumerate(sorted(DRAFTERS)):
+        look: dict[str, Any] = {"color": figures.COLOURS[place], "marker": figures.MARKERS[place]}
+        axis.plot(values, [point[drafter] for point in found], label=drafter, **look)
+    figures.tick_values(axis, values, log=True)
+    axis.axhline(1.0, color="#666666", linestyle="--", linewidth=1)
+    axis.set_title(title, loc="left")
+    axis.set(xlabel=name, ylabel="times plain decoding")
+    axis.set_ylim(bottom=0.0)

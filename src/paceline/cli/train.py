@@ -57,69 +57,66 @@ app = typer.Typer(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowConfig:
-    """Packed rows of a run that no recipe file describes."""
+class RunConfig:
+    """Where a run's parts are, how it is watched, and the packed rows of one that no recipe file describes."""
 
+    out: str = option(help="Checkpoint, log and result; an unfinished run there goes on.", metavar="DIR")
+    target: str | None = option(None, help="What it is trained for: zoo name, folder or hub name.", metavar="MODEL")
+    init: str | None = option(None, help="Checkpoint to start from.", metavar="MODEL")
+    stop_after: int | None = option(None, help="Stop here, with a checkpoint, and go on later.", metavar="STEPS")
+    tensorboard: bool = option(True, help="Write a TensorBoard log beside log.jsonl.")
+    cache: str | None = option(
+        None, help="Folder for the target's likeliest tokens (top), and states; later runs read it.", metavar="DIR"
+    )
     rows: int = option(8, help="packed rows a step, over all processes")
     length: int = option(512, help="tokens a row")
     prompt_weight: float = option(0.0, help="weight of prompt tokens in the loss")
-    cache: str | None = option(
-        None, help="folder for the target's likeliest tokens: scored once, read by later runs (with --top)"
-    )
 
     def __post_init__(self) -> None:
         check(self)
 
+    def places(self) -> dict[str, Any]:
+        """By fields of `TrainingJob`."""
+        folders = {name: resolve_folder(at) if (at := getattr(self, name)) else None for name in ("target", "init")}
+        return {"out": Path(self.out), "cache": None if self.cache is None else Path(self.cache), **folders}
 
-Target = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="What it is trained for: zoo name, folder or hub name.")
-]
-Data = Annotated[
-    list[str],
-    typer.Option(
-        metavar="FILE[=WEIGHT]", help="JSONL or text, .gz too; default weight: its size. Repeat it for several."
-    ),
-]
-Held = Annotated[list[str] | None, typer.Option(metavar="FILE", help="Held-out data for the evaluations.")]
-Out = Annotated[str, typer.Option(metavar="DIR", help="Checkpoint, log and result; an unfinished run there goes on.")]
-Init = Annotated[str | None, typer.Option(metavar="MODEL", help="Checkpoint to start from.")]
-Cache = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Holds the target's likeliest tokens (top), and states.")
-]
-Stop = Annotated[int | None, typer.Option(metavar="STEPS", help="Stop here, with a checkpoint, and go on later.")]
-EventFile = Annotated[bool, typer.Option(help="Write a TensorBoard log beside log.jsonl.")]
+
+ROWS = ("rows", "length", "prompt_weight")  # what a recipe file says itself
 
 
 def _command(name: str, kind: RecipeKind) -> None:
     """Register the command of a kind, with its options as flags."""
 
     @app.command(name=name, help=kind.about)
-    @takes(options=kind.Options, config=TrainConfig, layout=RowConfig, without=() if kind.cached else ("cache",))
+    @takes(where=RunConfig, options=kind.Options, config=TrainConfig, without=() if kind.cached else ("cache",))
     def command(
-        data: Data,
-        out: Out,
-        target: Target = None,
-        held_out: Held = None,
-        init: Init = None,
-        stop_after: Stop = None,
-        tensorboard: EventFile = True,
+        data: Annotated[
+            list[str],
+            typer.Option(
+                metavar="FILE[=WEIGHT]",
+                help="JSONL or text, .gz too; default weight: its size. Repeat it for several.",
+            ),
+        ],
+        held_out: Annotated[
+            list[str] | None, typer.Option(metavar="FILE", help="Held-out data for the evaluations.")
+        ] = None,
         *,
+        where: dict[str, Any],
         options: dict[str, Any],
         config: dict[str, Any],
-        layout: dict[str, Any],
     ) -> None:
-        rows = RowConfig(**_given(layout))
+        asked = RunConfig(**_given(where))
         job = TrainingJob(
             kind=name,
             options=_given(options),
             config=TrainConfig(**_given(config)),
-            phases=[Phase(rows=rows.rows, length=rows.length)],
+            phases=[Phase(rows=asked.rows, length=asked.length)],
             sources=[_source(text) for text in data],
             held_out=[_source(text) for text in held_out or []],
-            prompt_weight=rows.prompt_weight,
-            **_places(out, target, init, rows.cache),
+            prompt_weight=asked.prompt_weight,
+            **asked.places(),
         )
-        _train(job, stop_after, tensorboard)
+        _train(job, asked)
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,34 +124,21 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _places(out: str, target: str | None, init: str | None, cache: str | None) -> dict[str, Any]:
-    """Where a run's parts are, by fields of `TrainingJob`."""
-    return {
-        "out": Path(out),
-        "target": None if target is None else resolve_folder(target),
-        "init": None if init is None else resolve_folder(init),
-        "cache": None if cache is None else Path(cache),
-    }
-
-
 for _name, _kind in KINDS.items():
     _command(_name, _kind)
 
 
 @app.command(name="file", hidden=True)
+@takes(where=RunConfig, without=ROWS)
 def file(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE.toml")],
     data: Annotated[str, typer.Option(metavar="FOLDER", help="Holds the files that the recipe's manifest names.")],
-    out: Out,
-    target: Target = None,
-    init: Init = None,
-    stop_after: Stop = None,
-    tensorboard: EventFile = True,
-    cache: Cache = None,
+    *,
+    where: dict[str, Any],
 ) -> None:
     """Run a recipe file."""
-    made = locate(read_recipe(Path(recipe)), Path(data))
-    _train(TrainingJob.of(made, **_places(out, target, init, cache)), stop_after, tensorboard)
+    asked, made = RunConfig(**where), locate(read_recipe(Path(recipe)), Path(data))
+    _train(TrainingJob.of(made, **asked.places()), asked)
 
 
 def _source(text: str) -> SourceSpec:
@@ -173,13 +157,13 @@ def _size(text: str) -> float:
     return float(path.stat().st_size) if path.is_file() else 1.0
 
 
-def _train(job: TrainingJob, stop_after: int | None, tensorboard: bool) -> None:
+def _train(job: TrainingJob, asked: RunConfig) -> None:
     require_accelerate()
     first = int(os.environ.get("RANK", "0")) == 0  # of several processes, one speaks
     bar = Bar(stderr(), job.config.steps)
-    watchers: list[Any] = [bar, *(event_file(job.out) if tensorboard else [])] if first else []
+    watchers: list[Any] = [bar, *(event_file(job.out) if asked.tensorboard else [])] if first else []
     try:
-        trainer = run(job, watchers, stop_after, note if first else lambda text: None)
+        trainer = run(job, watchers, asked.stop_after, note if first else lambda text: None)
     finally:
         for watcher in watchers:
             watcher.close()

@@ -136,7 +136,7 @@ def _refusal(config: Any, prefix: str, name: str, faults: list[Any]) -> ConfigEr
 def remedy_of(config_class: type[Any], name: str) -> str:
     """What to do about a value that a field cannot hold: what the field says and may hold."""
     text = config_class.__dataclass_fields__[name].metadata.get("help")
-    return f"{name}: {text}" if text else f"correct {name}"
+    return f"{name}: {text.rstrip('.')}" if text else f"correct {name}"
 
 
 def _limit(fault: Any) -> str | None:

@@ -92,36 +92,29 @@ def given(taus: Mapping[str, str], drafters: Iterable[str]) -> dict[str, Accepta
     """
     known, found = list(drafters), {}
     for name, text in taus.items():
+        asked, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
         if name not in known:
-            raise ConfigError(f"--tau {name}={text}", "there is no such drafter", suggest(name, known, "drafter"))
-        found[name] = Acceptance(accept=_parsed(name, text), source=f"--tau {name}={text}")
+            raise ConfigError(asked, "there is no such drafter", suggest(name, known, "drafter"))
+        try:
+            tokens, levels = float(tau), int(depth) if at else DEPTH
+        except ValueError:
+            tokens, levels = 0.0, 0
+        if levels < 1:
+            remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
+            raise ConfigError(asked, "not a number of tokens a round", remedy)
+        found[name] = Acceptance(accept=accept_of(tokens, levels), source=asked)
     return found
 
 
-def _parsed(name: str, text: str) -> float:
-    tau, at, depth = text.partition("@")
-    try:
-        tokens, levels = float(tau), int(depth) if at else DEPTH
-        if levels < 1:
-            raise ValueError(levels)
-    except ValueError as error:
-        remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
-        raise ConfigError(f"--tau {name}={text}", "not a number of tokens a round", remedy) from error
-    return accept_of(tokens, levels)
-
-
 def _read(entry: Mapping[str, Any], context: float, own: bool) -> Acceptance:
-    accept = entry["accept"] if "accept" in entry else accept_of(_tau(entry["tau"], context), entry["depth"])
+    """An entry of the table; a tau may be pairs of a context and a number, between and beyond which numpy reads it."""
+    tau = entry.get("tau")
+    if isinstance(tau, list):
+        contexts, taus = zip(*tau, strict=True)
+        tau = np.interp(context, contexts, taus)
+    accept = entry["accept"] if tau is None else accept_of(float(tau), entry["depth"])
     given = {name: entry[name] for name in ("siblings", "layers", "window") if name in entry}
     return Acceptance(accept=accept, source=entry["source"], own=own, **given)
-
-
-def _tau(stored: float | list[list[float]], context: float) -> float:
-    """A number, or what lies between pairs of a context and a number; beyond them the nearest."""
-    if not isinstance(stored, list):
-        return float(stored)
-    contexts, taus = zip(*stored, strict=True)
-    return float(np.interp(context, contexts, taus))
 
 
 @cache

@@ -9,7 +9,7 @@ rows x keys, is apart: on a CPU its rate is far from that of products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -25,15 +25,8 @@ INTENSITIES = tuple(2 ** (n / 4) for n in range(41))  # FLOPs a byte that are tr
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimedPass:
-    """A pass and what it took."""
-
-    network: ServedModel  # with the layers that were run
-    batch: int
-    context: int  # tokens that each sequence has in front of its rows
-    rows: int  # of each sequence
-    seconds: float
+Timed = Mapping[tuple[ServedModel, int, int, int], float]
+"""Seconds of passes by network (the layers that were run), sequences, tokens in front of the rows of each, rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,42 +45,35 @@ class PassLaw:
         parts = _parts(network, batch, context, rows, self.hoi)
         return float(parts @ np.array([self.host, self.row, self.weight, self.kv, self.attention]))
 
-    def machine(self, about: str, memory: float, device: str) -> Machine:
-        """This machine as the planner has others: what it was seen to read and to multiply.
-
-        Args:
-            about: its name.
-            memory: bytes.
-            device: as this engine calls it.
-        """
-        bandwidth = 1 / max(self.weight, 1e-15)
-        source = "measured now: paceline plan --measured"
-        given = {"name": "here", "about": about, "memory": memory, "device": device, "source": source}
-        return Machine(flops=bandwidth * self.hoi, bandwidth=bandwidth, **given)  # type: ignore[arg-type]
+    def machine(self, about: str, memory: float) -> Machine:
+        """This processor as the planner has others: what it was seen to read and to multiply; ``memory`` in bytes."""
+        read, source = 1 / max(self.weight, 1e-15), "measured now: paceline plan --measured"
+        sizes = {"flops": read * self.hoi, "bandwidth": read, "memory": memory}
+        return Machine(name="here", about=about, device="cpu", source=source, **sizes)
 
 
-def fit(points: Sequence[TimedPass]) -> PassLaw:
+def fit(timed: Timed) -> PassLaw:
     """The law with the least relative errors, no term of it below 0.
 
     Raises:
         ConfigError: too few passes, or times that are not above 0.
     """
-    if len(points) < LEAST_POINTS or not all(point.seconds > 0 for point in points):
-        asked = f"a law of {len(points)} timed passes"
+    if len(timed) < LEAST_POINTS or not all(seconds > 0 for seconds in timed.values()):
+        asked = f"a law of {len(timed)} timed passes"
         raise ConfigError(asked, f"it takes {LEAST_POINTS} of more than 0 seconds", "time more passes")
-    return min((_fit(points, hoi) for hoi in INTENSITIES), key=lambda law: sum(e * e for e in errors(law, points)))
+    return min((_fit(timed, hoi) for hoi in INTENSITIES), key=lambda law: sum(e * e for e in errors(law, timed)))
 
 
-def _fit(points: Sequence[TimedPass], hoi: float) -> PassLaw:
+def _fit(timed: Timed, hoi: float) -> PassLaw:
     """The best law of one intensity: least squares over every choice of terms, those below 0 left out."""
-    table = np.stack([_parts(p.network, p.batch, p.context, p.rows, hoi) / p.seconds for p in points])
+    table = np.stack([_parts(*size, hoi) / seconds for size, seconds in timed.items()])
     scale = np.linalg.norm(table, axis=0)
     scale[scale == 0] = 1.0
     best, least = np.zeros(table.shape[1]), float("inf")
     for count in range(1, table.shape[1] + 1):
         for chosen in combinations(range(table.shape[1]), count):
             part: Floats = table[:, chosen] / scale[list(chosen)]
-            values = np.linalg.lstsq(part, np.ones(len(points)), rcond=None)[0]
+            values = np.linalg.lstsq(part, np.ones(len(timed)), rcond=None)[0]
             left = float(np.square(part @ values - 1).sum())
             if (values >= 0).all() and left < least:
                 best, least = np.zeros(table.shape[1]), left
@@ -102,6 +88,6 @@ def _parts(network: ServedModel, batch: int, context: float, rows: int, hoi: flo
     return np.array([1.0, batch * rows, max(cost.weights, cost.compute / hoi), cost.kv, cost.attention])
 
 
-def errors(law: PassLaw, points: Sequence[TimedPass]) -> list[float]:
+def errors(law: PassLaw, timed: Timed) -> list[float]:
     """Predicted over measured time, less 1, of each pass."""
-    return [law.seconds(p.network, p.batch, p.context, p.rows) / p.seconds - 1 for p in points]
+    return [law.seconds(*size) / seconds - 1 for size, seconds in timed.items()]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..core.options import shown, suggest
 from ..network.families import DecoderConfig, decoder_config
 from ..network.files import read_json
 from ..network.gguf import is_gguf
@@ -128,17 +127,11 @@ class ModelSizes:
         active = self.d_ff
         if self.experts:
             active = self.experts.per_token * self.experts.d_ff + self.experts.shared_d_ff
-        return replace(
-            self,
-            name=f"{self.name}, halved",
-            d_model=max(1, self.d_model // 2),
-            d_ff=max(1, active // 2),
-            num_layers=max(1, self.num_layers // 2),
-            num_heads=max(1, self.num_heads // 2),
-            num_kv_heads=max(1, self.num_kv_heads // 2),
-            sliding_layers=self.sliding_layers // 2,
-            experts=None,
-        )
+        halves: dict[str, Any] = {
+            name: max(1, getattr(self, name) // 2) for name in ("d_model", "num_layers", "num_heads", "num_kv_heads")
+        }
+        halves |= {"d_ff": max(1, active // 2), "sliding_layers": self.sliding_layers // 2}
+        return replace(self, name=f"{self.name}, halved", experts=None, **halves)
 
     def stretched(self, times: int) -> ModelSizes:
         """The same with so many layers for each (`core.model_spec`)."""
@@ -163,12 +156,6 @@ def named(name: str) -> ModelSizes | None:
             said = ", ".join(filter(None, (hub and f"config.json of {hub}", source)))
             return ModelSizes(**sizes, name=own, experts=experts, source=said)
     return None
-
-
-def unknown(name: str, more: list[str]) -> ConfigError:
-    """The refusal of a name that is none of ours and none of ``more``."""
-    remedy = suggest(name, [*names(), *more], "model")
-    return ConfigError(f"model {shown(name)}", "there is no such model, folder or config.json", remedy)
 
 
 def read_shape(path: Path) -> ModelSizes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Literal
 
 from ..core.errors import ConfigError
@@ -13,18 +14,7 @@ from .acceptance import Acceptance, assumed
 from .machines import Machine
 from .measured import PassLaw
 from .models import ModelSizes
-from .throughput import (
-    DraftPlan,
-    Parallel,
-    Precision,
-    RoundCost,
-    ServedModel,
-    held_bytes,
-    link_seconds,
-    pass_cost,
-    pass_seconds,
-    round_of,
-)
+from .throughput import RoundCost, ServedModel, held_bytes, link_seconds, pass_cost, pass_seconds, round_of
 
 PLAIN = "none"  # the drafter of plain decoding
 DEPTHS = tuple(range(1, 9))
@@ -67,8 +57,10 @@ class PlanRequest:
     batch: int = option(1, help="sequences decoded at once, 1 or more", minimum=1, maximum=2**30)
     context: int = option(1024, help="tokens that each sequence has", minimum=1)
     draft: ModelSizes | None = option(None, help="the draft model's sizes; none: half the target's layers and width")
-    precision: Precision = field(default_factory=Precision)
-    parallel: Parallel = field(default_factory=Parallel)
+    weight_bytes: float = option(2.0, help="bytes of a stored weight", above=0)
+    kv_bytes: float = option(2.0, help="bytes of a stored number of K/V", above=0)
+    devices: int = option(1, help="devices that share every layer (tensor parallel)", minimum=1)
+    stages: int = option(1, help="groups of devices, each with a part of the layers (pipeline parallel)", minimum=1)
     window: int | None = option(
         None,
         help="keys that a sparse draft sees beside the sink: 1 or more; none: the measured pair's, else an eighth of "
@@ -87,28 +79,28 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         check(self)
-        self._check_parallel()
-        for shape in filter(None, (self.target, self.draft)):
-            if self.context > shape.max_position:
-                wrong = f"{shape.name} has {shape.max_position:,} positions"
-                raise ConfigError(f"context={self.context}", wrong, f"give 1 to {shape.max_position}")
-
-    def _check_parallel(self) -> None:
-        """No device without a head, no stage without a layer."""
-        bounds = {"devices": (self.parallel.tensor, "heads", self.target.num_heads)}
-        bounds["stages"] = (self.parallel.stages, "layers", self.target.num_layers)
-        for name, (asked, parts, most) in bounds.items():
+        target = self.target
+        bounds = [("devices", self.devices, target, "heads", target.num_heads)]
+        bounds += [("stages", self.stages, target, "layers", target.num_layers)]
+        shapes = filter(None, (target, self.draft))
+        bounds += [("context", self.context, shape, "positions", shape.max_position) for shape in shapes]
+        for name, asked, shape, parts, most in bounds:
             if asked > most:
-                raise ConfigError(f"{name}={asked}", f"{self.target.name} has {most} {parts}", f"give 1 to {most}")
+                raise ConfigError(f"{name}={asked}", f"{shape.name} has {most:,} {parts}", f"give 1 to {most}")
 
     def last_keys(self, drafter: str) -> int:
         """Keys of a sparse view's window: as asked for, as the pair was measured, or a part of the context."""
         measured = self.assumptions()[drafter].window
         return self.window or measured or max(LEAST_WINDOW, self.context // SHARE - SINK)
 
-    def keys(self, drafter: str) -> int:
-        """Keys of a sparse view."""
-        return min(self.context, self.last_keys(drafter) + SINK)
+    def keys(self, drafter: str) -> int | None:
+        """Keys of a sparse view; None: the drafter sees all."""
+        return min(self.context, self.last_keys(drafter) + SINK) if DRAFTERS[drafter].sparse else None
+
+    @property
+    def all_devices(self) -> int:
+        """Those of all stages together."""
+        return self.devices * self.stages
 
     @property
     def drafting(self) -> ModelSizes:
@@ -117,14 +109,14 @@ class PlanRequest:
 
     def network(self, shape: ModelSizes, keys: int | None = None) -> ServedModel:
         """A model as it is served here."""
-        return ServedModel(shape=shape, precision=self.precision, keys=keys)
+        return ServedModel(shape=shape, weight_bytes=self.weight_bytes, kv_bytes=self.kv_bytes, keys=keys)
 
-    def round_of(self, planned: DraftPlan) -> RoundCost:
-        """A round in seconds."""
-        size = self.batch, self.context
-        if (law := self.law) is not None:
-            return round_of(planned, lambda network, rows: law.seconds(network, *size, rows))
-        return round_of(planned, lambda n, rows: pass_seconds(n, self.machine, *size, rows, self.parallel))
+    def seconds(self, network: ServedModel, rows: int) -> float:
+        """A pass over so many rows of each sequence."""
+        size = self.batch, self.context, rows
+        if self.law is not None:
+            return self.law.seconds(network, *size)
+        return pass_seconds(network, self.machine, *size, devices=self.devices, stages=self.stages)
 
     def assumptions(self) -> dict[str, Acceptance]:
         """The acceptance of every drafter; what is given changes no draft's size or window."""
@@ -154,99 +146,71 @@ class RankedDrafter:
 
 def rank(question: PlanRequest) -> list[RankedDrafter]:
     """The best form of each drafter and plain decoding, the fastest first."""
-    best = [max(_forms(question, name), key=lambda made: made.multiplier) for name in DRAFTERS]
-    return sorted([plain(question), *best], key=lambda made: -made.multiplier)
+    q, accepted = question, question.assumptions()
+    depths = DEPTHS if q.depth is None else (q.depth,)
+    widths = WIDTHS if q.width is None else (q.width,)
+    forms = {name: product(depths, widths if kind.tree else (1,)) for name, kind in DRAFTERS.items()}
+    found = [[_form(q, name, *form, accepted[name]) for form in of] for name, of in forms.items()]
+    best = [max(made, key=lambda one: one.multiplier) for made in found]
+    return sorted([_form(q, PLAIN, 0, 1, None), *best], key=lambda made: -made.multiplier)
 
 
-def plain(question: PlanRequest) -> RankedDrafter:
-    """Decoding without a draft."""
-    q = question
-    target = q.network(q.target)
-    took = q.round_of(DraftPlan(target=target))
-    return RankedDrafter(
-        drafter=PLAIN,
-        depth=0,
-        width=1,
-        rows=1,
-        tau=1.0,
-        round=replace(took, draft=0.0, verify=took.plain),
-        multiplier=1.0,
-        tokens_per_s=q.batch / took.plain,
-        holds=held_bytes(target, q.batch, q.context),
-        reason=f"{_bound(q, 1)}-bound",
-    )
-
-
-def _forms(question: PlanRequest, name: str) -> Iterator[RankedDrafter]:
-    """Every depth and width that the question leaves open."""
-    drafter, accepted = DRAFTERS[name], question.assumptions()[name]
-    widths = (WIDTHS if question.width is None else (question.width,)) if drafter.tree else (1,)
-    for depth in DEPTHS if question.depth is None else (question.depth,):
-        for width in widths:
-            yield _form(question, name, depth, width, accepted)
-
-
-def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptance) -> RankedDrafter:
-    drafter = DRAFTERS[name]
-    network = _network(q, name, accepted)
-    extra = depth if drafter.streams else 0  # streams of one row, counted through all layers
-    planned = DraftPlan(target=q.network(q.target), draft=network, depth=depth, width=width, extra_rows=extra)
-    took, tau = q.round_of(planned), accepted.tokens(depth, width)
-    holds = held_bytes(planned.target, q.batch, q.context)
-    if network is not None and drafter.drafts != "itself":
-        holds += held_bytes(network, q.batch, q.context)
+def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptance | None) -> RankedDrafter:
+    """One drafter in one form; without an acceptance it is plain decoding."""
+    kind, target = DRAFTERS.get(name, DrafterKind(drafts="nothing")), q.network(q.target)
+    network = None if accepted is None else _network(q, name, accepted)
+    rows = 1 + depth * width + (depth if kind.streams else 0)  # streams of one row, counted through all layers
+    took = round_of(q.seconds, target, network, depth, width, rows=rows)
+    tau = 1.0 if accepted is None else accepted.tokens(depth, width)
+    held = [target, *([network] if network is not None and kind.drafts != "itself" else [])]
     return RankedDrafter(
         drafter=name,
         depth=depth,
         width=width,
-        rows=planned.rows,
+        rows=rows,
         tau=tau,
         round=took,
         multiplier=took.multiplier(tau),
         tokens_per_s=q.batch * tau / (took.draft + took.verify),
-        holds=holds,
-        reason=_reason(q, name, planned, took),
+        holds=sum(held_bytes(each, q.batch, q.context) for each in held),
+        reason=_reason(q, name, depth, rows, network, took),
         acceptance=accepted,
     )
 
 
 def _network(q: PlanRequest, name: str, accepted: Acceptance) -> ServedModel | None:
-    drafter = DRAFTERS[name]
-    if drafter.drafts == "nothing":
-        return None
     layers = accepted.layers or max(1, round(q.target.num_layers / 4))
     shapes = {"small": q.drafting, "cut": q.target.last_layers(layers), "itself": q.target}
-    return q.network(shapes[drafter.drafts], q.keys(name) if drafter.sparse else None)
+    shape = shapes.get(DRAFTERS[name].drafts)
+    return None if shape is None else q.network(shape, q.keys(name))
 
 
 def _bound(q: PlanRequest, rows: int) -> str:
     """What limits a target pass, as words have it."""
-    part = math.ceil(q.batch / q.parallel.stages)
-    cost = pass_cost(q.network(q.target), part, q.context, rows)
+    cost = pass_cost(q.network(q.target), math.ceil(q.batch / q.stages), q.context, rows)
     return {"weights": "weight"}.get(bound := cost.bound(q.machine.hoi), bound)
 
 
-def _reason(q: PlanRequest, name: str, made: DraftPlan, took: RoundCost) -> str:
+def _reason(q: PlanRequest, name: str, depth: int, rows: int, draft: ServedModel | None, took: RoundCost) -> str:
     """Why it is worth what it is, in words."""
-    words = [f"{_bound(q, 1)}-bound: {_drafting(q, name, made, took)}"]
-    verify = took.verify / took.plain
+    bound, verify = f"{_bound(q, 1)}-bound", took.verify / took.plain
+    if name == PLAIN:
+        return bound
+    words = [f"{bound}: {_drafting(q, name, depth, draft, took)}"]
     if verify > DEAR:
-        words.append(f"verifying {made.rows} rows takes {verify:.2g} passes, {_bound(q, made.rows)}-bound")
-    if q.parallel.devices > 1:
-        talk = link_seconds(made.target, q.machine, q.batch, made.rows, q.parallel)
+        words.append(f"verifying {rows} rows takes {verify:.2g} passes, {_bound(q, rows)}-bound")
+    if q.all_devices > 1:
+        talk = link_seconds(q.network(q.target), q.machine, q.batch, rows, q.devices, q.stages)
         words.append(f"{talk / took.verify:.0%} of that is on the link")
     return "; ".join(words)
 
 
-def _drafting(q: PlanRequest, name: str, made: DraftPlan, took: RoundCost) -> str:
-    if DRAFTERS[name].streams:
-        return "drafts are rows of the same pass"
-    if made.draft is None:
-        return "drafts cost nothing"
-    share = f"a pass takes {took.draft / made.depth / took.plain:.0%} of the target's"
-    sparse = DRAFTERS[name].sparse and q.keys(name) < q.context
-    kind = f"sparse draft of {q.keys(name):,} keys" if sparse else "dense draft"
-    return f"{kind}, {share}"
+def _drafting(q: PlanRequest, name: str, depth: int, draft: ServedModel | None, took: RoundCost) -> str:
+    if draft is None:
+        return "drafts are rows of the same pass" if DRAFTERS[name].streams else "drafts cost nothing"
+    keys = draft.keys or q.context
+    kind = f"sparse draft of {keys:,} keys" if keys < q.context else "dense draft"
+    return f"{kind}, a pass takes {took.draft / depth / took.plain:.0%} of the target's"
 
 
 def devices_needed(question: PlanRequest, holds: float) -> int:

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from ...core.errors import ConfigError
 from ..records import Report
@@ -43,12 +42,7 @@ def save_report(report: Report, path: Path | str) -> Path:
     Raises:
         ConfigError: it cannot be written.
     """
-    values = report.as_dict()
-    try:
-        text = _dumps(values)
-    except ValueError:  # infinities or NaN: rare, and looking for them takes long
-        text = _dumps(json.loads(json.dumps(values), parse_constant=lambda _: None))  # JSON cannot say them
-    return write_text(Path(path), text + "\n")
+    return write_text(Path(path), report.as_json() + "\n")
 
 
 def write_all(report: Report, folder: Path | str) -> list[Path]:
@@ -66,10 +60,6 @@ def write_all(report: Report, folder: Path | str) -> list[Path]:
         write_text(target / PAGE_NAME, page.render(summary)),
         write_text(target / MARKDOWN_NAME, markdown.render(summary)),
     ]
-
-
-def _dumps(values: dict[str, Any]) -> str:
-    return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def write_text(path: Path, text: str, what: str = "report") -> Path:

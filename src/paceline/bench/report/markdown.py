@@ -16,7 +16,7 @@ from ..summary import Interval, Row, Summary
 from . import JSON_NAME
 from . import wording as say
 
-Plot = Callable[[str, Summary, Cell], str]  # HTML of a kind of plot of a section; empty: there is none
+Plot = Callable[[Cell], str]  # HTML of a section's plot; empty: there is none
 
 
 def _figure(name: str, show: Callable[[float | None], str] = say.number) -> Callable[[Row], str]:
@@ -60,11 +60,10 @@ def render(summary: Summary, plot: Plot = lambda *_: "") -> str:
         plot: draws what only a page has.
     """
     report = summary.report
-    sections = sorted(summary.sections, key=lambda section: section != summary.main)  # the main one first
     blocks = [f"# {text(report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary))]
-    for section in sections:
+    for section in summary.sections:
         blocks += _section(summary, section, plot)
-    blocks += _batches(summary, plot)
+    blocks += _batches(summary)
     if wrong := say.troubles(summary):
         blocks += ["## What went wrong, was slower or did not run", bullets(wrong)]
     command = shlex.join(report.command).replace("```", "` ` `")
@@ -90,8 +89,10 @@ def text(value: object) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table, the first column to the left and figures to the right. Cells are Markdown already."""
-    lines = [head, [":--"] + ["--:"] * (len(head) - 1), *rows]
+    """A table of words, the first column to the left and figures to the right."""
+    figures = re.compile(r"[0-9., \[\]pair]+")  # an interval's brackets need no backslash: nothing follows them
+    cells = ([cell if figures.fullmatch(cell) else text(cell) for cell in row] for row in rows)
+    lines = [[*map(text, head)], [":--"] + ["--:"] * (len(head) - 1), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -103,38 +104,23 @@ def bullets(lines: Iterable[str]) -> str:
 # -- the parts
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of words; an interval's brackets need no backslash, as nothing follows them."""
-    plain = re.compile(r"[0-9., \[\]pair]+")
-    cells = ([cell if plain.fullmatch(cell) else text(cell) for cell in row] for row in rows)
-    return table(list(map(text, head)), cells)
-
-
 def _section(summary: Summary, section: Cell, plot: Plot) -> list[str]:
     names, total = summary.workloads(section), summary.total(section)
+    titles = {name: say.workload_title(summary.report, name) for name in names}
     each = {name: [row for row in summary.of(section) if row.workload == name] for name in names}
-    blocks = [f"## {text(say.upper(say.cell_label(section)))}", plot("speed-up", summary, section)]
+    blocks = [f"## {text(say.cell_label(section).replace('batch', 'Batch', 1))}", plot(section)]
     if len(names) == 1:
-        return [*blocks, f"### {text(say.workload_title(summary.report, names[0]))}", *_tables(each[names[0]])]
-    blocks += [f"Over all {len(names)} workloads:", *_tables(total), plot("acceptance", summary, section)]
-    methods = [row.method.name for row in total if row.speedup]
-    if methods:
+        return [*blocks, f"### {text(titles[names[0]])}", *_tables(each[names[0]])]
+    blocks += [f"Over all {len(names)} workloads:", *_tables(total)]
+    if methods := [row.method for row in total if row.speedup]:
         ratios = {name: {row.method.name: row.speedup for row in rows} for name, rows in each.items()}
-        rows = ([_title(summary, name), *(say.interval(of.get(m)) for m in methods)] for name, of in ratios.items())
-        blocks += ["Speed-up by workload:", _table(["workload", *(_shown(summary, m) for m in methods)], rows)]
+        rows = ([titles[name], *(say.interval(of.get(m.name)) for m in methods)] for name, of in ratios.items())
+        blocks += ["Speed-up by workload:", table(["workload", *map(say.method_name, methods)], rows)]
     for name, rows_of in each.items():
         # A line of HTML, in which no backslash shields a word.
-        title, body = escape(" ".join(_title(summary, name).split())), "\n\n".join(_tables(rows_of))
+        title, body = escape(" ".join(titles[name].split())), "\n\n".join(_tables(rows_of))
         blocks.append(f"<details><summary>{title}</summary>\n\n{body}\n\n</details>")
     return blocks
-
-
-def _title(summary: Summary, name: str) -> str:
-    return say.workload_title(summary.report, name)
-
-
-def _shown(summary: Summary, name: str) -> str:
-    return say.method_name(summary.methods[name])
 
 
 def name_of(row: Row) -> str:
@@ -148,12 +134,12 @@ def _tables(rows: Sequence[Row]) -> list[str]:
     for kind in (SPEEDS, TIMES):
         columns = {name: [show(row) for row in rows] for name, show in kind.items()}
         told = {name: cells for name, cells in columns.items() if set(cells) != {say.NOTHING}}
-        found.append(_table(["method", *told], zip(map(name_of, rows), *told.values(), strict=True)) if told else "")
+        found.append(table(["method", *told], zip(map(name_of, rows), *told.values(), strict=True)) if told else "")
     shares = [[name_of(row), *map(say.share, row.acceptance)] for row in rows if row.acceptance]
     deep = max(map(len, shares), default=0)
     filled = (row + [say.NOTHING] * (deep - len(row)) for row in shares)
     head = ["method", *map(str, range(1, deep))]
-    return [*found, *(["Acceptance by position:", _table(head, filled)] if shares else [])]
+    return [*found, *(["Acceptance by position:", table(head, filled)] if shares else [])]
 
 
 def batch_curves(summary: Summary) -> dict[Cell, dict[str, dict[int, Interval]]]:
@@ -170,18 +156,20 @@ def batch_curves(summary: Summary) -> dict[Cell, dict[str, dict[int, Interval]]]
     return {section: curves for section, curves in several.items() if curves}
 
 
-def _batches(summary: Summary, plot: Plot) -> list[str]:
+def _batches(summary: Summary) -> list[str]:
     blocks = []
     for section, curves in batch_curves(summary).items():
         sizes = sorted({size for points in curves.values() for size in points})
-        rows = ([_shown(summary, name), *(say.interval(of.get(size)) for size in sizes)] for name, of in curves.items())
+        shown = {say.method_name(summary.methods[name]): points for name, points in curves.items()}
+        rows = ([name, *(say.interval(points.get(size)) for size in sizes)] for name, points in shown.items())
         title = f"## Speed-up by batch size, {text(say.cell_label(section).removeprefix('batch 1, '))}"
-        blocks += [title, plot("batches", summary, section), _table(["method", *map(str, sizes)], rows)]
+        blocks += [title, table(["method", *map(str, sizes)], rows)]
     return blocks
 
 
 def _workloads(summary: Summary) -> str:
     """Where the prompts are from."""
     keys, found = ("source", "licence", "prompts"), summary.report.workloads
-    rows = ([_title(summary, name), *(str(of.get(key, say.NOTHING)) for key in keys)] for name, of in found.items())
-    return _table(["workload", *keys], rows) if found else ""
+    titles = {name: say.workload_title(summary.report, name) for name in found}
+    rows = ([titles[name], *(str(of.get(key, say.NOTHING)) for key in keys)] for name, of in found.items())
+    return table(["workload", *keys], rows) if found else ""

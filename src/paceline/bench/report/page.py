@@ -5,36 +5,51 @@ The plots need matplotlib. Where there is none the page is whole without them an
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable
 from html import escape
 from importlib import resources
 from string import Template
+from typing import Any
 
 from markdown_it import MarkdownIt
 
-from ..figures import drawable
-from ..records import Cell
+from .. import figures
+from ..figures import COLOURS, PANEL_WIDTH
+from ..records import Cell, Method
 from ..summary import Summary
-from . import markdown, plots
+from . import markdown
+from . import wording as say
 
 NO_PLOTS = (
     "<p>This page has no plots: matplotlib was not there when it was written. "
     "<code>pip install 'paceline[bench]'</code> brings it.</p>"
 )
+GREY = "#7d858c"  # plain decoding
+PALETTE = COLOURS[:6]  # without black, which a dark page swallows
+MARKERS, PEER_MARKERS = ("o", "^", "D", "v"), ("s", "P", "X", "*")
+DOT_HEIGHT = 0.15  # inches
+NAME_WIDTH = 26  # letters of a name in one line
+CAPTION = "Times plain decoding of the same engine, with 95% intervals. Squares, crosses: other engines."
 
 
 def render(summary: Summary) -> str:
     """The whole page."""
     drawn: list[str] = []
 
-    def place(kind: str, summary: Summary, section: Cell) -> str:
+    def place(section: Cell) -> str:
         """A mark in the text where a plot belongs: Markdown would change it."""
-        drawn.append(plots.plot(kind, summary, section))
+        drawn.append(speedups(summary, section))
         return f'<div id="plot-{len(drawn) - 1}"></div>' if drawn[-1] else ""
 
     body = _parser().render(markdown.render(summary, place))
     for number, picture in enumerate(drawn):
         body = body.replace(f'<div id="plot-{number}"></div>', picture)
-    parts = {"css": _asset("page.css"), "js": _asset("page.js"), "body": body + ("" if drawable() else NO_PLOTS)}
+    parts = {
+        "css": _asset("page.css"),
+        "js": _asset("page.js"),
+        "body": body + ("" if figures.drawable() else NO_PLOTS),
+    }
     return Template(_asset("page.html")).substitute(parts, title=escape(summary.report.title))
 
 
@@ -48,3 +63,57 @@ def _parser() -> MarkdownIt:
     parser.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0" role="region"><table>')
     parser.add_render_rule("table_close", lambda *_: "</table></div>")
     return parser
+
+
+# -- its plots; their figures stand in the tables beside them
+
+
+def looks(methods: Iterable[Method]) -> dict[str, dict[str, Any]]:
+    """How matplotlib draws each method, the same in all plots.
+
+    Plain decoding is grey, other engines have squares and other corners, a synthetic method is hollow.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    place = 0
+    for method in methods:
+        markers = MARKERS if method.own else PEER_MARKERS
+        look = {
+            "label": _wrapped(say.method_name(method)),
+            "color": GREY if method.plain else PALETTE[place % len(PALETTE)],
+            "marker": markers[0 if method.plain else place // len(PALETTE) % len(markers)],
+        }
+        found[method.name] = look | ({"markerfacecolor": "none"} if method.synthetic else {})
+        place += not method.plain
+    return found
+
+
+def speedups(summary: Summary, section: Cell) -> str:
+    """A section's speed-ups: a dot with a whisker for each method in a row of each workload, and a line at 1.
+
+    Empty where there is nothing to draw, or no matplotlib.
+    """
+    total, names = summary.total(section), summary.workloads(section)
+    rows, look = [*([None] if len(names) > 1 else []), *names], looks(summary.report.methods)
+    found = {(row.workload, row.method.name): row.speedup for row in (*total, *summary.of(section))}
+    methods = [row.method.name for row in total if row.speedup]
+    if not methods or not figures.drawable():
+        return ""
+    with figures.canvas(1.5 * PANEL_WIDTH, 1.1 + DOT_HEIGHT * len(rows) * len(methods), page=True) as (picture, [axis]):
+        for number, method in enumerate(methods):
+            shift = 0.8 / len(methods) * (number - (len(methods) - 1) / 2)
+            marks = [(ratio, place + shift) for place, row in enumerate(rows) if (ratio := found.get((row, method)))]
+            ends = [(max(0.0, r.value - r.low), max(0.0, r.high - r.value)) for r, _ in marks]
+            values, places = [r.value for r, _ in marks], [place for _, place in marks]
+            axis.errorbar(values, places, xerr=[*zip(*ends, strict=True)], linestyle="none", capsize=2, **look[method])
+        figures.name_rows(axis, [_wrapped(say.workload_title(summary.report, row)) for row in rows])
+        axis.axvline(1.0, color="#808080", linestyle="--", linewidth=1)
+        figures.legend(picture, axis, columns=2)
+        drawn = figures.svg(picture)
+    label = escape(f"{CAPTION} The tables of this section have the figures.")
+    framed = f'<div class="plot" role="img" aria-label="{label}">{drawn}</div>'
+    return f"<figure><figcaption>{CAPTION}</figcaption>{framed}</figure>"
+
+
+def _wrapped(name: str) -> str:
+    """In lines, and a very long one without its end."""
+    return "\n".join(textwrap.wrap(name, NAME_WIDTH, max_lines=3, placeholder=" ..")) or name

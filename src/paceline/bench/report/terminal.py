@@ -38,7 +38,10 @@ def render(summary: Summary) -> RenderableType:
     about = (say.facts_line("model", report.model), say.facts_line("machine", report.machine))
     parts += [Text(line, style=FAINT) for line in about]
     for section in summary.sections:
-        parts += [Text(f"\n{say.upper(say.cell_label(section))}", style="bold cyan"), _section(summary, section)]
+        parts += [
+            Text(f"\n{say.cell_label(section).replace('batch', 'Batch', 1)}", style="bold cyan"),
+            _section(summary, section),
+        ]
     parts += [Text(), *map(Text, say.findings(summary))]
     wrong = say.troubles(summary)
     parts += [Text(f"  {line}", style=BAD) for line in wrong[:LISTED]]

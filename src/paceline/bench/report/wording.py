@@ -17,11 +17,6 @@ SYNTHETIC = "synthetic"
 # -- figures
 
 
-def times(ratio: float) -> str:
-    """``2.31×``."""
-    return f"{ratio:.2f}×"
-
-
 def interval(ratio: Interval | None) -> str:
     """``2.31 [2.20, 2.43]``; a single pair has no spread, and says so."""
     if ratio is None:
@@ -97,11 +92,6 @@ def cell_label(cell: Cell) -> str:
     return ", ".join(parts + (["EOS ignored"] if cell.ignore_eos else []))
 
 
-def upper(line: str) -> str:
-    """With a capital letter in front."""
-    return line[:1].upper() + line[1:]
-
-
 def count_of(amount: int, noun: str) -> str:
     """``1 pair``, ``2 pairs``."""
     return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
@@ -154,7 +144,7 @@ def headline(summary: Summary) -> str:
     where = "over " + count_of(row.workloads, "workload") if row.workloads > 1 else "on the one workload that was run"
     stretched = summary.report.model.get("stretched")
     where += f", on a target stretched {stretched}x" if stretched else ""
-    first = f"Best method: {method_name(row.method)}, {times(row.speedup.value)} plain decoding {where}"
+    first = f"Best method: {method_name(row.method)}, {row.speedup.value:.2f}× plain decoding {where}"
     broken = "" if all(found.passed for found in row.exact) else " Its ids differ from plain decoding's."
     return f"{first} ({bracket(row.speedup)}; {cell_label(row.section)}).{broken}"
 
@@ -169,26 +159,22 @@ def bracket(ratio: Interval) -> str:
 def findings(summary: Summary) -> list[str]:
     """The remarks under the headline: ids, whether anything is slower than plain decoding, how much was measured."""
     compared = summary.exact
-    ids = f"ids equal plain decoding: {sum(e.identical for e in compared):,} of "
+    counts = [(sum(e.explained for e in compared), "explained by near ties")]
+    counts.append((sum(len(e.failures) for e in compared), "FAILED"))
+    ids = f"Ids equal plain decoding: {sum(e.identical for e in compared):,} of "
     ids += count_of(sum(e.sequences for e in compared), "sequence")
-    for many, words in ((sum(e.explained for e in compared), "explained by near ties"), (_failed(compared), "FAILED")):
-        ids += f"; {many:,} {words}" if many else ""
+    ids += "".join(f"; {many:,} {words}" for many, words in counts if many)
     shown = [r for r in summary.rows if r.speedup and r.method.own and not r.method.synthetic]
     slow, bound = len(slower_cells(summary)), f"lower bound below {NEVER_SLOWER:g} of plain decoding"
     rows = count_of(len(shown), "row")
-    speed = f"slower: {slow} of {rows} with a {bound}" if slow else f"never slower: no {bound} in {rows}"
-    done = [trial for trial in summary.report.trials if trial.error is None]
-    repeats = len({trial.repeat for trial in summary.report.trials})
-    much = f"{count_of(len(done), 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts"
+    speed = f"Slower: {slow} of {rows} with a {bound}" if slow else f"Never slower: no {bound} in {rows}"
+    trials = summary.report.trials
+    done, repeats = sum(trial.error is None for trial in trials), len({trial.repeat for trial in trials})
     return [
-        upper(ids if compared else "ids were not compared with plain decoding's"),
-        upper(speed if shown else "no speculative method was compared with plain decoding"),
-        much,
+        ids if compared else "Ids were not compared with plain decoding's",
+        speed if shown else "No speculative method was compared with plain decoding",
+        f"{count_of(done, 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts",
     ]
-
-
-def _failed(compared: Iterable[Exactness]) -> int:
-    return sum(len(found.failures) for found in compared)
 
 
 def troubles(summary: Summary) -> list[str]:
@@ -200,12 +186,12 @@ def troubles(summary: Summary) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, why in summary.report.unavailable.items():
         names.setdefault(why, []).append(name)
-    failed = [(row, row.failed) for row in summary.rows if row.failed]
     return [
         *(_failure(found) for found in summary.exact if not found.passed),
         *(
-            f"{where(row)}: {len(bad)} of {count_of(len(row.trials), 'trial')} failed: {bad[0].error}"
-            for row, bad in failed
+            f"{where(row)}: {len(row.failed)} of {count_of(len(row.trials), 'trial')} failed: {row.failed[0].error}"
+            for row in summary.rows
+            if row.failed
         ),
         *(f"{', '.join(many)} did not run: {why}" for why, many in names.items()),
         *(f"slower than plain: {where(row)}: {interval(row.speedup)}" for row in slower_cells(summary)),
