@@ -277,7 +277,7 @@ def one_growth(decoder: Decoder, draw: random.Random) -> None:
     """Several draft trees at once, the last one up to the cache's end."""
     stack: Any = decoder.stack
     vocab = decoder.config.vocab_size
-    topk, beam = draw.choice([(1, 0), (2, 3), (4, 2), (vocab, 1)])
+    topk = draw.choice([1, 2, 4])
     factors = [draw.randint(1, 3) for _ in range(draw.randint(1, 4))]
     sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([0, 1, 7, 20])) for _ in range(3)]
     cache, seeds, at = Cache(decoder, sum(map(sum, sizes))), [], 0
@@ -293,7 +293,7 @@ def one_growth(decoder: Decoder, draw: random.Random) -> None:
         seeds.append(TreeStart(pending, position, room, keys, draw.randint(1, 30), levels, 4 + vocab * 20, rules))
     limit = draw.choice([1, vocab, max(1, vocab - 1)])
     floor = draw.choice([-math.inf, -3.0])
-    for seed, tree in zip(seeds, grow(stack, seeds, factors, topk, beam, floor, cache, limit), strict=True):
+    for seed, tree in zip(seeds, grow(stack, seeds, factors, topk, floor, cache, limit), strict=True):
         assert tree.forwarded <= seed.room and all(0 <= token < limit for token in tree.tokens)
         assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
 
@@ -337,7 +337,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
                 assert all(0 <= token < vocab for token in tree.tokens)
                 assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
     if seeds:
-        grown = grow(stack, seeds, [1] * levels, topk, topk, -math.inf, cache, vocab, fused)
+        grown = grow(stack, seeds, [1] * levels, topk, -math.inf, cache, vocab, fused)
         assert all(tree.forwarded <= seed.room for seed, tree in zip(seeds, grown, strict=True))
 
 

@@ -56,6 +56,10 @@ class Growth:
         self.depths.append(self.depth(parent) + 1)
         return self.draft.add(parent, token, self.score(parent) + log_q)
 
+    def token(self, node: int) -> int:
+        """Of a node; the root's is the text's last."""
+        return self.draft.tokens[node - 1] if node else self.sequence.tokens[-1]
+
     def score(self, node: int) -> float:
         """Cumulative log q of a node."""
         return self.draft.log_scores[node - 1] if node else 0.0
@@ -100,8 +104,7 @@ class Grower:
     """The shape of trees, and how children are picked."""
 
     factors: tuple[int, ...]  # children a level of a static tree or chain
-    topk: int = 1  # children of a node of a dynamic tree; 1: it is a static one
-    beam: int = 1  # nodes of a level of a dynamic tree that are expanded
+    topk: int = 1  # of a dynamic tree children of a node, and nodes of a level that are expanded; 1: a static one
     proposes: Literal["point", "coupled", "sampled"] = "point"
     floor: float = -math.inf  # score of a path that is expanded at least
 
@@ -156,7 +159,7 @@ class Grower:
         if level >= growth.max_depth:
             return []
         if self.topk > 1:
-            fresh = sorted(fresh, key=growth.score, reverse=True)[: self.beam]
+            fresh = sorted(fresh, key=growth.score, reverse=True)[: self.topk]
         else:
             following = len(growth.draft) + len(fresh) * self.factors[level]
             if following > growth.budget:

@@ -172,7 +172,7 @@ class MagicDec(Drafter):
         self.view.turn(pool, rows)
         for index, (growth, (cache, position)) in enumerate(zip(growths, rows, strict=True)):
             (node,) = growth.frontier  # of a chain it is the depth, too
-            token = growth.draft.tokens[node - 1] if node else growth.sequence.tokens[-1]
+            token = growth.token(node)
             keys = self.view.keys(cache, position, index)
             count = min(position + 1, self.shape.keys)
             packer.add([token], [position], cache.slots(position, position + 1), keys, count, count - 1)

@@ -73,7 +73,6 @@ class ModelSessions(TreeSessions[Session]):
         pool: its K/V.
         vocab_size, eos_ids: of the target.
         coupled: children are those that the target's own noise favours; else the likeliest tokens.
-        floor: log of the chance of a path below which nothing is expanded.
     """
 
     def __init__(
@@ -83,11 +82,10 @@ class ModelSessions(TreeSessions[Session]):
         vocab_size: int,
         eos_ids: tuple[int, ...],
         coupled: bool,
-        floor: float,
     ) -> None:
         super().__init__(vocab_size, eos_ids)
         self.decoder, self.pool = decoder, pool
-        self._coupled, self._floor = coupled, floor
+        self._coupled = coupled
 
     def begin(self, view: SequenceView) -> Session:
         """See `TreeSessions`."""
@@ -181,8 +179,7 @@ class ModelSessions(TreeSessions[Session]):
         known, path = self.decoder.config.vocab_size, session.path(node)
         if not self.reads(session) or any(session.nodes[n].token >= known for n in path):
             return False
-        fits = len(session.view.tokens) + len(path) <= self.decoder.config.max_position
-        return fits and (node == ROOT or session.nodes[node].score >= self._floor)
+        return len(session.view.tokens) + len(path) <= self.decoder.config.max_position
 
     def reads(self, session: Session) -> bool:
         """Whether the draft has an embedding for all of a text, which only grows: each token is looked at once.

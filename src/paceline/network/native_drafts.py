@@ -124,7 +124,6 @@ def grow(
     starts: Sequence[TreeStart],
     factors: Sequence[int],
     topk: int,
-    beam: int,
     floor: float,
     cache: KVCache,
     limit: int,
@@ -135,8 +134,7 @@ def grow(
     Args:
         starts: where each starts.
         factors: children a level of static trees, and how many levels there may be.
-        topk: children of an expanded node of dynamic trees; 1: static ones.
-        beam: nodes of dynamic trees that are expanded a level.
+        topk: of dynamic trees the children of a node, and the nodes that are expanded a level; 1: static ones.
         floor: nodes with a score below it are not expanded.
         cache: K and V; every expanded node gets its own.
         limit: tokens at and above this are never chosen.
@@ -157,7 +155,7 @@ def grow(
         if fused is not None:
             row.states = _states_at(s, stack, held)
         rooms.append(Room(row, s.most, **_TREE))
-    rules = abi.CTreeRules(topk=topk, beam=beam, levels=len(factors), factors=numbers(factors, held), floor=floor)
+    rules = abi.CTreeRules(topk=topk, levels=len(factors), factors=numbers(factors, held), floor=floor)
     run, limit = stack.reaching(cache, last), min(limit, stack.shape[0])
     given = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
     require(stack.library.pl_grow(stack.reference, ctypes.byref(run), stack.embedding_at, *given))

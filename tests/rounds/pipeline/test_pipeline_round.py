@@ -259,7 +259,7 @@ def sources(answers: Path) -> dict[str, Any]:
     lookup, model = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
     return {
         "model": drafter(0.05),
-        "ngram": NgramConfig(branches=3),
+        "ngram": NgramConfig(),
         "suffix": SuffixConfig(),
         "hybrid": hybrid(f"{lookup}+{model}", noise=0.05, target={"config": CONFIG}),
         "synthetic": SyntheticConfig(answers=str(answers), accept=0.8),

@@ -121,7 +121,7 @@ class EagleDrafter(StateDrafter):
             default_budget=config.nodes if config.topk > 1 else min(config.nodes, self.depth),
             tree=config.topk > 1,
         )
-        self._grower = Grower((1,) * self.depth, config.topk, config.topk, config.proposes)
+        self._grower = Grower((1,) * self.depth, config.topk, config.proposes)
 
     # -- the contract
 
@@ -176,7 +176,7 @@ class EagleDrafter(StateDrafter):
         body, stack, grower = self.body, self.body.stack, self._grower
         assert stack is not None and body.fuse is not None
         starts = [self._tree_start(growth) for growth in growths]
-        shape = grower.factors, grower.topk, grower.beam, floor
+        shape = grower.factors, grower.topk, floor
         grown = grow(stack, starts, *shape, body.pool, stack.shape[0], body.fuse)
         body.settle([growth.sequence for growth in growths], [len(start.pending) for start in starts])
         for growth, tree in zip(growths, grown, strict=True):
@@ -186,7 +186,7 @@ class EagleDrafter(StateDrafter):
     def _tree_start(self, growth: _StateGrowth) -> TreeStart:
         """Where a tree starts, for compiled code."""
         levels, grower = growth.max_depth, self._grower
-        room = (grower.beam if grower.topk > 1 else 1) * (levels - 1)
+        room = grower.topk * (levels - 1)
         text, tokens, states = self.body.take(growth.sequence)
         first = text.cache.committed
         keys = text.cache.slots(0, first + len(tokens) + room)

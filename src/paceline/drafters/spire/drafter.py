@@ -307,7 +307,7 @@ class SpireDrafter(Drafter):
         for growth in growths:
             text, (node,) = self._texts[growth.sequence.key], growth.frontier
             position = len(growth.sequence.tokens) - 1 + node  # of a chain a node is its depth, too
-            token = growth.draft.tokens[node - 1] if node else growth.sequence.tokens[-1]
+            token = growth.token(node)
             slots = self.ring.slots(text.ring, self._seen(text, position))
             own = self.ring.unseen(text.ring) if self.network.feedback else slots[-1]
             prefix = len(slots) if self.network.feedback else len(slots) - 1
