@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..core.errors import ConfigError
 from ..core.options import check, option
 from ..network.exits import MOST_EXITS, ExitHeads, ExitsConfig, load, shares
 from ..network.files import fingerprint
+from ..network.trained_files import resumed
 from .ahead import EVALUATED_LOGITS
 from .data import TokenBatch
 from .losses import TargetHidden, distilled
@@ -177,16 +178,5 @@ def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:
     if context.init is None:
         heads = ExitHeads.fresh(config, torch.Generator().manual_seed(context.seed))
     else:
-        heads = _continued(context.init, config)
+        heads = resumed(load(context.init, torch.float32).requires_grad_(True), config, context.init)
     return ExitRecipe(heads.to(context.device), target, options, context.held_out)
-
-
-def _continued(folder: Path, config: ExitsConfig) -> ExitHeads:
-    """The exits in ``folder``, to be trained on; their target may have been an earlier state of this one."""
-    heads = load(folder, torch.float32).requires_grad_(True)
-    found = replace(heads.config, target=config.target, fingerprint=config.fingerprint)
-    if found != config:
-        wrong = f"its layers are {heads.config.layers} of {heads.config.num_layers}, this run's {config.layers}"
-        raise ConfigError(f"going on from {folder}", wrong, "train with its options, or without --init")
-    heads.config = config
-    return heads

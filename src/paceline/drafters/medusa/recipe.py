@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core.options import check, option
 from ...network.files import fingerprint
 from ...network.hot import hot_share
-from ...network.trained_files import continued
+from ...network.trained_files import resumed
 from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, said_at
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states, top_tokens
@@ -182,13 +182,6 @@ def build(options: MedusaOptions, context: BuildContext) -> MedusaRecipe:
     if context.init is None:
         heads = Heads.fresh(config, torch.Generator().manual_seed(context.seed))
     else:
-        heads = _continued(context.init, config)
+        heads = load(context.init, torch.float32).requires_grad_(True)
+        heads = resumed(heads, config, context.init, ("accuracies",))
     return MedusaRecipe(heads.to(context.device), target, options, context.held_out, context.features)
-
-
-def _continued(folder: Path, config: HeadsConfig) -> Heads:
-    """The heads in ``folder``, to be trained on; their target may have been an earlier state of this one."""
-    heads = load(folder, torch.float32).requires_grad_(True)
-    continued(heads.config, config, folder, ("accuracies",))
-    heads.config = config
-    return heads

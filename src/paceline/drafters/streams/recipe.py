@@ -21,7 +21,7 @@ from ...core.options import check, option
 from ...network.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
 from ...network.files import fingerprint
 from ...network.streams import StreamConfig, StreamSet
-from ...network.trained_files import continued
+from ...network.trained_files import resumed
 from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, no_loss, said_at
 from ...training.chunked import KnownGradients
 from ...training.data import TokenBatch
@@ -387,13 +387,5 @@ def build(options: StreamsOptions, context: BuildContext) -> StreamRecipe:
         generator = torch.Generator().manual_seed(context.seed)
         trained = StreamSet.fresh(config, linear_shapes(target.config), generator)
     else:
-        trained = _continued(context.init, config)
+        trained = resumed(StreamSet.load(context.init, dtype=torch.float32), config, context.init)
     return StreamRecipe(target, trained.to(context.device), options, context.held_out)
-
-
-def _continued(folder: Path, config: StreamConfig) -> StreamSet:
-    """The set in ``folder``, to be trained on; its target may have been an earlier state of this one."""
-    trained = StreamSet.load(folder, dtype=torch.float32)
-    continued(trained.config, config, folder)
-    trained.config = config
-    return trained
