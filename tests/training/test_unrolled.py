@@ -550,7 +550,7 @@ def test_hot_tokens_are_the_frequent_ones(inside: bool, data: Path, target: Path
     trained = prepare(job(data, target, tmp_path / "out", "lyanna", options=options))
     model: Any = trained.recipe.module
     assert (model.info.up.shape[1] == 30) is inside  # of 300
-    trained.recipe.export(tmp_path / "made", {})
+    trained.recipe.export(tmp_path / "made")
     found = LyannaModel.load(tmp_path / "made")
     assert found.shape.hot == 30 and found.shape.hot_columns is inside
     specs = [SourceSpec(file="a", weight=1.0), SourceSpec(file="b", weight=3.0)]

@@ -112,9 +112,10 @@ class DraftModelRecipe:
         agree[rows] = argmax(ours[rows], self.module.head_weight) == says
         return float(loss), simulated_length(agree, rows, DEPTH)
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def export(self, folder: Path) -> dict[str, Any]:
         """A Hugging Face folder in bf16 (without the tokenizer's files)."""
         self.module.save(folder, dict(self.config), torch.bfloat16)
+        return {}
 
 
 def simulated_length(agree: Tensor, rows: Tensor, depth: int) -> float:

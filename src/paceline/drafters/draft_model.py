@@ -257,8 +257,7 @@ class DraftModel(Drafter):
                 ChainStart(tokens[cache.committed :], cache.committed, steps, keys, self._grower.floor, growth.rules)
             )
         for growth, drafted in zip(growths, roll(stack, chains, self.model.pool, self._vocab), strict=True):
-            for node, (token, log_q) in enumerate(drafted):
-                growth.add(node, token, log_q)
+            growth.follow(drafted)
             self.model.computed(growth.session, growth.draft, len(drafted) - 1)
 
     def _sprout(self, growths: Sequence[_Growth], stack: Stack) -> None:

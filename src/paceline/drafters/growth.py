@@ -36,6 +36,8 @@ class Growth:
     depths: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
     forwarded: int = 0  # the first so many nodes have K/V
+    states: dict[int, Tensor] = field(default_factory=dict)  # [d] what a node's row gave, where its children are fed it
+    cache: SequenceCache | None = None  # the target's K/V of the text, where the target's layers draft
 
     @property
     def rules(self) -> bytes | None:
@@ -59,6 +61,11 @@ class Growth:
     def token(self, node: int) -> int:
         """Of a node; the root's is the text's last."""
         return self.draft.tokens[node - 1] if node else self.sequence.tokens[-1]
+
+    def follow(self, chain: Sequence[tuple[int, float]]) -> None:
+        """Append a chain below the root: tokens and their log q."""
+        for node, (token, log_q) in enumerate(chain):
+            self.add(node, token, log_q)
 
     def score(self, node: int) -> float:
         """Cumulative log q of a node."""

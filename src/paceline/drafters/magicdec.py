@@ -55,13 +55,6 @@ class MagicDecConfig(DrafterConfig):
         return MagicDec(self)
 
 
-@dataclass(slots=True)
-class _CachedGrowth(Growth):
-    """A draft while it grows, and the target's K/V of its text."""
-
-    cache: SequenceCache | None = None
-
-
 class MagicDec(Drafter):
     """Drafts chains with the target over a sparse view of its own K/V.
 
@@ -108,7 +101,7 @@ class MagicDec(Drafter):
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One chain a sequence, a token a pass, all sequences together."""
-        growths = [_CachedGrowth(*row) for row in want.rows()]
+        growths = [Growth(*row) for row in want.rows()]
         for growth, cache in zip(growths, want.caches, strict=True):
             growth.cache = cache
             # A drafted token's K/V lies where verification will put it.
@@ -138,7 +131,7 @@ class MagicDec(Drafter):
         assert self._view is not None, "bind comes first"
         return self._view
 
-    def _grow_compiled(self, growths: Sequence[_CachedGrowth], stack: Stack, floor: float) -> None:
+    def _grow_compiled(self, growths: Sequence[Growth], stack: Stack, floor: float) -> None:
         """The same as `_grow`, in one compiled call."""
         chains = []
         ends = [len(growth.sequence.tokens) + growth.max_depth - 1 for growth in growths]
@@ -151,10 +144,9 @@ class MagicDec(Drafter):
             chains.append(ChainStart(*start, floor, growth.rules, view, scratch))
         pool, vocab = _pool(growths[0].cache), self.decoder.config.vocab_size
         for growth, drafted in zip(growths, roll(stack, chains, pool, vocab), strict=True):
-            for node, (token, log_q) in enumerate(drafted):
-                growth.add(node, token, log_q)
+            growth.follow(drafted)
 
-    def _grow(self, growths: Sequence[_CachedGrowth], grower: Grower) -> None:
+    def _grow(self, growths: Sequence[Growth], grower: Grower) -> None:
         """A pass a level."""
         level = 0
         while growths:
@@ -162,7 +154,7 @@ class MagicDec(Drafter):
             growths = [growth for growth in growths if growth.frontier]
             level += 1
 
-    def _forward(self, growths: Sequence[_CachedGrowth]) -> Tensor:
+    def _forward(self, growths: Sequence[Growth]) -> Tensor:
         """[growths, V] logits after the last node of each."""
         packer, rows = RowPacker(self.decoder, self.decoder.device), []
         for growth in growths:

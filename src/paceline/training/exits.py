@@ -6,7 +6,6 @@ paper has none: 0).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,12 +149,11 @@ class ExitRecipe:
 
     # -- result
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """`ExitHeads.save` in bf16, and ``training.json``: facts, parameters, and their share of the target's."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """`ExitHeads.save` in bf16; parameters, and their share of the target's."""
         self.module.save(folder)
         own, all_ = (sum(p.numel() for p in part.parameters()) for part in (self.module, self.target))
-        values = {**facts, "parameters": own, "share_of_target": own / all_}
-        (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+        return {"parameters": own, "share_of_target": own / all_}
 
 
 def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:

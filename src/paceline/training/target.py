@@ -119,9 +119,10 @@ class TargetRecipe:
             figures[f"loss/{domain}"] = sum(losses) / len(losses)
         return figures
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def export(self, folder: Path) -> dict[str, Any]:
         """A Hugging Face folder in bf16 (without the tokenizer's files)."""
         self.module.save(folder, self.config, torch.bfloat16)
+        return {}
 
 
 def grow(network: Network, source: Path, keep: Sequence[int]) -> None:

@@ -91,8 +91,8 @@ class Recipe(Protocol):
         """Figures on held-out data, for the log. Must leave the run as it is."""
         ...
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Write what users load."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """Write what users load; returns what ``training.json`` is to say besides."""
         ...
 
 

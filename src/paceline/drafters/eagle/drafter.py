@@ -76,13 +76,6 @@ class EagleConfig(DrafterConfig):
         return EagleDrafter(self, model, layers, hot)
 
 
-@dataclass(slots=True)
-class _StateGrowth(Growth):
-    """A tree while it grows, and the states that its rows predict."""
-
-    states: dict[int, Tensor] | None = None  # node -> [d]; of the root and of nodes with K/V
-
-
 class EagleDrafter(StateDrafter):
     """Drafts with an EAGLE head.
 
@@ -146,14 +139,14 @@ class EagleDrafter(StateDrafter):
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence, level by level, all sequences together."""
-        growths = [_StateGrowth(*row) for row in want.rows()]
+        growths = [Growth(*row) for row in want.rows()]
         able = [g for g in growths if min(g.budget, g.max_depth) > 0 and self.body.ready(g.sequence)]
         want.passes = self._grow(able, want.log_floor) if able else 0
         return [growth.draft.best(growth.budget) for growth in growths]
 
     # -- its parts
 
-    def _grow(self, growths: Sequence[_StateGrowth], floor: float) -> int:
+    def _grow(self, growths: Sequence[Growth], floor: float) -> int:
         """Grow all trees; returns the passes that it took."""
         for growth in growths:
             growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
@@ -171,7 +164,7 @@ class EagleDrafter(StateDrafter):
             found = self._forward(growths)
         return level
 
-    def _grow_compiled(self, growths: Sequence[_StateGrowth], floor: float) -> int:
+    def _grow_compiled(self, growths: Sequence[Growth], floor: float) -> int:
         """The same in one compiled call."""
         body, stack, grower = self.body, self.body.stack, self._grower
         assert stack is not None and body.fuse is not None
@@ -183,7 +176,7 @@ class EagleDrafter(StateDrafter):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
         return max(tree.passes for tree in grown)
 
-    def _tree_start(self, growth: _StateGrowth) -> TreeStart:
+    def _tree_start(self, growth: Growth) -> TreeStart:
         """Where a tree starts, for compiled code."""
         levels, grower = growth.max_depth, self._grower
         room = grower.topk * (levels - 1)
@@ -193,19 +186,17 @@ class EagleDrafter(StateDrafter):
         most, shift = growth.budget, text.start + 1
         return TreeStart(tokens, first, room, keys, growth.budget, levels, most, growth.rules, shift, states)
 
-    def _forward(self, growths: Sequence[_StateGrowth]) -> Tensor | None:
+    def _forward(self, growths: Sequence[Growth]) -> Tensor | None:
         """[frontier nodes of all, d] the states that they predict; None where nothing is left to expand."""
         packer, fed = self.body.packer(), []
         for growth in growths:
             if growth.frontier:
                 pack_frontier(packer, growth, self.body.texts[growth.sequence.key].cache)
-                assert growth.states is not None
                 fed += [growth.states[growth.draft.parents[node - 1]] for node in growth.frontier]
         if not fed:
             return None
         found = self.body.run(packer, torch.stack(fed))
         rows = iter(found)
         for growth in growths:
-            assert growth.states is not None
             growth.states |= {node: next(rows) for node in growth.frontier}
         return found

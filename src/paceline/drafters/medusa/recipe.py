@@ -5,7 +5,6 @@ Source: Medusa (Cai et al. 2024), section 3.2.1 (Medusa-1), with distillation fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,12 +149,11 @@ class MedusaRecipe:
 
     # -- result
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """`Heads.save` in bf16 with calibrated hit rates, and ``training.json``: facts and number of parameters."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """`Heads.save` in bf16, with calibrated hit rates."""
         self.module.config = self.calibrated()
         self.module.save(folder)
-        values = {**facts, "parameters": sum(parameter.numel() for parameter in self.module.parameters())}
-        (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+        return {"parameters": sum(parameter.numel() for parameter in self.module.parameters())}
 
 
 def _figures(name: str, values: Tensor) -> dict[str, float]:

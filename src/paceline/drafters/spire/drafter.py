@@ -284,8 +284,7 @@ class SpireDrafter(Drafter):
             chains.append(RingChain(tokens[-1], len(tokens) - 1, growth.max_depth, text.ring, text.start, growth.rules))
         found = self.network.roll(chains, self.ring, floor)
         for growth, drafted in zip(growths, found, strict=True):
-            for node, (token, log_q) in enumerate(drafted):
-                growth.add(node, token, log_q)
+            growth.follow(drafted)
         return max(map(len, found))
 
     def _grow(self, growths: Sequence[Growth], grower: Grower) -> int:

@@ -350,9 +350,10 @@ class UnrolledRecipe:
             found.append(torch.stack((best[:, 0], best.any(-1))))
         return torch.cat(found, 1), torch.cat(losses)
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """What users load; the job adds ``training.json``."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """What users load."""
         self.save(folder)
+        return {}
 
 
 def held_out_figures(hits: Tensor, losses: Tensor, exists: Tensor) -> dict[str, float]:

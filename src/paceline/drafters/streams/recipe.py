@@ -5,7 +5,6 @@ Source: Speculative Streaming, section 2.4 and appendices E.4, H.2, I, M, N.1.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -348,13 +347,12 @@ class StreamRecipe:
 
     # -- result
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """`StreamSet.save`, in bf16 as all weights are, and ``training.json``: the facts, the number of parameters of
-        each part, and the limit that drafts are best made with."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """`StreamSet.save`, in bf16 as all weights are; the number of parameters of each part, and the limit that
+        drafts are best made with."""
         self.module.save(folder, torch.bfloat16)
         counted = {"parameters": self.module.parameters_by_part(), "application": self.options.application}
-        values = {**facts, **counted, "attention_limit": self.options.attention_limit}
-        (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+        return {**counted, "attention_limit": self.options.attention_limit}
 
 
 def _by_stream(losses: Tensor) -> dict[str, float]:
