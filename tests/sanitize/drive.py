@@ -43,6 +43,7 @@ from paceline.network.native_calls import NativeTaps, RowSpan, TokenPass
 from paceline.network.native_drafts import (
     ChainStart,
     NativeFuse,
+    NativeHeads,
     NativeTokenInfo,
     NativeView,
     RingChain,
@@ -54,9 +55,8 @@ from paceline.network.native_drafts import (
     sample,
     write_keys,
 )
-from paceline.network.native_heads import NativeHeads
 from paceline.network.native_linear import NativeLinear, top
-from paceline.network.native_streams import CarrierRows, StreamRun
+from paceline.network.native_streams import StreamCarrier, StreamRun
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact", "q4_0")
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 129, 160)  # of keys
@@ -404,7 +404,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         if riding and draw.random() < 0.8:
             nodes = [n for n in range(drafted + 1) if few or draw.random() < 0.5]
             streams, most = draw.randint(1, GAMMA), draw.choice([-1, 0, 99])
-            carriers.append(CarrierRows(len(spans) - 1, start + pending - 1, streams, most, tokens[:1], nodes))
+            carriers.append(StreamCarrier(len(spans) - 1, start + pending - 1, streams, most, tokens[:1], nodes))
             wanted += range(start + pending - 1, start + rows)
         else:
             wanted += [start + r for r in range(rows) if draw.random() < 0.6]

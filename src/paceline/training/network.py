@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..attention import make_backend
-from ..attention.rope import RopeTable
+from ..attention.rope import RopeTable, rotated
 from ..core.errors import CapabilityError, ConfigError
 from ..network.adapters import MLP
 from ..network.decoder import Decoder
@@ -253,11 +253,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotary embedding of the first ``dim`` dimensions of every head [B, T, heads, head_dim]."""
     if rotation is None:
         return x
-    cos, sin = (part.to(x.dtype) for part in rotation)
-    dim = cos.shape[-1]
-    part = x[..., :dim]
-    rotated = part * cos + part.roll(dim // 2, -1) * sin
-    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), -1)
+    return rotated(x, *(part.to(x.dtype) for part in rotation))
 
 
 def visible(batch: TokenBatch, window: int | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from ...network.files import check_target
 from ...network.hot import FILE, load_hot, masked
 from ...network.linear import LinearOp, make_linear
 from ...network.native_calls import join
-from ...network.native_heads import NativeHeads
+from ...network.native_drafts import NativeHeads
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..fit import asked, check_weights, trained_folder
 from ..levels import Said, best_levels, product_trees
