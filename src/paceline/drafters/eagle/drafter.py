@@ -22,10 +22,10 @@ from ...network.hot import load_hot
 from ...network.loader import read_config
 from ...network.native_drafts import TreeStart, grow
 from ..base import DrafterSpec, DraftRequest
-from ..fit import asked, check_shape, check_weights, trained_folder
+from ..fit import TrainedDrafterConfig
 from ..growth import Grower, Growth, compiles, pack_frontier
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option, proposes_option
+from ..registry import DrafterContext, option, proposes_option
 from ..resampling import REFUSED
 from ..states.body import StateBody, StateDrafter, StateNetwork
 from ..states.network import LAST, HeadNetwork
@@ -40,12 +40,10 @@ USUAL_DEPTH = 5  # of a head that does not say what it was trained for
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(DrafterConfig):
+class EagleConfig(TrainedDrafterConfig):
     """EAGLE-2: a head over the target's states, trees that grow where they are likely."""
 
     kind: ClassVar[str] = "eagle"
-    subject: ClassVar[str] = "path"
-    weights: ClassVar[str] = "path"
     refuses = REFUSED
 
     path: str = option(
@@ -68,8 +66,8 @@ class EagleConfig(DrafterConfig):
             ConfigError: a folder that holds none.
             CapabilityError: it was trained for another target.
         """
-        folder = trained_folder(self, context)
-        check_weights(self, read_head(folder)[1], context)
+        folder = self.folder(context)
+        self.check_weights(read_head(folder)[1], context)
         layers = None if context.target_folder is None else read_config(context.target_folder).num_layers
         model = load_head(folder)
         hot = load_hot(folder, model.head.config.vocab_size) if isinstance(model, EagleModel) else None
@@ -103,7 +101,7 @@ class EagleDrafter(StateDrafter):
         if isinstance(model, Eagle3Model):
             if num_layers is None:
                 wrong = "it reads three of the target's layers, and the target is not known when it is built"
-                raise CapabilityError(asked(config), wrong, "build it for a target in a folder")
+                raise CapabilityError(config.asked, wrong, "build it for a target in a folder")
             taps = model.taps(num_layers)
         self.spec = DrafterSpec(
             name=config.kind,
@@ -122,11 +120,11 @@ class EagleDrafter(StateDrafter):
         """Check the target, and make the layer over its embedding and head."""
         model = self.model
         c, name = (model.head.config, model.facts.target) if isinstance(model, EagleModel) else (model.config, "")
-        check_shape(self.config, c, name, target)
+        self.config.check_shape(c, name, target)
         own, lent = model.embedding, target.handle
         if own is not None and not torch.allclose(own.float(), lent.table().float().cpu(), rtol=1e-2, atol=1e-3):
             wrong = f"its embedding is not the one of {target.name}, which it is to be fed with"
-            raise CapabilityError(asked(self.config), wrong, "use the target that it was trained for")
+            raise CapabilityError(self.config.asked, wrong, "use the target that it was trained for")
         model.embedding = None  # the target's serves both
         room = self.config.topk * max(1, self.depth - 1)
         network: StateNetwork

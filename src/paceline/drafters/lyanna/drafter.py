@@ -23,11 +23,11 @@ from ...network.hot import load_hot
 from ...network.native_drafts import MANY, NativeTokenInfo, SampleStart, sample
 from ...network.native_linear import NativeLinear
 from ..base import DrafterSpec, DraftRequest, SequenceView
-from ..fit import asked, check_shape, check_weights, trained_folder
+from ..fit import TrainedDrafterConfig
 from ..growth import Grower
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option, proposes_option
-from ..resampling import Resample, Resampling, extra_option, merge, resample_option, threshold_option
+from ..registry import DrafterContext, option, proposes_option
+from ..resampling import FORMS, Resample, Resampling, ResamplingConfig, merge
 from ..states.body import StateBody, StateDrafter
 from ..states.network import LAST, HeadNetwork
 from ..vocabulary import tokenizer_mark
@@ -42,22 +42,17 @@ MAX_NODES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class LyannaConfig(DrafterConfig):
+class LyannaConfig(TrainedDrafterConfig, ResamplingConfig):
     """Lyanna: states are drafted first and tokens second, and a rejected token wastes no state."""
 
     kind: ClassVar[str] = "lyanna"
-    subject: ClassVar[str] = "path"
-    weights: ClassVar[str] = "path"
 
-    path: str = option("", help="trained drafter: folder, hub name or embedded one; none: the zoo's for the model")
     depth: int | None = option(
         None, help="steps, levels of the tree; default: as many as it was trained for", minimum=1, maximum=16
     )
     width: int = option(4, help="children of a node, and nodes of a level that have some", minimum=1, maximum=64)
     nodes: int = option(12, help="nodes of a fresh draft to verify, best first", minimum=1, maximum=MAX_NODES)
-    resample: Resample = resample_option("top")
-    extra: int = extra_option()
-    threshold: int = threshold_option()
+    resample: Resample = option("top", help=FORMS)
     sampling: Literal["token_info", "beam"] = option(
         "token_info", help="how tokens are chosen from logits; beam: levels independently (the naive way)"
     )
@@ -77,8 +72,8 @@ class LyannaConfig(DrafterConfig):
             ConfigError: a folder that holds none, a threshold that leaves nothing to re-sample.
             CapabilityError: it was trained for another target.
         """
-        folder = trained_folder(self, context)
-        check_weights(self, read_shape(folder), context)
+        folder = self.folder(context)
+        self.check_weights(read_shape(folder), context)
         model = LyannaModel.load(folder)
         return LyannaDrafter(self, model, load_hot(folder, model.head.config.vocab_size))
 
@@ -120,11 +115,11 @@ class LyannaDrafter(StateDrafter):
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check the target, and make the layer over its embedding and head."""
         shape = self.model.shape
-        check_shape(self.config, self.model.head.config, shape.target, target)
+        self.config.check_shape(self.model.head.config, shape.target, target)
         if shape.tokenizer and (tokenizer_mark(target.tokenizer) or shape.tokenizer) != shape.tokenizer:
             wrong = f"trained for {shape.target or 'another model'}: its tokenizer differs from {target.name}'s"
             remedy = f"use one that was trained for {target.name}, or train one"
-            raise CapabilityError(asked(self.config), wrong, remedy)
+            raise CapabilityError(self.config.asked, wrong, remedy)
         network = HeadNetwork(self.model.head, target.handle, device, self.model.reads_tokens, self._hot)
         self._body = StateBody(network, self.depth, self.config.past, max_sequences, pool_tokens, device)
         info = _token_info(self.model, target.handle, device)

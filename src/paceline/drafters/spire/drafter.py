@@ -33,10 +33,10 @@ from ...network.native import unsupported
 from ...network.native_drafts import RingChain
 from ...network.packing import RowPacker
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from ..fit import asked, check_rotary, check_shape, check_weights, trained_folder
+from ..fit import TrainedDrafterConfig, check_rotary
 from ..growth import Grower, Growth, compiles
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option, proposes_option
+from ..registry import DrafterContext, option, proposes_option
 from ..resampling import REFUSED
 from .model import SpireShape, read_memory, read_shape
 from .network import SpireNetwork
@@ -46,15 +46,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpireConfig(DrafterConfig):
+class SpireConfig(TrainedDrafterConfig):
     """SPIRe: a draft of the target's last layers with feedback memory, in constant K/V memory a text."""
 
     kind: ClassVar[str] = "spire"
-    subject: ClassVar[str] = "path"
-    weights: ClassVar[str] = "path"
     refuses = REFUSED
 
-    path: str = option("", help="folder, hub name or embedded one of a trained draft; none: the zoo's for the model")
     depth: int | None = option(
         None, help="tokens of a draft; default: as many as it was trained for", minimum=1, maximum=64
     )
@@ -67,9 +64,9 @@ class SpireConfig(DrafterConfig):
             ConfigError: a folder that holds none.
             CapabilityError: it was trained for another target.
         """
-        folder = trained_folder(self, context)
+        folder = self.folder(context)
         shape = read_shape(folder)
-        check_weights(self, shape, context)
+        self.check_weights(shape, context)
         layers = None if context.target_folder is None else read_config(context.target_folder).num_layers
         return SpireDrafter(self, shape, folder, layers)
 
@@ -110,7 +107,7 @@ class SpireDrafter(Drafter):
         if shape.past != "embedding" and (num_layers is None or num_layers <= shape.layers):
             wrong = f"it reads activations below the target's last {shape.layers} layers, and the target "
             wrong += "is not known when it is built" if num_layers is None else f"has {num_layers}"
-            raise CapabilityError(asked(config), wrong, "build it for the target that it was trained for")
+            raise CapabilityError(config.asked, wrong, "build it for the target that it was trained for")
         self.depth = config.depth or shape.depth
         self._taps = shape.taps(num_layers or 0)
         self.spec = DrafterSpec(
@@ -138,11 +135,11 @@ class SpireDrafter(Drafter):
         Raises:
             CapabilityError: layers with sliding windows, positions that are not rotary, or a draft of another target.
         """
-        check_rotary(asked(self.config), target.decoder.config, target.name, "use draft_model or ngram for this target")
+        check_rotary(self.config.asked, target.decoder.config, target.name, "use draft_model or ngram for this target")
         self._target = target.decoder
         decoder, memory = self._load(target, device)
         c = decoder.config
-        check_shape(self.config, c, self.shape.target, target)
+        self.config.check_shape(c, self.shape.target, target)
         self._network = SpireNetwork(decoder, memory)
         decoder.cut(load_hot(self._source, c.vocab_size) if isinstance(self._source, Path) else None)
         view = SinkWindow(self.shape.sinks, self.shape.window)
