@@ -386,7 +386,7 @@ def test_held_out_figures_by_hand() -> None:
     network.head_weight.data[8:] = 0.0  # few tokens are ever said, so that streams are right now and then
     recipe = make_recipe(network, noise=0.1)
     recipe.held_out = {"toy": [batch]}
-    figures = recipe.evaluate(0)
+    figures = recipe.evaluate()
     carriers = choose_carriers(batch)
     main, streams = eager_streams(network, recipe.module, batch, carriers)
     says, logits = network.logits(main).argmax(-1), network.logits(streams)

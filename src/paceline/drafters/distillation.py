@@ -88,7 +88,7 @@ class DraftModelRecipe:
         distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
         return loss, {"kl": distance, "ce": entropy} if o.distill else {"ce": entropy}
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """By domain: loss, and the simulated accepted length of a chain of `DEPTH`."""
         figures = {}
         device = self.module.head_weight.device

@@ -14,7 +14,6 @@ from q, for rejection sampling.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -231,8 +230,7 @@ class DraftModel(Drafter):
         if self.streams is not None:  # several tokens a pass
             depths = [self._depth(sequence, max_depth) for sequence, _, max_depth in want.rows()]
             return super().draft(replace(want, max_depths=depths))
-        sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
-        self._grower = replace(self._grower, floor=-math.inf if sampled else want.log_floor)
+        self._grower = self._grower.bounded(want.log_floor)
         growths = [self._start(*row) for row in want.rows()]
         able = [g for g in growths if g.budget > 0]
         stack = self.decoder.stack

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
@@ -114,6 +114,10 @@ class Grower:
     topk: int = 1  # of a dynamic tree children of a node, and nodes of a level that are expanded; 1: a static one
     proposes: Literal["point", "coupled", "sampled"] = "point"
     floor: float = -math.inf  # score of a path that is expanded at least
+
+    def bounded(self, floor: float) -> Grower:
+        """The same with a floor, where tokens are not drawn: whether a node is drawn must not depend on the draw."""
+        return replace(self, floor=-math.inf if self.proposes == "sampled" else floor)
 
     def expand(self, growths: Sequence[Growth], logits: Tensor, level: int) -> None:
         """Children of every frontier node, from the logits after it; then choose the next frontier.

@@ -11,9 +11,8 @@ Sources: MagicDec (Chen et al. 2024, arXiv 2408.11049); SPIRe, sections 3.1 and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -107,14 +106,13 @@ class MagicDec(Drafter):
             # A drafted token's K/V lies where verification will put it.
             growth.max_depth = min(growth.max_depth, growth.budget, self.config.depth, cache.reserved)
         able = [growth for growth in growths if growth.max_depth > 0]
-        sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
-        floor = -math.inf if sampled else want.log_floor
+        grower = self._grower.bounded(want.log_floor)
         stack = self.decoder.stack
         adapted = any(growth.sequence.application is not None for growth in able)
         if able and stack is not None and not adapted and compiles(able, self.config.proposes):
-            self._grow_compiled(able, stack, floor)
+            self._grow_compiled(able, stack, grower.floor)
         elif able:
-            self._grow(able, replace(self._grower, floor=floor))
+            self._grow(able, grower)
         return [growth.draft for growth in growths]
 
     # -- its parts

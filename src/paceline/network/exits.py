@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -98,7 +98,7 @@ class ExitHeads(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""
-        FILES.save(self, self.config, folder, dtype)
+        FILES.write(dict(self.named_parameters()), asdict(self.config), folder, dtype)
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> ExitHeads:

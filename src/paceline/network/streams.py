@@ -9,7 +9,7 @@ Source: Speculative Streaming, section 2 and appendices E.4, G.1, N.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -215,7 +215,7 @@ class StreamSet(nn.Module):
         Raises:
             ConfigError: a parameter that holds NaN.
         """
-        FILES.save(self, self.config, Path(folder), dtype)
+        FILES.write(self.tensors(), asdict(self.config), Path(folder), dtype)
 
     @staticmethod
     def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> StreamSet:

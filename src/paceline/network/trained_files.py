@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -58,19 +58,6 @@ class TrainedFiles:
     restore: str
     format: int | None = 1
     tensors_of: Callable[[Any], dict[str, Tensor]] = lambda module: dict(module.named_parameters())
-
-    def save(self, module: nn.Module, config: Any, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write both files of a module.
-
-        Args:
-            module: whose parameters are kept.
-            config: its shape, a dataclass.
-            folder, dtype: as for `write`.
-
-        Raises:
-            ConfigError: a parameter that holds NaN or infinity.
-        """
-        self.write(self.tensors_of(module), asdict(config), folder, dtype)
 
     def write(
         self, tensors: Mapping[str, Tensor], entries: Mapping[str, Any], folder: Path, dtype: torch.dtype | None

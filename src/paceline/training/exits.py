@@ -108,7 +108,7 @@ class ExitRecipe:
     # -- held-out figures (figure 9)
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """By domain and layer: how often the likeliest token is the text's (accuracy) and the target's (agreement), and
         the target's own probability of the kappa likeliest (overlap mass, eq. 9, at every position)."""
         figures: dict[str, float] = {}

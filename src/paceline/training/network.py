@@ -102,11 +102,7 @@ class Network(nn.Module):
 
     def rotation(self, positions: Tensor) -> Rotation:
         """cos and signed sin [B, T, 1, dim] of ``positions`` [B, T]."""
-        if self._rope is None:
-            return None
-        cos, sin = self._rope.rows(positions.reshape(-1))
-        shape = (*positions.shape, 1, -1)
-        return cos.view(shape), sin.view(shape)
+        return rotation_of(self._rope, positions)
 
     def qkv(
         self, index: int, hidden: Tensor, rotation: Rotation, delta: Delta | None = None
@@ -247,6 +243,15 @@ def linear(layer: Layer, name: str, index: int, x: Tensor, delta: Delta | None) 
     y = F.linear(x, dense.weight, dense.bias)
     more = None if delta is None else delta(index, name, x)
     return y if more is None else y + more
+
+
+def rotation_of(rope: RopeTable | None, positions: Tensor) -> Rotation:
+    """cos and signed sin [.., 1, dim] of ``positions`` [..]."""
+    if rope is None:
+        return None
+    cos, sin = rope.rows(positions.reshape(-1))
+    shape = (*positions.shape, 1, -1)
+    return cos.view(shape), sin.view(shape)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -110,7 +110,7 @@ class TargetRecipe:
         weights = batch.weights[rows]
         return cross_entropy(hidden[rows], self.module.head_weight, batch.targets[rows], weights, chunk_rows=CHUNK)
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Loss by domain, in nats a token."""
         device = self.module.head_weight.device
         figures = {}

@@ -87,7 +87,7 @@ class Recipe(Protocol):
         """
         ...
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Figures on held-out data, for the log. Must leave the run as it is."""
         ...
 
@@ -269,7 +269,7 @@ class Trainer:
         """Held-out figures, logged in ``out``."""
         self.out.mkdir(parents=True, exist_ok=True)
         with torch.no_grad(), products(self.config.precision, self.accelerator.device):
-            figures = self.recipe.evaluate(self.step)
+            figures = self.recipe.evaluate()
         if figures:
             self._log({"step": self.step, **figures})
             for watcher in self.watchers:

@@ -10,7 +10,7 @@ Sources: EAGLE (Li et al. 2024a), section 4.1; EAGLE-2 (Li et al. 2024b), sectio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -150,7 +150,7 @@ class EagleDrafter(StateDrafter):
             growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
         if self.body.fuse is not None and compiles(growths, self.config.proposes):
             return self._grow_compiled(growths, floor)
-        grower = replace(self._grower, floor=floor)
+        grower = self._grower.bounded(floor)
         states = self.body.catch_up([growth.sequence for growth in growths])
         for growth, state in zip(growths, states, strict=True):
             growth.states = {0: state}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -129,7 +129,7 @@ class Heads(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""
-        FILES.save(self, self.config, folder, dtype)
+        FILES.write(dict(self.named_parameters()), asdict(self.config), folder, dtype)
 
 
 def read_config(folder: Path) -> HeadsConfig | None:

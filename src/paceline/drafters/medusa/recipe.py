@@ -109,7 +109,7 @@ class MedusaRecipe:
     # -- held-out figures
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """By domain, teacher-forced: each head's loss with the text (nats) and agreement with the target's likeliest
         token, and the length of a chain, and of a tree of three children a node, that would be accepted."""
         figures: dict[str, float] = {}

@@ -9,9 +9,8 @@ Source: SPIRe, sections 3.1 and 3.3.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -193,12 +192,11 @@ class SpireDrafter(Drafter):
             room = last - len(growth.sequence.tokens)
             growth.max_depth = min(growth.max_depth, growth.budget, self.depth, room)
         able = [g for g in growths if g.max_depth > 0 and self._ready(g.sequence)]
-        sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
-        floor = -math.inf if sampled else want.log_floor
+        grower = self._grower.bounded(want.log_floor)
         if able and self.network.compiled and compiles(able, self.config.proposes):
-            want.passes = self._grow_compiled(able, floor)
+            want.passes = self._grow_compiled(able, grower.floor)
         else:
-            want.passes = self._grow(able, replace(self._grower, floor=floor))
+            want.passes = self._grow(able, grower)
         return [g.draft for g in growths]
 
     # -- its parts

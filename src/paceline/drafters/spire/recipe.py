@@ -180,7 +180,7 @@ class SpireRecipe:
     # -- held-out figures
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """By domain, teacher-forced, over blocks of k rows.
 
         ``tau/DOMAIN``: tokens a round, of drafts of k sampled tokens verified by rejection: 1 + the mean sum of the

@@ -297,7 +297,7 @@ class StreamRecipe:
     # -- held-out figures
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Figures on held-out answers, by domain.
 
         ``loss/..``: of each stream (nats), ``agreement/../j``: share of rows where the likeliest token of stream j is
