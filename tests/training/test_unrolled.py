@@ -21,13 +21,13 @@ from torch import Tensor
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters.eagle.model import EagleFacts, EagleModel
+from paceline.drafters.fit import tokenizer_mark
 from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
 from paceline.drafters.lyanna.recipe import LyannaOptions
 from paceline.drafters.lyanna.token_info import TokenInfo
 from paceline.drafters.states.head import layer_json
 from paceline.drafters.states.start import start_from_target
 from paceline.drafters.states.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
-from paceline.drafters.vocabulary import tokenizer_mark
 from paceline.network.hot import load_hot
 from paceline.network.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate

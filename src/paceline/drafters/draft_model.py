@@ -33,6 +33,7 @@ from ..network.native import Stack
 from ..network.native_drafts import ChainStart, TreeStart, grow, roll
 from ..network.streams import StreamSet, read_config
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
+from .fit import check_vocabulary
 from .growth import Grower, Growth, compiles
 from .model_sessions import Expansion, ModelSessions, Session
 from .proposal import Proposal
@@ -40,7 +41,6 @@ from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
 from .sessions import ROOT
 from .streaming_sessions import MAX_CARRIERS, StreamingSessions
-from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from ..network.decoder import Decoder, TargetInfo

@@ -200,9 +200,7 @@ def project(
     x = normed(layer.attention_norm, hidden)
     both = linear(layer, "qkv", index, x, delta).unflatten(-1, (-1, c.head_dim))
     q, k, v = both.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = F.rms_norm(q.float(), (c.head_dim,), layer.q_norm, c.norm_eps).to(v.dtype)
-        k = F.rms_norm(k.float(), (c.head_dim,), layer.k_norm, c.norm_eps).to(v.dtype)
+    q, k = head_norm(q, layer.q_norm, c), head_norm(k, layer.k_norm, c)
     return rotate(q, rotation), rotate(k, rotation), v
 
 
@@ -233,6 +231,11 @@ def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     if norm.bias is None:
         return F.rms_norm(wide, (norm.width,), norm.weight.to(wide.dtype), norm.eps)
     return F.layer_norm(wide, (norm.width,), norm.weight.to(wide.dtype), norm.bias.to(wide.dtype), norm.eps)
+
+
+def head_norm(x: Tensor, weight: Tensor | None, c: DecoderConfig) -> Tensor:
+    """Queries or keys [..., heads, head_dim] behind the norm that a layer has for each; where it has none, ``x``."""
+    return x if weight is None else F.rms_norm(x.float(), (c.head_dim,), weight, c.norm_eps).to(x.dtype)
 
 
 def linear(layer: Layer, name: str, index: int, x: Tensor, delta: Delta | None) -> Tensor:

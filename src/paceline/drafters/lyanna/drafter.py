@@ -23,14 +23,13 @@ from ...network.hot import load_hot
 from ...network.native_drafts import MANY, NativeTokenInfo, SampleStart, sample
 from ...network.native_linear import NativeLinear
 from ..base import DrafterSpec, DraftRequest, SequenceView
-from ..fit import TrainedDrafterConfig
+from ..fit import TrainedDrafterConfig, tokenizer_mark
 from ..growth import Grower
 from ..proposal import Proposal
 from ..registry import DrafterContext, option, proposes_option
 from ..resampling import FORMS, Resample, Resampling, ResamplingConfig, merge
 from ..states.body import StateBody, StateDrafter
 from ..states.network import LAST, HeadNetwork
-from ..vocabulary import tokenizer_mark
 from .model import LyannaModel, read_shape
 from .trees import Bias, LevelGrowth, beam_sampling, token_info_sampling
 

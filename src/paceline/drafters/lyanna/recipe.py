@@ -15,9 +15,9 @@ from ...core.errors import ConfigError
 from ...core.options import option
 from ...network.files import fingerprint
 from ...network.hot import most_frequent
+from ..fit import tokenizer_mark
 from ..states.head import layer_json
 from ..states.unrolled import UnrolledRecipe, UnrollOptions, begin
-from ..vocabulary import tokenizer_mark
 from .model import LyannaModel, LyannaShape
 
 if TYPE_CHECKING:
