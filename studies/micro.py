@@ -27,6 +27,8 @@ from paceline.core.model_spec import parse_model
 from paceline.core.sampling import SamplingParams
 from paceline.llm import LLM
 from paceline.network.decoder import Decoder
+from paceline.network.families import linear_shapes
+from paceline.network.linear import LinearOp
 from paceline.network.loader import resolve_folder
 
 MOST_PROMPT = 512  # tokens of what `parts` asks
@@ -170,10 +172,19 @@ def linear(ask: MicroFlags) -> Iterator[Table | None]:
     )
 
 
+def products_of(decoder: Decoder) -> list[tuple[LinearOp, int]]:
+    """(linear layer, width of its input) of every product of a pass, in order; the head is the last."""
+    if decoder.stack is not None:
+        return [(linear, linear.struct.k) for linear in decoder.stack.weights.products]
+    widths = {name: inputs for name, (inputs, _) in linear_shapes(decoder.config).items()}
+    found = [(getattr(layer, name), width) for layer in decoder.in_order() for name, width in widths.items()]
+    return [*found, (decoder.head_product, decoder.config.d_model)]
+
+
 @torch.inference_mode()
 def linear_ms(decoder: Decoder, rows: int) -> float:
     """Milliseconds of all products of a pass, one after the other, without what lies between."""
-    products = decoder.products()
+    products = products_of(decoder)
     inputs = {width: torch.ones(rows, width, dtype=decoder.dtype, device=decoder.device) for _, width in products}
     began = perf_counter()
     for product, width in products:

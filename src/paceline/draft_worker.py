@@ -24,8 +24,8 @@ from .distributed.placement import Placement, cores, pin
 from .distributed.shared import SPIN_US
 from .distributed.worker import Patience, Worker, WorkerSpec
 from .drafters import registry
+from .drafters.fit import tokenizer_mark
 from .drafters.registry import DrafterConfig
-from .drafters.vocabulary import tokenizer_mark
 from .network.decoder import TargetInfo
 from .network.files import fingerprint
 from .network.loader import parse_device, resolve_folder

@@ -34,7 +34,7 @@ RANK = (
 GROWN = "      at += size * k;\n    }\n"
 HEAD = "  if (total) head(*m, drafted.data(), total, raw, (int)threads);\n"
 COUNTS = (
-    "  if (count < 0 || rules->levels < 1 || rules->topk < 1 || rules->beam < 0) return BAD_COUNT;\n",
+    "  if (count < 0 || rules->levels < 1 || rules->topk < 1) return BAD_COUNT;\n",
     "  if (count < 0 || branches < 1 || check_fuse(*m, *f) != DONE || f->state.n == 0) return BAD_COUNT;\n",
 )
 PUT = {  # a piece of the source, and what it becomes

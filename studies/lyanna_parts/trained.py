@@ -260,7 +260,7 @@ def info_of(model: LyannaModel) -> TokenInfo:
 def accuracy(model: LyannaModel, target: Network, batches: Mapping[str, Sequence[TokenBatch]]) -> list[float]:
     """[STEPS] held-out conditional acceptance of the likeliest token, the mean over domains."""
     recipe = UnrolledRecipe("lyanna", model, target, UnrollOptions(depth=STEPS), batches, save=model.save)
-    return by_step(recipe.evaluate(0), "acceptance")
+    return by_step(recipe.evaluate(), "acceptance")
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 from paceline.network.native_calls import RowSpan
 from paceline.network.native_calls import TokenPass as Pass
-from paceline.network.native_streams import CarrierRows, StreamRun
+from paceline.network.native_streams import StreamCarrier, StreamRun
 from paceline.network.streams import StreamSet
 from streaming.common import StreamingFlags, TrainedSet, study
 
@@ -70,7 +70,7 @@ def few_keys_cost(llm: LLM, streams: StreamSet, context: int, drafted: int, repe
         part.normal_()
     cache = pool.open()
     cache.reserve(context + drafted + 1)
-    carriers = [CarrierRows(0, 0, streams.config.gamma, drafted, (), range(drafted + 1))]
+    carriers = [StreamCarrier(0, 0, streams.config.gamma, drafted, (), range(drafted + 1))]
     ways = {most: StreamRun(streams, carriers, 3, pool.scratch(rows), most=most) for most in (None, FEW)}
     times: dict[int | None, list[float]] = {most: [] for most in ways}
     for _ in range(repeats):

@@ -20,12 +20,10 @@ from paceline.drafters.sessions import ROOT
 CPU = torch.device("cpu")
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"depth": 4},
-    "chain_shy": {"depth": 6, "min_prob": 0.3},
     "static": {"branching": "3x2x1"},
     "static_late": {"branching": "1x1x3"},
     "dynamic": {"topk": 3, "depth": 4, "nodes": 7},
-    "dynamic_narrow": {"topk": 4, "depth": 3, "beam": 2},
-    "dynamic_wide": {"topk": 2, "depth": 3, "beam": 5, "nodes": 14},
+    "dynamic_wide": {"topk": 4, "depth": 3},
 }
 
 
@@ -91,8 +89,7 @@ def test_a_dynamic_tree_is_the_best_of_all_paths_that_the_rule_visits(shape: str
             for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 fresh[(*path, token)] = score + value
         visited |= fresh
-        beam = options.get("beam", options["topk"])
-        frontier = dict(sorted(fresh.items(), key=lambda item: -item[1])[:beam])
+        frontier = dict(sorted(fresh.items(), key=lambda item: -item[1])[: options["topk"]])
     size = options.get("nodes", options["topk"] * options["depth"])
     wanted = dict(sorted(visited.items(), key=lambda item: -item[1])[:size])
     found = paths_of(drafter.propose(want([sequence], size)))
@@ -249,9 +246,7 @@ def test_a_coupled_draft_of_the_target_itself_is_right_everywhere() -> None:
     [
         {"branching": "2x2", "topk": 2},
         {"nodes": 5},
-        {"beam": 2},
         {"proposes": "sampled", "topk": 2},
-        {"proposes": "sampled", "min_prob": 0.1},
         {"branching": "2xbig"},
         {"branching": "0x2"},
         {"branching": "16x16x2"},

@@ -23,7 +23,7 @@ from paceline.drafters.proposal import Proposal
 SUFFIX, DRAFT = 0, 1
 SHAPES: dict[str, dict[str, Any]] = {
     "chains": {"parts": f"{LOOKUP}+{MODEL}"},
-    "trees": {"parts": f"{LOOKUP};tree=5+{MODEL};topk=3;nodes=9", "nodes": 9},
+    "trees": {"parts": f"{LOOKUP}+{MODEL};topk=3;nodes=9", "nodes": 9},
 }
 REPEATED = text(12) * 3 + text(12)[:5]
 
@@ -74,11 +74,9 @@ def test_a_models_name_alone_brings_a_look_up() -> None:
 
 
 def test_parts_carry_their_options() -> None:
-    chosen = HybridConfig(
-        parts="ngram;depth=3 + suffix;depth=5;tree=7 + draft_model:m;topk=2;dtype=float32", dtype="int8"
-    )
+    chosen = HybridConfig(parts="ngram;depth=3 + suffix;depth=5 + draft_model:m;topk=2;dtype=float32", dtype="int8")
     ngram, suffix, model = chosen.chosen
-    assert (ngram.depth, suffix.depth, suffix.tree, model.topk, model.dtype) == (3, 5, 7, 2, "float32")  # type: ignore[attr-defined]
+    assert (ngram.depth, suffix.depth, model.topk, model.dtype) == (3, 5, 2, "float32")  # type: ignore[attr-defined]
     assert HybridConfig(parts="ngram").model is None
 
 

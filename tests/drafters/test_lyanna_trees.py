@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from kits.state import algorithm_1
 from torch import Tensor
 
-from paceline.drafters.lyanna.trees import LevelChain, beam_sampling, token_info_sampling
+from paceline.drafters.base import SequenceView
+from paceline.drafters.growth import Grower
+from paceline.drafters.lyanna.trees import Bias, LevelGrowth, beam_sampling, token_info_sampling
 from paceline.drafters.proposal import Proposal
 
 V = 11
@@ -38,28 +43,34 @@ def assert_same(found: dict[tuple[int, ...], float], wanted: dict[tuple[int, ...
         assert math.isclose(math.exp(log_q), wanted[path], rel_tol=1e-9)
 
 
+def grown(chains: Sequence[tuple[int, Tensor]], branches: int, bias: Bias, rule: Any = None) -> list[Proposal]:
+    """The trees of Algorithm 1 of roots and levels; ``rule`` stands in the place of a request's rules."""
+    sampler: Any = SimpleNamespace(plain=rule is None, process=rule)
+    views = [SequenceView(i, [root], 1, sampler) for i, (root, _) in enumerate(chains)]
+    growths = [LevelGrowth(v, 999, len(own), logits=own) for v, (_, own) in zip(views, chains, strict=True)]
+    token_info_sampling(growths, Grower((1,) * 9, branches, "point"), bias)
+    return [growth.draft for growth in growths]
+
+
 @pytest.mark.parametrize(("seed", "levels", "branches"), CASES)
 def test_token_info_sampling_is_algorithm_1(seed: int, levels: int, branches: int) -> None:
     """Of several sequences at once, of unlike depth, each as it would be alone."""
     drawn = [draw(100 * seed + i, levels - i % levels) for i in range(3)]
     table = drawn[0][1]
-    chains = [LevelChain(i + 2, logits) for i, (logits, _) in enumerate(drawn)]
-    token_info_sampling(chains, lambda tokens: table[list(tokens)], branches)
-    for chain, (logits, _) in zip(chains, drawn, strict=True):
-        assert_same(paths(chain.tree), algorithm_1(logits, table, chain.root, branches))
-    plain = LevelChain(2, drawn[0][0])
-    token_info_sampling([plain], lambda tokens: None, branches)
-    assert_same(paths(plain.tree), algorithm_1(drawn[0][0], torch.zeros(V, V), 2, branches))
+    chains = [(i + 2, logits) for i, (logits, _) in enumerate(drawn)]
+    for (root, logits), tree in zip(chains, grown(chains, branches, lambda tokens: table[list(tokens)]), strict=True):
+        assert_same(paths(tree), algorithm_1(logits, table, root, branches))
+    (plain,) = grown(chains[:1], branches, lambda tokens: None)
+    assert_same(paths(plain), algorithm_1(drawn[0][0], torch.zeros(V, V), 2, branches))
 
 
 @pytest.mark.parametrize(("seed", "levels", "branches"), CASES)
 def test_a_budget_keeps_the_likeliest_nodes_and_their_parents(seed: int, levels: int, branches: int) -> None:
     logits, table = draw(seed, levels)
-    chain = LevelChain(1, logits)
-    token_info_sampling([chain], lambda tokens: table[list(tokens)], branches)
-    whole = paths(chain.tree)
+    (tree,) = grown([(1, logits)], branches, lambda tokens: table[list(tokens)])
+    whole = paths(tree)
     for budget in range(len(whole) + 2):
-        kept = paths(chain.tree.best(budget))
+        kept = paths(tree.best(budget))
         assert len(kept) == min(budget, len(whole))
         assert all(path[:-1] in kept or len(path) == 1 for path in kept)
         left = [score for path, score in whole.items() if path not in kept]
@@ -68,20 +79,17 @@ def test_a_budget_keeps_the_likeliest_nodes_and_their_parents(seed: int, levels:
 
 def test_rules_see_the_paths_and_may_forbid() -> None:
     logits, table = draw(3, 3)
-    seen: list[tuple[list[int], int]] = []
+    seen: list[tuple[int, ...]] = []
 
-    def rule(rows: Tensor, drafted: list[list[int]], depths: list[int]) -> Tensor:
-        seen.extend(zip(drafted, depths, strict=True))
+    def rule(rows: Tensor, drafted: Tensor | None) -> Tensor:
+        seen.extend([()] if drafted is None else map(tuple, drafted.tolist()))
         rows = rows.clone()
         rows[:, 2:] = -math.inf
         return rows
 
-    chain = LevelChain(0, logits, rule)
-    token_info_sampling([chain], lambda tokens: table[list(tokens)], 4)
-    found = paths(chain.tree)
+    found = paths(grown([(0, logits)], 4, lambda tokens: table[list(tokens)], rule)[0])
     assert {path[-1] for path in found} == {0, 1} and len(found) == 2 + 4 + 8
-    assert all(len(path) == depth for path, depth in seen) and len(seen) == 1 + 2 + 4
-    assert {tuple(path) for path, depth in seen if depth} <= found.keys()
+    assert [*map(len, seen)] == [0] + [1] * 2 + [2] * 4 and {*seen[1:]} <= found.keys()
 
 
 def test_naive_beam_sampling_takes_the_likeliest_paths() -> None:
@@ -105,6 +113,5 @@ def test_naive_beam_sampling_takes_the_likeliest_paths() -> None:
 
 
 def test_equal_scores_are_settled_by_order() -> None:
-    chain = LevelChain(0, torch.zeros(3, 4))
-    token_info_sampling([chain], lambda tokens: None, 2)
-    assert chain.tree.parents == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    (tree,) = grown([(0, torch.zeros(3, 4))], 2, lambda tokens: None)
+    assert tree.parents == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]

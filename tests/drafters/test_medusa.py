@@ -31,7 +31,7 @@ from paceline.drafters.registry import DrafterContext
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.budget import DraftBudget
 from paceline.network.decoder import Decoder
-from paceline.network.native_heads import NativeHeads
+from paceline.network.native_drafts import NativeHeads
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},

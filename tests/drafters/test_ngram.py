@@ -52,33 +52,13 @@ def test_chain_is_the_latest_continuation_of_the_longest_match(tokens, low, more
     assert proposal.parents == list(range(len(wanted)))
 
 
-@given(texts, st.integers(2, 4), st.integers(0, 12), st.integers(0, 7))
-def test_branches_are_the_latest_distinct_continuations(tokens, branches, budget, max_depth):
-    proposal = drafter(branches=branches, depth=5).draft_one(view(tokens), budget, max_depth)
-
-    depth = min(5, budget, max_depth)
-    wanted: dict[int, list[int]] = {}
-    for at in (at for n in range(4, 0, -1) for at in lookup(tokens, n)):
-        if depth > 0 and len(wanted) < branches:
-            wanted.setdefault(tokens[at], periodic(tokens, at, depth))
-    paths: list[list[int]] = [[]]
-    for node, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True)):
-        assert parent <= node
-        paths.append([*paths[parent], token])
-    for path in paths[1:]:
-        assert path == wanted[path[0]][: len(path)]
-    assert len({tuple(path) for path in paths}) == len(paths)
-    assert len(proposal) == min(budget, depth * len(wanted))  # the whole budget is used, and no more
-    assert proposal.log_scores == sorted(proposal.log_scores, reverse=True)
-
-
 @given(texts, st.data())
 def test_growing_step_by_step_equals_starting_afresh(tokens, data):
     live: list[int] = []
-    growing = drafter(branches=3)
+    growing = drafter()
     while len(live) < len(tokens):
         live += tokens[len(live) : len(live) + data.draw(st.integers(1, 5))]
-        assert growing.draft_one(view(live), 12, 12) == drafter(branches=3).draft_one(view(live, 7), 12, 12)
+        assert growing.draft_one(view(live), 12, 12) == drafter().draft_one(view(live, 7), 12, 12)
 
 
 def test_a_step_indexes_new_tokens_only():
@@ -112,11 +92,10 @@ def test_a_longer_match_expects_more():
 
 def test_a_batch_becomes_valid_trees():
     views = [view([1, 2, 3, 1, 2], 1), view([4], 2), view([7, 8, 7, 9, 7], 3)]
-    tree = drafter(branches=2, depth=3).propose(DraftRequest(views, [6, 6, 3], [9, 9, 2]))
+    tree = drafter(depth=3).propose(DraftRequest(views, [6, 6, 3], [9, 9, 2]))
     tree.check()
     assert [row[0] for row in tree.tokens] == [2, 4, 7]
-    assert tree.counts == [4, 1, 4]
-    assert tree.counts[2] > 1
+    assert tree.counts == [4, 1, 3]
     assert max(tree.depths()[2]) == 2
 
 
@@ -132,12 +111,7 @@ def test_nothing_is_drafted_before_anything_repeats():
     assert len(drafter().draft_one(view([1, 2, 3]), 8, 8)) == 0
 
 
-def test_default_budget_covers_every_branch():
-    assert drafter(depth=5, branches=3).spec.default_budget == 15
-    assert drafter(depth=5, branches=3).spec.tree and not drafter(depth=5).spec.tree
-
-
-@pytest.mark.parametrize("options", [{"min_ngram": 5}, {"depth": 0}, {"branches": 0}, {"max_ngram": 65}])
+@pytest.mark.parametrize("options", [{"min_ngram": 5}, {"depth": 0}, {"max_ngram": 65}])
 def test_bad_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         NgramConfig(**options)

@@ -76,7 +76,7 @@ def test_none_and_objects_pass_through():
 
 def test_names_and_options_are_read():
     assert parse("ngram") == NgramConfig()
-    assert parse("ngram, depth = 6,branches=2") == NgramConfig(depth=6, branches=2)
+    assert parse("ngram, depth = 6,max_ngram=2") == NgramConfig(depth=6, max_ngram=2)
 
 
 def test_every_type_is_read(sample):
@@ -95,7 +95,7 @@ def test_every_type_is_read(sample):
         ("", ["no drafter's name"]),
         (3, ["neither a name nor a config object"]),
         (NgramConfig, ["neither a name nor a config object"]),
-        ("ngram,dept=3", ["no option 'dept'", "did you mean 'depth'", "branches"]),
+        ("ngram,dept=3", ["no option 'dept'", "did you mean 'depth'", "max_ngram"]),
         ("ngram,depth", ["'depth' is not option=value"]),
         ("ngram,", ["is not option=value"]),
         ("ngram,depth=x", ["depth takes integer, not 'x'"]),

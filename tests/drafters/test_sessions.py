@@ -14,9 +14,9 @@ from kits.tiny import VOCAB, draft_model, full_logits, tiny_decoder
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import SequenceView
 from paceline.drafters.draft_model import DraftModel
-from paceline.drafters.hybrid_sessions import HybridSessions, LookUps
 from paceline.drafters.model_sessions import ModelSessions
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
+from paceline.drafters.text_sessions import LookUps
 from paceline.drafters.tree_sessions import opened
 
 TARGET = tiny_decoder()
@@ -110,11 +110,11 @@ class Twin:
 def test_random_lives(params: SamplingParams, looks_up: bool) -> None:
     draw = random.Random(3)
     drafter, served = sessions(proposes="coupled")
-    asked = HybridSessions(served, LookUps([Knowing()], math.log(0.8))) if looks_up else served
+    served.look_ups = LookUps([Knowing()], math.log(0.8)) if looks_up else None
     opened = [opening(key, PROMPT[: 5 + 7 * key], params) for key in range(2)]
     twins = {one.key: Twin(drafter, one, looks_up) for one in opened}
     for one in opened:
-        asked.open(one)
+        served.open(one)
     rerooted = stayed = 0
     for _ in range(60):
         asks = []
@@ -129,20 +129,20 @@ def test_random_lives(params: SamplingParams, looks_up: bool) -> None:
             if given or expand:
                 asks.append(Ask(key, sorted(given), expand, draw.choice([1, 3])))
         if asks:
-            for ask, grown in zip(asks, asked.grow(asks), strict=True):
+            for ask, grown in zip(asks, served.grow(asks), strict=True):
                 twins[ask.key].grow(ask, grown)
         key = draw.choice([*twins])
         twin = twins[key]
         if twin.tokens and draw.random() < 0.3:
             node = draw.choice(sorted(twin.tokens)[:3])
             said = twin.drafted(node)
-            asked.reroot(key, node)
+            served.reroot(key, node)
             twin.go_on(said, node)
             rerooted += 1
             stayed += served._open[key].cache.ahead
         elif draw.random() < 0.2:
             said = [*(twin.drafted(draw.choice([*twin.tokens])) if twin.tokens else []), draw.randrange(10, VOCAB)]
-            asked.commit(key, said)
+            served.commit(key, said)
             twin.go_on(said, None)
         assert served._open[key].view.tokens == twin.text
         assert {*served._open[key].nodes} == {*twin.tokens}
@@ -150,7 +150,7 @@ def test_random_lives(params: SamplingParams, looks_up: bool) -> None:
     assert rerooted > 3 and stayed > 3
     assert (sum(twin.looked_up for twin in twins.values()) > 10) is looks_up
     for key in twins:
-        asked.close(key)
+        served.close(key)
     served.pool.check_idle()
 
 

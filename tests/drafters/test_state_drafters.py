@@ -526,7 +526,7 @@ def test_compiled_growth_wants_a_state_for_every_pending_token() -> None:
     fine = TreeStart([5, 6], 0, 0, slice(0, 2), 3, 1, 3, None, 1, torch.ones(2, 32))
 
     def grown(states: torch.Tensor | None) -> int:
-        given = [fine._replace(states=states)], (1,), 4, 4, -math.inf, body.pool, VOCAB, body.fuse
+        given = [fine._replace(states=states)], (1,), 4, -math.inf, body.pool, VOCAB, body.fuse
         (tree,) = native_drafts.grow(body.stack, *given)
         return len(tree.tokens)
 

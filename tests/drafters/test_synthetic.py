@@ -20,7 +20,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.stats import SpecStats
 from paceline.drafters import registry
 from paceline.drafters.base import DraftRequest, SequenceView
-from paceline.drafters.synthetic import SyntheticConfig, SyntheticDrafter, read_answers, record_answers, write_answers
+from paceline.drafters.synthetic import SyntheticConfig, SyntheticDrafter, read_answers, write_answers
 from paceline.llm import LLM
 from paceline.network.decoder import Decoder, TargetInfo
 
@@ -290,12 +290,14 @@ def test_answers_are_recorded_and_read_through_the_public_entry(tmp_path: Path):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with materialised("random:2x64x128x512") as folder:
         options: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
-        said = record_answers(LLM(folder, **options), questions, params, path)
+        asked = [{"prompt_token_ids": ids} for ids in questions]
+        said = [output.outputs[0].token_ids for output in LLM(folder, **options).generate(asked, params)]
+        write_answers(path, zip(questions, said, strict=True))
         answers = read_answers(path)
         assert [(list(a.prompt), list(a.output)) for a in answers] == list(zip(questions, said, strict=True))
         assert [json.loads(line)["output"] for line in path.read_text().splitlines()] == said
         drafter = f"synthetic,answers={path},accept=1,depth=5"
         llm = LLM(folder, drafter=drafter, budget=5, **options)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in questions], params)
+        outputs = llm.generate(asked, params)
     assert [o.outputs[0].token_ids for o in outputs] == said
     assert merged(outputs).passes == 2 * (1 + -(-23 // 6)) and merged(outputs).off_reason is None

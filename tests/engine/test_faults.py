@@ -45,7 +45,7 @@ def prompts(count: int = 4, seed: int = 0) -> list[list[int]]:
 DRAFTERS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
     "ngram": lambda: {"drafter": NgramConfig()},
-    "tree": lambda: {"drafter": NgramConfig(branches=3), "budget": 9},
+    "tree": lambda: {"drafter": draft_model(noise=0.3, topk=3, depth=3, nodes=9), "budget": 9},
     "coupled": lambda: {"drafter": draft_model(noise=0.3, depth=3)},
     "rejection": lambda: {"drafter": draft_model(noise=0.3, depth=3, proposes="sampled"), "verifier": "rejection"},
     "streams": lambda: {"drafter": streams()},
@@ -248,7 +248,7 @@ def engine_of(name: str, target: Decoder) -> Engine:
         return assemble(draft_model(noise=0.3, topk=2, depth=3, nodes=5), **options)
     if name == "streams":
         return assemble(streams(), **options)
-    return assemble(NgramConfig(branches=2), budget=6, **options)
+    return assemble(NgramConfig(), budget=6, **options)
 
 
 @pytest.mark.parametrize("name", MID_STEP)

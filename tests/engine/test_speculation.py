@@ -47,7 +47,7 @@ OFF, FEW = Speculation(enabled=False), Speculation(max_nodes=2)
     "options",
     [
         {"drafter": draft_model(depth=5)},
-        {"drafter": NgramConfig(branches=2)},
+        {"drafter": NgramConfig()},
         {"drafter": hybrid()},
         {"drafter": streams()},
         {"drafter": draft_model(depth=4), "round": "mirror"},

@@ -22,7 +22,7 @@ PROMPT = torch.randint(10, VOCAB, (9,), generator=torch.Generator().manual_seed(
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "model": {"drafter": draft_model(depth=5)},
-    "ngram": {"drafter": NgramConfig(branches=2)},
+    "ngram": {"drafter": NgramConfig()},
     "hybrid": {"drafter": hybrid()},
     "streams": {"drafter": streams()},
     "mirror": {"drafter": draft_model(depth=4), "round": "mirror"},
@@ -68,7 +68,7 @@ def test_a_trace_says_all_of_an_output(name: str) -> None:
 
 
 def test_a_trace_goes_on_behind_an_interrupted_step() -> None:
-    engine = assemble(decoder=TARGET, drafter=NgramConfig(branches=2))
+    engine = assemble(decoder=TARGET, drafter=NgramConfig())
     live = engine.live[engine.submit(PROMPT, PARAMS, speculation=Speculation(trace=True))]
     for _ in range(4):
         engine.step()

@@ -21,7 +21,7 @@ from paceline.drafters.sessions import ROOT, Ask, Opening
 from paceline.rounds.base import Place
 
 STRETCHED = "draft_model:<stretch:paceline-small-draft,times=4>,depth=2"
-DRAFTER = "draft_model:paceline-small-draft,depth=3,min_prob=0.01"
+DRAFTER = "draft_model:paceline-small-draft,depth=3"
 
 
 def test_it_drafts_what_the_drafter_here_drafts():
@@ -51,9 +51,7 @@ def test_drafters_without_a_model(drafter: str):
     assert grown.tokens == [1, 3]
 
 
-@pytest.mark.parametrize(
-    "text", [DRAFTER, "ngram", "ngram,min_ngram=2,branches=3", "draft_model:x,branching=1x1x3", STRETCHED]
-)
+@pytest.mark.parametrize("text", [DRAFTER, "ngram", "ngram,min_ngram=2", "draft_model:x,branching=1x1x3", STRETCHED])
 def test_a_drafter_in_words(text: str):
     chosen: Any = registry.parse(text)
     assert chosen is not None and registry.parse(named(chosen)) == chosen

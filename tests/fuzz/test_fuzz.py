@@ -94,7 +94,7 @@ def test_threads_share_an_engine() -> None:
     world = WORLDS["float64"]
     asks = [make_ask(world, number, answer) for number in range(24)]
     asks = [ask for ask in asks if ask.params.seed is not None]
-    drafter = GUESTS["ngram_tree"].make(world, lambda view: None)
+    drafter = GUESTS["ngram"].make(world, lambda view: None)
     front = TinyLLM(world, build(world, drafter, ADAPTERS, kv_tokens=900, max_sequences=4, max_batch_rows=64))
     expected = {ask: [sample.ids for sample in answer(ask).samples] for ask in asks}  # found before, in one thread
 

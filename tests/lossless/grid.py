@@ -459,9 +459,9 @@ def _adversary(rule: Rule) -> Callable[[Sequence[Case]], Any]:
 DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "none": lambda cases: None,
     "ngram": lambda cases: NgramConfig(depth=5),
-    "ngram_tree": lambda cases: NgramConfig(depth=4, branches=3),
+    "ngram_short": lambda cases: NgramConfig(depth=4, max_ngram=2),
     "suffix": lambda cases: SuffixConfig(depth=6),
-    "suffix_tree": lambda cases: SuffixConfig(depth=6, tree=9, min_prob=0.01),
+    "suffix_bold": lambda cases: SuffixConfig(depth=9, min_prob=0.01),
     "chain_coupled": _model(depth=4),
     "chain_point": _model(depth=4, proposes="point"),
     "chain_drawn": _model(depth=3, proposes="sampled"),
@@ -469,8 +469,8 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "static_point": _model(branching="3x1x2", noise=0.08, proposes="point"),
     "static_drawn": _model(branching="2x2", proposes="sampled"),
     "dynamic_coupled": _model(topk=3, depth=4, nodes=9, noise=0.08),
-    "dynamic_point": _model(topk=4, depth=3, beam=2, noise=0.08, proposes="point"),
-    "dynamic_shy": _model(topk=2, depth=6, min_prob=0.2),
+    "dynamic_point": _model(topk=4, depth=3, noise=0.08, proposes="point"),
+    "dynamic_narrow": _model(topk=2, depth=6),
     "streams_tree": _streams(k=12, nodes=24, at="nodes"),
     "streams_frontier": _streams(k=12, nodes=24),
     "streams_point": _streams(k=12, nodes=24, proposes="point"),
@@ -497,7 +497,7 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_streams": lambda cases: hybrid_with_streams(target={"config": CONFIG}),
     "hybrid_of_three": lambda cases: hybrid_with_streams(f"{LOOKUP}+{MODEL};topk=2", target={"config": CONFIG}),
-    "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
+    "hybrid_trees": _hybrid(f"ngram+{LOOKUP}+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{
         rule.__name__: _adversary(rule)
         for rule in (
@@ -530,7 +530,7 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "pipeline_none": lambda cases: None,
     "pipeline_model": _model(depth=4),
     "pipeline_noisy": _model(depth=4, noise=0.08),
-    "pipeline_ngram": lambda cases: NgramConfig(depth=5, branches=3),
+    "pipeline_ngram": lambda cases: NgramConfig(depth=5),
     "pipeline_suffix": lambda cases: SuffixConfig(depth=6),
     "pipeline_hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "pipeline_shared": _model(depth=4, noise=0.08),

@@ -283,7 +283,7 @@ SETTINGS: dict[str, tuple[Callable[[str, str], Any], dict[str, Any]]] = {
     "64 rows": (lambda *_: None, {"max_batch_rows": 64}),
     "tight pool": (lambda *_: None, {"kv_tokens": 176, "max_model_len": 150, "block_size": 4}),
     "ngram": (lambda *_: NgramConfig(depth=6), {}),
-    "ngram in a tight pool": (lambda *_: NgramConfig(branches=2), {"kv_tokens": 176, "max_model_len": 150}),
+    "ngram in a tight pool": (lambda *_: NgramConfig(), {"kv_tokens": 176, "max_model_len": 150}),
     "chain": (lambda *a: _draft(*a, depth=5), {}),
     "chain in small chunks": (lambda *a: _draft(*a, depth=3), {"max_batch_rows": 23}),
     "static tree": (lambda *a: _draft(*a, branching="3x2x1"), {}),

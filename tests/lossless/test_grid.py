@@ -88,7 +88,7 @@ FUSED = {"lyanna_fused", "lyanna_equal", "medusa_fused", "streams_fused"}  # bot
 RESAMPLING = FUSED | {"lyanna_alone", "lyanna_extra_pass"}
 BRANCHING = (
     {"streams_tree", "streams_frontier", "streams_point", "streams_count"}
-    | {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
+    | {"static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
     | RESAMPLING
     | {
         "lyanna",

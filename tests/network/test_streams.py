@@ -80,8 +80,9 @@ def test_adapters_that_cannot_be(options: dict[str, Any], message: str) -> None:
 def test_linear_shapes_are_those_of_the_decoder() -> None:
     from kits.tiny import tiny_decoder
 
-    ops = [(width, op.weight.shape[0]) for op, width in tiny_decoder().products()[:4]]  # type: ignore[attr-defined]
-    assert ops == [SHAPES[name] for name in LINEARS]
+    layer = tiny_decoder().in_order()[0]
+    weights: list[Any] = [getattr(layer, name).weight for name in LINEARS]
+    assert [tuple(weight.shape[::-1]) for weight in weights] == [SHAPES[name] for name in LINEARS]
 
 
 # ---- sets

@@ -29,7 +29,7 @@ from paceline import LLM, ConfigError, SamplingParams, zoo
 from paceline.core.model_spec import ModelSpec, parse_model
 from paceline.drafters.ngram import NgramConfig
 from paceline.engine import calibration
-from paceline.network.adapters import AdapterConfig
+from paceline.network.adapters import LINEARS, AdapterConfig
 from paceline.network.base import Taps
 from paceline.network.decoder import Decoder
 from paceline.network.loader import load_model, resolve_folder
@@ -124,7 +124,8 @@ def test_added_layers_have_weights_and_keys_of_their_own(kind: str) -> None:
     assert stretched.num_layers == own.num_layers == 3 and stretched.config.depth == 9
     head = own.config.vocab_size * own.config.d_model * (1 if own.quant else own.dtype.itemsize)
     assert stretched.pass_bytes - head == TIMES * (own.pass_bytes - head)
-    products = [product for product, _ in stretched.products()]
+    layers = [getattr(layer, name, None) for layer in stretched.in_order() for name in LINEARS]
+    products = [*layers, stretched.head_product] if stretched.stack is None else stretched.stack.weights.products
     assert len(products) == 9 * 4 + 1 and len({_address(product) for product in products}) == len(products)
     keys = _cache(stretched, [*range(5, 60)])
     assert len(keys) == 9

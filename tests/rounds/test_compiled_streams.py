@@ -17,7 +17,7 @@ from paceline.drafters.levels import best_levels
 from paceline.engine.engine import Engine
 from paceline.network.adapters import AdapterConfig
 from paceline.network.decoder import Decoder
-from paceline.network.native_streams import CarrierRows, StreamRun
+from paceline.network.native_streams import StreamCarrier, StreamRun
 from paceline.network.streams import StreamSet
 from paceline.rounds import riders
 from paceline.rounds.riders import choose_riders, frontier_chances
@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused() -> None:
     from paceline.network.native_calls import RowSpan, TokenPass
 
     def call(carriers: Sequence[tuple[Any, ...]], **changes: Any) -> Any:
-        rows = [CarrierRows(*c) for c in carriers]
+        rows = [StreamCarrier(*c) for c in carriers]
         riding = StreamRun(trained("bfloat16"), rows, K, pool.scratch(9))._replace(**changes)
         spans = [RowSpan(0, 4, 0, cache.slots(0, 4), [0, 0, 1])]
         asked = TokenPass([5, 6, 7, 8], [0, 1, 1, 2], cache.slots(0, 4), spans, [0, 1, 2, 3])

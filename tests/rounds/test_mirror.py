@@ -115,7 +115,7 @@ def test_several_drafters_at_once(parts: str) -> None:
     accepted, longest = (5, 4) if "draft_model" in parts else (0, 2)  # look-ups hardly hit on a random target
     assert sum(o.stats.accepted for o in outputs) > accepted and any(v.reused for v in verdicts)
     assert max(len(v.window) for v in verdicts) >= longest
-    assert engine.pool.idle and (made._models == [] or round_.sessions.inner._model.pool.idle)
+    assert engine.pool.idle and (made._models == [] or round_.sessions.inner.pool.idle)
 
 
 class SerialTrace:

@@ -43,6 +43,7 @@ from paceline.network.native_calls import NativeTaps, RowSpan, TokenPass
 from paceline.network.native_drafts import (
     ChainStart,
     NativeFuse,
+    NativeHeads,
     NativeTokenInfo,
     NativeView,
     RingChain,
@@ -54,9 +55,8 @@ from paceline.network.native_drafts import (
     sample,
     write_keys,
 )
-from paceline.network.native_heads import NativeHeads
 from paceline.network.native_linear import NativeLinear, top
-from paceline.network.native_streams import CarrierRows, StreamRun
+from paceline.network.native_streams import StreamCarrier, StreamRun
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact", "q4_0")
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 129, 160)  # of keys
@@ -277,7 +277,7 @@ def one_growth(decoder: Decoder, draw: random.Random) -> None:
     """Several draft trees at once, the last one up to the cache's end."""
     stack: Any = decoder.stack
     vocab = decoder.config.vocab_size
-    topk, beam = draw.choice([(1, 0), (2, 3), (4, 2), (vocab, 1)])
+    topk = draw.choice([1, 2, 4])
     factors = [draw.randint(1, 3) for _ in range(draw.randint(1, 4))]
     sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([0, 1, 7, 20])) for _ in range(3)]
     cache, seeds, at = Cache(decoder, sum(map(sum, sizes))), [], 0
@@ -293,7 +293,7 @@ def one_growth(decoder: Decoder, draw: random.Random) -> None:
         seeds.append(TreeStart(pending, position, room, keys, draw.randint(1, 30), levels, 4 + vocab * 20, rules))
     limit = draw.choice([1, vocab, max(1, vocab - 1)])
     floor = draw.choice([-math.inf, -3.0])
-    for seed, tree in zip(seeds, grow(stack, seeds, factors, topk, beam, floor, cache, limit), strict=True):
+    for seed, tree in zip(seeds, grow(stack, seeds, factors, topk, floor, cache, limit), strict=True):
         assert tree.forwarded <= seed.room and all(0 <= token < limit for token in tree.tokens)
         assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
 
@@ -337,7 +337,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
                 assert all(0 <= token < vocab for token in tree.tokens)
                 assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
     if seeds:
-        grown = grow(stack, seeds, [1] * levels, topk, topk, -math.inf, cache, vocab, fused)
+        grown = grow(stack, seeds, [1] * levels, topk, -math.inf, cache, vocab, fused)
         assert all(tree.forwarded <= seed.room for seed, tree in zip(seeds, grown, strict=True))
 
 
@@ -404,7 +404,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         if riding and draw.random() < 0.8:
             nodes = [n for n in range(drafted + 1) if few or draw.random() < 0.5]
             streams, most = draw.randint(1, GAMMA), draw.choice([-1, 0, 99])
-            carriers.append(CarrierRows(len(spans) - 1, start + pending - 1, streams, most, tokens[:1], nodes))
+            carriers.append(StreamCarrier(len(spans) - 1, start + pending - 1, streams, most, tokens[:1], nodes))
             wanted += range(start + pending - 1, start + rows)
         else:
             wanted += [start + r for r in range(rows) if draw.random() < 0.6]

@@ -31,11 +31,11 @@ from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
 from paceline.cli import app
 from paceline.core.errors import ConfigError
 from paceline.drafters.eagle.model import EagleFacts, EagleModel
+from paceline.drafters.fit import tokenizer_mark
 from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
 from paceline.drafters.medusa.heads import Heads, HeadsConfig
 from paceline.drafters.resampling import AGAIN, FRESH
 from paceline.drafters.states.head import layer_json
-from paceline.drafters.vocabulary import tokenizer_mark
 from paceline.network.files import fingerprint
 from paceline.network.loader import load_tokenizer, read_config, resolve_folder
 from paceline.rounds import parse_round

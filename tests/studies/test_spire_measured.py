@@ -30,7 +30,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, options in (("spire", SpireOptions(ends="target")), ("bare", SpireOptions(feedback=False))):
         context = BuildContext(target=network, target_folder=target, tokenizer=None)
         made[name] = folder / name
-        build(options, context).export(made[name], {})
+        build(options, context).export(made[name])
     made["text"] = folder / "drawn.jsonl"
     made["text"].write_text("\n".join(map(json.dumps, TEXT)) + "\n", encoding="utf-8")
     return made

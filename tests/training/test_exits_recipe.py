@@ -107,7 +107,7 @@ def test_the_loss_is_its_formula(distill: float, prompt_weight: float) -> None:
 def test_held_out_figures_are_counted() -> None:
     batch = make_batch()
     recipe = make_recipe(held_out={"all": [batch, batch]})
-    figures, rows = recipe.evaluate(0), batch.weights > 0
+    figures, rows = recipe.evaluate(), batch.weights > 0
     p = logits_at(recipe, batch, recipe.target.config.num_layers).softmax(-1)[rows]
     for layer in LAYERS:
         said = logits_at(recipe, batch, layer)[rows].topk(max(KAPPAS)).indices
@@ -195,7 +195,7 @@ def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
 def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Path) -> None:
     made = job(data, target, tmp_path / "run")
     trainer = prepare(made)
-    before = trainer.recipe.evaluate(0)["accuracy/boxes/1"]
+    before = trainer.recipe.evaluate()["accuracy/boxes/1"]
     trainer.run()
     result = finish(made, trainer)
     assert {p.name for p in result.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, "training.json"}
@@ -205,7 +205,7 @@ def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Pat
         target.name,
         fingerprint(target),
     )
-    assert trainer.recipe.evaluate(0)["accuracy/boxes/1"] > before
+    assert trainer.recipe.evaluate()["accuracy/boxes/1"] > before
     again = prepare(job(data, target, tmp_path / "again", init=result))
     assert torch.equal(again.trained["down"].data, heads.down.data)
     assert not any(p.requires_grad for p in trainer.recipe.target.parameters())

@@ -121,7 +121,7 @@ def test_hit_rates_are_those_of_the_held_out_answers() -> None:
                 rows[j] += 1
     rates = recipe.calibrated().accuracies
     assert torch.allclose(torch.tensor(rates), hits / rows[:, None], atol=1e-4)
-    figures = recipe.evaluate(0)
+    figures = recipe.evaluate()
     assert figures["agreement/all/1"] == pytest.approx(rates[0][0], abs=1e-4)
     assert {"accepted/all", "accepted_top3/all", "loss/all/stream_1"} <= {*figures}
     assert make_recipe().calibrated().accuracies == ()

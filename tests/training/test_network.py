@@ -115,7 +115,7 @@ def test_what_is_exported_answers_as_what_was_trained(target: Path, tmp_path: Pa
     """Export rounds to bf16: the engine, in float32, says the likeliest tokens of the rounded network."""
     trained = Network.load(target)
     trained.decoder.embedding.data.add_(0.01)
-    TargetRecipe(trained, json.loads((target / "config.json").read_text("utf-8"))).export(tmp_path, {})
+    TargetRecipe(trained, json.loads((target / "config.json").read_text("utf-8"))).export(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(target / name, tmp_path / name)
     with torch.no_grad():

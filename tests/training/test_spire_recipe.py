@@ -183,7 +183,7 @@ def test_a_pruned_start_is_the_target_cut_short() -> None:
 def test_held_out_figures_by_hand() -> None:
     data = batch()
     made = recipe(held_out={"x": [data, data]})
-    found = made.evaluate(0)
+    found = made.evaluate()
     with torch.no_grad():
         known = made.know(data)
         assert known.final is not None
@@ -216,9 +216,9 @@ def test_a_draft_learns_to_be_accepted(tmp_path: Path) -> None:
         if "norm" not in name:
             parameter.data.mul_(6.0)
     own = recipe(target, held_out={"x": [batch()]}, start="random")
-    before = own.evaluate(0)
+    before = own.evaluate()
     trainer(tmp_path, own, steps=40, learning_rate=3e-3).run()
-    after = own.evaluate(40)
+    after = own.evaluate()
     assert after["alpha/x/1"] > before["alpha/x/1"] + 0.05 and after["alpha/x/4"] > before["alpha/x/4"]
 
 

@@ -317,13 +317,12 @@ def test_parameters_follow_the_papers_formula() -> None:
 
 def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
     recipe = make_recipe(make_network(torch.float32), mode="shared", application="sql")
-    recipe.export(tmp_path, {"steps": 3})
+    facts = recipe.export(tmp_path)
     loaded = StreamSet.load(tmp_path)
     assert loaded.config == recipe.module.config
     for name, value in recipe.module.tensors().items():
         assert torch.equal(loaded.tensors()[name], value.to(torch.bfloat16))
-    facts = json.loads((tmp_path / "training.json").read_text("utf-8"))
-    assert (facts["steps"], facts["application"]) == (3, "sql")
+    assert facts["application"] == "sql"
     assert facts["parameters"] == recipe.module.parameters_by_part()
 
 
@@ -387,7 +386,7 @@ def test_held_out_figures_by_hand() -> None:
     network.head_weight.data[8:] = 0.0  # few tokens are ever said, so that streams are right now and then
     recipe = make_recipe(network, noise=0.1)
     recipe.held_out = {"toy": [batch]}
-    figures = recipe.evaluate(0)
+    figures = recipe.evaluate()
     carriers = choose_carriers(batch)
     main, streams = eager_streams(network, recipe.module, batch, carriers)
     says, logits = network.logits(main).argmax(-1), network.logits(streams)
@@ -481,7 +480,7 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
     adapters = recipe.module.adapters
     assert adapters is not None
     assert all(not up.any() for up in adapters.up.values())  # every delta begins as 0
-    recipe.export(tmp_path / "set", {})
+    recipe.export(tmp_path / "set")
     more = build(options, build_context(tmp_path / "toy", network, tmp_path / "set"))
     stored = [value.to(torch.bfloat16).float() for value in recipe.module.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(stored, more.module.parameters(), strict=True))

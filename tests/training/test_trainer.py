@@ -97,10 +97,10 @@ def test_held_out_figures_are_those_of_chains_that_agree() -> None:
     recipe = DraftModelRecipe(network(2), network(2, frozen=True), DraftModelOptions(), {}, held)
     says = {name: recipe.target.logits(recipe.target(batches[0])).argmax(-1) for name, batches in held.items()}
     with torch.no_grad():
-        first = recipe.evaluate(0)
+        first = recipe.evaluate()
         recipe.target.forward = None  # type: ignore[assignment]
         recipe.module.decoder.embedding.add_(0.01 * torch.randn(VOCAB, 1, generator=torch.Generator().manual_seed(0)))
-        second = recipe.evaluate(1)
+        second = recipe.evaluate()
         agree = {name: recipe.module.logits(recipe.module(b[0])).argmax(-1) == says[name] for name, b in held.items()}
     for name, batches in held.items():
         rows = batches[0].weights[0] > 0

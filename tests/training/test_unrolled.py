@@ -21,13 +21,13 @@ from torch import Tensor
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters.eagle.model import EagleFacts, EagleModel
+from paceline.drafters.fit import tokenizer_mark
 from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
 from paceline.drafters.lyanna.recipe import LyannaOptions
 from paceline.drafters.lyanna.token_info import TokenInfo
 from paceline.drafters.states.head import layer_json
 from paceline.drafters.states.start import start_from_target
 from paceline.drafters.states.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
-from paceline.drafters.vocabulary import tokenizer_mark
 from paceline.network.hot import load_hot
 from paceline.network.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
@@ -248,7 +248,7 @@ def test_held_out_figures_count_hot_tokens_alone() -> None:
     counted = []
     for hot in (None, torch.arange(VOCAB), torch.tensor([0])):
         given = target, UnrollOptions(top=8), held, None
-        figures = UnrolledRecipe("states", model, *given, save=lambda folder: None, hot=hot).evaluate(0)
+        figures = UnrolledRecipe("states", model, *given, save=lambda folder: None, hot=hot).evaluate()
         counted.append(figures["acceptance_top4/x/1"])
     assert counted[0] == counted[1] > counted[2]
 
@@ -284,7 +284,7 @@ def test_a_batch_without_anything_ahead_is_no_error() -> None:
     loss, figures = recipe(model).loss(data, context())
     loss.backward()
     assert float(loss.detach()) == 0 and not figures
-    assert recipe(model, held_out={"none": [data]}).evaluate(0) == {}
+    assert recipe(model, held_out={"none": [data]}).evaluate() == {}
 
 
 # ---- held-out figures
@@ -295,7 +295,7 @@ def test_held_out_figures_by_hand() -> None:
     for seed in range(30):  # an untrained drafter is right by luck: one that is, twice in a row
         model = lyanna(seed)
         own = recipe(model, target, held_out={"x": [data, data]})
-        found = own.evaluate(0)
+        found = own.evaluate()
         if found["acceptance_top4/x/1"] > found["acceptance/x/1"] > 0 and found.get("acceptance_top4/x/2"):
             break
     with torch.no_grad():
@@ -339,10 +339,10 @@ def test_drafters_learn_what_their_target_says(made: Any, tmp_path: Path) -> Non
         if "norm" not in name:
             parameter.data.mul_(8.0)
     own = recipe(made(), target, held_out={"x": [batch()]}, alpha=0.1)
-    before = own.evaluate(0)
+    before = own.evaluate()
     run = trainer(tmp_path, own, steps=25)
     run.run()
-    after = own.evaluate(25)
+    after = own.evaluate()
     assert after["acceptance_top4/x/1"] > before["acceptance_top4/x/1"] + 0.1
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text("utf-8").splitlines()]
     assert lines[-1]["ce_1"] < lines[0]["ce_1"] - 0.3 and lines[-1]["mse_3"] < lines[0]["mse_3"]
@@ -550,7 +550,7 @@ def test_hot_tokens_are_the_frequent_ones(inside: bool, data: Path, target: Path
     trained = prepare(job(data, target, tmp_path / "out", "lyanna", options=options))
     model: Any = trained.recipe.module
     assert (model.info.up.shape[1] == 30) is inside  # of 300
-    trained.recipe.export(tmp_path / "made", {})
+    trained.recipe.export(tmp_path / "made")
     found = LyannaModel.load(tmp_path / "made")
     assert found.shape.hot == 30 and found.shape.hot_columns is inside
     specs = [SourceSpec(file="a", weight=1.0), SourceSpec(file="b", weight=3.0)]

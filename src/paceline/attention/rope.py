@@ -223,6 +223,14 @@ class RopeTables:
         return both
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [.., heads, head_dim] with their first dimensions turned, as many as ``cos`` and signed ``sin`` have."""
+    dim = cos.shape[-1]
+    part = x[..., :dim]
+    turned = (part * cos + part.roll(dim // 2, -1) * sin).to(x.dtype)
+    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), -1)
+
+
 def _stacked(parts: Sequence[Tensor], length: int) -> Tensor:
     """[parts, length, ..] of each part's first entries; a view where there is one part."""
     return parts[0][None] if len(parts) == 1 else torch.stack([part[:length] for part in parts])

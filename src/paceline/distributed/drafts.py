@@ -21,7 +21,7 @@ from pydantic import Field
 
 from ..core.errors import PacelineError
 from ..core.sampling import SamplingParams
-from ..drafters.local_sessions import Growth
+from ..drafters.local_sessions import LocalGrowing
 from ..drafters.sessions import Ask, DraftSessions, Grown, Opening
 from ..drafters.sessions import Growing as AnyGrowing
 from .channels import ChannelClosed, Line, local_pair
@@ -170,13 +170,13 @@ class DraftService:
     ) -> None:
         self.sessions, self.facts, self._clock = sessions, facts, clock or RealClock()
         self._pace = Pace(self._clock, level_s)
-        self._growths: deque[Growth] = deque()
+        self._growths: deque[LocalGrowing] = deque()
 
     def handle(self, message: Any) -> Iterable[Any]:
         """Do what a message says; growths are left for `work`."""
         if isinstance(message, Grow):
             asks = [Ask(w.key, w.given, w.expand, w.width) for w in message.wanted]
-            self._growths.append(Growth.of(asks, [w.levels for w in message.wanted], message.ticket))
+            self._growths.append(LocalGrowing.of(asks, [w.levels for w in message.wanted], message.ticket))
             return ()
         if isinstance(message, Forget):
             self.sessions.forget()

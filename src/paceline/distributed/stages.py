@@ -14,7 +14,7 @@ from functools import partial
 
 from ..core.errors import ConfigError
 from ..core.inference import inference
-from ..drafters.local_sessions import Growth, LocalSessions
+from ..drafters.local_sessions import LocalGrowing, LocalSessions
 from ..drafters.sessions import Ask, DraftSessions, Growing, Grown
 from ..network.stages import Frame, Stage, StagesInTurn
 from .channels import Link
@@ -162,10 +162,10 @@ class VirtualSessions(LocalSessions):
                     answer = error
             self._outbox.put(answer)
 
-    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growth:
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
         """See `GoingSessions`."""
         self._inbox.put(asks)
-        self._waiting = Growth.of(asks, levels)
+        self._waiting = LocalGrowing.of(asks, levels)
         return self._waiting
 
     def look(self) -> None:

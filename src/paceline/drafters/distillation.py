@@ -88,7 +88,7 @@ class DraftModelRecipe:
         distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
         return loss, {"kl": distance, "ce": entropy} if o.distill else {"ce": entropy}
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """By domain: loss, and the simulated accepted length of a chain of `DEPTH`."""
         figures = {}
         device = self.module.head_weight.device
@@ -112,9 +112,10 @@ class DraftModelRecipe:
         agree[rows] = argmax(ours[rows], self.module.head_weight) == says
         return float(loss), simulated_length(agree, rows, DEPTH)
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def export(self, folder: Path) -> dict[str, Any]:
         """A Hugging Face folder in bf16 (without the tokenizer's files)."""
         self.module.save(folder, dict(self.config), torch.bfloat16)
+        return {}
 
 
 def simulated_length(agree: Tensor, rows: Tensor, depth: int) -> float:

@@ -14,7 +14,6 @@ from q, for rejection sampling.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -34,6 +33,7 @@ from ..network.native import Stack
 from ..network.native_drafts import ChainStart, TreeStart, grow, roll
 from ..network.streams import StreamSet, read_config
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
+from .fit import check_vocabulary
 from .growth import Grower, Growth, compiles
 from .model_sessions import Expansion, ModelSessions, Session
 from .proposal import Proposal
@@ -41,7 +41,6 @@ from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
 from .sessions import ROOT
 from .streaming_sessions import MAX_CARRIERS, StreamingSessions
-from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from ..network.decoder import Decoder, TargetInfo
@@ -60,12 +59,10 @@ class DraftModelConfig(DrafterConfig):
     model: str = option("", help="folder, hub name or embedded model that drafts; none: the zoo's for the model")
     depth: int = option(5, help="levels of the draft", minimum=1, maximum=64)
     branching: str = option("", help="static tree: children a level, such as 1x1x3x1; sets the depth")
-    topk: int = option(1, help="dynamic tree: children of an expanded node; 1: a chain", minimum=1, maximum=64)
-    nodes: int = option(0, help="dynamic tree: nodes kept, best first; 0: topk x depth", minimum=0, maximum=MAX_NODES)
-    beam: int = option(0, help="dynamic tree: nodes expanded a level; 0: topk", minimum=0, maximum=64)
-    min_prob: float = option(
-        0.0, help="stop below a path whose cumulative probability is under this", minimum=0.0, maximum=1.0
+    topk: int = option(
+        1, help="dynamic tree: children of a node, and nodes expanded a level; 1: a chain", minimum=1, maximum=64
     )
+    nodes: int = option(0, help="dynamic tree: nodes kept, best first; 0: topk x depth", minimum=0, maximum=MAX_NODES)
     proposes: Literal["point", "coupled", "sampled"] = option(
         "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
     )
@@ -79,16 +76,10 @@ class DraftModelConfig(DrafterConfig):
         """Refuse shapes that contradict each other."""
         self.require("branching", not self.branching or self.topk == 1, "and topk are two kinds of tree: choose one")
         self.require("nodes", not self.nodes or self.topk > 1, "belongs to a dynamic tree: set topk above 1")
-        self.require("beam", not self.beam or self.topk > 1, "belongs to a dynamic tree: set topk above 1")
         self.require(
             "proposes",
             not (self.proposes == "sampled" and self.topk > 1),
             "cannot go with a dynamic tree, which ranks drawn nodes away: use branching or a chain",
-        )
-        self.require(
-            "min_prob",
-            not (self.proposes == "sampled" and self.min_prob > 0),
-            "cannot go with proposes=sampled: whether a node is drawn must not depend on the draw",
         )
         self.require("branching", self.num_nodes <= MAX_NODES, f"may have {MAX_NODES} nodes at most")
         rule = "draft chains: leave out branching, topk and proposes=sampled"
@@ -185,7 +176,7 @@ class DraftModel(Drafter):
         self._model: ModelSessions | None = None  # texts and K/V of the sequences that it proposes for
         self._vocab, self._eos_ids = 0, tuple[int, ...]()
         self._size = 0, 0, self.decoder.device  # sequences, tokens of the target's pool, device
-        self._grower = Grower(config.factors, config.topk, config.beam or config.topk, config.proposes)
+        self._grower = Grower(config.factors, config.topk, config.proposes)
 
     # -- the contract
 
@@ -218,8 +209,7 @@ class DraftModel(Drafter):
         scratch = gamma * min(sequences * rows, MAX_CARRIERS)
         shape = self.decoder.cache_shape
         pool = KVPool(*shape, tokens + sequences * room, self.decoder.dtype, device, scratch_slots=scratch)
-        floor = math.log(self.config.min_prob) if self.config.min_prob else -math.inf
-        given = self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled", floor
+        given = self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled"
         return ModelSessions(*given) if self.streams is None else StreamingSessions(self.streams, *given)
 
     def release(self, keys: Sequence[int]) -> None:
@@ -240,8 +230,7 @@ class DraftModel(Drafter):
         if self.streams is not None:  # several tokens a pass
             depths = [self._depth(sequence, max_depth) for sequence, _, max_depth in want.rows()]
             return super().draft(replace(want, max_depths=depths))
-        least = max(self.config.min_prob, 0.0 if self.config.proposes == "sampled" else min(want.floor, 1.0))
-        self._grower = replace(self._grower, floor=math.log(least) if least > 0 else -math.inf)
+        self._grower = self._grower.bounded(want.log_floor)
         growths = [self._start(*row) for row in want.rows()]
         able = [g for g in growths if g.budget > 0]
         stack = self.decoder.stack
@@ -266,22 +255,20 @@ class DraftModel(Drafter):
                 ChainStart(tokens[cache.committed :], cache.committed, steps, keys, self._grower.floor, growth.rules)
             )
         for growth, drafted in zip(growths, roll(stack, chains, self.model.pool, self._vocab), strict=True):
-            for node, (token, log_q) in enumerate(drafted):
-                growth.add(node, token, log_q)
+            growth.follow(drafted)
             self.model.computed(growth.session, growth.draft, len(drafted) - 1)
 
     def _sprout(self, growths: Sequence[_Growth], stack: Stack) -> None:
         """The same for trees."""
         config, seeds = self.config, []
-        beam = config.beam or config.topk
         for growth in growths:
             cache, tokens, levels = growth.session.cache, growth.sequence.tokens, growth.max_depth
-            most = config.topk * (1 + beam * (levels - 1)) if config.topk > 1 else config.nodes_of(levels)
+            most = config.topk * (1 + config.topk * (levels - 1)) if config.topk > 1 else config.nodes_of(levels)
             room, first = self._room(levels), cache.committed
             keys = cache.slots(0, len(tokens) + room)
             seeds.append(TreeStart(tokens[first:], first, room, keys, growth.budget, levels, most, growth.rules))
         pool, floor = self.model.pool, self._grower.floor
-        grown = grow(stack, seeds, config.factors, config.topk, beam, floor, pool, self._vocab)
+        grown = grow(stack, seeds, config.factors, config.topk, floor, pool, self._vocab)
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
             self.model.computed(growth.session, growth.draft, tree.forwarded)
@@ -323,5 +310,5 @@ class DraftModel(Drafter):
     def _room(self, depth: int) -> int:
         """Rows of a tree of so many levels: nodes above its last one, which is not expanded."""
         if self.config.topk > 1:
-            return (self.config.beam or self.config.topk) * (depth - 1)
+            return self.config.topk * (depth - 1)
         return self.config.nodes_of(depth - 1)

@@ -1,57 +1,64 @@
-"""Whether a drafter fits its target: trained weights by name, what they were trained for, and layers that draft."""
+"""Whether a drafter fits its target: trained weights by name, what they were trained for, layers that draft, tokens."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.errors import CapabilityError
 from ..network.files import check_target, fingerprint
+from ..network.trained_files import TrainedConfig
+from .registry import DrafterConfig, DrafterContext, option
 
 if TYPE_CHECKING:
     from ..network.decoder import TargetInfo
     from ..network.families import DecoderConfig
-    from .registry import DrafterContext
 
 
-def asked(config: Any) -> str:
-    """How a message about a drafter with an option ``path`` begins."""
-    return f"drafter={config.kind}:{config.path}"
+@dataclass(frozen=True, kw_only=True)
+class TrainedDrafterConfig(DrafterConfig):
+    """Base of the options of drafters that were trained for their target: where that lies, and whether it fits."""
 
+    subject: ClassVar[str] = "path"
+    weights: ClassVar[str] = "path"
 
-def trained_folder(config: Any, context: DrafterContext) -> Path:
-    """The folder that its ``path`` names."""
-    return Path(config.path if context.find is None else context.find(config.path))
+    path: str = option("", help="folder, hub name or embedded one of what was trained; none: the zoo's for the model")
 
+    @property
+    def asked(self) -> str:
+        """How a message about it begins."""
+        return f"drafter={self.kind}:{self.path}"
 
-def check_weights(config: Any, facts: Any, context: DrafterContext) -> None:
-    """Refuse what was trained for other weights than the target's.
+    def folder(self, context: DrafterContext) -> Path:
+        """The folder that its ``path`` names."""
+        return Path(self.path if context.find is None else context.find(self.path))
 
-    Args:
-        config: of the drafter.
-        facts: what is known of the target that it was trained for: its name ``target`` and its ``fingerprint``.
+    def check_weights(self, facts: TrainedConfig, context: DrafterContext) -> None:
+        """Refuse what was trained for other weights than the target's.
 
-    Raises:
-        CapabilityError: they differ.
-    """
-    if facts.fingerprint and context.target_folder is not None:
-        check_target(asked(config), facts, context.target or "this target", mark=fingerprint(context.target_folder))
+        Raises:
+            CapabilityError: they differ.
+        """
+        if facts.fingerprint and context.target_folder is not None:
+            mark = fingerprint(context.target_folder)
+            check_target(self.asked, facts, context.target or "this target", mark=mark)
 
+    def check_shape(self, own: DecoderConfig, trained_for: str, target: TargetInfo) -> None:
+        """Refuse layers of another width or vocabulary than the target's.
 
-def check_shape(config: Any, own: DecoderConfig, trained_for: str, target: TargetInfo) -> None:
-    """Refuse layers of another width or vocabulary than the target's.
+        Args:
+            own: of its layers.
+            trained_for: name of their target, for messages.
 
-    Args:
-        config: of the drafter.
-        own: of its layers.
-        trained_for: name of their target, for messages.
-
-    Raises:
-        CapabilityError: the first of both that differs.
-    """
-    facts = SimpleNamespace(target=trained_for, fingerprint="", d_model=own.d_model, vocab_size=own.vocab_size)
-    check_target(asked(config), facts, target.name, target)
+        Raises:
+            CapabilityError: the first of both that differs.
+        """
+        facts = SimpleNamespace(target=trained_for, fingerprint="", d_model=own.d_model, vocab_size=own.vocab_size)
+        check_target(self.asked, facts, target.name, target)
 
 
 def check_rotary(wanted: str, c: DecoderConfig, name: str, remedy: str) -> None:
@@ -71,3 +78,33 @@ def check_rotary(wanted: str, c: DecoderConfig, name: str, remedy: str) -> None:
         raise CapabilityError(wanted, f"layers of {name} rotate keys in different ways", remedy)
     if c.rope is None:
         raise CapabilityError(wanted, f"positions of {name} are learned, not rotary", remedy)
+
+
+def tokenizer_mark(tokenizer: Any) -> str:
+    """sha256 over a tokenizer's ids and pieces; empty where there is no tokenizer."""
+    if tokenizer is None:
+        return ""
+    pieces = sorted((int(i), piece) for piece, i in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
+
+
+def check_vocabulary(target: TargetInfo, tokenizer: Any, vocab_size: int, name: str) -> None:
+    """Refuse a draft model whose token ids stand for other strings than the target's.
+
+    Raises:
+        CapabilityError: names the first ids that differ.
+    """
+    asked = f"draft model {name!r} for target {target.name!r}"
+    remedy = "use a draft that was trained with the target's tokenizer"
+    if target.tokenizer is None or tokenizer is None:
+        if vocab_size != target.vocab_size:
+            raise CapabilityError(asked, f"{vocab_size} tokens against {target.vocab_size}", remedy)
+        return
+    ours = {i: piece for piece, i in tokenizer.get_vocab().items()}
+    theirs = {i: piece for piece, i in target.tokenizer.get_vocab().items()}
+    differ = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if differ:
+        shown = ", ".join(f"id {i}: {theirs.get(i)!r} in the target, {ours.get(i)!r} in the draft" for i in differ[:3])
+        raise CapabilityError(asked, f"{len(differ)} token ids mean different pieces ({shown})", remedy)
+    if vocab_size < len(theirs):
+        raise CapabilityError(asked, f"its head has {vocab_size} rows for {len(theirs)} tokens", remedy)

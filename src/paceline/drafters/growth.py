@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
@@ -36,6 +36,8 @@ class Growth:
     depths: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
     forwarded: int = 0  # the first so many nodes have K/V
+    states: dict[int, Tensor] = field(default_factory=dict)  # [d] what a node's row gave, where its children are fed it
+    cache: SequenceCache | None = None  # the target's K/V of the text, where the target's layers draft
 
     @property
     def rules(self) -> bytes | None:
@@ -55,6 +57,15 @@ class Growth:
         """Append a child; returns its node."""
         self.depths.append(self.depth(parent) + 1)
         return self.draft.add(parent, token, self.score(parent) + log_q)
+
+    def token(self, node: int) -> int:
+        """Of a node; the root's is the text's last."""
+        return self.draft.tokens[node - 1] if node else self.sequence.tokens[-1]
+
+    def follow(self, chain: Sequence[tuple[int, float]]) -> None:
+        """Append a chain below the root: tokens and their log q."""
+        for node, (token, log_q) in enumerate(chain):
+            self.add(node, token, log_q)
 
     def score(self, node: int) -> float:
         """Cumulative log q of a node."""
@@ -100,10 +111,13 @@ class Grower:
     """The shape of trees, and how children are picked."""
 
     factors: tuple[int, ...]  # children a level of a static tree or chain
-    topk: int = 1  # children of a node of a dynamic tree; 1: it is a static one
-    beam: int = 1  # nodes of a level of a dynamic tree that are expanded
+    topk: int = 1  # of a dynamic tree children of a node, and nodes of a level that are expanded; 1: a static one
     proposes: Literal["point", "coupled", "sampled"] = "point"
     floor: float = -math.inf  # score of a path that is expanded at least
+
+    def bounded(self, floor: float) -> Grower:
+        """The same with a floor, where tokens are not drawn: whether a node is drawn must not depend on the draw."""
+        return replace(self, floor=-math.inf if self.proposes == "sampled" else floor)
 
     def expand(self, growths: Sequence[Growth], logits: Tensor, level: int) -> None:
         """Children of every frontier node, from the logits after it; then choose the next frontier.
@@ -156,7 +170,7 @@ class Grower:
         if level >= growth.max_depth:
             return []
         if self.topk > 1:
-            fresh = sorted(fresh, key=growth.score, reverse=True)[: self.beam]
+            fresh = sorted(fresh, key=growth.score, reverse=True)[: self.topk]
         else:
             following = len(growth.draft) + len(fresh) * self.factors[level]
             if following > growth.budget:

@@ -24,11 +24,10 @@ import torch
 from ..core.errors import CapabilityError, ConfigError
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .draft_model import DraftModel
-from .hybrid_sessions import HybridSessions, LookUps
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
 from .sessions import DraftSessions
-from .text_sessions import LookUp, TextSessions
+from .text_sessions import LookUp, LookUps, TextSessions
 
 if TYPE_CHECKING:
     from ..network.decoder import TargetInfo
@@ -178,7 +177,9 @@ class Hybrid(Drafter):
         assert self._target is not None and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
         look_ups = LookUps([part for part in self.parts if isinstance(part, LookUp)], log(SURE))
         if self._models:
-            return HybridSessions(self._models[0].sessions(rows), look_ups)
+            found = self._models[0].sessions(rows)
+            found.look_ups = look_ups
+            return found
         return TextSessions(look_ups, self._target.vocab_size, self._target.eos_ids)
 
     def observe(self, step: StepFeatures) -> None:

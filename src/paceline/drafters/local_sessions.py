@@ -11,7 +11,7 @@ from .sessions import Ask, DraftSessions, Growing, Grown, Opening
 
 
 @dataclass(slots=True)
-class Growth:
+class LocalGrowing:
     """A growth that is under way: what its next level asks for, and what came; see `Growing`."""
 
     asks: dict[int, Ask]  # by sequence, of the next level
@@ -23,9 +23,9 @@ class Growth:
     done: bool = False
 
     @staticmethod
-    def of(asks: Sequence[Ask], levels: Sequence[Sequence[int]], ticket: int = 0) -> Growth:
+    def of(asks: Sequence[Ask], levels: Sequence[Sequence[int]], ticket: int = 0) -> LocalGrowing:
         """Its beginning; see `GoingSessions.begin`."""
-        growth = Growth({}, {}, {}, ticket)
+        growth = LocalGrowing({}, {}, {}, ticket)
         for ask, wanted in zip(asks, levels, strict=True):
             count = len(ask.given)
             growth.asks[ask.key], growth.given[ask.key] = replace(ask, most=wanted), [*wanted[:count]]
@@ -76,16 +76,16 @@ class LocalSessions:
         self.inner = inner
         self._thread = ThreadPoolExecutor(1, "paceline-drafts") if beside else None
         self._under_way: Future[None] | None = None
-        self._growth: Growth | None = None  # the thread's last one
+        self._growth: LocalGrowing | None = None  # the thread's last one
         self._halted = False
 
     def ready(self) -> bool:
         """See `GoingSessions`."""
         return True
 
-    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growth:
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
         """See `GoingSessions`; what is drafted at once raises what the sessions raise."""
-        growth = Growth.of(asks, levels)
+        growth = LocalGrowing.of(asks, levels)
         if self._thread is None:
             self._draft(growth)
         else:
@@ -93,7 +93,7 @@ class LocalSessions:
             self._growth, self._under_way = growth, self._thread.submit(self._draft, growth)
         return growth
 
-    def _draft(self, growth: Growth) -> None:
+    def _draft(self, growth: LocalGrowing) -> None:
         while not growth.done:
             growth.advance(self.inner)
             if self._halted:  # looked at behind a level alone: else a thread that begins late would draft nothing
@@ -106,7 +106,7 @@ class LocalSessions:
     def wait(self, growing: Growing) -> None:
         """See `GoingSessions`."""
         self._settle()
-        if isinstance(growing, Growth):
+        if isinstance(growing, LocalGrowing):
             self._draft(growing)  # what is left of one that was halted
 
     def _settle(self) -> None:

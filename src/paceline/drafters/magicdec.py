@@ -11,9 +11,8 @@ Sources: MagicDec (Chen et al. 2024, arXiv 2408.11049); SPIRe, sections 3.1 and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -53,13 +52,6 @@ class MagicDecConfig(DrafterConfig):
     def build(self, context: DrafterContext) -> MagicDec:
         """The drafter; it gets the target in `bind`."""
         return MagicDec(self)
-
-
-@dataclass(slots=True)
-class _CachedGrowth(Growth):
-    """A draft while it grows, and the target's K/V of its text."""
-
-    cache: SequenceCache | None = None
 
 
 class MagicDec(Drafter):
@@ -108,20 +100,19 @@ class MagicDec(Drafter):
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One chain a sequence, a token a pass, all sequences together."""
-        growths = [_CachedGrowth(*row) for row in want.rows()]
+        growths = [Growth(*row) for row in want.rows()]
         for growth, cache in zip(growths, want.caches, strict=True):
             growth.cache = cache
             # A drafted token's K/V lies where verification will put it.
             growth.max_depth = min(growth.max_depth, growth.budget, self.config.depth, cache.reserved)
         able = [growth for growth in growths if growth.max_depth > 0]
-        sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
-        floor = -math.inf if sampled else want.log_floor
+        grower = self._grower.bounded(want.log_floor)
         stack = self.decoder.stack
         adapted = any(growth.sequence.application is not None for growth in able)
         if able and stack is not None and not adapted and compiles(able, self.config.proposes):
-            self._grow_compiled(able, stack, floor)
+            self._grow_compiled(able, stack, grower.floor)
         elif able:
-            self._grow(able, replace(self._grower, floor=floor))
+            self._grow(able, grower)
         return [growth.draft for growth in growths]
 
     # -- its parts
@@ -138,7 +129,7 @@ class MagicDec(Drafter):
         assert self._view is not None, "bind comes first"
         return self._view
 
-    def _grow_compiled(self, growths: Sequence[_CachedGrowth], stack: Stack, floor: float) -> None:
+    def _grow_compiled(self, growths: Sequence[Growth], stack: Stack, floor: float) -> None:
         """The same as `_grow`, in one compiled call."""
         chains = []
         ends = [len(growth.sequence.tokens) + growth.max_depth - 1 for growth in growths]
@@ -151,10 +142,9 @@ class MagicDec(Drafter):
             chains.append(ChainStart(*start, floor, growth.rules, view, scratch))
         pool, vocab = _pool(growths[0].cache), self.decoder.config.vocab_size
         for growth, drafted in zip(growths, roll(stack, chains, pool, vocab), strict=True):
-            for node, (token, log_q) in enumerate(drafted):
-                growth.add(node, token, log_q)
+            growth.follow(drafted)
 
-    def _grow(self, growths: Sequence[_CachedGrowth], grower: Grower) -> None:
+    def _grow(self, growths: Sequence[Growth], grower: Grower) -> None:
         """A pass a level."""
         level = 0
         while growths:
@@ -162,7 +152,7 @@ class MagicDec(Drafter):
             growths = [growth for growth in growths if growth.frontier]
             level += 1
 
-    def _forward(self, growths: Sequence[_CachedGrowth]) -> Tensor:
+    def _forward(self, growths: Sequence[Growth]) -> Tensor:
         """[growths, V] logits after the last node of each."""
         packer, rows = RowPacker(self.decoder, self.decoder.device), []
         for growth in growths:
@@ -172,7 +162,7 @@ class MagicDec(Drafter):
         self.view.turn(pool, rows)
         for index, (growth, (cache, position)) in enumerate(zip(growths, rows, strict=True)):
             (node,) = growth.frontier  # of a chain it is the depth, too
-            token = growth.draft.tokens[node - 1] if node else growth.sequence.tokens[-1]
+            token = growth.token(node)
             keys = self.view.keys(cache, position, index)
             count = min(position + 1, self.shape.keys)
             packer.add([token], [position], cache.slots(position, position + 1), keys, count, count - 1)

@@ -4,6 +4,9 @@
     a node's row sees            all of it             | its ancestors, and itself
 
 A row's ancestors are fixed when it is computed: cutting the tree drops rows, and moves those that stay together.
+
+Look-ups may be asked first. What they are sure of becomes a node of which nothing is computed until the draft model is
+asked below it; then the nodes above are computed in the same pass.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from ..network.packing import RowPacker
 from .base import SequenceView
 from .proposal import Proposal
 from .sessions import ROOT, Ask, Grown
+from .text_sessions import Found, LookUps
 from .tree_sessions import DraftTree, TreeSessions
 
 PREFILL_ROWS = 512  # rows of one pass over a long text
@@ -73,7 +77,6 @@ class ModelSessions(TreeSessions[Session]):
         pool: its K/V.
         vocab_size, eos_ids: of the target.
         coupled: children are those that the target's own noise favours; else the likeliest tokens.
-        floor: log of the chance of a path below which nothing is expanded.
     """
 
     def __init__(
@@ -83,11 +86,11 @@ class ModelSessions(TreeSessions[Session]):
         vocab_size: int,
         eos_ids: tuple[int, ...],
         coupled: bool,
-        floor: float,
     ) -> None:
         super().__init__(vocab_size, eos_ids)
         self.decoder, self.pool = decoder, pool
-        self._coupled, self._floor = coupled, floor
+        self._coupled = coupled
+        self.look_ups: LookUps | None = None  # asked first for every node: what they are sure of is not computed
 
     def begin(self, view: SequenceView) -> Session:
         """See `TreeSessions`."""
@@ -107,32 +110,16 @@ class ModelSessions(TreeSessions[Session]):
         session = self._open.pop(key, None)
         if session is not None:
             session.cache.release()
+        if self.look_ups is not None:
+            self.look_ups.release([key])
         if not self._open and not self.pool.idle:  # a level or a release ended in its middle
             self.pool.reset()
 
     def forget(self) -> None:
         """See `DraftSessions`."""
         self.pool.forget()
-
-    def add(self, key: int, parent: int, token: int, log_q: float | None = None) -> int:
-        """A node that another drafter found; nothing is computed for it before something below it is.
-
-        Args:
-            key: of the sequence.
-            parent, token: of the node.
-            log_q: of the token; None: the node is given, and chances count from it on.
-
-        Raises:
-            KeyError: a sequence, or a parent, that is not there.
-        """
-        session = self._open[key]
-        above = session.nodes[parent].score if parent in session.nodes else 0.0
-        return session.add(parent, token, 0.0 if log_q is None else above + log_q)
-
-    def text(self, key: int, node: int) -> tuple[SequenceView, list[int]]:
-        """A sequence, and the drafted tokens from below its root to a node."""
-        session = self._open[key]
-        return session.view, session.tokens(node)
+        if self.look_ups is not None:
+            self.look_ups.forget()
 
     def clear(self, tree: Session, said: Sequence[int]) -> None:
         """See `TreeSessions`. K/V of drafted nodes that became text is kept, but for the last token: what is drafted
@@ -156,20 +143,44 @@ class ModelSessions(TreeSessions[Session]):
 
     @inference
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
-        """See `DraftSessions`."""
-        grown = [Grown() for _ in asks]
+        """See `DraftSessions`: at most one pass, over the nodes that no look-up is sure of."""
+        grown, unsure = [Grown() for _ in asks], list[dict[int, Found]]()
         ready: list[Ready] = []
-        for index, ask in enumerate(asks):
+        for ask, own in zip(asks, grown, strict=True):
             session = self._open[ask.key]
-            grown[index].given = [session.add(parent, token, 0.0) for parent, token in ask.given]
-            wanted = [node for node in [*grown[index].given, *ask.expand] if self._may_expand(session, node)]
-            wanted = [*dict.fromkeys(wanted)]
+            own.given = [session.add(parent, token, 0.0) for parent, token in ask.given]
+            unsure.append(self._look_up(session, ask, own))
+            wanted = [node for node in unsure[-1] if self._may_expand(session, node)]
             computed = session.uncomputed(wanted)
             if wanted and self.make_room(session, len(computed)):
-                ready.append(Ready(session, wanted, computed, ask, grown[index]))
+                ready.append(Ready(session, wanted, computed, ask, own))
         if ready:
             self._expand(ready)
+        if self.look_ups is not None:
+            for ask, own, left in zip(asks, grown, unsure, strict=True):
+                for node in left.keys() - {*own.parents}:  # the draft model has no room, or no such token
+                    self._put(self._open[ask.key], node, left[node], own)
         return grown
+
+    def _look_up(self, session: Session, ask: Ask, grown: Grown) -> dict[int, Found]:
+        """The nodes that no look-up is sure of, and what the look-ups say there; children of the others are added."""
+        nodes = dict.fromkeys([*grown.given, *ask.expand])
+        if self.look_ups is None:
+            return {node: [] for node in nodes}
+        unsure: dict[int, Found] = {}
+        for node in nodes:
+            found = self.look_ups.continuations(session.view, session.tokens(node), ask.width)
+            if self.look_ups.knows(found):
+                self._put(session, node, found, grown)
+            else:
+                unsure[node] = found
+        return unsure
+
+    @staticmethod
+    def _put(session: Session, parent: int, found: Found, grown: Grown) -> None:
+        above = 0.0 if parent == ROOT else session.nodes[parent].score
+        for token, log_q in found:
+            grown.add(parent, session.add(parent, token, above + log_q), token, log_q)
 
     def _may_expand(self, session: Session, node: int) -> bool:
         """Whether a node's own pass is possible and of use: the draft has its tokens and its position.
@@ -181,8 +192,7 @@ class ModelSessions(TreeSessions[Session]):
         known, path = self.decoder.config.vocab_size, session.path(node)
         if not self.reads(session) or any(session.nodes[n].token >= known for n in path):
             return False
-        fits = len(session.view.tokens) + len(path) <= self.decoder.config.max_position
-        return fits and (node == ROOT or session.nodes[node].score >= self._floor)
+        return len(session.view.tokens) + len(path) <= self.decoder.config.max_position
 
     def reads(self, session: Session) -> bool:
         """Whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
@@ -319,11 +329,8 @@ class ModelSessions(TreeSessions[Session]):
         # Of equals `topk` takes any; a chain takes the one that the drafter takes elsewhere.
         best = log_q.max(dim=-1, keepdim=True) if width == 1 else log_q.topk(min(width, log_q.shape[-1]), dim=-1)
         for parent, values, tokens in zip(wanted, best[0].tolist(), best[1].tolist(), strict=True):
-            above = 0.0 if parent == ROOT else session.nodes[parent].score
-            for value, token in zip(values, tokens, strict=True):
-                if value == -math.inf:  # a rule forbids it
-                    break
-                grown.add(parent, session.add(parent, token, above + value), token, value)
+            pairs = zip(tokens, values, strict=True)
+            self._put(session, parent, [pair for pair in pairs if pair[1] > -math.inf], grown)  # else a rule forbids it
 
     def _scores(self, session: Session, wanted: Sequence[int], logits: Tensor, width: int) -> Tensor | None:
         """What children are ranked by; None: the request's own rules fail, and will end it.

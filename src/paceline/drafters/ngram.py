@@ -2,7 +2,7 @@
 
 Source: prompt lookup decoding (Saxena 2023); LLMA (Yang et al. 2023, arXiv 2304.04487) copies from
 references in the same way. Differences: the index is updated token by token, so a step never rescans the
-context; a match may run into its own continuation (periodic text); several continuations form a tree.
+context; a match may run into its own continuation (periodic text).
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class NgramConfig(DrafterConfig):
     max_ngram: int = option(4, help="longest run of last tokens that is looked up", minimum=1, maximum=64)
     min_ngram: int = option(1, help="shortest run of last tokens that is looked up", minimum=1, maximum=64)
     depth: int = option(8, help="tokens drafted along one continuation", minimum=1, maximum=1024)
-    branches: int = option(1, help="continuations drafted at once, as a tree; 1 drafts a chain", minimum=1, maximum=64)
 
     def validate(self) -> None:
         self.require("min_ngram", self.min_ngram <= self.max_ngram, f"must not exceed max_ngram={self.max_ngram}")
@@ -92,13 +91,7 @@ class NgramDrafter(LookUp):
 
     def __init__(self, config: NgramConfig) -> None:
         self.config = config
-        self.spec = DrafterSpec(
-            name=config.kind,
-            default_budget=config.depth * config.branches,
-            tree=config.branches > 1,
-            observes=False,
-            ahead=True,
-        )
+        self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False, ahead=True)
         self._indices: dict[int, NgramIndex] = {}
         self._texts: NgramTexts | None = None  # in their place, where chains are looked up by compiled code
 
@@ -106,11 +99,11 @@ class NgramDrafter(LookUp):
         """Look up in compiled code, where the target runs on it."""
         config = self.config
         super().bind(target, max_sequences, pool_tokens, device)
-        if native.in_use() is not None and config.branches == 1:
+        if native.in_use() is not None:
             self._texts = NgramTexts(config.min_ngram, config.max_ngram, LONGEST)
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
-        """`draft_one` for all; chains in one compiled call, where there is one."""
+        """`draft_one` for all, in one compiled call where there is one."""
         texts, most = self._texts, self.config.depth
         if texts is None:
             return super().draft(want)
@@ -121,14 +114,12 @@ class NgramDrafter(LookUp):
         return [_proposal(*next(found), depth) if depth > 0 else Proposal() for depth in depths]
 
     def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
-        """A chain, or up to ``branches`` chains that part at the root, best guess first."""
+        """A chain."""
         depth = min(self.config.depth, max_depth, budget)
         if depth <= 0:
             return Proposal()
         index = self._index(seq)
-        if self.config.branches == 1:
-            return next((_chain(seq.tokens, n, at, depth) for n, at in index.matches(seq.tokens)), Proposal())
-        return _best_of(seq.tokens, self._continuations(seq.tokens, index), depth, budget)
+        return next((_chain(seq.tokens, n, at, depth) for n, at in index.matches(seq.tokens)), Proposal())
 
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
         """What followed the longest n-grams of the text that end text and path."""
@@ -157,15 +148,6 @@ class NgramDrafter(LookUp):
             index = self._indices[seq.key] = NgramIndex(self.config.min_ngram, self.config.max_ngram)
         index.extend(seq.tokens)
         return index
-
-    def _continuations(self, tokens: Sequence[int], index: NgramIndex) -> list[tuple[int, int]]:
-        """Up to ``branches`` matches with different next tokens; shorter n-grams fill what longer ones leave."""
-        found: dict[int, tuple[int, int]] = {}
-        for n, follower in index.matches(tokens):
-            found.setdefault(tokens[follower], (n, follower))
-            if len(found) == self.config.branches:
-                break
-        return list(found.values())
 
 
 def log_trust(n: int, depth: int) -> float:
@@ -210,23 +192,3 @@ def _parents(depth: int) -> list[int]:
 @cache
 def _trust(n: int, depth: int) -> list[float]:
     return [log_trust(n, i) for i in range(1, depth + 1)]
-
-
-def _best_of(tokens: Sequence[int], matches: list[tuple[int, int]], depth: int, budget: int) -> Proposal:
-    """The ``budget`` best nodes of the matches' chains, which part at the root.
-
-    A branch starts with the chance that all branches before it failed; scores fall along a branch, so the
-    best nodes contain their ancestors.
-    """
-    nodes: list[tuple[float, int, int, int]] = []  # -log score, branch, depth, token
-    left = 0.0  # log of the chance that no earlier branch is right
-    for branch, (n, follower) in enumerate(matches):
-        m = matched(tokens, n, follower)
-        for level, token in enumerate(_copy(tokens, follower, depth)):
-            nodes.append((-(left + log_trust(m, level + 1)), branch, level, token))
-        left += math.log(2 / (m + 2))
-    proposal = Proposal()
-    tip = [0] * len(matches)  # tree index of each branch's deepest node so far
-    for cost, branch, _, token in sorted(nodes)[:budget]:
-        tip[branch] = proposal.add(tip[branch], token, -cost)
-    return proposal

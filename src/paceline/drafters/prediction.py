@@ -15,6 +15,7 @@ from .ngram import LONGEST, NgramIndex, log_trust
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 
+SHORTEST, LONGEST_RUN = 2, 6  # runs of last tokens by which a place is found again
 START = 8  # tokens that count as matched at the beginning of an answer
 
 
@@ -25,11 +26,6 @@ class PredictionConfig(DrafterConfig):
     kind: ClassVar[str] = "prediction"
 
     depth: int = option(16, help="tokens drafted at once", minimum=1, maximum=1024)
-    max_ngram: int = option(6, help="longest run of last tokens by which a place is found again", minimum=1, maximum=64)
-    min_ngram: int = option(2, help="shortest run", minimum=1, maximum=64)
-
-    def validate(self) -> None:
-        self.require("min_ngram", self.min_ngram <= self.max_ngram, f"must not exceed max_ngram={self.max_ngram}")
 
     def build(self, context: DrafterContext) -> PredictionDrafter:
         return PredictionDrafter(self)
@@ -40,8 +36,8 @@ class _Place:
 
     __slots__ = ("at", "index", "last", "read", "run")
 
-    def __init__(self, config: PredictionConfig, view: SequenceView) -> None:
-        self.index = NgramIndex(config.min_ngram, config.max_ngram)
+    def __init__(self, view: SequenceView) -> None:
+        self.index = NgramIndex(SHORTEST, LONGEST_RUN)
         self.index.extend(view.prediction)
         self.at: int | None = 0  # of the next token; None: lost
         self.last = 0  # the place before it was lost
@@ -94,7 +90,7 @@ class PredictionDrafter(Drafter):
     def _draft(self, view: SequenceView, budget: int, max_depth: int) -> Proposal:
         place = self._places.get(view.key)
         if place is None:
-            place = self._places[view.key] = _Place(self.config, view)
+            place = self._places[view.key] = _Place(view)
         place.follow(view.tokens, view.prediction)
         depth = min(self.config.depth, budget, max_depth)
         if place.at is None or depth <= 0:

@@ -10,40 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from .base import SequenceView
 from .levels import Said, count, cut
 from .proposal import Proposal
-from .registry import option
+from .registry import DrafterConfig, option
 
 FRESH, AGAIN = 0, 1  # source marks
 MARK = "re-sampled"  # the name of the second
 MOST_EXTRA = 256
 
 Resample = Literal["off", "top", "equal", "alone"]
+FORMS = (
+    "candidates from what the last draft left over: off; on top of the fresh nodes; in place of some (equal rows); or "
+    "alone, in place of a fresh draft"
+)
 
 
-# -- the options, for a config to declare
+# -- the options
 
 
-def resample_option(default: Resample) -> Any:
-    """The field ``resample``."""
-    return option(
-        default,
-        help="candidates from what the last draft left over: off; on top of the fresh nodes; in place of some (equal "
-        "rows); or alone, in place of a fresh draft",
-    )
+@dataclass(frozen=True, kw_only=True)
+class ResamplingConfig(DrafterConfig):
+    """Base of the options of drafters that can."""
 
-
-def extra_option() -> Any:
-    """The field ``extra``."""
-    return option(4, help="re-sampled nodes at most", minimum=1, maximum=MOST_EXTRA)
-
-
-def threshold_option() -> Any:
-    """The field ``threshold``."""
-    return option(0, help="levels left over at or below which nothing is re-sampled", minimum=0)
+    resample: Resample = option("off", help=FORMS)
+    extra: int = option(4, help="re-sampled nodes at most", minimum=1, maximum=MOST_EXTRA)
+    threshold: int = option(0, help="levels left over at or below which nothing is re-sampled", minimum=0)
 
 
 _WHY = "cannot re-sample: its logits of a level depend on the tokens drafted in front of it, one of which was wrong"
@@ -82,7 +76,7 @@ class Resampling:
     """What each sequence's last draft left over, and how fresh and re-sampled nodes share a budget.
 
     Args:
-        config: of a drafter with the three options.
+        config: of the drafter.
         nodes: of a fresh draft.
         levels: of a fresh draft.
 
@@ -90,7 +84,7 @@ class Resampling:
         ConfigError: no fresh node is left, a threshold without re-sampling, or one deeper than the draft.
     """
 
-    def __init__(self, config: Any, nodes: int, levels: int) -> None:
+    def __init__(self, config: ResamplingConfig, nodes: int, levels: int) -> None:
         self.form, self.extra, self.threshold, self.nodes = config.resample, config.extra, config.threshold, nodes
         self._drafted: dict[int, Drafted] = {}  # by sequence: what was not used again so far
         if not self.on:

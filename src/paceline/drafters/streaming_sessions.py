@@ -178,7 +178,7 @@ class StreamingSessions(ModelSessions):
                 session.nodes[node].score = above + value
                 one.grown.add(parent, node, token, value)
                 chain.found, chain.head, parent = chain.found + 1, parent, node
-                if not right or chain.found == chain.most or session.nodes[node].score < self._floor:
+                if not right or chain.found == chain.most:
                     break
             self._remove(session, left)
             if chain.found and chain.most - chain.found > 1 and parent not in place:

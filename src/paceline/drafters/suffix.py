@@ -3,15 +3,14 @@
 A suffix automaton over the sequence's own tokens and one over the outputs of earlier requests answer two
 questions in constant time: which is the longest suffix seen before, and how often did each token follow it.
 
-Sources: SuffixDecoding (Oliaro et al., arXiv 2411.04975), sections 3.1-3.3, for the pattern lookup, the
-frequency-scored tree and its size limit; the automaton is that of Blumer et al. (1985). Differences: an automaton in
-place of a suffix tree; it keeps contexts of up to ``max_match`` tokens only, which bounds the
-work a token and makes repetitive text free; the trees of both sources are compared by the same score.
+Sources: SuffixDecoding (Oliaro et al., arXiv 2411.04975), sections 3.1-3.3, for the pattern lookup, the score of a
+draft and its size limit; the automaton is that of Blumer et al. (1985). Differences: an automaton in place of a suffix
+tree, which keeps contexts of up to ``max_match`` tokens only: that bounds the work a token and makes repetitive text
+free; the likeliest chain is drafted, no tree.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -40,7 +39,6 @@ class SuffixConfig(DrafterConfig):
     kind: ClassVar[str] = "suffix"
 
     depth: int = option(16, help="deepest token drafted", minimum=1, maximum=1024)
-    tree: int = option(0, help="drafted tokens of a tree grown best first; 0 drafts a chain", minimum=0, maximum=4096)
     min_match: int = option(1, help="shortest run of last tokens that counts as a match", minimum=1, maximum=256)
     max_match: int = option(32, help="longest run of last tokens that is told apart", minimum=1, maximum=256)
     reach: float = option(4.0, help="tokens drafted at most for each matched token", minimum=0.01, maximum=1024)
@@ -266,8 +264,7 @@ class SuffixDrafter(LookUp):
 
     def __init__(self, config: SuffixConfig) -> None:
         self.config = config
-        budget = config.tree or config.depth
-        self.spec = DrafterSpec(name=config.kind, default_budget=budget, tree=config.tree > 0, ahead=True)
+        self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, ahead=True)
         self.shared = SharedOutputs(config.max_tokens, config.max_match)
         self._sequences: dict[int, _Sequence] = {}
         self._texts: SuffixTexts | None = None  # in their place, where chains are looked up by compiled code
@@ -277,7 +274,7 @@ class SuffixDrafter(LookUp):
         """Look up in compiled code, where the target runs on it."""
         config = self.config
         super().bind(target, max_sequences, pool_tokens, device)
-        if native.in_use() is not None and not config.tree:
+        if native.in_use() is not None:
             lengths = config.min_match, config.max_match
             self._texts = SuffixTexts(*lengths, config.reach, config.min_prob, config.max_tokens)
 
@@ -293,8 +290,7 @@ class SuffixDrafter(LookUp):
             for token in path:
                 place, length = match.automaton.follow(place, length, token)
             place, length = match.automaton.continued(place, length)
-            children = self._children(match.automaton, 1.0, 0, place, length, 1) if length > longest else ()
-            if found := [(negative, token) for negative, _, _, token, _, _ in children]:
+            if length > longest and (found := self._followers(match.automaton, place)):
                 best, longest = found, length
         return [(token, math.log(-negative) + log_trust(longest, 1)) for negative, token in sorted(best)[:width]]
 
@@ -307,7 +303,7 @@ class SuffixDrafter(LookUp):
                 self._outputs[seq.key] = seq.tokens, seq.prompt_len
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
-        """`draft_one` for all; chains in one compiled call, where there is one."""
+        """`draft_one` for all, in one compiled call where there is one."""
         if self._texts is None:
             return super().draft(want)
         most, asked = self.config.depth, []
@@ -322,17 +318,17 @@ class SuffixDrafter(LookUp):
     def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
         """The best scored draft of the own text and the shared outputs; empty where nothing matches."""
         config = self.config
-        nodes, depth = min(config.tree or config.depth, budget), min(config.depth, max_depth)
+        depth = min(config.depth, budget, max_depth)
         best, best_score = Proposal(), 0.0
-        if nodes <= 0 or depth <= 0:
+        if depth <= 0:
             return best
         state = self._sequence(seq)
         state.catch_up(seq.tokens)
         for match in state.matches(self.shared.generations):
-            limit = min(nodes, max(1, int(config.reach * match.matched)))
+            limit = min(depth, max(1, int(config.reach * match.matched)))
             if match.matched < config.min_match or limit <= best_score:  # a node's score is 1 at most
                 continue
-            drafted = self._tree(match, limit, depth) if config.tree else self._chain(match, min(limit, depth))
+            drafted = self._chain(match, limit)
             if (score := drafted.expected_accepted) > best_score:
                 best, best_score = drafted, score
                 best.matched = match.matched
@@ -383,29 +379,9 @@ class SuffixDrafter(LookUp):
             state, matched = automaton.settle(automaton.edges[state][token], min(matched + 1, automaton.max_match))
         return proposal
 
-    def _tree(self, match: _Match, nodes: int, depth: int) -> Proposal:
-        """Best-first: the ``nodes`` likeliest paths, none deeper than ``depth`` or rarer than ``min_prob``."""
-        proposal = Proposal()
-        heap = [*self._children(match.automaton, 1.0, 0, match.state, match.matched, 1)]
-        heapq.heapify(heap)
-        while heap and len(proposal) < nodes:
-            negative, level, parent, token, state, matched = heapq.heappop(heap)
-            node = proposal.add(parent, token, math.log(-negative))
-            if level < depth:
-                for child in self._children(match.automaton, -negative, node, state, matched, level + 1):
-                    heapq.heappush(heap, child)
-        return proposal
-
-    def _children(
-        self, automaton: SuffixAutomaton, chance: float, parent: int, state: int, matched: int, level: int
-    ) -> Iterator[tuple[float, int, int, int, int, int]]:
-        """(-chance, level, parent, token, its context) of each child of a node: the heap's order."""
-        state, matched = automaton.continued(state, matched)
-        if matched < self.config.min_match:
-            return
+    def _followers(self, automaton: SuffixAutomaton, state: int) -> list[tuple[float, int]]:
+        """(-chance, token) of what follows a state's runs, but what is rarer than ``min_prob``."""
         edges, count = automaton.edges[state], automaton.count
         total = sum(count[target] for target in edges.values())
-        for token, target in edges.items():
-            path = chance * count[target] / total
-            if path >= self.config.min_prob:
-                yield (-path, level, parent, token, *automaton.settle(target, min(matched + 1, automaton.max_match)))
+        shares = [(count[target] / total, token) for token, target in edges.items()]
+        return [(-share, token) for share, token in shares if share >= self.config.min_prob]

@@ -16,12 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ..core.errors import ConfigError
-from ..core.sampling import SamplingParams
 from .base import DrafterSpec, SequenceView
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FORM = 'one JSON object a line, {"prompt": [ids], "output": [ids]}; record_answers writes such a file'
+_FORM = 'one JSON object a line, {"prompt": [ids], "output": [ids]}; write_answers writes such a file'
 _NEVER = 1e-9  # log scores need a chance above 0
 
 
@@ -42,7 +41,7 @@ class SyntheticConfig(DrafterConfig):
 
     kind: ClassVar[str] = "synthetic"
 
-    answers: str = option(help="file of the target's own recorded answers; record_answers writes one")
+    answers: str = option(help="file of the target's own recorded answers; write_answers writes one")
     accept: float = option(0.8, help="chance to be right, given that all above was", minimum=0, maximum=1)
     depth: int = option(4, help="tokens of a draft", minimum=1, maximum=1024)
     seed: int = option(0, help="of the draws: which drafts are right is a function of it, prompt, position and depth")
@@ -101,29 +100,6 @@ def write_answers(path: str | Path, answers: Iterable[tuple[Sequence[int], Seque
     """Write (prompt ids, output ids) in the form that `read_answers` reads."""
     rows = (json.dumps({"prompt": list(prompt), "output": list(output)}) + "\n" for prompt, output in answers)
     Path(path).write_text("".join(rows), encoding="utf-8")
-
-
-def record_answers(
-    llm: Any,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams],
-    path: str | Path,
-) -> list[list[int]]:
-    """Let the target answer prompts, and write the answers to a file.
-
-    Args:
-        llm: the target, an `LLM`; without a drafter, so that the answers are the target's alone.
-        prompts: token ids of each.
-        params: one for all, or one a prompt; at a temperature above 0 with the seed of the later run.
-        path: of the file to write.
-
-    Returns:
-        The output ids of every sample, prompt by prompt.
-    """
-    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params)
-    pairs = [(o.prompt_token_ids, sample.token_ids) for o in outputs for sample in o.outputs]
-    write_answers(path, pairs)
-    return [list(output) for _, output in pairs]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

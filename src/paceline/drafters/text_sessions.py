@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from ..network.decoder import TargetInfo
 
+Found = list[tuple[int, float]]  # tokens and the log of each one's chance, best first
+
 
 class LookUp(Drafter):
     """Base of drafters that look texts up: they add `spec`, `draft_one` and `continuations`."""
@@ -34,7 +36,7 @@ class LookUp(Drafter):
         """Draft for one sequence, without a tensor; tokens that are new since the last call are taken in now."""
         raise NotImplementedError(f"{type(self).__name__}.draft_one")
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> Found:
         """Tokens that may follow the text and the drafted ``path`` behind it, which is not decided on.
 
         Args:
@@ -51,6 +53,43 @@ class LookUp(Drafter):
         """See `Drafter`."""
         assert self.target is not None, "bind comes before sessions"
         return TextSessions(self, self.target.vocab_size, self.target.eos_ids)
+
+
+class LookUps(LookUp):
+    """Look-ups as one, in the order in which they are asked.
+
+    Args:
+        parts: the look-ups.
+        sure: log of the chance from which on none of the others is asked.
+    """
+
+    def __init__(self, parts: Sequence[LookUp], sure: float) -> None:
+        self._parts, self._sure = parts, sure
+
+    def knows(self, found: Found) -> bool:
+        """Whether nobody else need be asked."""
+        return bool(found) and found[0][1] >= self._sure
+
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> Found:
+        """What the first says that is sure, else what the surest says."""
+        best: Found = []
+        for part in self._parts:
+            found = part.continuations(sequence, path, width)
+            if found and (not best or found[0][1] > best[0][1]):
+                best = found
+            if self.knows(best):
+                break
+        return best
+
+    def release(self, keys: Sequence[int]) -> None:
+        """See `Drafter`."""
+        for part in self._parts:
+            part.release(keys)
+
+    def forget(self) -> None:
+        """See `Drafter`."""
+        for part in self._parts:
+            part.forget()
 
 
 class TextSessions(TreeSessions[DraftTree]):

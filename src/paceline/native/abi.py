@@ -152,7 +152,7 @@ class CTreeStart(Struct):
 
 
 class CTreeRules(Struct):
-    _fields_ = _fields("int64_t topk beam levels", "pointer factors", "double floor")
+    _fields_ = _fields("int64_t topk levels", "pointer factors", "double floor")
 
 
 class CSampledTree(Struct):

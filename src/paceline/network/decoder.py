@@ -214,14 +214,6 @@ class Decoder(nn.Module):
         """Layers, K/V heads and a head's width of the cache that it reads and writes."""
         return cache_shape(self.config, self._native)
 
-    def products(self) -> list[tuple[LinearOp, int]]:
-        """(linear layer, width of its input) of every product of a pass, in order; the head is the last."""
-        if self.stack is not None:
-            return self.stack.products()
-        widths = {name: inputs for name, (inputs, _) in linear_shapes(self.config).items()}
-        found: list[tuple[LinearOp, int]] = [(getattr(layer, n), w) for layer in self._run for n, w in widths.items()]
-        return [*found, (self.head_product, self.config.d_model)]
-
     @property
     def head_product(self) -> LinearOp:
         """The product of the output head, own or lent."""

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -32,7 +33,7 @@ from .adapters import fill_normal
 from .decoder import Decoder
 from .files import check_target
 from .linear import nan_parameter
-from .trained_files import TrainedFiles, correct
+from .trained_files import TrainedConfig, TrainedFiles
 
 CONFIG_FILE, WEIGHTS_FILE = "exits.json", "exits.safetensors"
 FILES = TrainedFiles("early exits", CONFIG_FILE, WEIGHTS_FILE, "restore the file, or train the exits again")
@@ -40,28 +41,25 @@ MOST_EXITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitsConfig:
+class ExitsConfig(TrainedConfig):
     """Exits that were trained for a target."""
+
+    what: ClassVar[str] = "early exits"
 
     layers: tuple[int, ...]  # of the target in front of each exit, ascending
     num_layers: int  # of the target
     d_model: int  # likewise
     vocab_size: int  # likewise
     skip: bool = False  # whether the state is added to what the map makes of it
-    target: str = ""  # its name; empty: not recorded
-    fingerprint: str = ""  # of its checkpoint; empty: not recorded
 
     def __post_init__(self) -> None:
-        check(self, "early exits with ")
+        check(self, f"{self.what} with ")
         inside = all(0 < layer < self.num_layers for layer in self.layers)
         rising = list(self.layers) == sorted(set(self.layers))
-        self._require("layers", inside and rising, f"must rise, from 1 to {self.num_layers - 1}")
-        self._require("layers", 0 < len(self.layers) <= MOST_EXITS, f"must be 1 to {MOST_EXITS}")
-        self._require("d_model", 2 <= self.d_model <= 2**20 and self.d_model % 2 == 0, "must be even")
-        self._require("vocab_size", 2 <= self.vocab_size <= 2**24, "must be 2 or more")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        correct("early exits", self, name, holds, rule)
+        self.require("layers", inside and rising, f"must rise, from 1 to {self.num_layers - 1}")
+        self.require("layers", 0 < len(self.layers) <= MOST_EXITS, f"must be 1 to {MOST_EXITS}")
+        self.require("d_model", 2 <= self.d_model <= 2**20 and self.d_model % 2 == 0, "must be even")
+        self.require("vocab_size", 2 <= self.vocab_size <= 2**24, "must be 2 or more")
 
 
 class ExitHeads(nn.Module):
@@ -100,7 +98,7 @@ class ExitHeads(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""
-        FILES.save(self, self.config, folder, dtype)
+        FILES.write(dict(self.named_parameters()), asdict(self.config), folder, dtype)
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> ExitHeads:

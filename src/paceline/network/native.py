@@ -31,7 +31,6 @@ from .base import ForwardState, KVCache
 from .blocks import StoredWeights
 from .families import DecoderConfig
 from .hot import HotHead
-from .linear import LinearOp
 from .native_calls import NativeTaps, TokenPass, hold, keys_of
 from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
 from .native_streams import NativeStreams, StreamRun, StreamTokens, limits_of
@@ -143,10 +142,6 @@ class Stack:
         step = len(LINEARS)
         firsts = range(0, len(self.weights.linears), step * self.stretch)
         return [linear for first in firsts for linear in self.weights.linears[first : first + step]]
-
-    def products(self) -> list[tuple[LinearOp, int]]:
-        """Every product of a pass and the width of its input, padded, in order; the head is the last."""
-        return [(linear, linear.struct.k) for linear in self.weights.products]
 
     @property
     def weight_bytes(self) -> float:

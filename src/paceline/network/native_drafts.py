@@ -1,4 +1,5 @@
-"""Drafts in compiled calls: chains and trees of a network, drafters of states, and drafts with feedback memory.
+"""Drafts in compiled calls: chains and trees of a network, drafters of states, Medusa's heads, and drafts with feedback
+memory.
 
 Sources: Lyanna, algorithms 1 and 2 (`sample`); SPIRe, section 3.3 (`write_keys`, `recall`).
 """
@@ -6,6 +7,7 @@ Sources: Lyanna, algorithms 1 and 2 (`sample`); SPIRe, section 3.3 (`write_keys`
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,16 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import native
 from ..native import abi
 from .native_calls import Room, hold, keys_of, numbers, rules_at
-from .native_linear import require
+from .native_linear import NativeLinear, require
 
 if TYPE_CHECKING:
     from ..attention.rope import Rotation
     from ..kv.ring import RingCache
     from .base import KVCache
     from .native import Stack
-    from .native_linear import NativeLinear
 
 
 # -- chains and trees
@@ -124,7 +126,6 @@ def grow(
     starts: Sequence[TreeStart],
     factors: Sequence[int],
     topk: int,
-    beam: int,
     floor: float,
     cache: KVCache,
     limit: int,
@@ -135,8 +136,7 @@ def grow(
     Args:
         starts: where each starts.
         factors: children a level of static trees, and how many levels there may be.
-        topk: children of an expanded node of dynamic trees; 1: static ones.
-        beam: nodes of dynamic trees that are expanded a level.
+        topk: of dynamic trees the children of a node, and the nodes that are expanded a level; 1: static ones.
         floor: nodes with a score below it are not expanded.
         cache: K and V; every expanded node gets its own.
         limit: tokens at and above this are never chosen.
@@ -157,7 +157,7 @@ def grow(
         if fused is not None:
             row.states = _states_at(s, stack, held)
         rooms.append(Room(row, s.most, **_TREE))
-    rules = abi.CTreeRules(topk=topk, beam=beam, levels=len(factors), factors=numbers(factors, held), floor=floor)
+    rules = abi.CTreeRules(topk=topk, levels=len(factors), factors=numbers(factors, held), floor=floor)
     run, limit = stack.reaching(cache, last), min(limit, stack.shape[0])
     given = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
     require(stack.library.pl_grow(stack.reference, ctypes.byref(run), stack.embedding_at, *given))
@@ -301,6 +301,66 @@ def sample(
 def _most(branches: int, levels: int) -> int:
     """Nodes that Algorithm 1 makes at most."""
     return branches + branches * branches * (levels - 1) if levels else 0
+
+
+# -- heads on the last state (Medusa)
+
+
+class NativeHeads:
+    """Heads over a target's compiled layers.
+
+    Args:
+        stack: of the target, whose final norm and, where the heads have none, output head are used.
+        matrices: [heads * d_model, d_model] of the blocks, one below the other.
+        bias: [heads, d_model] of them.
+        own: [heads, vocab, d_model] output heads; None: the target's serves all.
+        hot: [H] int64, the only tokens that the target's head is computed for; None: all.
+
+    Raises:
+        ValueError: shapes that are not the target's.
+    """
+
+    def __init__(
+        self, stack: Stack, matrices: Tensor, bias: Tensor, own: Tensor | None = None, hot: Tensor | None = None
+    ) -> None:
+        self.stack, self.count = stack, len(bias)
+        vocab, width = stack.shape
+        if matrices.shape != (self.count * width, width) or (own is not None and own.shape[1:] != (vocab, width)):
+            raise ValueError(f"heads of other shapes than a target of width {width} with {vocab} tokens has")
+        self.blocks = NativeLinear(matrices.to("cpu", stack.dtype), bias.flatten())
+        self.own = [NativeLinear(part.to("cpu", stack.dtype), None) for part in own] if own is not None else []
+        self._table = (abi.CLinear * len(self.own))(*[linear.struct for linear in self.own])
+        own_at = ctypes.addressof(self._table) if self.own else None
+        self._struct = abi.CHeads(count=self.count, blocks=self.blocks.struct, own=own_at)
+        self._reference = ctypes.byref(self._struct)
+        self._ends, self._hot = stack.ends(hot)
+
+    def best(
+        self, states: Tensor, k: int, positions: Sequence[int], rules: bytes | None = None, noisy: bool = False
+    ) -> list[tuple[list[list[int]], list[list[float]]]]:
+        """The k best tokens of every head behind every state, best first, and their log-probabilities.
+
+        Args:
+            states: [rows, d_model] before the final norm.
+            k: at most the vocabulary.
+            positions: [rows] of the first head's tokens.
+            rules: `SequenceSampler.rules` of every row in a row; None: by the logits alone.
+            noisy: by logits with the noise of the sequence's own choices.
+
+        Returns:
+            For each row [heads][k] tokens and their log-probabilities by these rules.
+        """
+        states = self.stack.states(states)
+        rows, size = len(states), len(states) * k
+        places = array("q", positions)
+        tokens, log_q = array("q", bytes(8 * size * self.count)), array("f", bytes(4 * size * self.count))
+        if len(places) != rows or (rules is not None and len(rules) != native.RULES_BYTES * rows):
+            raise ValueError(f"{len(places)} positions and {len(rules or b'')} bytes of rules for {rows} states")
+        out = tokens.buffer_info()[0], log_q.buffer_info()[0], torch.get_num_threads()
+        given = states.data_ptr(), rows, k, rules, places.buffer_info()[0], int(noisy)
+        require(self.stack.library.pl_heads(ctypes.byref(self._ends), self._reference, *given, *out))
+        starts = [[head * size + row * k for head in range(self.count)] for row in range(rows)]
+        return [([tokens[i : i + k].tolist() for i in own], [log_q[i : i + k].tolist() for i in own]) for own in starts]
 
 
 # -- feedback memory

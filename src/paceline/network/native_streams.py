@@ -15,7 +15,7 @@ from .stream_rows import StreamLimit
 from .streams import StreamSet
 
 
-class CarrierRows(NamedTuple):
+class StreamCarrier(NamedTuple):
     """A sequence whose next draft is read from streams, for `Stack.decide_streams`."""
 
     span: int  # index of its `RowSpan`
@@ -30,7 +30,7 @@ class StreamRun(NamedTuple):
     """The streams of a pass, for `Stack.decide_streams`."""
 
     streams: StreamSet
-    carriers: Sequence[CarrierRows]  # in the order of their spans
+    carriers: Sequence[StreamCarrier]  # in the order of their spans
     k: int  # tokens wanted of each stream
     scratch: slice  # slots for K and V of streams: of all riders, and of a row's for every carrier
     noisy: bool = False  # whether a sequence that samples has its drafts drawn with the noise of its own choices

@@ -9,9 +9,9 @@ Source: Speculative Streaming, section 2 and appendices E.4, G.1, N.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from .adapters import MLP, AdapterConfig, LowRank, Shapes, fill_normal
 from .config_fields import MAX_LAYERS
 from .files import fingerprint as fingerprint
 from .linear import nan_parameter
-from .trained_files import TrainedFiles, correct
+from .trained_files import TrainedConfig, TrainedFiles
 
 CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
 EMBEDDING_DEVIATION = 0.02
@@ -33,8 +33,10 @@ Mode = Literal["lossless", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamConfig:
+class StreamConfig(TrainedConfig):
     """The shape of a trained set of streams, and the target that it was trained for."""
+
+    what: ClassVar[str] = "streams"
 
     mode: Mode = "lossless"  # shared: adapters and streams serve the main rows too (eq. 3)
     gamma: int  # streams; 0 only in shared mode: plain adapters
@@ -47,53 +49,48 @@ class StreamConfig:
     exits: tuple[int, ...] = ()  # layers before which there is one, beside the one where streams begin; ascending
     value_rotation: float | None = None  # epsilon in radians (E.4), in place of stream embeddings; None: embeddings
     adapter: AdapterConfig | None = None
-    target: str = ""  # name of the target, for messages
-    fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
 
     def __post_init__(self) -> None:
         shared = self.mode == "shared"
-        self._require("mode", self.mode in ("lossless", "shared"), "must be lossless or shared")
-        self._require("num_layers", 1 <= self.num_layers <= MAX_LAYERS, f"must be 1 to {MAX_LAYERS}")
-        self._require("d_model", 1 <= self.d_model <= MAX_WIDTH, f"must be 1 to {MAX_WIDTH}")
-        self._require("vocab_size", self.vocab_size >= 1, "must be 1 or more")
-        self._require("gamma", self.gamma >= (0 if shared else 1), "must be 1 or more (0 in shared mode: no streams)")
-        self._require("gamma", self.gamma <= MAX_STREAMS, f"must be {MAX_STREAMS} or less")
+        self.require("mode", self.mode in ("lossless", "shared"), "must be lossless or shared")
+        self.require("num_layers", 1 <= self.num_layers <= MAX_LAYERS, f"must be 1 to {MAX_LAYERS}")
+        self.require("d_model", 1 <= self.d_model <= MAX_WIDTH, f"must be 1 to {MAX_WIDTH}")
+        self.require("vocab_size", self.vocab_size >= 1, "must be 1 or more")
+        self.require("gamma", self.gamma >= (0 if shared else 1), "must be 1 or more (0 in shared mode: no streams)")
+        self.require("gamma", self.gamma <= MAX_STREAMS, f"must be {MAX_STREAMS} or less")
         low, high = (1 if self.gamma else 0), self.num_layers - 1
         rule = f"must be {low} to {high}: streams start above the first of the target's {self.num_layers} layers"
-        self._require("msa_layers", low <= self.msa_layers <= high, rule)
-        self._require("start_rank", 0 <= self.start_rank <= self.d_model, "must be 0 to d_model")
-        self._require("prune_rank", 0 <= self.prune_rank <= self.d_model, "must be 0 to d_model")
+        self.require("msa_layers", low <= self.msa_layers <= high, rule)
+        self.require("start_rank", 0 <= self.start_rank <= self.d_model, "must be 0 to d_model")
+        self.require("prune_rank", 0 <= self.prune_rank <= self.d_model, "must be 0 to d_model")
         angle = self.value_rotation
-        self._require("value_rotation", angle is None or 0 < angle < 3.15, "must be above 0 and at most pi")
+        self.require("value_rotation", angle is None or 0 < angle < 3.15, "must be above 0 and at most pi")
         self._require_adapter()
         self._require_exits()
-        check(self, "streams with ")  # last: a number out of bounds has words of its own
+        check(self, f"{self.what} with ")  # last: a number out of bounds has words of its own
 
     def _require_adapter(self) -> None:
         layers = self.adapter.layers if self.adapter else ()
         if self.adapter is not None:
-            self._require("adapter", self.adapter.rank <= MAX_WIDTH, f"must have a rank of {MAX_WIDTH} or less")
+            self.require("adapter", self.adapter.rank <= MAX_WIDTH, f"must have a rank of {MAX_WIDTH} or less")
         low = 0 if self.mode == "shared" else self.insertion
         inside = not layers or (layers[0] >= low and layers[-1] < self.num_layers)
-        self._require("adapter", inside, f"must lie in layers {low} to {self.num_layers - 1}")
-        self._require("adapter", bool(layers or self.gamma), "is missing: a set without streams is its adapter")
+        self.require("adapter", inside, f"must lie in layers {low} to {self.num_layers - 1}")
+        self.require("adapter", bool(layers or self.gamma), "is missing: a set without streams is its adapter")
         if self.adapter is not None and MLP in self.adapter.linears:
             private = self.mode == "lossless" and len(layers) == self.msa_layers
             rule = f"can have {MLP} in lossless mode alone, and then in every layer of the streams"
-            self._require("adapter", private, rule)
+            self.require("adapter", private, rule)
 
     def _require_exits(self) -> None:
         whole = isinstance(self.exits, tuple) and all(type(layer) is int for layer in self.exits)
-        self._require("exits", whole, "must be a list of layers")
+        self.require("exits", whole, "must be a list of layers")
         able = self.gamma > 0 and self.prune_rank > 0
-        self._require("exits", able or not self.exits, "need streams and a prune_rank above 0")
+        self.require("exits", able or not self.exits, "need streams and a prune_rank above 0")
         inside = all(1 <= layer < self.num_layers and layer != self.insertion for layer in self.exits)
         rule = f"must lie in layers 1 to {self.num_layers - 1}, and not where streams begin: there is one anyway"
-        self._require("exits", inside, rule)
-        self._require("exits", [*self.exits] == sorted({*self.exits}), "must ascend")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        correct("streams", self, name, holds, rule)
+        self.require("exits", inside, rule)
+        self.require("exits", [*self.exits] == sorted({*self.exits}), "must ascend")
 
     @property
     def insertion(self) -> int:
@@ -218,7 +215,7 @@ class StreamSet(nn.Module):
         Raises:
             ConfigError: a parameter that holds NaN.
         """
-        FILES.save(self, self.config, Path(folder), dtype)
+        FILES.write(self.tensors(), asdict(self.config), Path(folder), dtype)
 
     @staticmethod
     def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> StreamSet:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,25 @@ from .files import free_bytes, is_file, opened, read_json
 Config = TypeVar("Config")
 Made = TypeVar("Made", bound=nn.Module)
 Readers = Mapping[str, Callable[[Any], Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedConfig:
+    """The shape of a trained module, and the target that it was trained for."""
+
+    what: ClassVar[str]  # in messages
+    target: str = ""  # name of the target, for messages; empty: not recorded
+    fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
+
+    def require(self, name: str, holds: bool, rule: str) -> None:
+        """Refuse an entry unless the condition holds.
+
+        Raises:
+            ConfigError: ``name`` and the sentence ``rule``.
+        """
+        if not holds:
+            asked = f"{self.what} with {name}={shown(getattr(self, name))}"
+            raise ConfigError(asked, f"{name} {rule}", f"correct {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +58,6 @@ class TrainedFiles:
     restore: str
     format: int | None = 1
     tensors_of: Callable[[Any], dict[str, Tensor]] = lambda module: dict(module.named_parameters())
-
-    def save(self, module: nn.Module, config: Any, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write both files of a module.
-
-        Args:
-            module: whose parameters are kept.
-            config: its shape, a dataclass.
-            folder, dtype: as for `write`.
-
-        Raises:
-            ConfigError: a parameter that holds NaN or infinity.
-        """
-        self.write(self.tensors_of(module), asdict(config), folder, dtype)
 
     def write(
         self, tensors: Mapping[str, Tensor], entries: Mapping[str, Any], folder: Path, dtype: torch.dtype | None
@@ -212,12 +218,9 @@ def continued(found: Any, wanted: Any, folder: Path, other: Iterable[str] = ()) 
             raise ConfigError(f"going on from {folder}", wrong, "train with its options, or without --init")
 
 
-def correct(what: str, config: Any, name: str, holds: bool, rule: str) -> None:
-    """Refuse an entry of a shape unless the condition holds.
-
-    Raises:
-        ConfigError: ``name`` and the sentence ``rule``.
-    """
-    if not holds:
-        asked = f"{what} with {name}={shown(getattr(config, name))}"
-        raise ConfigError(asked, f"{name} {rule}", f"correct {name}")
+def resumed(made: Made, config: Any, folder: Path, other: Iterable[str] = ()) -> Made:
+    """A module that was loaded from ``folder``, with this run's ``config``; arguments and errors as for `continued`."""
+    module: Any = made
+    continued(module.config, config, folder, other)
+    module.config = config
+    return made

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..drafters.base import Levels, StreamRules
 from ..kv.pool import KVPool
 from ..network.decoder import Decoder
-from ..network.native_streams import CarrierRows, StreamRun, StreamTokens
+from ..network.native_streams import StreamCarrier, StreamRun, StreamTokens
 from .compiled import decide_compiled
 from .passes import Pass
 from .riders import choose_riders, frontier_chances
@@ -27,7 +27,7 @@ class StreamDrafts:
     """What the streams of a pass said, and what they took."""
 
     carriers: Sequence[Carriers]
-    rows: Sequence[CarrierRows]  # of each carrier
+    rows: Sequence[StreamCarrier]  # of each carrier
     answers: Sequence[StreamTokens | None]  # of each carrier
     late_ms: float  # of streams that ran after the verdict
 
@@ -97,7 +97,7 @@ def _stream_run(
         riders = _riders(p, c, rules, streams, open_rows - used, room - used)
         used += streams * len(riders)
         ends = work.sequence.state.checker.enders
-        rows.append(CarrierRows(c.work, span.root, streams, most_accepted(work), ends, riders))
+        rows.append(StreamCarrier(c.work, span.root, streams, most_accepted(work), ends, riders))
     scratch = pool.scratch(max(used, gamma * len(carriers)))
     return StreamRun(carriers[0].streams, rows, min(rules.k, vocab), scratch, rules.noisy, rules.attention_limit)
 

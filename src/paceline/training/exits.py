@@ -6,9 +6,8 @@ paper has none: 0).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..core.errors import ConfigError
 from ..core.options import check, option
 from ..network.exits import MOST_EXITS, ExitHeads, ExitsConfig, load, shares
 from ..network.files import fingerprint
+from ..network.trained_files import resumed
 from .ahead import EVALUATED_LOGITS
 from .data import TokenBatch
 from .losses import TargetHidden, distilled
@@ -108,7 +108,7 @@ class ExitRecipe:
     # -- held-out figures (figure 9)
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """By domain and layer: how often the likeliest token is the text's (accuracy) and the target's (agreement), and
         the target's own probability of the kappa likeliest (overlap mass, eq. 9, at every position)."""
         figures: dict[str, float] = {}
@@ -149,12 +149,11 @@ class ExitRecipe:
 
     # -- result
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """`ExitHeads.save` in bf16, and ``training.json``: facts, parameters, and their share of the target's."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """`ExitHeads.save` in bf16; parameters, and their share of the target's."""
         self.module.save(folder)
         own, all_ = (sum(p.numel() for p in part.parameters()) for part in (self.module, self.target))
-        values = {**facts, "parameters": own, "share_of_target": own / all_}
-        (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+        return {"parameters": own, "share_of_target": own / all_}
 
 
 def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:
@@ -177,16 +176,5 @@ def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:
     if context.init is None:
         heads = ExitHeads.fresh(config, torch.Generator().manual_seed(context.seed))
     else:
-        heads = _continued(context.init, config)
+        heads = resumed(load(context.init, torch.float32).requires_grad_(True), config, context.init)
     return ExitRecipe(heads.to(context.device), target, options, context.held_out)
-
-
-def _continued(folder: Path, config: ExitsConfig) -> ExitHeads:
-    """The exits in ``folder``, to be trained on; their target may have been an earlier state of this one."""
-    heads = load(folder, torch.float32).requires_grad_(True)
-    found = replace(heads.config, target=config.target, fingerprint=config.fingerprint)
-    if found != config:
-        wrong = f"its layers are {heads.config.layers} of {heads.config.num_layers}, this run's {config.layers}"
-        raise ConfigError(f"going on from {folder}", wrong, "train with its options, or without --init")
-    heads.config = config
-    return heads

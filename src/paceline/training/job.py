@@ -222,14 +222,13 @@ def _write_result(job: TrainingJob, trainer: Trainer, result: Path) -> None:
         "seconds_of_last_part": round(trainer.seconds, 1),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
-    trainer.recipe.export(result, facts)
+    known = trainer.recipe.export(result)
     if job.hot is not None:
         save_hot(job.hot, result)
     if (result / "config.json").is_file():
         _copy_tokenizer(job.tokenizer_folder, result)
-    record = result / "training.json"
-    known = json.loads(record.read_text("utf-8")) if record.is_file() else {}
-    record.write_text(json.dumps({**known, **facts}, indent=1, default=str) + "\n", encoding="utf-8")
+    text = json.dumps({**known, **facts}, indent=1, default=str)
+    (result / "training.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

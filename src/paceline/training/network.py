@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..attention import make_backend
-from ..attention.rope import RopeTable
+from ..attention.rope import RopeTable, rotated
 from ..core.errors import CapabilityError, ConfigError
 from ..network.adapters import MLP
 from ..network.decoder import Decoder
@@ -102,11 +102,7 @@ class Network(nn.Module):
 
     def rotation(self, positions: Tensor) -> Rotation:
         """cos and signed sin [B, T, 1, dim] of ``positions`` [B, T]."""
-        if self._rope is None:
-            return None
-        cos, sin = self._rope.rows(positions.reshape(-1))
-        shape = (*positions.shape, 1, -1)
-        return cos.view(shape), sin.view(shape)
+        return rotation_of(self._rope, positions)
 
     def qkv(
         self, index: int, hidden: Tensor, rotation: Rotation, delta: Delta | None = None
@@ -204,9 +200,7 @@ def project(
     x = normed(layer.attention_norm, hidden)
     both = linear(layer, "qkv", index, x, delta).unflatten(-1, (-1, c.head_dim))
     q, k, v = both.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = F.rms_norm(q.float(), (c.head_dim,), layer.q_norm, c.norm_eps).to(v.dtype)
-        k = F.rms_norm(k.float(), (c.head_dim,), layer.k_norm, c.norm_eps).to(v.dtype)
+    q, k = head_norm(q, layer.q_norm, c), head_norm(k, layer.k_norm, c)
     return rotate(q, rotation), rotate(k, rotation), v
 
 
@@ -239,6 +233,11 @@ def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return F.layer_norm(wide, (norm.width,), norm.weight.to(wide.dtype), norm.bias.to(wide.dtype), norm.eps)
 
 
+def head_norm(x: Tensor, weight: Tensor | None, c: DecoderConfig) -> Tensor:
+    """Queries or keys [..., heads, head_dim] behind the norm that a layer has for each; where it has none, ``x``."""
+    return x if weight is None else F.rms_norm(x.float(), (c.head_dim,), weight, c.norm_eps).to(x.dtype)
+
+
 def linear(layer: Layer, name: str, index: int, x: Tensor, delta: Delta | None) -> Tensor:
     """A linear layer, and what an adapter adds to it."""
     dense = layer._modules[name]
@@ -249,15 +248,20 @@ def linear(layer: Layer, name: str, index: int, x: Tensor, delta: Delta | None) 
     return y if more is None else y + more
 
 
+def rotation_of(rope: RopeTable | None, positions: Tensor) -> Rotation:
+    """cos and signed sin [.., 1, dim] of ``positions`` [..]."""
+    if rope is None:
+        return None
+    cos, sin = rope.rows(positions.reshape(-1))
+    shape = (*positions.shape, 1, -1)
+    return cos.view(shape), sin.view(shape)
+
+
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotary embedding of the first ``dim`` dimensions of every head [B, T, heads, head_dim]."""
     if rotation is None:
         return x
-    cos, sin = (part.to(x.dtype) for part in rotation)
-    dim = cos.shape[-1]
-    part = x[..., :dim]
-    rotated = part * cos + part.roll(dim // 2, -1) * sin
-    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), -1)
+    return rotated(x, *(part.to(x.dtype) for part in rotation))
 
 
 def visible(batch: TokenBatch, window: int | None = None) -> Tensor:

@@ -110,7 +110,7 @@ class TargetRecipe:
         weights = batch.weights[rows]
         return cross_entropy(hidden[rows], self.module.head_weight, batch.targets[rows], weights, chunk_rows=CHUNK)
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Loss by domain, in nats a token."""
         device = self.module.head_weight.device
         figures = {}
@@ -119,9 +119,10 @@ class TargetRecipe:
             figures[f"loss/{domain}"] = sum(losses) / len(losses)
         return figures
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def export(self, folder: Path) -> dict[str, Any]:
         """A Hugging Face folder in bf16 (without the tokenizer's files)."""
         self.module.save(folder, self.config, torch.bfloat16)
+        return {}
 
 
 def grow(network: Network, source: Path, keep: Sequence[int]) -> None:

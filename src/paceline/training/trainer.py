@@ -87,12 +87,12 @@ class Recipe(Protocol):
         """
         ...
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Figures on held-out data, for the log. Must leave the run as it is."""
         ...
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Write what users load."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """Write what users load; returns what ``training.json`` is to say besides."""
         ...
 
 
@@ -269,7 +269,7 @@ class Trainer:
         """Held-out figures, logged in ``out``."""
         self.out.mkdir(parents=True, exist_ok=True)
         with torch.no_grad(), products(self.config.precision, self.accelerator.device):
-            figures = self.recipe.evaluate(self.step)
+            figures = self.recipe.evaluate()
         if figures:
             self._log({"step": self.step, **figures})
             for watcher in self.watchers:

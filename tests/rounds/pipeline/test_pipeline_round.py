@@ -16,7 +16,7 @@ from kits.tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, t
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec
-from paceline.drafters.local_sessions import Growth, LocalSessions
+from paceline.drafters.local_sessions import LocalGrowing, LocalSessions
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.none import NoneConfig
 from paceline.drafters.sessions import Ask, Grown
@@ -129,7 +129,7 @@ class Late(LocalSessions):
         super().__init__(inner)
         self.ticks, self.left = ticks, 0
 
-    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growth:
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
         self.left = self.ticks
         self.growth = super().begin(asks, levels)
         self.growth.done = False
@@ -182,8 +182,8 @@ def test_micro_batches_fill_the_stages_with_several_requests() -> None:
 
 def test_a_broken_source_is_left_alone() -> None:
     class Broken(LocalSessions):
-        def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growth:
-            growth = Growth({}, {}, {}, done=True)
+        def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+            growth = LocalGrowing({}, {}, {}, done=True)
             growth.levels.append({asks[0].key: Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0])})
             return growth
 
@@ -259,7 +259,7 @@ def sources(answers: Path) -> dict[str, Any]:
     lookup, model = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
     return {
         "model": drafter(0.05),
-        "ngram": NgramConfig(branches=3),
+        "ngram": NgramConfig(),
         "suffix": SuffixConfig(),
         "hybrid": hybrid(f"{lookup}+{model}", noise=0.05, target={"config": CONFIG}),
         "synthetic": SyntheticConfig(answers=str(answers), accept=0.8),

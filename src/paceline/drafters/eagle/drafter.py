@@ -10,7 +10,7 @@ Sources: EAGLE (Li et al. 2024a), section 4.1; EAGLE-2 (Li et al. 2024b), sectio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -22,10 +22,10 @@ from ...network.hot import load_hot
 from ...network.loader import read_config
 from ...network.native_drafts import TreeStart, grow
 from ..base import DrafterSpec, DraftRequest
-from ..fit import asked, check_shape, check_weights, trained_folder
+from ..fit import TrainedDrafterConfig
 from ..growth import Grower, Growth, compiles, pack_frontier
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option, proposes_option
+from ..registry import DrafterContext, option, proposes_option
 from ..resampling import REFUSED
 from ..states.body import StateBody, StateDrafter, StateNetwork
 from ..states.network import LAST, HeadNetwork
@@ -40,12 +40,10 @@ USUAL_DEPTH = 5  # of a head that does not say what it was trained for
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(DrafterConfig):
+class EagleConfig(TrainedDrafterConfig):
     """EAGLE-2: a head over the target's states, trees that grow where they are likely."""
 
     kind: ClassVar[str] = "eagle"
-    subject: ClassVar[str] = "path"
-    weights: ClassVar[str] = "path"
     refuses = REFUSED
 
     path: str = option(
@@ -68,19 +66,12 @@ class EagleConfig(DrafterConfig):
             ConfigError: a folder that holds none.
             CapabilityError: it was trained for another target.
         """
-        folder = trained_folder(self, context)
-        check_weights(self, read_head(folder)[1], context)
+        folder = self.folder(context)
+        self.check_weights(read_head(folder)[1], context)
         layers = None if context.target_folder is None else read_config(context.target_folder).num_layers
         model = load_head(folder)
         hot = load_hot(folder, model.head.config.vocab_size) if isinstance(model, EagleModel) else None
         return EagleDrafter(self, model, layers, hot)
-
-
-@dataclass(slots=True)
-class _StateGrowth(Growth):
-    """A tree while it grows, and the states that its rows predict."""
-
-    states: dict[int, Tensor] | None = None  # node -> [d]; of the root and of nodes with K/V
 
 
 class EagleDrafter(StateDrafter):
@@ -110,7 +101,7 @@ class EagleDrafter(StateDrafter):
         if isinstance(model, Eagle3Model):
             if num_layers is None:
                 wrong = "it reads three of the target's layers, and the target is not known when it is built"
-                raise CapabilityError(asked(config), wrong, "build it for a target in a folder")
+                raise CapabilityError(config.asked, wrong, "build it for a target in a folder")
             taps = model.taps(num_layers)
         self.spec = DrafterSpec(
             name=config.kind,
@@ -121,7 +112,7 @@ class EagleDrafter(StateDrafter):
             default_budget=config.nodes if config.topk > 1 else min(config.nodes, self.depth),
             tree=config.topk > 1,
         )
-        self._grower = Grower((1,) * self.depth, config.topk, config.topk, config.proposes)
+        self._grower = Grower((1,) * self.depth, config.topk, config.proposes)
 
     # -- the contract
 
@@ -129,11 +120,11 @@ class EagleDrafter(StateDrafter):
         """Check the target, and make the layer over its embedding and head."""
         model = self.model
         c, name = (model.head.config, model.facts.target) if isinstance(model, EagleModel) else (model.config, "")
-        check_shape(self.config, c, name, target)
+        self.config.check_shape(c, name, target)
         own, lent = model.embedding, target.handle
         if own is not None and not torch.allclose(own.float(), lent.table().float().cpu(), rtol=1e-2, atol=1e-3):
             wrong = f"its embedding is not the one of {target.name}, which it is to be fed with"
-            raise CapabilityError(asked(self.config), wrong, "use the target that it was trained for")
+            raise CapabilityError(self.config.asked, wrong, "use the target that it was trained for")
         model.embedding = None  # the target's serves both
         room = self.config.topk * max(1, self.depth - 1)
         network: StateNetwork
@@ -146,20 +137,20 @@ class EagleDrafter(StateDrafter):
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence, level by level, all sequences together."""
-        growths = [_StateGrowth(*row) for row in want.rows()]
+        growths = [Growth(*row) for row in want.rows()]
         able = [g for g in growths if min(g.budget, g.max_depth) > 0 and self.body.ready(g.sequence)]
         want.passes = self._grow(able, want.log_floor) if able else 0
         return [growth.draft.best(growth.budget) for growth in growths]
 
     # -- its parts
 
-    def _grow(self, growths: Sequence[_StateGrowth], floor: float) -> int:
+    def _grow(self, growths: Sequence[Growth], floor: float) -> int:
         """Grow all trees; returns the passes that it took."""
         for growth in growths:
             growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
         if self.body.fuse is not None and compiles(growths, self.config.proposes):
             return self._grow_compiled(growths, floor)
-        grower = replace(self._grower, floor=floor)
+        grower = self._grower.bounded(floor)
         states = self.body.catch_up([growth.sequence for growth in growths])
         for growth, state in zip(growths, states, strict=True):
             growth.states = {0: state}
@@ -171,41 +162,39 @@ class EagleDrafter(StateDrafter):
             found = self._forward(growths)
         return level
 
-    def _grow_compiled(self, growths: Sequence[_StateGrowth], floor: float) -> int:
+    def _grow_compiled(self, growths: Sequence[Growth], floor: float) -> int:
         """The same in one compiled call."""
         body, stack, grower = self.body, self.body.stack, self._grower
         assert stack is not None and body.fuse is not None
         starts = [self._tree_start(growth) for growth in growths]
-        shape = grower.factors, grower.topk, grower.beam, floor
+        shape = grower.factors, grower.topk, floor
         grown = grow(stack, starts, *shape, body.pool, stack.shape[0], body.fuse)
         body.settle([growth.sequence for growth in growths], [len(start.pending) for start in starts])
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
         return max(tree.passes for tree in grown)
 
-    def _tree_start(self, growth: _StateGrowth) -> TreeStart:
+    def _tree_start(self, growth: Growth) -> TreeStart:
         """Where a tree starts, for compiled code."""
         levels, grower = growth.max_depth, self._grower
-        room = (grower.beam if grower.topk > 1 else 1) * (levels - 1)
+        room = grower.topk * (levels - 1)
         text, tokens, states = self.body.take(growth.sequence)
         first = text.cache.committed
         keys = text.cache.slots(0, first + len(tokens) + room)
         most, shift = growth.budget, text.start + 1
         return TreeStart(tokens, first, room, keys, growth.budget, levels, most, growth.rules, shift, states)
 
-    def _forward(self, growths: Sequence[_StateGrowth]) -> Tensor | None:
+    def _forward(self, growths: Sequence[Growth]) -> Tensor | None:
         """[frontier nodes of all, d] the states that they predict; None where nothing is left to expand."""
         packer, fed = self.body.packer(), []
         for growth in growths:
             if growth.frontier:
                 pack_frontier(packer, growth, self.body.texts[growth.sequence.key].cache)
-                assert growth.states is not None
                 fed += [growth.states[growth.draft.parents[node - 1]] for node in growth.frontier]
         if not fed:
             return None
         found = self.body.run(packer, torch.stack(fed))
         rows = iter(found)
         for growth in growths:
-            assert growth.states is not None
             growth.states |= {node: next(rows) for node in growth.frontier}
         return found

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...attention import make_backend
 from ...attention.base import Segment
-from ...attention.rope import RopeTable
+from ...attention.rope import RopeTable, rotated
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import shown
 from ...kv.pool import KVPool
@@ -167,9 +167,9 @@ class Eagle3Network:
         x = torch.cat((embedded, self._norm("hidden_norm", states)), -1)
         q, k, v = (self._times(f"self_attn.{n}_proj", x).unflatten(-1, (-1, c.head_dim)) for n in "qkv")
         rotation = self._rope.rows(batch.positions)
-        store(pool.k[0], batch.slots, _rotated(k, *rotation))
+        store(pool.k[0], batch.slots, rotated(k, *rotation))
         store(pool.v[0], batch.slots, v)
-        given = batch.attn, _rotated(q, *rotation), pool.k[0], pool.v[0], c.head_dim**-0.5, None
+        given = batch.attn, rotated(q, *rotation), pool.k[0], pool.v[0], c.head_dim**-0.5, None
         hidden = states + self._times("self_attn.o_proj", self._attention.attend(*given))
         inner = self._norm("post_attention_layernorm", hidden)
         gated = F.silu(self._times("mlp.gate_proj", inner)) * self._times("mlp.up_proj", inner)
@@ -187,11 +187,3 @@ class Eagle3Network:
 
     def _times(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self._weights[f"layers.0.{name}.weight"])
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[rows, heads, head_dim] with the first dimensions rotated."""
-    dim = cos.shape[-1]
-    part = x[..., :dim]
-    turned = part * cos + part.roll(dim // 2, -1) * sin
-    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), -1)

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import check, shown
-from ...network.trained_files import TrainedFiles
+from ...network.trained_files import TrainedConfig, TrainedFiles
 from ..states.head import StateHead
 from .eagle3 import Eagle3Model
 from .speculators import flat, is_speculators
@@ -39,15 +39,15 @@ FILES = TrainedFiles("an EAGLE head", CONFIG_FILE, WEIGHTS_FILE, _RESTORE, None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleFacts:
+class EagleFacts(TrainedConfig):
     """What a head of ours says about itself; a published one says nothing."""
 
+    what: ClassVar[str] = "eagle"
+
     steps: int = 0  # that it was trained for; 0: not known
-    target: str = ""  # name of the target, for messages
-    fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
 
     def __post_init__(self) -> None:
-        check(self, "eagle with ")
+        check(self, f"{self.what} with ")
 
 
 class EagleModel(nn.Module):

@@ -20,18 +20,18 @@ from torch import Tensor
 from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...network.hot import load_hot
-from ...network.native_drafts import NativeTokenInfo, SampleStart, sample
+from ...network.native_drafts import MANY, NativeTokenInfo, SampleStart, sample
 from ...network.native_linear import NativeLinear
 from ..base import DrafterSpec, DraftRequest, SequenceView
-from ..fit import asked, check_shape, check_weights, trained_folder
+from ..fit import TrainedDrafterConfig, tokenizer_mark
+from ..growth import Grower
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option, proposes_option
-from ..resampling import Resample, Resampling, extra_option, merge, resample_option, threshold_option
+from ..registry import DrafterContext, option, proposes_option
+from ..resampling import FORMS, Resample, Resampling, ResamplingConfig, merge
 from ..states.body import StateBody, StateDrafter
 from ..states.network import LAST, HeadNetwork
-from ..vocabulary import tokenizer_mark
 from .model import LyannaModel, read_shape
-from .trees import Bias, LevelChain, Rule, beam_sampling, token_info_sampling
+from .trees import Bias, LevelGrowth, beam_sampling, token_info_sampling
 
 if TYPE_CHECKING:
     from ...network.decoder import TargetInfo
@@ -41,22 +41,17 @@ MAX_NODES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class LyannaConfig(DrafterConfig):
+class LyannaConfig(TrainedDrafterConfig, ResamplingConfig):
     """Lyanna: states are drafted first and tokens second, and a rejected token wastes no state."""
 
     kind: ClassVar[str] = "lyanna"
-    subject: ClassVar[str] = "path"
-    weights: ClassVar[str] = "path"
 
-    path: str = option("", help="trained drafter: folder, hub name or embedded one; none: the zoo's for the model")
     depth: int | None = option(
         None, help="steps, levels of the tree; default: as many as it was trained for", minimum=1, maximum=16
     )
     width: int = option(4, help="children of a node, and nodes of a level that have some", minimum=1, maximum=64)
     nodes: int = option(12, help="nodes of a fresh draft to verify, best first", minimum=1, maximum=MAX_NODES)
-    resample: Resample = resample_option("top")
-    extra: int = extra_option()
-    threshold: int = threshold_option()
+    resample: Resample = option("top", help=FORMS)
     sampling: Literal["token_info", "beam"] = option(
         "token_info", help="how tokens are chosen from logits; beam: levels independently (the naive way)"
     )
@@ -76,8 +71,8 @@ class LyannaConfig(DrafterConfig):
             ConfigError: a folder that holds none, a threshold that leaves nothing to re-sample.
             CapabilityError: it was trained for another target.
         """
-        folder = trained_folder(self, context)
-        check_weights(self, read_shape(folder), context)
+        folder = self.folder(context)
+        self.check_weights(read_shape(folder), context)
         model = LyannaModel.load(folder)
         return LyannaDrafter(self, model, load_hot(folder, model.head.config.vocab_size))
 
@@ -109,6 +104,7 @@ class LyannaDrafter(StateDrafter):
             tree=config.width > 1 or self._resampling.on,
             sources=self._resampling.sources(config.kind),
         )
+        self._grower = Grower((1,) * self.depth, config.width, config.proposes)
         self._bias: Bias = lambda tokens: None
         self._info: NativeTokenInfo | None = None  # the same for compiled code
         self.states_drafted = self.states_reused = 0  # so far: states, and how many gave logits a second time
@@ -118,11 +114,11 @@ class LyannaDrafter(StateDrafter):
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check the target, and make the layer over its embedding and head."""
         shape = self.model.shape
-        check_shape(self.config, self.model.head.config, shape.target, target)
+        self.config.check_shape(self.model.head.config, shape.target, target)
         if shape.tokenizer and (tokenizer_mark(target.tokenizer) or shape.tokenizer) != shape.tokenizer:
             wrong = f"trained for {shape.target or 'another model'}: its tokenizer differs from {target.name}'s"
             remedy = f"use one that was trained for {target.name}, or train one"
-            raise CapabilityError(asked(self.config), wrong, remedy)
+            raise CapabilityError(self.config.asked, wrong, remedy)
         network = HeadNetwork(self.model.head, target.handle, device, self.model.reads_tokens, self._hot)
         self._body = StateBody(network, self.depth, self.config.past, max_sequences, pool_tokens, device)
         info = _token_info(self.model, target.handle, device)
@@ -156,12 +152,12 @@ class LyannaDrafter(StateDrafter):
         """Both trees of each sequence, part by part."""
         if fresh:
             self._draft_states(fresh)
-        chains = [chain for draft in drafts for chain in (draft.fresh, draft.again) if chain is not None]
+        growths = [growth for draft in drafts for growth in (draft.fresh, draft.again) if growth is not None]
         if self.config.sampling == "beam":
-            for chain in chains:
-                chain.tree = beam_sampling(chain.logits, self.config.width, self.config.nodes)
+            for growth in growths:
+                growth.draft = beam_sampling(growth.logits, self.config.width, self.config.nodes)
         else:
-            token_info_sampling(chains, self._bias, self.config.width)
+            token_info_sampling(growths, self._grower, self._bias)
 
     def _compiles(self, drafts: Sequence[_SequenceDraft]) -> bool:
         """Whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
@@ -184,9 +180,9 @@ class LyannaDrafter(StateDrafter):
         rows = iter(raw.split([draft.steps for draft in fresh]))
         for draft, (tree, again) in zip(able, found, strict=True):
             if tree is not None:
-                self._keep(draft, next(rows)).tree = Proposal(*tree[:3])
+                self._keep(draft, next(rows)).draft = Proposal(*tree[:3])
             if again is not None and draft.again is not None:
-                draft.again.tree = Proposal(*again[:3])
+                draft.again.draft = Proposal(*again[:3])
 
     def _sample_start(self, draft: _SequenceDraft) -> SampleStart:
         """Where its trees start, for compiled code."""
@@ -201,9 +197,9 @@ class LyannaDrafter(StateDrafter):
         keys = text.cache.slots(0, first + len(pending) + steps - 1)
         return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
 
-    def _keep(self, draft: _SequenceDraft, logits: Tensor) -> LevelChain:
-        """The new draft's chain; its logits [steps, V] stay for the next time."""
-        draft.fresh = self._chain(draft.view, logits)
+    def _keep(self, draft: _SequenceDraft, logits: Tensor) -> LevelGrowth:
+        """The new draft's tree, still empty; its logits [steps, V] stay for the next time."""
+        draft.fresh = LevelGrowth(draft.view, MANY, len(logits), logits=logits)
         self.states_drafted += len(logits)
         self._resampling.keep(draft.view, logits)
         return draft.fresh
@@ -215,27 +211,10 @@ class LyannaDrafter(StateDrafter):
         if most <= 0 or not self.body.ready(draft.view):
             return
         if isinstance(left, Tensor):  # logits are what is kept here
-            draft.again = self._chain(draft.view, left)
+            draft.again = LevelGrowth(draft.view, MANY, len(left), logits=left)
             self.states_reused += len(left)
         if self._resampling.fresh(left):
             draft.steps = min(self.depth, most)
-
-    def _chain(self, view: SequenceView, logits: Tensor) -> LevelChain:
-        return LevelChain(view.tokens[-1], logits, self._rule(view))
-
-    def _rule(self, view: SequenceView) -> Rule | None:
-        """How the sequence's own rules and noise change what tokens are ranked by."""
-        sampler, length = view.sampler, len(view.tokens)
-        if sampler.plain:
-            return None
-
-        def scores(logits: Tensor, paths: list[list[int]], depths: list[int]) -> Tensor:
-            drafted = torch.tensor(paths, device=logits.device) if depths[0] else None
-            if self.config.proposes == "point":
-                return sampler.process(logits, drafted)
-            return sampler.scores(logits, drafted, [length + depth for depth in depths])
-
-        return scores
 
     def _draft_states(self, drafts: Sequence[_SequenceDraft]) -> None:
         """k passes, and one product of all states with the head (section 4.2)."""
@@ -253,8 +232,8 @@ class LyannaDrafter(StateDrafter):
     def _merge(self, draft: _SequenceDraft) -> Proposal:
         """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
         own, room = self._resampling.share(draft.budget, draft.again is not None)
-        fresh = Proposal() if draft.fresh is None else draft.fresh.tree.best(own)
-        return merge(fresh, None if draft.again is None else draft.again.tree.best(room))
+        fresh = Proposal() if draft.fresh is None else draft.fresh.draft.best(own)
+        return merge(fresh, None if draft.again is None else draft.again.draft.best(room))
 
 
 @dataclass(slots=True)
@@ -265,8 +244,8 @@ class _SequenceDraft:
     budget: int
     max_depth: int
     steps: int = 0  # of a new draft; 0: none
-    fresh: LevelChain | None = None
-    again: LevelChain | None = None  # of the states left over
+    fresh: LevelGrowth | None = None
+    again: LevelGrowth | None = None  # of the states left over
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...core.errors import ConfigError
 from ...core.options import check
 from ...network.families import decoder_config
-from ...network.trained_files import TrainedFiles, continued, correct
+from ...network.trained_files import TrainedConfig, TrainedFiles, continued
 from ..states.head import Fusion, StateHead
 from .token_info import TokenInfo
 
@@ -27,8 +27,10 @@ FILES = TrainedFiles("a lyanna drafter", CONFIG_FILE, WEIGHTS_FILE, _RETRAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LyannaShape:
+class LyannaShape(TrainedConfig):
     """What a trained drafter is, and for which target."""
+
+    what: ClassVar[str] = "lyanna"
 
     layer: dict[str, Any] = field(default_factory=dict)  # config.json of the layer; see `states.head.layer_json`
     steps: int = 3  # that it was trained for
@@ -37,19 +39,14 @@ class LyannaShape:
     rank: int = 64  # of token-info; 0: there is none
     hot: int = 0  # frequent tokens that alone have token-info; 0: all
     hot_columns: bool = False  # whether W2 was trained over the hot tokens alone, or over all and is cut after the norm
-    target: str = ""  # name of the target, for messages
-    fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
     tokenizer: str = ""  # `tokenizer_mark` of the target's; empty: not recorded
 
     def __post_init__(self) -> None:
-        check(self, "lyanna with ")
+        check(self, f"{self.what} with ")
         for name, low in (("steps", 1), ("rank", 0), ("hot", 0)):
-            self._require(name, getattr(self, name) >= low, f"must be {low} or more")
-        self._require("hot", self.rank > 0 or not self.hot, "is of no meaning without token-info (rank=0)")
-        self._require("hot_columns", self.hot > 0 or not self.hot_columns, "needs hot tokens")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        correct("lyanna", self, name, holds, rule)
+            self.require(name, getattr(self, name) >= low, f"must be {low} or more")
+        self.require("hot", self.rank > 0 or not self.hot, "is of no meaning without token-info (rank=0)")
+        self.require("hot_columns", self.hot > 0 or not self.hot_columns, "needs hot tokens")
 
 
 class LyannaModel(nn.Module):

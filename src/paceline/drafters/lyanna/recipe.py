@@ -14,9 +14,10 @@ from torch import Tensor
 from ...core.errors import ConfigError
 from ...core.options import option
 from ...network.files import fingerprint
+from ...network.hot import most_frequent
+from ..fit import tokenizer_mark
 from ..states.head import layer_json
 from ..states.unrolled import UnrolledRecipe, UnrollOptions, begin
-from ..vocabulary import tokenizer_mark
 from .model import LyannaModel, LyannaShape
 
 if TYPE_CHECKING:
@@ -84,5 +85,4 @@ def _hot_tokens(options: LyannaOptions, context: BuildContext) -> Tensor | None:
         return None
     if context.occurrences is None:
         raise ConfigError(f"hot={options.hot}", "there are no statistics of tokens", "train it on data")
-    shares = torch.as_tensor(context.occurrences())
-    return shares.argsort(descending=True, stable=True)[:count].sort().values
+    return most_frequent(context.occurrences(), count)

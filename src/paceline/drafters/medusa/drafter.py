@@ -22,13 +22,13 @@ from ...network.files import check_target
 from ...network.hot import FILE, load_hot, masked
 from ...network.linear import LinearOp, make_linear
 from ...network.native_calls import join
-from ...network.native_heads import NativeHeads
+from ...network.native_drafts import NativeHeads
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from ..fit import asked, check_weights, trained_folder
+from ..fit import TrainedDrafterConfig
 from ..levels import Said, best_levels, product_trees
 from ..proposal import Proposal, best_nodes
-from ..registry import DrafterConfig, DrafterContext, option, proposes_option
-from ..resampling import Resample, Resampling, extra_option, merge, resample_option, threshold_option
+from ..registry import DrafterContext, option, proposes_option
+from ..resampling import Resampling, ResamplingConfig, merge
 from .heads import MOST_HEADS, Heads, load, read_config
 
 if TYPE_CHECKING:
@@ -39,12 +39,10 @@ MAX_NODES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaConfig(DrafterConfig):
+class MedusaConfig(TrainedDrafterConfig, ResamplingConfig):
     """Medusa: heads on the target's last state, one for each token ahead."""
 
     kind: ClassVar[str] = "medusa"
-    subject: ClassVar[str] = "path"
-    weights: ClassVar[str] = "path"
 
     path: str = option(
         "", help="folder of trained heads, ours or as the Medusa repository saves them; none: the zoo's for the model"
@@ -55,21 +53,18 @@ class MedusaConfig(DrafterConfig):
     nodes: int = option(24, help="nodes of the tree, those with the best hit rates", minimum=1, maximum=MAX_NODES)
     topk: int = option(10, help="most tokens taken of a head; 1: a chain", minimum=1, maximum=64)
     proposes: Literal["point", "coupled"] = proposes_option()
-    resample: Resample = resample_option("off")
-    extra: int = extra_option()
-    threshold: int = threshold_option()
 
     def build(self, context: DrafterContext) -> MedusaDrafter:
         """Load the heads, and check that they were trained for the target."""
-        folder = trained_folder(self, context)
+        folder = self.folder(context)
         config = read_config(folder)
         if config is not None:
-            check_weights(self, config, context)
+            self.check_weights(config, context)
         heads = load(folder, context.dtype, context.device or "cpu")
         hot = load_hot(folder, heads.config.vocab_size)
         if hot is not None and heads.own is not None:
             wrong = "its folder names hot tokens, and its heads are its own, over all tokens"
-            raise CapabilityError(asked(self), wrong, f"remove {FILE} from it")
+            raise CapabilityError(self.asked, wrong, f"remove {FILE} from it")
         return MedusaDrafter(self, heads, hot)
 
 

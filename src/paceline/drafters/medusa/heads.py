@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import pickle
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -28,7 +28,7 @@ from ...core.options import check, shown
 from ...network.adapters import fill_normal
 from ...network.files import is_file, opened, read_json
 from ...network.linear import nan_parameter
-from ...network.trained_files import TrainedFiles, correct
+from ...network.trained_files import TrainedConfig, TrainedFiles
 
 CONFIG_FILE, WEIGHTS_FILE = "medusa.json", "medusa.safetensors"
 FILES = TrainedFiles("Medusa heads", CONFIG_FILE, WEIGHTS_FILE, "restore the file, or train the heads again")
@@ -41,8 +41,10 @@ _FIRST, _NEXT_HEAD, _NEXT_TOKEN = 0.5, 0.75, 0.35
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsConfig:
+class HeadsConfig(TrainedConfig):
     """Heads that were trained for a target."""
+
+    what: ClassVar[str] = "Medusa heads"
 
     heads: int  # tokens drafted ahead
     d_model: int  # of the target
@@ -50,21 +52,16 @@ class HeadsConfig:
     rank: int = 0  # of each W_j; 0: a full matrix
     own: bool = False  # each has an output head of its own; else the target's serves all
     accuracies: tuple[tuple[float, ...], ...] = ()  # [heads][k] how often each of a head's likeliest tokens is right
-    target: str = ""  # its name; empty: not recorded
-    fingerprint: str = ""  # of its checkpoint; empty: not recorded
 
     def __post_init__(self) -> None:
-        check(self, "Medusa heads with ")
+        check(self, f"{self.what} with ")
         for name, least, most in (("heads", 1, MOST_HEADS), ("d_model", 1, 2**20), ("vocab_size", 2, 2**24)):
-            self._require(name, least <= getattr(self, name) <= most, f"must be {least} to {most:,}")
-        self._require("rank", 0 <= self.rank <= self.d_model, "must be 0 to d_model")
+            self.require(name, least <= getattr(self, name) <= most, f"must be {least} to {most:,}")
+        self.require("rank", 0 <= self.rank <= self.d_model, "must be 0 to d_model")
         rates = [rate for row in self.accuracies for rate in row]
-        self._require("accuracies", not rates or len(self.accuracies) == self.heads, "must have a row for each head")
-        self._require("accuracies", all(self.accuracies), "must have no empty row")
-        self._require("accuracies", all(0 <= rate <= 1 for rate in rates), "must be 0 to 1")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        correct("Medusa heads", self, name, holds, rule)
+        self.require("accuracies", not rates or len(self.accuracies) == self.heads, "must have a row for each head")
+        self.require("accuracies", all(self.accuracies), "must have no empty row")
+        self.require("accuracies", all(0 <= rate <= 1 for rate in rates), "must be 0 to 1")
 
     def hit_rates(self, count: int) -> list[list[float]]:
         """[heads][count] of the likeliest tokens of each head, never rising; where none are known, a guess."""
@@ -132,7 +129,7 @@ class Heads(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""
-        FILES.save(self, self.config, folder, dtype)
+        FILES.write(dict(self.named_parameters()), asdict(self.config), folder, dtype)
 
 
 def read_config(folder: Path) -> HeadsConfig | None:

@@ -5,7 +5,6 @@ Source: Medusa (Cai et al. 2024), section 3.2.1 (Medusa-1), with distillation fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from ...core.options import check, option
 from ...network.files import fingerprint
 from ...network.hot import hot_share
-from ...network.trained_files import continued
+from ...network.trained_files import resumed
 from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, said_at
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states, top_tokens
@@ -110,7 +109,7 @@ class MedusaRecipe:
     # -- held-out figures
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """By domain, teacher-forced: each head's loss with the text (nats) and agreement with the target's likeliest
         token, and the length of a chain, and of a tree of three children a node, that would be accepted."""
         figures: dict[str, float] = {}
@@ -150,12 +149,11 @@ class MedusaRecipe:
 
     # -- result
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """`Heads.save` in bf16 with calibrated hit rates, and ``training.json``: facts and number of parameters."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """`Heads.save` in bf16, with calibrated hit rates."""
         self.module.config = self.calibrated()
         self.module.save(folder)
-        values = {**facts, "parameters": sum(parameter.numel() for parameter in self.module.parameters())}
-        (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+        return {"parameters": sum(parameter.numel() for parameter in self.module.parameters())}
 
 
 def _figures(name: str, values: Tensor) -> dict[str, float]:
@@ -182,13 +180,6 @@ def build(options: MedusaOptions, context: BuildContext) -> MedusaRecipe:
     if context.init is None:
         heads = Heads.fresh(config, torch.Generator().manual_seed(context.seed))
     else:
-        heads = _continued(context.init, config)
+        heads = load(context.init, torch.float32).requires_grad_(True)
+        heads = resumed(heads, config, context.init, ("accuracies",))
     return MedusaRecipe(heads.to(context.device), target, options, context.held_out, context.features)
-
-
-def _continued(folder: Path, config: HeadsConfig) -> Heads:
-    """The heads in ``folder``, to be trained on; their target may have been an earlier state of this one."""
-    heads = load(folder, torch.float32).requires_grad_(True)
-    continued(heads.config, config, folder, ("accuracies",))
-    heads.config = config
-    return heads

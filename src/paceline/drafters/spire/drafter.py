@@ -9,9 +9,8 @@ Source: SPIRe, sections 3.1 and 3.3.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -33,10 +32,10 @@ from ...network.native import unsupported
 from ...network.native_drafts import RingChain
 from ...network.packing import RowPacker
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from ..fit import asked, check_rotary, check_shape, check_weights, trained_folder
+from ..fit import TrainedDrafterConfig, check_rotary
 from ..growth import Grower, Growth, compiles
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option, proposes_option
+from ..registry import DrafterContext, option, proposes_option
 from ..resampling import REFUSED
 from .model import SpireShape, read_memory, read_shape
 from .network import SpireNetwork
@@ -46,15 +45,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpireConfig(DrafterConfig):
+class SpireConfig(TrainedDrafterConfig):
     """SPIRe: a draft of the target's last layers with feedback memory, in constant K/V memory a text."""
 
     kind: ClassVar[str] = "spire"
-    subject: ClassVar[str] = "path"
-    weights: ClassVar[str] = "path"
     refuses = REFUSED
 
-    path: str = option("", help="folder, hub name or embedded one of a trained draft; none: the zoo's for the model")
     depth: int | None = option(
         None, help="tokens of a draft; default: as many as it was trained for", minimum=1, maximum=64
     )
@@ -67,9 +63,9 @@ class SpireConfig(DrafterConfig):
             ConfigError: a folder that holds none.
             CapabilityError: it was trained for another target.
         """
-        folder = trained_folder(self, context)
+        folder = self.folder(context)
         shape = read_shape(folder)
-        check_weights(self, shape, context)
+        self.check_weights(shape, context)
         layers = None if context.target_folder is None else read_config(context.target_folder).num_layers
         return SpireDrafter(self, shape, folder, layers)
 
@@ -110,7 +106,7 @@ class SpireDrafter(Drafter):
         if shape.past != "embedding" and (num_layers is None or num_layers <= shape.layers):
             wrong = f"it reads activations below the target's last {shape.layers} layers, and the target "
             wrong += "is not known when it is built" if num_layers is None else f"has {num_layers}"
-            raise CapabilityError(asked(config), wrong, "build it for the target that it was trained for")
+            raise CapabilityError(config.asked, wrong, "build it for the target that it was trained for")
         self.depth = config.depth or shape.depth
         self._taps = shape.taps(num_layers or 0)
         self.spec = DrafterSpec(
@@ -138,11 +134,11 @@ class SpireDrafter(Drafter):
         Raises:
             CapabilityError: layers with sliding windows, positions that are not rotary, or a draft of another target.
         """
-        check_rotary(asked(self.config), target.decoder.config, target.name, "use draft_model or ngram for this target")
+        check_rotary(self.config.asked, target.decoder.config, target.name, "use draft_model or ngram for this target")
         self._target = target.decoder
         decoder, memory = self._load(target, device)
         c = decoder.config
-        check_shape(self.config, c, self.shape.target, target)
+        self.config.check_shape(c, self.shape.target, target)
         self._network = SpireNetwork(decoder, memory)
         decoder.cut(load_hot(self._source, c.vocab_size) if isinstance(self._source, Path) else None)
         view = SinkWindow(self.shape.sinks, self.shape.window)
@@ -196,12 +192,11 @@ class SpireDrafter(Drafter):
             room = last - len(growth.sequence.tokens)
             growth.max_depth = min(growth.max_depth, growth.budget, self.depth, room)
         able = [g for g in growths if g.max_depth > 0 and self._ready(g.sequence)]
-        sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
-        floor = -math.inf if sampled else want.log_floor
+        grower = self._grower.bounded(want.log_floor)
         if able and self.network.compiled and compiles(able, self.config.proposes):
-            want.passes = self._grow_compiled(able, floor)
+            want.passes = self._grow_compiled(able, grower.floor)
         else:
-            want.passes = self._grow(able, replace(self._grower, floor=floor))
+            want.passes = self._grow(able, grower)
         return [g.draft for g in growths]
 
     # -- its parts
@@ -284,8 +279,7 @@ class SpireDrafter(Drafter):
             chains.append(RingChain(tokens[-1], len(tokens) - 1, growth.max_depth, text.ring, text.start, growth.rules))
         found = self.network.roll(chains, self.ring, floor)
         for growth, drafted in zip(growths, found, strict=True):
-            for node, (token, log_q) in enumerate(drafted):
-                growth.add(node, token, log_q)
+            growth.follow(drafted)
         return max(map(len, found))
 
     def _grow(self, growths: Sequence[Growth], grower: Grower) -> int:
@@ -307,7 +301,7 @@ class SpireDrafter(Drafter):
         for growth in growths:
             text, (node,) = self._texts[growth.sequence.key], growth.frontier
             position = len(growth.sequence.tokens) - 1 + node  # of a chain a node is its depth, too
-            token = growth.draft.tokens[node - 1] if node else growth.sequence.tokens[-1]
+            token = growth.token(node)
             slots = self.ring.slots(text.ring, self._seen(text, position))
             own = self.ring.unseen(text.ring) if self.network.feedback else slots[-1]
             prefix = len(slots) if self.network.feedback else len(slots) - 1

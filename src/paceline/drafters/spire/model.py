@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ...core.options import check
-from ...network.trained_files import TrainedFiles, correct
+from ...network.trained_files import TrainedConfig, TrainedFiles
 
 CONFIG_FILE, WEIGHTS_FILE = "spire.json", "spire.safetensors"
 MEMORY = "memory"
@@ -26,8 +26,10 @@ OWN_WEIGHT = 2.0  # at the start, of the layer's own input in its memory; the ot
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpireShape:
+class SpireShape(TrainedConfig):
     """What a trained draft is, and for which target. Names of sections are SPIRe's."""
+
+    what: ClassVar[str] = "spire"
 
     layers: int = 0  # of the draft, n
     window: int = 64  # last tokens that a row sees (3.1)
@@ -38,19 +40,14 @@ class SpireShape:
     # draft's embeddings, or the target's last activation for all layers (3.3's worse variants)
     shared: bool = False  # one memory for all layers (Fan et al. 2021), not one each
     ends: Ends = "own"  # embedding, final norm and head: in the checkpoint; or the target's, which it then lacks
-    target: str = ""  # name of the target, for messages
-    fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
 
     def __post_init__(self) -> None:
-        check(self, "spire with ")
+        check(self, f"{self.what} with ")
         for name, low in (("layers", 1), ("window", 1), ("sinks", 0), ("depth", 1)):
-            self._require(name, getattr(self, name) >= low, f"must be {low} or more")
-        self._require("shared", self.feedback or not self.shared, "is of no meaning without feedback memory")
+            self.require(name, getattr(self, name) >= low, f"must be {low} or more")
+        self.require("shared", self.feedback or not self.shared, "is of no meaning without feedback memory")
         whole = self.past != "layers" or not self.shared
-        self._require("shared", whole, "needs a past that is one vector a token (past = embedding or last)")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        correct("spire", self, name, holds, rule)
+        self.require("shared", whole, "needs a past that is one vector a token (past = embedding or last)")
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         """Of each draft layer the target layer, 0-based, behind which its memory of verified tokens is read; none: it

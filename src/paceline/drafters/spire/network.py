@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.rope import RopeTable
+from ...attention.rope import RopeTable, rotated
 from ...kv.ring import RingCache
 from ...network.base import ForwardState, Taps
 from ...network.decoder import Decoder
@@ -51,10 +51,7 @@ def projection(layer: Layer, c: DecoderConfig) -> Projection:
         k, v = product(norm(states)).view(len(states), 2, c.num_kv_heads, c.head_dim).unbind(1)
         if scale is not None:
             k = rms(k, *scale)
-        dim = cos.shape[-1]
-        part = k[..., :dim].to(cos.dtype)
-        turned = (part * cos + part.roll(dim // 2, -1) * sin).to(k.dtype)
-        return torch.cat((turned, k[..., dim:]), -1), v
+        return rotated(k, cos, sin), v
 
     return project
 

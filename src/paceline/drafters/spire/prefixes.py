@@ -26,7 +26,7 @@ from ...network.families import DecoderConfig
 from ...network.layers import Layer
 from ...network.linear import Dense
 from ...training.data import TokenBatch
-from ...training.network import KeyValues, Network, Rotation, attend, finish, normed, rotate
+from ...training.network import KeyValues, Network, Rotation, attend, finish, head_norm, normed, rotate
 from .model import SpireShape
 
 
@@ -78,13 +78,13 @@ def keys_and_values(layer: Layer, c: DecoderConfig, memory: Tensor, rotation: Ro
     """[.., kv_heads, head_dim] a layer's projections of memory vectors [.., d]."""
     both = _part(layer, normed(layer.attention_norm, memory), slice(c.num_heads * c.head_dim, None))
     k, v = both.unflatten(-1, (-1, c.head_dim)).chunk(2, dim=-2)
-    return rotate(_head_norm(k, layer.k_norm, c), rotation), v
+    return rotate(head_norm(k, layer.k_norm, c), rotation), v
 
 
 def _queries(layer: Layer, c: DecoderConfig, hidden: Tensor, rotation: Rotation) -> Tensor:
     """[.., heads, head_dim] of a layer's input [.., d]."""
     q = _part(layer, normed(layer.attention_norm, hidden), slice(0, c.num_heads * c.head_dim))
-    return rotate(_head_norm(q.unflatten(-1, (-1, c.head_dim)), layer.q_norm, c), rotation)
+    return rotate(head_norm(q.unflatten(-1, (-1, c.head_dim)), layer.q_norm, c), rotation)
 
 
 def _part(layer: Layer, x: Tensor, outputs: slice) -> Tensor:
@@ -92,10 +92,6 @@ def _part(layer: Layer, x: Tensor, outputs: slice) -> Tensor:
     dense = layer._modules["qkv"]
     assert isinstance(dense, Dense), "the draft was finished for inference"
     return F.linear(x, dense.weight[outputs], None if dense.bias is None else dense.bias[outputs])
-
-
-def _head_norm(x: Tensor, weight: Tensor | None, c: DecoderConfig) -> Tensor:
-    return x if weight is None else F.rms_norm(x.float(), (c.head_dim,), weight, c.norm_eps).to(x.dtype)
 
 
 def run_blocks(

@@ -180,7 +180,7 @@ class SpireRecipe:
     # -- held-out figures
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """By domain, teacher-forced, over blocks of k rows.
 
         ``tau/DOMAIN``: tokens a round, of drafts of k sampled tokens verified by rejection: 1 + the mean sum of the
@@ -229,11 +229,12 @@ class SpireRecipe:
             found.append(torch.stack((ratio, torch.minimum(p, q).sum(-1))))
         return torch.cat(found, 1)
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """What users load; the job adds ``training.json``."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """What users load."""
         layers_only = self.shape.ends == "target"
         self.module.network.save(folder, dict(self.config), torch.bfloat16, layers_only)
         save_shape(self.shape, self.module.memory, folder)
+        return {}
 
 
 def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:

@@ -38,7 +38,7 @@ from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states, top_tokens
 from ...training.losses import SoftTarget, TargetTop, mse_cross_entropy
 from ...training.multistream import CarrierRows, group_attention, make_carriers
-from ...training.network import Network, Rotation, attend, finish, project, visible
+from ...training.network import Network, attend, finish, project, rotation_of, visible
 from .head import StateHead
 from .start import start_from_target
 
@@ -164,29 +164,22 @@ def unroll(
     head, config, index = model.head, model.head.config, anchors.index
     following = F.pad(batch.tokens[:, 1:], (0, 1))  # a document's last row has none of its own, and nothing sees it
     fused = head.fuse(features, embed(following) if model.reads_tokens else None)  # [B, T, d]
-    q, k, v = project(head.layer, config, fused, _rotation(head, batch.positions))
+    q, k, v = project(head.layer, config, fused, rotation_of(head.rope, batch.positions))
     attended = attend(q, k, v, visible(batch)).flatten(0, 1)[index]
     states = [finish(head.layer, config, fused.flatten(0, 1)[index], attended)]
     shared, own_k, own_v = (k.flatten(0, 1), v.flatten(0, 1)), [], []
     for step in range(2, steps + 1):
         token = embed(Ahead.of(batch, index, step).tokens) if model.feeds_tokens else None
         fed = head.fuse(states[-1], token)[:, None]  # [R, 1, d]
-        q, new_k, new_v = project(head.layer, config, fed, _rotation(head, anchors.positions[:, None] + step - 1))
+        q, new_k, new_v = project(
+            head.layer, config, fed, rotation_of(head.rope, anchors.positions[:, None] + step - 1)
+        )
         own_k.append(new_k)
         own_v.append(new_v)
         order = torch.tensor([step - 1], device=index.device)
         attended = group_attention(q, shared, (torch.cat(own_k, 1), torch.cat(own_v, 1)), anchors, order, None)
         states.append(finish(head.layer, config, fed[:, 0], attended[:, 0]))
     return states
-
-
-def _rotation(head: StateHead, positions: Tensor) -> Rotation:
-    """cos and signed sin [.., 1, dim] of ``positions`` [..]."""
-    if head.rope is None:
-        return None
-    cos, sin = head.rope.rows(positions.reshape(-1))
-    shape = (*positions.shape, 1, -1)
-    return cos.view(shape), sin.view(shape)
 
 
 # -- the recipe
@@ -292,7 +285,7 @@ class UnrolledRecipe:
     # -- held-out figures
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Figures on held-out text, by domain, teacher-forced.
 
         ``acceptance/DOMAIN/S``: of the rows where the likeliest token of every step before S was the target's own, the
@@ -350,9 +343,10 @@ class UnrolledRecipe:
             found.append(torch.stack((best[:, 0], best.any(-1))))
         return torch.cat(found, 1), torch.cat(losses)
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """What users load; the job adds ``training.json``."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """What users load."""
         self.save(folder)
+        return {}
 
 
 def held_out_figures(hits: Tensor, losses: Tensor, exists: Tensor) -> dict[str, float]:

@@ -22,11 +22,11 @@ from ...core.errors import ConfigError
 from ...network.files import check_target
 from ...network.streams import MAX_STREAMS, StreamSet, check_exit, read_config
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
-from ..fit import asked, check_weights, trained_folder
+from ..fit import TrainedDrafterConfig
 from ..levels import Said, count, cut, product_trees
 from ..proposal import Proposal
-from ..registry import DrafterConfig, DrafterContext, option, proposes_option
-from ..resampling import Resample, Resampling, extra_option, merge, resample_option, threshold_option
+from ..registry import DrafterContext, option, proposes_option
+from ..resampling import Resampling, ResamplingConfig, merge
 
 if TYPE_CHECKING:
     from ...network.decoder import TargetInfo
@@ -37,12 +37,10 @@ USUAL_GAMMA = 4  # where it is not known who brings streams, and no gamma is giv
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamsConfig(DrafterConfig):
+class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
     """Speculative streams: the target's own pass drafts, by a trained set or by a request's application."""
 
     kind: ClassVar[str] = "streams"
-    subject: ClassVar[str] = "path"
-    weights: ClassVar[str] = "path"
     of_applications: ClassVar[bool] = True
 
     path: str = option(
@@ -79,9 +77,6 @@ class StreamsConfig(DrafterConfig):
         None, help="keys of its main row that a stream attends to, best first (at=nodes)", minimum=1
     )
     proposes: Literal["point", "coupled", "sampled"] = proposes_option(sampled=True)
-    resample: Resample = resample_option("off")
-    extra: int = extra_option()
-    threshold: int = threshold_option()
 
     def validate(self) -> None:
         """Refuse options that contradict each other."""
@@ -126,8 +121,8 @@ class StreamsConfig(DrafterConfig):
         """Load the trained set, where one is named."""
         if not self.path:
             return StreamsDrafter(self, applied=context.streams)
-        folder = trained_folder(self, context)
-        check_weights(self, read_config(folder), context)
+        folder = self.folder(context)
+        self.check_weights(read_config(folder), context)
         return StreamsDrafter(self, StreamSet.load(folder, dtype=context.dtype, device=context.device or "cpu"))
 
 
@@ -275,7 +270,7 @@ def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
     if streams.config.mode != "lossless":
         wrong = "the set was trained in shared mode: its adapters change the target's own answers"
         remedy = "load it as an application, and let requests name it: LLM(..., applications={'name': FOLDER})"
-        raise ConfigError(asked(config), wrong, remedy)
+        raise ConfigError(config.asked, wrong, remedy)
     if config.prunes and config.prune_exit == "trained":
         check_exit(f"pruning with the streams of {config.path or 'this set'}", streams, config.prune_layer)
     if config.gamma is None or config.gamma == trained:

@@ -5,7 +5,6 @@ Source: Speculative Streaming, section 2.4 and appendices E.4, H.2, I, M, N.1.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from ...core.options import check, option
 from ...network.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
 from ...network.files import fingerprint
 from ...network.streams import StreamConfig, StreamSet
-from ...network.trained_files import continued
+from ...network.trained_files import resumed
 from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, no_loss, said_at
 from ...training.chunked import KnownGradients
 from ...training.data import TokenBatch
@@ -298,7 +297,7 @@ class StreamRecipe:
     # -- held-out figures
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Figures on held-out answers, by domain.
 
         ``loss/..``: of each stream (nats), ``agreement/../j``: share of rows where the likeliest token of stream j is
@@ -348,13 +347,12 @@ class StreamRecipe:
 
     # -- result
 
-    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """`StreamSet.save`, in bf16 as all weights are, and ``training.json``: the facts, the number of parameters of
-        each part, and the limit that drafts are best made with."""
+    def export(self, folder: Path) -> dict[str, Any]:
+        """`StreamSet.save`, in bf16 as all weights are; the number of parameters of each part, and the limit that
+        drafts are best made with."""
         self.module.save(folder, torch.bfloat16)
         counted = {"parameters": self.module.parameters_by_part(), "application": self.options.application}
-        values = {**facts, **counted, "attention_limit": self.options.attention_limit}
-        (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+        return {**counted, "attention_limit": self.options.attention_limit}
 
 
 def _by_stream(losses: Tensor) -> dict[str, float]:
@@ -387,13 +385,5 @@ def build(options: StreamsOptions, context: BuildContext) -> StreamRecipe:
         generator = torch.Generator().manual_seed(context.seed)
         trained = StreamSet.fresh(config, linear_shapes(target.config), generator)
     else:
-        trained = _continued(context.init, config)
+        trained = resumed(StreamSet.load(context.init, dtype=torch.float32), config, context.init)
     return StreamRecipe(target, trained.to(context.device), options, context.held_out)
-
-
-def _continued(folder: Path, config: StreamConfig) -> StreamSet:
-    """The set in ``folder``, to be trained on; its target may have been an earlier state of this one."""
-    trained = StreamSet.load(folder, dtype=torch.float32)
-    continued(trained.config, config, folder)
-    trained.config = config
-    return trained

@@ -213,7 +213,7 @@ PL_STRUCT(TreeStart,
 
 // how trees grow: `DraftModelConfig`
 PL_STRUCT(TreeRules,
-  int64_t topk, beam;      // of a dynamic tree children of a node, and nodes expanded a level; topk 1: a static tree
+  int64_t topk;            // of a dynamic tree children of a node, and nodes expanded a level; 1: a static tree
   int64_t levels;
   const int64_t* factors;  // [levels] children a level of a static tree
   double floor;            // no node below this score is expanded

@@ -77,7 +77,7 @@ std::vector<int64_t> next_frontier(const TreeRules& r, const Growing& tree, std:
   auto better = [&](int64_t a, int64_t b) { return tree.scores[a - 1] > tree.scores[b - 1]; };
   if (r.topk > 1) {
     std::stable_sort(fresh.begin(), fresh.end(), better);
-    if ((int64_t)fresh.size() > r.beam) fresh.resize(r.beam);
+    if ((int64_t)fresh.size() > r.topk) fresh.resize(r.topk);
   } else if ((int64_t)(tree.tokens.size() + fresh.size() * r.factors[level]) > tree.of->budget) {
     return {};
   }
@@ -98,7 +98,7 @@ extern "C" {
 // Returns a `Refusal`.
 int pl_grow(const Model* m, const Pass* p, const Linear* words, int64_t limit, TreeStart* starts, int64_t count,
             const TreeRules* rules, const Fuse* f) {
-  if (count < 0 || rules->levels < 1 || rules->topk < 1 || rules->beam < 0) return BAD_COUNT;
+  if (count < 0 || rules->levels < 1 || rules->topk < 1) return BAD_COUNT;
   for (int64_t i = 0; i < rules->levels; i++)
     if (rules->factors[i] < 1) return BAD_COUNT;
   std::vector<Growing> trees;
