@@ -149,14 +149,16 @@ class Server:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
         writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        events: list[dict[str, Any]] = []
+        came: list[tuple[float, bytes]] = []  # read when all is there: that would take its time from the server's
         async for line in reader:
             if line.startswith(b"data: {"):
-                now, told = time.perf_counter(), json.loads(line[6:])
-                events.append(told)
-                if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in told["choices"]):
-                    times.append(now)
+                came.append((time.perf_counter(), line))
         writer.close()
+        events: list[dict[str, Any]] = []
+        for now, line in came:
+            events.append(json.loads(line[6:]))
+            if any(one.get("text") or one.get("delta", {}).get("content") for one in events[-1]["choices"]):
+                times.append(now)
         if not events or "usage" not in events[-1]:
             raise SystemExit(f"the server did not answer: {events[-1:]}")
         run = Run(tokens=events[-1]["usage"]["completion_tokens"])

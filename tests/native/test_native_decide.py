@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kits.native import SHAPES, Text, blank_pool, decoder_of, forward, make, needs_kernels, tokens_of
@@ -163,7 +164,14 @@ def drawn_at_once(
     rules = b"".join(sampler.rules for sampler in samplers)
     tokens = [t for d in drafted for t in d.tokens]
     positions = [p for d in drafted for p in d.positions]
-    found = decoder.stack.decide(TokenPass(tokens, positions, slots, spans, wanted, (), rules, logits), pool)
+    masks = None
+    if any(sampler.matcher is not None for sampler in samplers):
+        masks = torch.full((len(wanted), (decoder.config.vocab_size + 31) // 32), -1, dtype=torch.int32)
+        owners = [sampler for d, sampler in zip(drafted, samplers, strict=True) for _ in d.nodes]
+        for row, sampler in zip(masks, owners, strict=True):
+            if sampler.matcher is not None:
+                sampler.matcher.fill([], row)
+    found = decoder.stack.decide(TokenPass(tokens, positions, slots, spans, wanted, (), rules, logits, masks), pool)
     oracle, parts, begin = [], [], 0
     for d, sampler in zip(drafted, samplers, strict=True):
         parts.append(logits[begin : begin + len(d.nodes)])
@@ -204,6 +212,79 @@ def test_what_is_drawn_at_once_is_what_samplers_draw(name: str, kind: str) -> No
             left += mine < 0
             assert mine in (-1, wanted)
     assert met > 10 * left
+
+
+class SomeTokens:
+    """A matcher that allows the same few tokens everywhere.
+
+    Args:
+        allowed: [V] bool.
+    """
+
+    def __init__(self, allowed: torch.Tensor) -> None:
+        self.allowed = allowed
+
+    def __call__(self, output: Sequence[int]) -> torch.Tensor:
+        return self.allowed
+
+    def fill(self, output: Sequence[int], words: torch.Tensor) -> None:
+        bits = torch.zeros(len(words) * 32, dtype=torch.uint8)
+        bits[: len(self.allowed)] = self.allowed
+        words.copy_(torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int32)))
+
+    def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
+        return [all(self.allowed[path]) for path in paths]
+
+    def forced(self, output: Sequence[int], most: int) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("most", [1, 2, 20, 10**6])
+def test_what_a_grammar_allows_is_drawn_at_once(kind: str, most: int) -> None:
+    """Sequences with a mask of ``most`` tokens, at the ends of the vocabulary too, beside one in four without."""
+    decoder = decoder_of("base", kind)
+    vocab, met, left = decoder.config.vocab_size, 0, 0
+    for seed in range(9):
+        pool, drafted, _ = batch(decoder, seed)
+        draw = torch.Generator().manual_seed(seed)
+        samplers = []
+        for i in range(len(drafted)):
+            allowed = torch.zeros(vocab, dtype=torch.bool)
+            allowed[torch.randperm(vocab, generator=draw)[:most]] = True
+            allowed[vocab - 1 if seed % 2 else 0] = True
+            params = SamplingParams(**TRUNCATED[(seed + i) % len(TRUNCATED)])
+            matcher = SomeTokens(allowed) if i % 4 != 3 else None
+            samplers.append(SequenceSampler(params, [1], seed=seed, sample_index=i, vocab_size=vocab, matcher=matcher))
+        found, oracle, _ = drawn_at_once(decoder, pool, drafted, samplers)
+        for mine, wanted in zip(found, oracle, strict=True):
+            met += mine >= 0
+            left += mine < 0
+            assert mine in (-1, wanted)
+    assert met > 10 * left
+
+
+def test_where_no_bit_is_set_the_sampler_is_asked() -> None:
+    """As where a grammar's parser failed."""
+
+    class Failed(SomeTokens):
+        def fill(self, output: Sequence[int], words: torch.Tensor) -> None:
+            words.zero_()
+
+    decoder = decoder_of("base", "bfloat16")
+    pool, drafted, _ = batch(decoder, 3)
+    vocab = decoder.config.vocab_size
+    failed = Failed(torch.ones(vocab, dtype=torch.bool))
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature)
+        samplers = [
+            SequenceSampler(params, [1], seed=1, sample_index=0, vocab_size=vocab, matcher=matcher)
+            for matcher in (failed, None, failed, None)
+        ]
+        found, oracle, _ = drawn_at_once(decoder, pool, drafted, samplers)
+        first, second, third = (len(d.nodes) for d in drafted[:3])
+        assert found[:first] == [-1] * first and found[first : first + second] == oracle[first : first + second]
+        assert found[first + second : first + second + third] == [-1] * third and found[-1] == oracle[-1]
 
 
 def test_rules_that_compiled_code_does_not_know_are_left_to_the_sampler() -> None:

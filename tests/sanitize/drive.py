@@ -412,7 +412,10 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
     asked = TokenPass(tokens, positions, slots, spans, wanted, adapters(decoder, draw, start))
     rules, drawn = b"".join(some_rules(draw, vocab) for _ in spans), draw.random() < 0.5
     if not riding:
-        asked = asked._replace(rules=rules, logits=torch.empty(len(wanted), vocab)) if drawn else asked
+        if drawn:
+            masks = torch.randint(-(2**31), 2**31, (len(wanted), (vocab + 31) // 32), dtype=torch.int32)
+            masks = draw.choice([None, masks & draw.choice([-1, 1 << 31, 0])])
+            asked = asked._replace(rules=rules, logits=torch.empty(len(wanted), vocab), masks=masks)
         found = stack.decide(asked, cache, some_taps(decoder, draw, start))
     else:
         rides = StreamRun(

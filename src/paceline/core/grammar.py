@@ -70,6 +70,10 @@ class Matcher(Protocol):
         """[V] bool: the tokens that may follow these."""
         ...
 
+    def fill(self, output: Sequence[int], words: Tensor) -> None:
+        """The same as the bits of ``words`` [(V + 31) // 32] int32, the lowest bit first."""
+        ...
+
     def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
         """Of texts that go on behind an output, which the grammar allows."""
         ...

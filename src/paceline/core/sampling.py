@@ -227,9 +227,9 @@ class SequenceSampler:
 
     @property
     def rules(self) -> bytes:
-        """``struct Rules`` of compiled code: how tokens are drawn, by temperature and truncations alone."""
+        """``struct Rules`` of compiled code: by temperature, truncations and a grammar's masks alone."""
         if self._rules is None or self._rules[0] != len(self._steps):
-            p, known = self.params, self.plain or self.draws
+            p, known = self.params, len(self._steps) == self._truncations + (self.matcher is not None)
             min_p = math.log(p.min_p) if p.min_p > 0 else 1.0
             key = noise.key(self.seed, self.sample_index, noise.TARGET)
             made = RULES.pack(key, p.temperature if known else -1.0, p.top_k, p.top_p, min_p)

@@ -146,12 +146,16 @@ class TokenTree:
             rows[node, node] = True
         return mask
 
-    def path_tokens(self, b: int) -> Tensor:
-        """[n, D] int64: tokens from below the root to each node of request ``b``, itself included; -1 padded."""
+    def paths(self, b: int) -> list[list[int]]:
+        """[n] tokens from below the root to each node of request ``b``, itself included."""
         paths: list[list[int]] = [[]]
         for token, parent in zip(self.tokens[b][1:], self.parents[b][1:], strict=True):
             paths.append([*paths[parent], token])
-        return as_tensor(paths, PADDING)
+        return paths
+
+    def path_tokens(self, b: int) -> Tensor:
+        """[n, D] int64: `paths`, -1 padded."""
+        return as_tensor(self.paths(b), PADDING)
 
     def check(self) -> None:
         """Check every invariant of the type.

@@ -34,12 +34,22 @@ class GrammarMatcher:
         Raises:
             ConfigError: what follows takes more work to find out than a request is given.
         """
-        if not self._go(output):
-            return torch.ones(self._vocab_size, dtype=torch.bool)
-        words = self._parser.compute_bitmask()
-        self._check()
-        bits = np.unpackbits(np.frombuffer(words, dtype=np.uint8), bitorder="little", count=self._vocab_size)
+        words = torch.empty((self._vocab_size + 31) // 32, dtype=torch.int32)
+        self.fill(output, words)
+        bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little", count=self._vocab_size)
         return torch.from_numpy(bits).view(torch.bool)
+
+    def fill(self, output: Sequence[int], words: Tensor) -> None:
+        """See `core.grammar.Matcher`.
+
+        Raises:
+            ConfigError: as for a call.
+        """
+        if not self._go(output):
+            words.fill_(-1)
+            return
+        self._parser.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
+        self._check()
 
     def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
         """Of texts that go on behind an output, which the grammar allows."""

@@ -191,7 +191,7 @@ class CTokenPass(Struct):
         "int64_t num_spans",
         "pointer wanted",
         "int64_t num_wanted",
-        "pointer rules logits chosen",
+        "pointer rules logits masks chosen",
     )
 
 

@@ -41,6 +41,7 @@ class TokenPass(NamedTuple):
     adapters: Sequence[AdapterRange] = ()  # ranges of rows with adapters
     rules: bytes | None = None  # `SequenceSampler.rules` of every span in a row; None: all take the likeliest
     logits: Tensor | None = None  # [wanted and riders, vocab] float32, to be filled; goes with ``rules``
+    masks: Tensor | None = None  # [wanted, (vocab + 31) // 32] int32: bits of tokens that may follow; with ``rules``
 
     def packed(self, vocab: int, held: list[Any], riders: int = 0) -> array[int]:
         """As compiled code reads it: an `abi.CTokenPass`, its spans and its numbers; last is room for the choices.
@@ -69,11 +70,11 @@ class TokenPass(NamedTuple):
                 addresses.append(len(_PASS) + len(spans) + _PARENTS)
                 numbers += parents
             spans += (start, stop, prefix, base, at or 0, drafted, nodes)  # in the order of _SPAN
-        rules, logits = self._drawing(vocab, held, riders)
+        drawing = self._drawing(vocab, held, riders)
         head = (  # in the order of _PASS
             *(rows, begin, begin + rows, slots, slot_base),
             *(len(_PASS), len(self.spans), begin + 2 * rows, len(self.wanted)),
-            *(rules, logits, begin + len(numbers)),
+            *(*drawing, begin + len(numbers)),
         )
         made = array("q", [*head, *spans, *numbers, *self.wanted])
         here = made.buffer_info()[0]
@@ -81,17 +82,19 @@ class TokenPass(NamedTuple):
             made[place] = here + 8 * made[place]
         return made
 
-    def _drawing(self, vocab: int, held: list[Any], riders: int) -> tuple[int, int]:
-        """Addresses of the rules and of the logits; 0 where all take the likeliest token."""
-        rules, logits = self.rules, self.logits
+    def _drawing(self, vocab: int, held: list[Any], riders: int) -> tuple[int, int, int]:
+        """Addresses of the rules, the logits and the masks; 0 where all take the likeliest token, or any."""
+        rules, logits, masks = self.rules, self.logits, 0
         if rules is None or logits is None:
-            return 0, 0
+            return 0, 0, 0
         if len(rules) != native.RULES_BYTES * len(self.spans):
             raise ValueError(f"rules of {len(rules)} bytes for {len(self.spans)} sequences")
         if not logits.is_contiguous():
             raise ValueError("logits that do not lie in one piece")
         shape = len(self.wanted) + riders, vocab
-        return rules_at(rules, held) or 0, hold(logits, shape, held, torch.float32)
+        if self.masks is not None:
+            masks = hold(self.masks, (len(self.wanted), (vocab + 31) // 32), held, torch.int32)
+        return rules_at(rules, held) or 0, hold(logits, shape, held, torch.float32), masks
 
 
 def _in_order(struct: Any, names: str) -> list[str]:
@@ -112,7 +115,7 @@ def _same_kinds(struct: Any, fields: str, kinds: str) -> None:
 
 _same_kinds(abi.CRules, RULES_FIELDS, RULES.format)
 _PASS = _in_order(
-    abi.CTokenPass, "rows tokens positions slots slot_base spans num_spans wanted num_wanted rules logits chosen"
+    abi.CTokenPass, "rows tokens positions slots slot_base spans num_spans wanted num_wanted rules logits masks chosen"
 )
 _SPAN = _in_order(abi.CSpan, "start stop prefix base keys drafted parents")
 _OWN = [_PASS.index(name) for name in ("tokens", "positions", "spans", "wanted", "chosen")]

@@ -2,7 +2,8 @@
 
 In place of `passes.embed`, the layers, `read_logits` and the choices, which remain the reference: the same numbers are
 computed in the same order, and what comes out is equal. Sequences that take the likeliest token and those that sample
-with temperature, top-k, top-p and min-p alone have their choices made in the call; others choose from its logits.
+with temperature, top-k, top-p and min-p alone, within a grammar or not, have their choices made in the call; others
+choose from its logits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from ..core.errors import ConfigError
 from ..kv.pool import KVPool
 from ..network.decoder import Decoder
 from ..network.native_calls import NativeTaps
@@ -45,7 +48,7 @@ def decide_compiled(
         wanted = len(given.wanted)
         logits = torch.empty(wanted + (0 if streams is None else streams.rows), target.config.vocab_size)
         p.logits = logits[:wanted]
-        given = given._replace(rules=rules, logits=logits)
+        given = given._replace(rules=rules, logits=logits, masks=_masks(p, wanted, target.config.vocab_size))
     taps = None if tapped is None else _room_for(tapped, p, target)
     answers: Sequence[StreamTokens | None] = ()
     late_ms = 0.0
@@ -57,6 +60,27 @@ def decide_compiled(
     if tapped is not None and taps is not None:
         _taken(tapped, taps, target)
     return answers, late_ms
+
+
+def _masks(p: Pass, wanted: int, vocab_size: int) -> Tensor | None:
+    """[wanted, words] of every node's grammar; None: no sequence has one. All bits are set where there is
+    none; none is where the grammar's parser failed: compiled code leaves that node to the sampler, which says why."""
+    samplers = [p.works[i].sequence.view.sampler for i in p.generating]
+    if all(sampler.matcher is None for sampler in samplers):
+        return None
+    made, at = torch.full((wanted, (vocab_size + 31) // 32), -1, dtype=torch.int32), 0
+    for i, sampler in zip(p.generating, samplers, strict=True):
+        b = p.spans[i].tree_index
+        paths = p.tree.paths(b) if p.tree is not None and b >= 0 else [[]]
+        rows = made[at : at + len(paths)]
+        at += len(paths)
+        if sampler.matcher is not None:
+            try:
+                for row, path in zip(rows, paths, strict=True):
+                    sampler.matcher.fill([*sampler.output_ids, *path], row)
+            except ConfigError:
+                rows.zero_()
+    return made
 
 
 def _room_for(tapped: Tapped, p: Pass, target: Decoder) -> NativeTaps:

@@ -79,13 +79,11 @@ class GuardedDrafter:
         if self.verifier.needs_q:  # it weighs what was drawn as it was drawn
             return tree
         kept = []
-        for view, tokens, parents in zip(sequences, tree.tokens, tree.parents, strict=True):
-            nodes = [*range(len(tokens))]
+        for b, view in enumerate(sequences):
+            nodes = [*range(tree.counts[b])]
             if (matcher := view.sampler.matcher) is not None:
-                paths: list[list[int]] = [[]]
-                paths += ([*paths[p], t] for t, p in zip(tokens[1:], parents[1:], strict=True))
                 try:
-                    allowed = matcher.within(view.sampler.output_ids, paths)
+                    allowed = matcher.within(view.sampler.output_ids, tree.paths(b))
                 except ConfigError as error:
                     view.fault, allowed = error, [True, *[False] * len(nodes)]
                 nodes = [node for node in nodes if node == 0 or allowed[node]]

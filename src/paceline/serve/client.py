@@ -188,6 +188,7 @@ class EngineClient:
 
         Raises:
             EngineDown: no engine can answer it.
+            Exception: what else was put there.
         """
         ended = False
         while not ended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -145,41 +145,28 @@ class _Reply:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Streamed: what comes of any prompt, as it comes."""
-        came: asyncio.Queue[bytes | APIError | None] = asyncio.Queue()
-        tasks = [asyncio.ensure_future(self._follow(at, one, came)) for at, one in enumerate(self._answers)]
-        left = len(tasks)
+        parts = [self._follow(at, answer) for at, answer in enumerate(self._answers)]
         try:
-            while left:
-                item = await came.get()
-                if isinstance(item, APIError):
-                    yield event(item.body())
-                    break
-                left -= item is None
-                if item is not None:
-                    yield item
+            async for data in parts[0] if len(parts) == 1 else merged(parts):
+                yield data
+        except APIError as error:
+            yield event(error.body())
+        else:
             options = self._body.stream_options
-            if not left and options is not None and options.include_usage:
+            if options is not None and options.include_usage:
                 last = {**self._head, "choices": [], "usage": usage(self._answers)}
                 yield event(last | (ends(self._answers[0]) if len(self._answers) == 1 else {}))
-            yield DONE
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        yield DONE
 
-    async def _follow(self, place: int, answer: Answer, came: asyncio.Queue[bytes | APIError | None]) -> None:
+    async def _follow(self, place: int, answer: Answer) -> AsyncIterator[bytes]:
         first, echo = place * self._samples, self._echo(answer)
         begun: set[int] = set()
-        try:
-            async with answer:
-                async for deltas in answer:
-                    for delta in deltas:
-                        lead = None if delta.index in begun else echo
-                        begun.add(delta.index)
-                        came.put_nowait(self._event(first + delta.index, lead, delta, answer))
-            came.put_nowait(None)
-        except APIError as error:
-            came.put_nowait(error)
+        async with answer:
+            async for deltas in answer:
+                for delta in deltas:
+                    lead = None if delta.index in begun else echo
+                    begun.add(delta.index)
+                    yield self._event(first + delta.index, lead, delta, answer)
 
     def _event(self, index: int, lead: str | None, delta: Delta, answer: Answer) -> bytes:
         """A chunk; ``lead`` is what the first one of a sample has in front, and None later."""
@@ -194,3 +181,30 @@ class _Reply:
         if options is not None and options.continuous_usage_stats:
             found["usage"] = answer.usage()
         return event(found)
+
+
+async def merged(parts: Sequence[AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
+    """What comes of any part, as it comes. One that fails ends all."""
+    came: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
+
+    async def follow(part: AsyncIterator[bytes]) -> None:
+        try:
+            async for data in part:
+                came.put_nowait(data)
+            came.put_nowait(None)
+        except Exception as error:
+            came.put_nowait(error)
+
+    tasks, left = [asyncio.ensure_future(follow(part)) for part in parts], len(parts)
+    try:
+        while left:
+            item = await came.get()
+            if isinstance(item, BaseException):
+                raise item
+            left -= item is None
+            if item is not None:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

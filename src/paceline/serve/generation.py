@@ -122,20 +122,19 @@ class Answer:
         Raises:
             APIError: the request failed, or took too long.
         """
-        pieces = self._server.client.pieces(self._one)
-        while True:
-            try:
-                left = max(0.0, self._until - time.monotonic())
-                deltas = await asyncio.wait_for(anext(pieces), left)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as error:
-                raise APIError(504, f"the request took longer than {self._server.config.request_s:g} s") from error
-            except (EngineDown, ConfigError) as error:
-                raise APIError(503, str(error), code="engine_down") from error
-            for delta in deltas:
-                self._took(delta)
-            yield deltas
+        left = max(0.0, self._until - time.monotonic())
+        late = asyncio.get_running_loop().call_later(left, self._one.pieces.put_nowait, TimeoutError())
+        try:
+            async for deltas in self._server.client.pieces(self._one):
+                for delta in deltas:
+                    self._took(delta)
+                yield deltas
+        except TimeoutError as error:
+            raise APIError(504, f"the request took longer than {self._server.config.request_s:g} s") from error
+        except (EngineDown, ConfigError) as error:
+            raise APIError(503, str(error), code="engine_down") from error
+        finally:
+            late.cancel()
 
     def _took(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -142,6 +143,7 @@ class EventStream(Response):
         super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no"}, "text/event-stream")
         del self.headers["content-length"]
         self._events, self._end, self._keep_alive_s = events, end, keep_alive_s
+        self._sent_at = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of them."""
@@ -155,26 +157,29 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         def body(data: bytes, more: bool = True) -> Awaitable[None]:
+            self._sent_at = time.monotonic()
             return send({"type": "http.response.body", "body": data, "more_body": more})
 
-        following = asyncio.ensure_future(anext(self._events, None))
+        beside = asyncio.ensure_future(self._keep_alive(body))
         try:
-            while True:
-                done, _ = await asyncio.wait({following}, timeout=self._keep_alive_s)
-                if not done:
-                    await body(b": keep-alive\n\n")
-                    continue
-                data = following.result()
-                if data is None:
-                    break
+            async for data in self._events:
                 await body(data)
-                following = asyncio.ensure_future(anext(self._events, None))
+            beside.cancel()
             await body(b"", False)
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
             close: Callable[[], Awaitable[None]] = getattr(self._events, "aclose")  # noqa: B009  (a generator's)
             await close()
+
+    async def _keep_alive(self, body: Callable[[bytes], Awaitable[None]]) -> None:
+        """Send a comment where nothing was sent for long."""
+        while True:
+            silent = time.monotonic() - self._sent_at
+            if silent >= self._keep_alive_s:
+                await body(b": keep-alive\n\n")
+            else:
+                await asyncio.sleep(self._keep_alive_s - silent)
 
 
 DONE = b"data: [DONE]\n\n"

@@ -286,6 +286,7 @@ PL_STRUCT(TokenPass,
   int64_t num_wanted;
   const Rules* rules;        // [num_spans] or null: all take the likeliest
   float* logits;             // [wanted and riders' rows, vocab] to be filled, or null
+  const uint32_t* masks;     // [num_wanted, (vocab + 31) / 32] bits of the tokens that may follow, or null; beside rules
   int64_t* chosen;           // [num_wanted] out, -1 where compiled code cannot choose
 )
 

@@ -118,7 +118,8 @@ struct WholePass {
       sequence.push_back(s), places.push_back(pass.positions[t.wanted[i]] + 1);
     }
     for_rows(t.num_wanted, m.vocab, pass.threads, [&](int64_t i) {
-      t.chosen[i] = drawn(logits + i * m.vocab, m.vocab, t.rules[sequence[i]], places[i]);
+      const uint32_t* mask = t.masks ? t.masks + i * ((m.vocab + 31) / 32) : nullptr;
+      t.chosen[i] = drawn(logits + i * m.vocab, m.vocab, t.rules[sequence[i]], places[i], mask);
     });
   }
 };

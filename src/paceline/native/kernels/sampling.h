@@ -163,10 +163,47 @@ bool keep_nucleus(float* y, int64_t n, int64_t padded, double p) {
   return false;
 }
 
+// Sixteen scores where their bits are set, -inf elsewhere; i is a multiple of 16.
+inline v16 allowed16(v16 x, const uint32_t* mask, int64_t i) {
+  static const int32_t BIT[16] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                  1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+  const int32_t bits = (int32_t)(mask[i / 32] >> (i % 32) & 0xffff);
+  for (int p = 0; p < PIECES; p++) {
+    ints own;
+    std::memcpy(&own, BIT + p * PIECE, sizeof own);
+    x.p[p] = (own & bits) != 0 ? x.p[p] : floats{} - INFINITY;
+  }
+  return x;
+}
+
+// The first of the likeliest tokens that a mask allows; UNDECIDED where it allows none, and where a logit is infinite or
+// no number.
+int64_t likeliest_allowed(const float* logits, int64_t n, const uint32_t* mask) {
+  const int64_t whole = n / 16 * 16;
+  float rest[16];
+  for (int64_t j = 0; j < 16; j++) rest[j] = whole + j < n ? logits[whole + j] : 0.0f;
+  v16 most = splat(-INFINITY), odd = {};
+  for (int64_t i = 0; i < whole; i += 16) {
+    const v16 x = load(logits + i);
+    odd = odd + (x - x), most = greater(most, allowed16(x, mask, i));
+  }
+  float best = max16(most);
+  if (whole < n) {
+    const v16 x = load(rest);
+    odd = odd + (x - x);
+    save(rest, allowed16(x, mask, whole));
+    for (int64_t j = whole; j < n; j++) best = std::max(best, rest[j - whole]);
+  }
+  if (!(sum16(odd) == 0.0f) || best == -INFINITY) return UNDECIDED;
+  int64_t at = 0;
+  while (logits[at] != best || !(mask[at / 32] >> (at % 32) & 1)) at++;
+  return at;
+}
+
 // What these rules, which draw, make of a row of n logits, with the noise of a position where it is wanted; valid until
-// the next call. Null where what is kept hangs on a rounding, and for what is no number.
+// the next call. Null where what is kept hangs on a rounding, and for what is no number. mask: null: all may follow.
 float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, bool noisy = true,
-              const int64_t* of_output = nullptr) {
+              const int64_t* of_output = nullptr, const uint32_t* mask = nullptr) {
   static thread_local std::vector<float> room;
   const int64_t padded = up(n, 16), whole = n / 16 * 16;
   grow(room, padded);
@@ -177,7 +214,7 @@ float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, 
   for (int64_t i = 0; i < padded; i += 16) {
     const v16 v = load(i < whole ? logits + i : rest) / divisor;
     odd = odd + (v - v);  // not 0 where something is infinite or no number
-    save(y + i, v);
+    save(y + i, mask ? allowed16(v, mask, i) : v);
   }
   if (!(sum16(odd) == 0.0f)) return nullptr;
   std::fill(y + n, y + padded, -INFINITY);
@@ -192,10 +229,10 @@ float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, 
 
 // The token that these rules draw from a row of n logits; UNDECIDED where that hangs on a rounding or on what is no
 // number.
-int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position) {
+int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position, const uint32_t* mask = nullptr) {
   if (r.temperature < 0) return UNDECIDED;
-  if (r.temperature == 0) return likeliest(logits, n);
-  const float* y = scored(logits, n, r, position, true);
+  if (r.temperature == 0) return mask ? likeliest_allowed(logits, n, mask) : likeliest(logits, n);
+  const float* y = scored(logits, n, r, position, true, nullptr, mask);
   if (!y) return UNDECIDED;
   v16 most = splat(-INFINITY), next = most;
   for (int64_t i = 0, padded = up(n, 16); i < padded; i += 16) {
