@@ -54,7 +54,8 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
         ConfigError: an option, file or combination that cannot be used.
     """
     if options["drafter"] is None:
-        chosen = default_drafter(options["model"], options.get("applications") or {}, options["offline"])
+        asked = options["model"], options.get("applications") or {}, options["offline"], options.get("dtype", "auto")
+        chosen = default_drafter(*asked)
         options = {**options, "drafter": chosen if chosen == "streams" else with_parts(SERVED, chosen or "suffix")}
     llm = LLM(**{**options, "device": device})
     if llm.tokenizer is None:

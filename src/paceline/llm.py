@@ -303,12 +303,12 @@ def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
     return list(given)
 
 
-def default_drafter(model: str, applications: Mapping[str, str], offline: bool) -> str | None:
+def default_drafter(model: str, applications: Mapping[str, str], offline: bool, dtype: str = "auto") -> str | None:
     """The drafter if none is named: the streams of the applications if they have any, else the zoo's choice.
 
     Applications with streams cannot do without them: their answers depend on them.
     """
-    return needed_drafter(applications, offline) or zoo.default_drafter(model)
+    return needed_drafter(applications, offline) or zoo.default_drafter(model, dtype)
 
 
 def needed_drafter(applications: Mapping[str, str], offline: bool) -> str | None:

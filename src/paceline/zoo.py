@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -43,6 +44,7 @@ class ZooEntry:
     path: Path | None  # its folder or file; None: published weights that are not on this machine
     draft: str | None = None  # the zoo's own draft model for this target
     drafter: str | None = None  # what the command line drafts with for this target, where nothing else is asked for
+    drafter_in: Mapping[str, str] = field(default_factory=dict)  # the same in a dtype where another one pays
     target: str | None = None  # the zoo's target that a trained set belongs to
     read_by: str | None = None  # the drafter, or the round, that reads it where the user names no weights
     published: Published | None = None  # where its weights are, which do not come along
@@ -71,10 +73,10 @@ def available() -> list[ZooEntry]:
     return sorted(_entries().values(), key=lambda entry: (ROLES.index(entry.role), entry.name))
 
 
-def default_drafter(name: str) -> str | None:
-    """The drafter, as ``--drafter`` takes it, that goes with the embedded target ``name`` (stretched, too), or None."""
+def default_drafter(name: str, dtype: str = "auto") -> str | None:
+    """The drafter, as ``--drafter`` takes it, of the target ``name`` (stretched, too) in ``dtype``; None: none."""
     entry = _entries().get(parse_model(name).name)
-    return entry.drafter if entry else None
+    return entry.drafter_in.get(dtype, entry.drafter) if entry else None
 
 
 def trained_for(model: str) -> list[ZooEntry]:
@@ -133,6 +135,7 @@ def _read(card: Path) -> ZooEntry:
         facts: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))
         values: dict[str, Any] = {name: facts[name] for name in ("role", "description", "parameters")}
         values |= {name: facts.get(name) for name in ("draft", "drafter", "target", "read_by")}
+        values["drafter_in"] = facts.get("drafter_in", {})
         path: Path | None = card.parent
         size = sum(file.stat().st_size for file in card.parent.glob("*.safetensors"))
         published = Published(**facts["published"]) if "published" in facts else None

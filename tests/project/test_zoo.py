@@ -49,6 +49,8 @@ def test_target_and_draft_are_there_and_belong_together() -> None:
     assert names["paceline-small"].draft == "paceline-small-draft"
     assert zoo.default_drafter("paceline-small") == "hybrid:paceline-small-draft,dtype=int8"
     assert zoo.default_drafter("paceline-small-draft") is None
+    assert zoo.default_drafter("smollm2-135m") == zoo.default_drafter("smollm2-135m", "int8") == "suffix"
+    assert zoo.default_drafter("smollm2-135m", "bfloat16") == "hybrid:suffix+eagle:smollm2-135m-eagle"
     assert zoo.find("paceline-small") == names["paceline-small"].path
 
 

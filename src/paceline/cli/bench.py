@@ -135,7 +135,9 @@ def calibrate(
     spec = parse_model(model)
     if spec.random:
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
-    chosen = drafter_of(LLMConfig(model=model, drafter=zoo.default_drafter(model) if drafter is None else drafter))
+    chosen = drafter_of(
+        LLMConfig(model=model, drafter=zoo.default_drafter(model, llm["dtype"]) if drafter is None else drafter)
+    )
     with steps() as progress:
         made, file = measure_costs(LLM(**llm), chosen, progress, repeats=repeats)
     console = stdout()

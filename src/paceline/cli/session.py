@@ -26,7 +26,7 @@ def open_llm(options: dict[str, Any]) -> LLM:
     """Load a model; it comes with `default_drafter` unless one is named."""
     model, drafter = options["model"], options["drafter"]
     if drafter is None:
-        drafter = default_drafter(model, options.get("applications") or {}, options["offline"])
+        drafter = default_drafter(model, options.get("applications") or {}, options["offline"], options["dtype"])
     with waiting(f"loading {model}"):
         llm = LLM(**{**options, "drafter": drafter})
     if llm.tokenizer is None:
