@@ -188,7 +188,7 @@ class EngineClient:
 
         Raises:
             EngineDown: no engine can answer it.
-            Exception: what else was put there.
+            TimeoutError: its deadline has passed; who waits puts that there.
         """
         ended = False
         while not ended:
