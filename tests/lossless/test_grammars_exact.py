@@ -12,6 +12,7 @@ from kits.grammars import SCHEMA
 from paceline import LLM, SamplingParams
 from paceline.core.grammar import Grammar
 from paceline.core.speculation import Speculation
+from paceline.grammar.matcher import GrammarMatcher
 
 PROMPTS = ["Question: How many names are there?\n", "name[The Mill], food[English]", "As JSON:"]
 GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
@@ -97,3 +98,16 @@ def test_a_request_chooses_to_do_without(plain: LLM) -> None:
         engine.step()
     assert live.sequences[0].state.stats.drafted == 0
     assert live.sequences[0].state.token_ids == ids(plain, PROMPTS[:1], temperature=0)[0]
+
+
+def test_a_parser_that_fails_ends_its_own_request(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ids(plain, PROMPTS[1:], grammar=None)
+
+    def fails(self: GrammarMatcher, output: list[int], words: Any) -> None:
+        raise RuntimeError("it is broken")
+
+    monkeypatch.setattr(GrammarMatcher, "fill", fails)
+    params = [SamplingParams(max_tokens=60, seed=5, grammar=grammar) for grammar in (GRAMMAR, None, None)]
+    broken, *others = plain.generate(PROMPTS, params)
+    assert broken.outputs[0].finish_reason == "error" and "it is broken" in (broken.outputs[0].error or "")
+    assert [one.outputs[0].token_ids for one in others] == expected
