@@ -91,9 +91,8 @@ def make(
     values.setdefault("rope", RopeConfig(dim=values["head_dim"], theta=100.0))
     config, dtype = tiny_config(**values), KINDS[kind]
     quant = kind if kind in QUANTS else None
-    exact = compiled and kind == "int8"  # else its wide passes round in a way of their own
     attention = make_backend(backend, dtype)
-    decoder = Decoder(config, attention, dtype=dtype, quant=quant, native=compiled, exact=exact)  # type: ignore[arg-type]
+    decoder = Decoder(config, attention, dtype=dtype, quant=quant, native=compiled)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(5)
     for name, parameter in decoder.named_parameters():
         parameter.data.copy_(_draw(name, parameter.shape, generator))

@@ -58,7 +58,7 @@ from paceline.network.native_drafts import (
 from paceline.network.native_linear import NativeLinear, top
 from paceline.network.native_streams import StreamCarrier, StreamRun
 
-KINDS = ("float32", "bfloat16", "int8", "int8 exact", "q4_0")
+KINDS = ("float32", "bfloat16", "int8", "q4_0")
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 129, 160)  # of keys
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 33)
 NORMS = {"qk_norm": True, "post_norms": True, "activation": "gelu_tanh"}
@@ -141,7 +141,6 @@ def networks(draw: random.Random, shapes: list[dict[str, Any]]) -> Iterator[Deco
                 config,
                 dtype=torch.float32 if kind == "float32" else torch.bfloat16,
                 quant=quant_of(kind),
-                exact=kind == "int8 exact",
                 compiled=True,
             )
 
@@ -524,7 +523,7 @@ def look_ups(draw: random.Random) -> None:
 
 def quant_of(kind: str) -> Any:
     """How one of `KINDS` is stored."""
-    return {"int8": "int8", "int8 exact": "int8", "q4_0": "q4_0"}.get(kind)
+    return {"int8": "int8", "q4_0": "q4_0"}.get(kind)
 
 
 def products(draw: random.Random) -> int:
@@ -533,12 +532,7 @@ def products(draw: random.Random) -> int:
     for outputs, inputs in PRODUCTS:
         for kind in KINDS:
             dtype = torch.float32 if kind == "float32" else torch.bfloat16
-            linear = NativeLinear(
-                torch.randn(outputs, inputs).to(dtype),
-                torch.ones(outputs),
-                quant_of(kind),
-                kind == "int8 exact",
-            )
+            linear = NativeLinear(torch.randn(outputs, inputs).to(dtype), torch.ones(outputs), quant_of(kind))
             for rows in (0, 1, 2, 3, 4, 5, 15, 16, 17, 33):
                 x = torch.randn(rows, inputs).to(dtype)
                 alone(lambda linear=linear, x=x: linear(x))  # type: ignore[misc]

@@ -84,7 +84,6 @@ FUNCTIONS = {  # of the library: kinds of arguments, > and of what is returned, 
 }
 
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights
-INT8_EXACT = 3  # int8 with the same bits at every width
 MIXED = 15  # weights in blocks whose rows are of several types: a table of addresses and kinds
 GGML = 16  # from here on: weights in blocks, by their type in a GGUF file
 BF16_SHORT = 4  # bf16 with SHORT_INPUTS inputs or fewer, less padded

@@ -8,7 +8,6 @@
 // Same bits at every width. A row's result depends on that row alone: every product sums over k in one fixed
 // order whatever the number of rows, attention sums over the row's own visible keys in their logical order,
 // one after the other. Plain decoding, a chunk of a prompt and a tree of drafts give a row the same bits.
-// (int8 weights leave that rule in wide passes on tiles, unless they are I8_EXACT.)
 //
 // Weights are stored by blocks of 16 outputs: [outputs / 16][k / step][16][step] with step = 2 for bf16 (the
 // layout of the dot-product instructions, and of an AMX tile when 16 such lines are taken together), step = 1

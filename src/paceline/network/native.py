@@ -4,8 +4,7 @@ Used where it can run (float32, bf16, int8 or 4-bit weights on the CPU, RMS norm
 positions); everything else runs layer by layer on torch. Heads and a feed-forward width that are no multiple of 16 are
 padded with zeros: these add exactly 0 to every sum.
 
-A row's bits depend on that row and on the keys it sees alone, so what ``exact`` asks for holds here at no cost (int8
-weights pay a little for it in wide passes).
+A row's bits depend on that row and on the keys it sees alone, so what ``exact`` asks for holds here at no cost.
 """
 
 from __future__ import annotations

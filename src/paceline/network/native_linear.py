@@ -40,8 +40,7 @@ class NativeLinear(LinearOp):
 
     Args:
         weight, bias: [out, in] and [out].
-        quant: how the weight is stored; None: in its dtype. In blocks a row has the same bits at every width, in int8
-            where ``exact``.
+        quant: how the weight is stored; None: in its dtype.
         groups: inputs, and outputs, that are padded together; see `groups_of`.
         arena: where the packed weight lies.
         parts: the weight's rows as a file has them in blocks; ``weight`` then gives its shape and dtype alone.
@@ -52,7 +51,6 @@ class NativeLinear(LinearOp):
         weight: Tensor,
         bias: Tensor | None,
         quant: Quant | None = None,
-        exact: bool = False,
         groups: tuple[int, int] = (0, 0),
         arena: Arena | None = None,
         parts: Sequence[StoredRows] | None = None,
@@ -68,7 +66,7 @@ class NativeLinear(LinearOp):
         else:
             weight = self.widened_inputs(self.widened_outputs(weight))
             n, k = weight.shape
-            kind, weight = self._stored(weight, quant, exact)
+            kind, weight = self._stored(weight, quant)
             address = self._pack(weight, n, k, kind)
         self.scale = None if self.scale is None else self.scale.float()
         self.bias = None if bias is None else bias.float()
@@ -82,14 +80,14 @@ class NativeLinear(LinearOp):
             kind=kind,
         )
 
-    def _stored(self, weight: Tensor, quant: Quant | None, exact: bool) -> tuple[int, Tensor]:
+    def _stored(self, weight: Tensor, quant: Quant | None) -> tuple[int, Tensor]:
         """The kind of a weight, and its values or blocks."""
         if quant is None or quant == "stored":  # a file's plain tensor among those in blocks
             short = weight.dtype == torch.bfloat16 and weight.shape[1] <= native.SHORT_INPUTS
             return native.BF16_SHORT if short else KINDS[weight.dtype], weight
         if quant == "int8":
             weight, self.scale = quantised(weight)
-            return native.INT8_EXACT if exact else native.INT8, weight
+            return native.INT8, weight
         block = BY_NAME[quant]
         whole = F.pad(weight, (0, -weight.shape[1] % block.values))
         return native.GGML + block.number, torch.from_numpy(quantise(quant, whole))

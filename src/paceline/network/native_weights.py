@@ -29,7 +29,6 @@ class Loaded(Protocol):
     config: DecoderConfig
     dtype: torch.dtype
     device: torch.device
-    exact: bool
     quant: Quant | None
     normed: bool
     embedding: Tensor
@@ -87,7 +86,7 @@ class NativeWeights:
         for name in LINEARS:
             dense = getattr(layer, name)
             bias = None if dense.bias is None else dense.bias.data
-            given = self._quant, layer.exact, groups[name], self._arena, parts.get(name)
+            given = self._quant, groups[name], self._arena, parts.get(name)
             linear = NativeLinear(dense.weight.data, bias, *given)
             delattr(layer, name)  # one copy of the weights is enough
             self.linears.append(linear)
@@ -101,7 +100,7 @@ class NativeWeights:
         assert decoder.norm is not None, "only who borrows has none"
         table, parts = decoder.embedding, stored.get("embedding")
         name, weight = ("embedding", table) if decoder.head is None else ("head.weight", decoder.head.weight)
-        given = decoder.exact, (0, 0), self._arena
+        given = (0, 0), self._arena
         self.head = NativeLinear(weight.data, None, self._quant, *given, parts=stored.get(name))
         self.norm = self._floats(decoder.norm.weight)
         if parts is None:

@@ -84,12 +84,13 @@ template <class A> struct Ranking final : Job {
     const int64_t count = rows.size();
     if (claim.fresh) set_tiles(count);
     sweep(l, claim, input_of(l, x, stride, count, claim.fresh), count, {},
-          [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+          [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
             for (int r = 0; r < n; r++) {
               float* y = logits + (r0 + r) * l.n + first;
               const float* more = rows[r0 + r].more;
-              for (int64_t i = 0; i < outputs; i++)
-                y[i] = finished(l, first + i, c[r * GROUP + i]) + (more ? more[first + i] : 0.0f);
+              std::memcpy(y, c + r * GROUP, outputs * sizeof(float));
+              finish(l, first, outputs, y);
+              for (int64_t i = 0; more && i < outputs; i++) y[i] += more[first + i];
               most[(r0 + r) * groups + first / GROUP] = largest_of(y, std::min(limit - first, outputs));
             }
           });

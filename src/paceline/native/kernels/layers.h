@@ -291,9 +291,11 @@ template <class A> struct Runner final : Job {
           const Next next = first + blocks < limit ? next_part(l.qkv, first + blocks, limit) : then;
           product(l.qkv, block, blocks, in.from(r0), n, c, r0 == 0 ? next : Next{});
           adapt(index, QKV, block, blocks, r0, n, c);
-          for (int r = 0; r < n; r++)
-            for (int i = 0; i < blocks * LANES; i++)
-              buffer[r * hd + b * LANES + i] = finished(l.qkv, first * LANES + i, c[r * BLOCKS * LANES + i]);
+          for (int r = 0; r < n; r++) {
+            float* y = buffer.data() + r * hd + b * LANES;
+            std::memcpy(y, c + r * BLOCKS * LANES, blocks * LANES * sizeof(float));
+            finish(l.qkv, first * LANES, blocks * LANES, y);
+          }
         }
         for (int r = 0; r < n; r++) place(l, index, h, r0 + r, buffer.data() + r * hd);
       }
@@ -478,14 +480,12 @@ template <class A> struct Runner final : Job {
           [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
             const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
             adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
-            for (int r = 0; r < n && post; r++)
-              for (int64_t i = 0; i < outputs; i++)
-                added[(r0 + r) * outs + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
-            for (int r = 0; r < n && !post; r++)
-              for (int64_t i = 0; i < outputs; i++) {
-                const int64_t at = (r0 + r) * outs + first + i;
-                put(out + at, wide(residual[at]) + finished(l, first + i, c[r * BLOCKS * LANES + i]));
-              }
+            for (int r = 0; r < n; r++, c += BLOCKS * LANES) {
+              const int64_t at = (r0 + r) * outs + first;
+              finish(l, first, outputs, c);
+              if (post) std::memcpy(added + at, c, outputs * sizeof(float));
+              else for (int64_t i = 0; i < outputs; i++) put(out + at + i, wide(residual[at + i]) + c[i]);
+            }
           });
   }
 
@@ -515,15 +515,11 @@ template <class A> struct Runner final : Job {
   }
 
   void activate(const Linear& l, int64_t b, int n, float* c, A* y) {
-    for (int i = 0; i < 2 * n * LANES; i++) {
-      const int64_t at = i < n * LANES ? b * LANES + i : m.d_ff + b * LANES + i - n * LANES;
-      c[i] = finished(l, at, c[i]);
-    }
+    finish(l, b * LANES, n * LANES, c);
+    finish(l, m.d_ff + b * LANES, n * LANES, c + n * LANES);
     for (int i = 0; i < n; i++) {
       const v16 gate = load(c + i * LANES), value = load(c + (n + i) * LANES);
-      alignas(64) float z[16];
-      save(z, activated(gate, m.activation) * value);
-      for (int j = 0; j < LANES; j++) put(y + i * LANES + j, z[j]);
+      put16(y + i * LANES, activated(gate, m.activation) * value);
     }
   }
 };

@@ -102,7 +102,7 @@ constexpr int I8_STEP = 1;
 #endif
 constexpr int SHORT_K = 8;   // or to this, which saves most of what adapters of a small rank read
 
-enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, I8_EXACT = 3, BF16_SHORT = 4 };  // the last: k is at most SHORT_K
+enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, BF16_SHORT = 4 };  // the last: k is at most SHORT_K
 constexpr int64_t MIXED = 15;  // weights in blocks whose rows are of several types: a table of `Line`
 constexpr int64_t GGML = 16;   // from here on: weights in blocks, by their type in a GGUF file
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
@@ -135,6 +135,21 @@ inline v16 load_wide(const bf16* p) {
 #endif
   }
   return v;
+#endif
+}
+// As `put` rounds.
+inline void put16(float* p, v16 v) { save(p, v); }
+inline void put16(bf16* p, v16 v) {
+#if PL_AVX512
+  const __m512i u = _mm512_castps_si512(v), half = _mm512_srli_epi32(u, 16);
+  const __m512i odd = _mm512_and_si512(half, _mm512_set1_epi32(1));
+  __m512i near = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+  near = _mm512_mask_or_epi32(near, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), half, _mm512_set1_epi32(0x40));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(near));
+#else
+  float all[16];
+  save(all, v);
+  for (int i = 0; i < 16; i++) put(p + i, all[i]);
 #endif
 }
 // Sixteen pairs -> the first ones and the second ones.

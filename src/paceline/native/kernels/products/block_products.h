@@ -89,7 +89,9 @@ template <class F> [[gnu::always_inline]] inline __m512i zeros_of(const uint8_t*
   else return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(block + Packed<F>::ZEROS)));
 }
 
-constexpr int ASKED_AHEAD = 2304;  // bytes before their use, weights are asked for: measured, eight blocks of Q4_0
+// So many bytes before their use weights are asked for, into the second-level cache: there are too few places in which
+// the first one waits for memory. Measured.
+constexpr int ASKED_AHEAD = 8192;
 
 // R rows, a panel, against a block after the other of 16 outputs. What is asked for ahead may lie behind the last one:
 // the next 16 outputs, which come next.
@@ -104,7 +106,7 @@ template <class F, int R> void block_product(const uint8_t* w, int64_t k, const 
   for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
   for (int64_t b = k / F::VALUES; b; b--, w += P::BYTES)
     for (int step = 0; step < P::STEPS; step++, x += 8 * R, scale += R, sums += R) {
-      for (int i = 0; i < SHARE; i += 64) __builtin_prefetch(w + AHEAD + step * SHARE + i, 0, 3);
+      for (int i = 0; i < SHARE; i += 64) __builtin_prefetch(w + AHEAD + step * SHARE + i, 0, 2);
       const Codes codes = codes_of<F>(w + step * P::STEP);
       const __m512i zeros = zeros_of<F>(w);
 #pragma GCC unroll 2

@@ -1,115 +1,185 @@
-// Products of many rows with weights in blocks on AMX tiles, with the bits of block_products.h.
+// Products of bytes on AMX tiles: with weights in blocks, with the bits of block_products.h, and with int8 weights, with
+// those of int8.h.
 //
-// Formats differ in how a step, 32 inputs of 16 outputs, is unpacked: to codes less what stands for zero, in the order
-// of a tile, and to scales as floats. One product of tiles then gives a step's sums of sixteen rows as exact integers,
-// which vectors scale and add in the order of blocks.h. The three go through some steps one after the other: a tile is
-// loaded from memory, where what was stored a moment ago is not yet to be had.
+// Formats differ in how a step, 32 inputs of 16 outputs, is unpacked. A step goes through three stages: vectors unpack
+// its codes, less what stands for zero, in the order of a tile; tiles multiply them with all rows, which gives exact
+// integers; vectors scale these and add them, in the order of blocks.h. A tile that is loaded waits for what was stored
+// a moment ago, and a product of tiles takes long to end: so the stages work on different steps in the same turn, and
+// the steps of several blocks of outputs follow each other without a gap.
 
 #pragma once
 
 #if PL_AMX
 namespace {
 
-template <int PARTS> struct alignas(64) Step {
-  int8_t line[PARTS == 2 ? 12 : 8][LINE];  // with two scales: each half beside four lines of zeros
-  float scale[PARTS][LANES], least[LANES];
+struct Int8 : Q8_0 {  // int8 weights, whose scales belong to whole outputs
+  static constexpr Scale SCALE = NO_SCALE;
 };
-template <int PARTS> constexpr int64_t STRETCH = 8 / PARTS;  // steps: their sums take 8 KB
 
-// Steps begin .. end - 1 of packed blocks.
-template <class F> void unpack_steps(const uint8_t* w, int64_t begin, int64_t end, Step<F::PARTS>* to) {
-  using P = Packed<F>;
-  for (int64_t j = begin; j < end; j++, to++) {
-    const int step = (int)(j % P::STEPS);
-    const uint8_t* block = w + j / P::STEPS * P::BYTES;
-    const Codes codes = codes_of<F>(block + step * P::STEP);
-    __m512i zero = _mm512_set1_epi8((char)(F::SHIFT < 0 ? 0 : 128 >> std::max(F::SHIFT, 0)));
-    if constexpr (F::ZERO)
-      zero = _mm512_shuffle_epi8(zeros_of<F>(block), _mm512_broadcast_i32x4(_mm_set_epi32(
-                                                         0x0c0c0c0c, 0x08080808, 0x04040404, 0)));
-    for (int i = 0; i < 8; i++)
-      _mm512_store_si512(to->line[F::PARTS == 2 && i >= 4 ? i + 4 : i], _mm512_sub_epi8(codes.line[i], zero));
-    for (int i = 4; i < 8 && F::PARTS == 2; i++) _mm512_store_si512(to->line[i], _mm512_setzero_si512());
-    for (int part = 0; part < F::PARTS; part++) _mm512_store_ps(to->scale[part], scale_of<F>(block, step, part));
-    if constexpr (F::LEAST) _mm512_store_ps(to->least, least_of<F>(block, step));
-  }
+// Codes that lie in memory as a tile wants them, too large by 128, need not be unpacked.
+template <class F> constexpr bool AS_THEY_ARE = F::BITS == 8 && F::SHIFT == 0;
+
+struct alignas(64) Lines {
+  int8_t line[I8_BLOCK / 4][LINE];
+};
+
+// Step `step` of a packed block.
+template <class F> void unpack_step(const uint8_t* block, int step, Lines& to) {
+  constexpr bool SHIFTED = F::SHIFT >= 0 && !F::ZERO;
+  const Codes codes = codes_of<F>(block + step * Packed<F>::STEP);
+  __m512i zero = _mm512_set1_epi8((char)(128 >> std::max(F::SHIFT, 0)));
+  if constexpr (F::ZERO)
+    zero = _mm512_shuffle_epi8(zeros_of<F>(block),
+                               _mm512_broadcast_i32x4(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0)));
+  for (int i = 0; i < I8_BLOCK / 4; i++)
+    _mm512_store_si512(to.line[i], SHIFTED || F::ZERO ? _mm512_sub_epi8(codes.line[i], zero) : codes.line[i]);
 }
 
-// Sixteen rows, a panel from step `x` on, times `count` steps.
-template <int PARTS> using Sums = int32_t[STRETCH<PARTS>][PARTS][ROWS][LANES];
-template <int PARTS> void multiply_steps(const int32_t* x, const Step<PARTS>* step, int64_t count, Sums<PARTS> whole) {
-  for (int64_t j = 0; j < count; j++) {
-    tile_load(4, x + j * (ROWS * I8_BLOCK / 4), I8_BLOCK);
+// Tiles of the sums, of x [rows, 32 / PARTS] and of codes, by their numbers, which instructions hold. A step takes
+// four in turns, so that no product waits until the sums before it are stored.
+#define FOR_TILES(turn, use)                \
+  if constexpr ((turn) % 4 == 0) {          \
+    use(0, 4, 6);                           \
+  } else if constexpr ((turn) % 4 == 1) {   \
+    use(1, 5, 7);                           \
+  } else if constexpr ((turn) % 4 == 2) {   \
+    use(2, 4, 6);                           \
+  } else {                                  \
+    use(3, 5, 7);                           \
+  }
+
+template <bool UNSIGNED, int TURN>
+[[gnu::always_inline]] inline void multiply_tile(const int8_t* x, const int8_t* codes) {
+#define MULTIPLY(sum, a, b)     \
+  tile_load(a, x, I8_BLOCK);    \
+  tile_load(b, codes, LINE);    \
+  _tile_zero(sum);              \
+  if constexpr (UNSIGNED) {     \
+    _tile_dpbsud(sum, a, b);    \
+  } else {                      \
+    _tile_dpbssd(sum, a, b);    \
+  }
+  FOR_TILES(TURN, MULTIPLY)
+#undef MULTIPLY
+}
+template <int TURN> [[gnu::always_inline]] inline void store_tile(int32_t* sums) {
+#define STORE(sum, a, b) _tile_stored(sum, sums, LINE)
+  FOR_TILES(TURN, STORE)
+#undef STORE
+}
+#undef FOR_TILES
+
+// Adds a step's sums of R rows; `at` is the step's place in the panel's scales, sums and starts.
+template <class F, int R>
+[[gnu::always_inline]] inline void add_step(const uint8_t* block, int step, const int32_t* whole, const Panel& in,
+                                            int64_t at, __m512 sum[R]) {
 #pragma GCC unroll 2
-    for (int part = 0; part < PARTS; part++) {
-      tile_load(5, step[j].line[4 * part], LINE);
-      _tile_zero(0);
-      _tile_dpbssd(0, 4, 5);
-      _tile_stored(0, whole[j][part], LINE);
+  for (int part = 0; part < F::PARTS; part++) {
+    __m512 by = _mm512_setzero_ps();
+    if constexpr (F::SCALE != NO_SCALE) by = scale_of<F>(block, step, part);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      __m512i exact = _mm512_load_si512(whole + (part * R + r) * LANES);
+      if constexpr (AS_THEY_ARE<F>) exact = _mm512_add_epi32(exact, _mm512_set1_epi32(in.start[Bytes::BY_128][at + r]));
+      __m512 scale = _mm512_set1_ps(in.scale[at + r]);
+      if constexpr (F::SCALE != NO_SCALE) scale = _mm512_mul_ps(by, scale);
+      sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(exact), scale, sum[r]);
     }
   }
+  if constexpr (F::LEAST) {
+    const __m512 least = least_of<F>(block, step);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) sum[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(in.sum[at + r]), sum[r]);
+  }
 }
 
-// Adds what R rows have in `count` steps to c; their scales and sums, of ROWS rows each, are those of the first step. The
-// memory is asked for `share` bytes a step meanwhile.
-template <int PARTS, bool LEAST, int R>
-void add_steps(const Step<PARTS>* step, int64_t count, const Sums<PARTS> whole, const float* scale, const float* total,
-               const uint8_t* ahead, int share, float* c) {
-  __m512 sum[R];
+// 16 outputs after 16 of some blocks, 32 inputs after 32.
+template <class F> struct Steps {
+  const uint8_t* const* next_block;
+  int64_t n;  // of a block
+  const uint8_t* block = *next_block++;
+  int64_t step = 0;
+  int inner = 0;
+  // Whether that was the last one of a block.
+  [[gnu::always_inline]] bool next(int64_t left) {
+    if (++step == n) {
+      step = inner = 0;
+      if (left > 0) block = *next_block++;
+      return true;
+    }
+    if (++inner == Packed<F>::STEPS) inner = 0, block += Packed<F>::BYTES;
+    return false;
+  }
+};
+
+// Steps that a stage is ahead of the last one: measured.
+constexpr int STORED_AHEAD = 1, MULTIPLIED_AHEAD = 2, UNPACKED_AHEAD = 4;
+constexpr int KEPT = 4;  // steps whose lines and sums are held: as many as there are turns
+
+// R rows, a panel, against `blocks` blocks of outputs into c.
+template <class F, int R> struct TilePanel {
+  static constexpr int SHARE = (Packed<F>::BYTES + Packed<F>::STEPS - 1) / Packed<F>::STEPS;
+  static constexpr int AHEAD = ASKED_AHEAD + (Packed<F>::STEPS > 1 ? Packed<F>::SCALES : 0);
+
+  static void run(const uint8_t* const w[], int blocks, int64_t n, const Panel& in, float* c) {
+    Lines lines[KEPT];
+    alignas(64) int32_t whole[KEPT][F::PARTS * R * LANES];
+    const int64_t total = blocks * n;
+    Steps<F> unpacked{w, n}, multiplied{w, n}, added{w, n};
+    __m512 sum[R];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) sum[r] = _mm512_loadu_ps(c + r * BLOCKS * LANES);
-  for (int64_t j = 0; j < count; j++, step++, scale += ROWS, total += ROWS) {
-    for (int i = 0; i < share; i += 64) __builtin_prefetch(ahead + j * share + i, 0, 3);
-#pragma GCC unroll 2
-    for (int part = 0; part < PARTS; part++) {
-      const __m512 by = _mm512_load_ps(step->scale[part]);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        const __m512 found = _mm512_cvtepi32_ps(_mm512_load_si512(whole[j][part][r]));
-        sum[r] = _mm512_fmadd_ps(found, _mm512_mul_ps(by, _mm512_set1_ps(scale[r])), sum[r]);
+    for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
+    const auto turn = [&](auto number, int64_t i) __attribute__((always_inline)) {
+      constexpr int T = number(), PARTS = F::PARTS;
+      if (const int64_t at = i + UNPACKED_AHEAD; at < total) {
+        for (int j = 0; j < SHARE; j += 64)
+          __builtin_prefetch(unpacked.block + AHEAD + unpacked.inner * SHARE + j, 0, 2);
+        Lines& to = lines[(T + UNPACKED_AHEAD) % KEPT];
+        if constexpr (!AS_THEY_ARE<F>) unpack_step<F>(unpacked.block, unpacked.inner, to);
+        unpacked.next(total - at - 1);
       }
-    }
-    if constexpr (LEAST) {
-      const __m512 least = _mm512_load_ps(step->least);
+      if (const int64_t at = i + MULTIPLIED_AHEAD; at >= 0 && at < total) {
+        const int8_t* x = (const int8_t*)in.x + multiplied.step * (R * I8_BLOCK);
+        const int8_t* codes = lines[(T + MULTIPLIED_AHEAD) % KEPT].line[0];
+        if constexpr (AS_THEY_ARE<F>) codes = (const int8_t*)multiplied.block;
+        constexpr int FIRST = (T + MULTIPLIED_AHEAD) * PARTS;
+        multiply_tile<AS_THEY_ARE<F>, FIRST>(x, codes);
+        if constexpr (PARTS == 2)
+          multiply_tile<false, FIRST + 1>(x + I8_BLOCK / 2, codes + I8_BLOCK / 8 * LINE);
+        multiplied.next(total - at - 1);
+      }
+      if (const int64_t at = i + STORED_AHEAD; at >= 0 && at < total) {
+        constexpr int FIRST = (T + STORED_AHEAD) * PARTS;
+        int32_t* sums = whole[(T + STORED_AHEAD) % KEPT];
+        store_tile<FIRST>(sums);
+        if constexpr (PARTS == 2) store_tile<FIRST + 1>(sums + R * LANES);
+      }
+      if (i < 0 || i >= total) return;
+      add_step<F, R>(added.block, added.inner, whole[T], in, added.step * R, sum);
+      if (added.next(total - i - 1)) {
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) sum[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(total[r]), sum[r]);
+        for (int r = 0; r < R; r++) _mm512_storeu_ps(c + r * BLOCKS * LANES, sum[r]), sum[r] = _mm512_setzero_ps();
+        c += LANES;
+      }
+    };
+    for (int64_t i = -UNPACKED_AHEAD; i < total; i += 4) {
+      turn(std::integral_constant<int, 0>(), i);
+      turn(std::integral_constant<int, 1>(), i + 1);
+      turn(std::integral_constant<int, 2>(), i + 2);
+      turn(std::integral_constant<int, 3>(), i + 3);
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) _mm512_storeu_ps(c + r * BLOCKS * LANES, sum[r]);
-}
-
-// 16 outputs that were unpacked for the first rows of many, for those that follow.
-struct Kept16 {
-  const uint8_t* of = nullptr;
-  std::vector<char> steps;
 };
-thread_local Kept16 t_kept16[BLOCKS];
 
-// Up to ROWS rows; `slot` says which this weight is of those that are computed together.
+// Up to ROWS rows.
 template <class F>
-void block_tiles(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, int rows, int slot, float* c) {
-  constexpr int64_t MOST = STRETCH<F::PARTS>;
-  constexpr int SHARE = Packed<F>::BYTES / Packed<F>::STEPS;
-  const int64_t n = k / I8_BLOCK;
-  const bool keep = in.rows > ROWS;
-  Kept16& kept = t_kept16[slot];
-  const bool packed = !keep || row == 0 || kept.of != w;
-  Step<F::PARTS> few[MOST];
-  alignas(64) Sums<F::PARTS> whole;
-  if (keep) grow(kept.steps, (n + 1) * (int64_t)sizeof few[0]), kept.of = w;
-  const auto all = (Step<F::PARTS>*)up((int64_t)kept.steps.data(), 64);
+void block_tiles(const uint8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, float* c) {
   const Panel panel = panel_of(in, row);
-  for (int r = 0; r < ROWS; r++) std::memset(c + r * BLOCKS * LANES, 0, LANES * sizeof(float));
-  use_tiles(TILES_OF_BYTES);
-  for (int64_t j = 0; j < n; j += MOST) {
-    const int64_t count = std::min(MOST, n - j), at = j * ROWS;
-    Step<F::PARTS>* steps = keep ? all + j : few;
-    if (packed) unpack_steps<F>(w, j, j + count, steps);
-    multiply_steps<F::PARTS>(panel.x + at * (I8_BLOCK / 4), steps, count, whole);
-    const auto add = rows > 8 ? add_steps<F::PARTS, F::LEAST, ROWS> : add_steps<F::PARTS, F::LEAST, 8>;
-    add(steps, count, whole, panel.scale + at, panel.sum + at, w + (j + MOST) * SHARE, packed ? SHARE : 0, c);
-  }
+  use_tiles(F::PARTS == 2 ? TILES_OF_HALVES : TILES_OF_BYTES, panel.width);
+  const auto run = [&](auto rows) { TilePanel<F, rows()>::run(w, blocks, k / I8_BLOCK, panel, c); };
+  if (panel.width == 16) run(std::integral_constant<int, 16>());
+  else if (panel.width == 8) run(std::integral_constant<int, 8>());
+  else run(std::integral_constant<int, 4>());
 }
 
 }  // namespace

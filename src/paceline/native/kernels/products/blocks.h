@@ -36,7 +36,8 @@ constexpr int LINE = 64;  // bytes: four inputs of 16 outputs
 // SCALE: what a scale is. PARTS: scales of 32 inputs. WHOLE: a block has one scale. LEAST: whether there are least
 // values. ZERO: whether a block has the code that stands for zero, below 16. codes(b, step, i): in a byte each, codes
 // 4 i .. 4 i + 3 of these 32 inputs.
-enum Scale { HALF, SIX_BITS, SIGNED, EXPONENT };  // all but the first and last have a factor, a half, beside them
+// SIX_BITS and SIGNED have a factor, a half, beside them.
+enum Scale { HALF, SIX_BITS, SIGNED, EXPONENT, NO_SCALE };
 
 constexpr uint8_t NL_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t FP4_CODES[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
@@ -142,7 +143,7 @@ template <class F> struct Packed {
   static constexpr int STEPS = F::VALUES / I8_BLOCK;  // of 32 inputs
   static constexpr int UPPER = F::BITS == 8 ? 8 * LINE : 4 * LINE;  // of a step: behind the lower bits
   static constexpr int STEP = UPPER + (F::BITS == 5 ? LINE : F::BITS == 6 ? 2 * LINE : 0);
-  static constexpr int WIDTH = F::SCALE == HALF ? 2 * LANES : LANES;  // bytes of 16 scales
+  static constexpr int WIDTH = F::SCALE == NO_SCALE ? 0 : F::SCALE == HALF ? 2 * LANES : LANES;  // bytes of 16 scales
   static constexpr int SCALES = STEPS * STEP;
   static constexpr int LEASTS = SCALES + (F::WHOLE ? 1 : STEPS * F::PARTS) * WIDTH;
   static constexpr int FACTORS = LEASTS + (F::LEAST ? STEPS * WIDTH : 0);

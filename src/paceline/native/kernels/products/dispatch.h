@@ -17,8 +17,6 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
   const W* w[BLOCKS];
   for (int b = 0; b < blocks; b++) w[b] = (const W*)l.weight + block[b] * LANES * k;
 #if PL_AMX
-  // int8 weights must be made wide first, which pays for a full tile of rows. The two ways round differently: I8_EXACT
-  // always takes the other one.
   if constexpr (std::is_same_v<W, bf16>)
     if (g_isa == AMX_BF16 && l.kind == BF16_SHORT) {
       if (blocks == 1) amx_short<1>(w, in, c);
@@ -27,14 +25,16 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
       else amx_short<4>(w, in, c);
       return;
     }
-  const bool wanted = l.kind == BF16 || (l.kind == I8 && rows == ROWS);
-  if (g_isa == AMX_BF16 && wanted) {
-    if (blocks == 1) amx_product<1>(w, k, in, c);
-    else if (blocks == 2) amx_product<2>(w, k, in, c);
-    else if (blocks == 3) amx_product<3>(w, k, in, c);
-    else amx_product<4>(w, k, in, c);
-    return;
-  }
+  if constexpr (std::is_same_v<W, bf16>)
+    if (g_isa == AMX_BF16) {
+      if (blocks == 1) amx_product<1>(w, k, in, c);
+      else if (blocks == 2) amx_product<2>(w, k, in, c);
+      else if (blocks == 3) amx_product<3>(w, k, in, c);
+      else amx_product<4>(w, k, in, c);
+      return;
+    }
+  if constexpr (std::is_same_v<W, int8_t>)
+    if (in.bytes->tiled) return block_tiles<Int8>((const uint8_t* const*)w, blocks, k, *in.bytes, in.row, c);
 #endif
 #if PL_VNNI
   if constexpr (std::is_same_v<W, int8_t>) return byte_products(w, blocks, k, *in.bytes, in.row, rows, c, next);
@@ -44,25 +44,32 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
 inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c,
                     const Next& next = {}) {
   if (in_blocks(l.kind)) {
+    const uint8_t* w[BLOCKS];
+    int64_t kind[BLOCKS];
     for (int b = 0; b < blocks; b++) {
       const Line line = line_of(l, block[b]);
-      of_format<int>(line.kind, [&](auto format) {
+      w[b] = (const uint8_t*)line.at, kind[b] = line.kind;
+    }
+    for (int b = 0, same = 1; b < blocks; b += same, same = 1) {
+      while (b + same < blocks && kind[b + same] == kind[b]) same++;
+      of_format<int>(kind[b], [&](auto format) {
         using F = decltype(format);
-        const uint8_t* w = (const uint8_t*)line.at;
-        const int64_t k = padded_k(line.kind, l.k);
+        const int64_t k = padded_k(kind[b], l.k);
 #if PL_AMX
-        if (in.bytes->tiled) return block_tiles<F>(w, k, *in.bytes, in.row, rows, b, c + b * LANES), 0;
+        if (in.bytes->tiled) return block_tiles<F>(w + b, same, k, *in.bytes, in.row, c + b * LANES), 0;
 #endif
-        return block_products<F>(w, k, *in.bytes, in.row, rows, c + b * LANES), 0;
+        for (int i = b; i < b + same; i++) block_products<F>(w[i], k, *in.bytes, in.row, rows, c + i * LANES);
+        return 0;
       });
     }
-  } else if (is_i8(l.kind)) product_of<int8_t>(l, block, blocks, in, rows, c, next);
+  } else if (l.kind == I8) product_of<int8_t>(l, block, blocks, in, rows, c, next);
   else product_of<bf16>(l, block, blocks, in, rows, c, next);
 }
 
-inline float finished(const Linear& l, int64_t n, float sum) {
-  if (l.scale) sum *= l.scale[n];
-  return l.bias ? sum + l.bias[n] : sum;
+// Outputs of a row from `first` on, whose sums are in y, with their scales and biases.
+inline void finish(const Linear& l, int64_t first, int64_t outputs, float* y) {
+  for (int64_t i = 0; l.scale && i < outputs; i++) y[i] *= l.scale[first + i];
+  for (int64_t i = 0; l.bias && i < outputs; i++) y[i] += l.bias[first + i];
 }
 
 // A thread says for how many rows tiles of pairs are, at most 16, when it comes to a stage; products set them, and it
@@ -80,18 +87,13 @@ void free_tiles() {
 }
 
 thread_local Bytes t_bytes;
-constexpr int64_t TILED_FROM = 13;  // rows for which weights in blocks are multiplied on tiles: measured, from 12 on
+constexpr int64_t TILED_FROM = 5;  // rows for which bytes are multiplied on tiles: measured
 
 // Rows of x as this layer's products want them. What another thread or stage was given is not this one's: `fresh`.
 template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride, int64_t rows, bool fresh) {
   if constexpr (std::is_same_v<A, bf16>) {
-    bool bytes = in_blocks(l.kind);
-#if PL_VNNI
-    const bool tiles = g_isa == AMX_BF16 && l.kind == I8 && rows % ROWS == 0;  // which take x itself
-    bytes = bytes || (is_i8(l.kind) && !tiles);
-#endif
-    if (bytes) {
-      const bool tiled = g_isa == AMX_BF16 && in_blocks(l.kind) && rows >= TILED_FROM;
+    if (in_blocks(l.kind) || (l.kind == I8 && I8_STEP > 1)) {
+      const bool tiled = g_isa == AMX_BF16 && rows >= TILED_FROM;
       if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), l.order, tiled, t_bytes);
       return {x, stride, &t_bytes, 0};
     }
@@ -131,10 +133,11 @@ template <class A> struct Product final : Job {
   void work(int64_t, const Claim& claim) override {
     if (claim.fresh) set_tiles(rows);
     sweep(l, claim, input_of(l, x, stride, rows, claim.fresh), rows, {},
-          [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
-            for (int r = 0; r < n; r++)
-              for (int64_t i = 0; i < outputs; i++)
-                y[(r0 + r) * l.n + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
+          [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+            for (int r = 0; r < n; r++, c += BLOCKS * LANES) {
+              finish(l, first, outputs, c);
+              std::memcpy(y + (r0 + r) * l.n + first, c, outputs * sizeof(float));
+            }
           });
   }
 };

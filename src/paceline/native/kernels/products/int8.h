@@ -11,18 +11,23 @@ static_assert(I8_BLOCK == K_STEP, "rows are padded to whole blocks");
 inline int32_t round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, int32_t* half) {
   int32_t four[I8_BLOCK / 4], first, total;
 #if PL_AVX512
-  const __m512 a = load_wide(x), b = load_wide(x + 16);
-  const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-  const bool number =
-      most <= FLT_MAX && !_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) && !_mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q);
+  // Sizes of bf16 numbers are in the order of their bits, of which those of no number are the largest.
+  const __m512i size = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
+  const __m256i of_two = _mm256_max_epu16(_mm512_castsi512_si256(size), _mm512_extracti64x4_epi64(size, 1));
+  const __m128i of_four = _mm_max_epu16(_mm256_castsi256_si128(of_two), _mm256_extracti128_si256(of_two, 1));
+  const uint16_t bits = ~(uint16_t)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(of_four, _mm_set1_epi16(-1))));
+  const float most = wide((bf16)bits);
+  const bool number = bits < 0x7f80;
   const bool sound = number && most > 1e-30f;  // so that 127 / most is a number, too
   const __m512 by = _mm512_set1_ps(sound ? 127.0f / most : 0.0f);
   const __mmask16 all = sound ? 0xffff : 0;
-  const __m512i low = _mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(a, by)),
-                high = _mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(b, by));
-  _mm_storeu_si128((__m128i*)four, _mm512_cvtsepi32_epi8(low));
-  _mm_storeu_si128((__m128i*)(four + 4), _mm512_cvtsepi32_epi8(high));
-  first = _mm512_reduce_add_epi32(low), total = first + _mm512_reduce_add_epi32(high);
+  const __m128i low = _mm512_cvtsepi32_epi8(_mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(load_wide(x), by)));
+  const __m128i high = _mm512_cvtsepi32_epi8(_mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(load_wide(x + 16), by)));
+  _mm_storeu_si128((__m128i*)four, low), _mm_storeu_si128((__m128i*)(four + 4), high);
+  const __m256i raised = _mm256_xor_si256(_mm256_set_m128i(high, low), _mm256_set1_epi8((char)0x80));
+  const __m256i sums = _mm256_sad_epu8(raised, _mm256_setzero_si256());  // of eight bytes each, 8 * 128 too large
+  const __m256i pairs = _mm256_add_epi64(sums, _mm256_unpackhi_epi64(sums, sums));
+  first = _mm256_extract_epi32(pairs, 0) - 16 * 128, total = first + _mm256_extract_epi32(pairs, 4) - 16 * 128;
 #else
   float most = 0;
   bool number = true;
@@ -70,10 +75,11 @@ void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, const in
           for (int i = 0; i < I8_BLOCK / 4; i++) bytes[i * step] = 0;
           y.scale[at] = 0;
         }
-        y.start[Bytes::BY_128][at] = -128 * total, y.start[Bytes::BY_16][at] = -16 * total;
+        y.start[Bytes::BY_128][at] = -128 * total, y.sum[at] = y.scale[at] * (float)total;
+        if (tiled) continue;  // tiles need no more
+        y.start[Bytes::BY_16][at] = -16 * total;
         y.start[Bytes::BY_8][at] = -8 * total, y.start[Bytes::BY_1][at] = -total;
         y.start[Bytes::FIRST_BY_32][at] = -32 * first, y.start[Bytes::SECOND_BY_32][at] = -32 * (total - first);
-        y.sum[at] = y.scale[at] * (float)total;
       }
   }
 }

@@ -54,7 +54,7 @@ int64_t pl_packed_size(int64_t n, int64_t k, int kind) {
 
 void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
   if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
-  else if (!is_i8(kind)) pack_lines((const bf16*)w, n, k, padded_k(kind, k), 2, (bf16*)out);
+  else if (kind != I8) pack_lines((const bf16*)w, n, k, padded_k(kind, k), 2, (bf16*)out);
   else {
     pack_lines((const int8_t*)w, n, k, padded_k(kind, k), I8_STEP, (int8_t*)out);
     if (I8_STEP > 1)  // dot products of bytes want one factor without a sign: 128 is added

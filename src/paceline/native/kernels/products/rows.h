@@ -9,9 +9,10 @@ int64_t block_values(int64_t kind);
 
 // Of eight rows or fewer as many as a product takes at once; those that nobody gave are zero.
 inline int panel_width(int64_t rows) { return rows > 6 ? 8 : rows > 4 ? 6 : rows > 2 ? 4 : (int)rows; }
+inline int tiled_width(int64_t rows) { return rows > 8 ? ROWS : rows > 4 ? 8 : 4; }  // the same on tiles
 
 // Rows of x rounded to bytes, for products with int8 weights and with those in blocks: eight rows together in a panel,
-// so that a product of R rows reads its x side by side; sixteen, row after row, where tiles read them.
+// so that a product of R rows reads its x side by side; up to sixteen, row after row, where tiles read them.
 struct Bytes {
   // What stored codes are too large by, 128 >> (0, 3, 4, 7), times the block's sum, negative; for codes that are 32
   // too large, the sums of the block's two halves.
@@ -22,7 +23,7 @@ struct Bytes {
   int64_t rows = 0, blocks = 0;        // blocks: k / I8_BLOCK
   bool tiled = false;
   int panel() const { return tiled ? ROWS : 8; }
-  int width(int64_t from) const { return tiled ? ROWS : panel_width(std::min<int64_t>(8, rows - from)); }
+  int width(int64_t from) const { return tiled ? tiled_width(rows) : panel_width(std::min<int64_t>(8, rows - from)); }
 };
 // One panel of them.
 struct Panel {
@@ -45,18 +46,17 @@ template <class A> struct Input {  // rows of x; bf16 rows are padded to K_STEP
   Input from(int64_t r) const { return {x + r * stride, stride, bytes, row + r}; }
 };
 
-inline bool is_i8(int64_t kind) { return kind == I8 || kind == I8_EXACT; }
 inline bool in_blocks(int64_t kind) { return kind >= MIXED; }
 inline int64_t padded_k(int64_t kind, int64_t k) {
   if (kind == BF16_SHORT) return SHORT_K;
   if (kind == MIXED) return k;
   if (in_blocks(kind)) return up(k, block_values(kind));
-  return kind == BF16 || (is_i8(kind) && I8_STEP > 1) ? up(k, K_STEP) : k;
+  return kind == BF16 || (kind == I8 && I8_STEP > 1) ? up(k, K_STEP) : k;
 }
 // Bytes of 16 outputs.
 inline int64_t line_bytes(int64_t kind, int64_t k) {
   if (in_blocks(kind)) return padded_k(kind, k) / block_values(kind) * block_bytes(kind);
-  return LANES * padded_k(kind, k) * (is_i8(kind) ? 1 : kind == F32 ? 4 : 2);
+  return LANES * padded_k(kind, k) * (kind == I8 ? 1 : kind == F32 ? 4 : 2);
 }
 
 
