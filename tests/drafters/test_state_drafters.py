@@ -254,6 +254,35 @@ def test_eagles_trees_are_expanded_and_ranked_by_the_paper(topk: int, depth: int
     assert stage.drafter.body.pool.idle
 
 
+# ---- how weights are stored
+
+
+@needs_kernels
+@pytest.mark.parametrize("make", [eagle, lyanna])
+def test_weights_are_stored_in_as_many_bits_as_the_target_s_or_as_asked(make: Any):
+    cases = {(None, "auto"): None, ("int8", "auto"): "int8", ("q4_0", "auto"): "q4_0"}
+    cases |= {("q4_0", "plain"): None, (None, "q8_0"): "q8_0"}
+    taken = {}
+    for (quant, asked), expected in cases.items():
+        decoder = tiny_decoder(dtype=torch.bfloat16, quant=quant, compiled=True)  # type: ignore[arg-type]
+        stage = Stage(make(storage=asked), decoder)
+        network, v = stage.drafter.body.network, view(text(30, 5), key=1)
+        assert network.decoder.quant == expected
+        stage.show([v])
+        assert stage.drafter.propose(want([v])).counts[0] > 1
+        fused = network._fuse_state.nbytes
+        taken[expected] = fused + sum(linear.nbytes for linear in network.stack.weights.linears)
+    assert taken["q4_0"] < taken["int8"] < taken["q8_0"] < taken[None]
+
+
+def test_weights_that_no_kernel_multiplies_are_refused(tmp_path: Path):
+    for storage in ("int8", "q4_0"):
+        with pytest.raises(CapabilityError):
+            Stage(eagle(storage=storage))  # beside float64
+    with pytest.raises(CapabilityError, match="plain weights alone"):
+        Stage(eagle3(write_eagle3(tmp_path / "head"), storage="int8"))
+
+
 # ---- EAGLE-3
 
 

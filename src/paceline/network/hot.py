@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.options import option
 from .files import is_file, read_json
-from .linear import LinearOp
+from .linear import LinearOp, Quant
 from .native_linear import NativeLinear
 
 FILE = "hot.json"
@@ -91,18 +91,22 @@ def hot_rows(head: LinearOp, tokens: Tensor, width: int, dtype: torch.dtype) -> 
 
 
 class HotHead:
-    """A head over hot tokens alone, for compiled layers; its weights are bytes beside bf16 states.
+    """A head over hot tokens alone, for compiled layers; beside bf16 states its weights are bytes, or what is asked.
 
     Args:
         head: the whole one.
         tokens: [H] int64, ascending.
         width: of a state.
         dtype: of states.
+        quant: how its weights are stored beside bf16 states.
     """
 
-    def __init__(self, head: NativeLinear, tokens: Tensor, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, head: NativeLinear, tokens: Tensor, width: int, dtype: torch.dtype, quant: Quant | None = None
+    ) -> None:
         rows = hot_rows(head, tokens, width, dtype).to(dtype)
-        self.linear = NativeLinear(rows, None, "int8" if dtype == torch.bfloat16 else None)
+        bits = "int8" if quant is None or quant == "stored" else quant
+        self.linear = NativeLinear(rows, None, bits if dtype == torch.bfloat16 else None)
         self.tokens = tokens
         self._named = F.pad(tokens, (0, -len(tokens) % 16))
 

@@ -77,7 +77,7 @@ class Stack:
         if why:
             raise CapabilityError("native=True", why, "use native=False")
         self._rope = RopeTables(c.rotations, c.max_position, torch.float32, decoder.device)
-        self.stretch = c.stretch
+        self.stretch, self._quant = c.stretch, quant
         self.weights = NativeWeights(decoder, stored or {}, lender)
         self.head = self.weights.head
         self._model = abi.CModel(
@@ -123,7 +123,7 @@ class Stack:
 
     def cut(self, hot: Tensor) -> None:
         """Compute the head for the tokens ``hot`` [H] int64, ascending, alone; others have no chance from now on."""
-        self._hot = HotHead(self.head, hot, self._model.d_model, self.dtype)
+        self._hot = HotHead(self.head, hot, self._model.d_model, self.dtype, self._quant)
         self.head = self.weights.head = self._hot.linear
         self._hot.fill(self._model)
 

@@ -28,7 +28,7 @@ from ..proposal import Proposal
 from ..registry import DrafterContext, option, proposes_option
 from ..resampling import REFUSED
 from ..states.body import StateBody, StateDrafter, StateNetwork
-from ..states.network import LAST, HeadNetwork
+from ..states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
 from .eagle3 import Eagle3Model, Eagle3Network
 from .model import EagleModel, load_head, read_head
 
@@ -58,6 +58,7 @@ class EagleConfig(TrainedDrafterConfig):
     nodes: int = option(12, help="nodes to verify, best first", minimum=1, maximum=MAX_NODES)
     proposes: Literal["point", "coupled"] = proposes_option()
     past: int = option(256, help="last tokens of a text that its K/V begins with", minimum=1)
+    storage: Storage = storage_option()
 
     def build(self, context: DrafterContext) -> EagleDrafter:
         """Load the head.
@@ -129,8 +130,12 @@ class EagleDrafter(StateDrafter):
         room = self.config.topk * max(1, self.depth - 1)
         network: StateNetwork
         if isinstance(model, EagleModel):
-            network = HeadNetwork(model.head, target.handle, device, hot=self._hot)
+            quant = stored_as(self.config.storage, target)
+            network = HeadNetwork(model.head, target.handle, device, hot=self._hot, quant=quant)
         else:
+            if self.config.storage not in ("auto", "plain"):
+                asked = f"{self.config.asked} with storage={self.config.storage}"
+                raise CapabilityError(asked, "an EAGLE-3 head runs on plain weights alone", "leave out storage")
             network = Eagle3Network(model, model.taps(target.num_layers), target.handle, device)
         self._body = StateBody(network, room, self.config.past, max_sequences, pool_tokens, device)
 

@@ -29,7 +29,7 @@ from ..proposal import Proposal
 from ..registry import DrafterContext, option, proposes_option
 from ..resampling import FORMS, Resample, Resampling, ResamplingConfig, merge
 from ..states.body import StateBody, StateDrafter
-from ..states.network import LAST, HeadNetwork
+from ..states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
 from .model import LyannaModel, read_shape
 from .trees import Bias, LevelGrowth, beam_sampling, token_info_sampling
 
@@ -57,6 +57,7 @@ class LyannaConfig(TrainedDrafterConfig, ResamplingConfig):
     )
     proposes: Literal["point", "coupled"] = proposes_option()
     past: int = option(256, help="last tokens of a text that its K/V begins with", minimum=1)
+    storage: Storage = storage_option()
 
     def validate(self) -> None:
         """Refuse options that contradict each other."""
@@ -119,7 +120,8 @@ class LyannaDrafter(StateDrafter):
             wrong = f"trained for {shape.target or 'another model'}: its tokenizer differs from {target.name}'s"
             remedy = f"use one that was trained for {target.name}, or train one"
             raise CapabilityError(self.config.asked, wrong, remedy)
-        network = HeadNetwork(self.model.head, target.handle, device, self.model.reads_tokens, self._hot)
+        reads, quant = self.model.reads_tokens, stored_as(self.config.storage, target)
+        network = HeadNetwork(self.model.head, target.handle, device, reads, self._hot, quant)
         self._body = StateBody(network, self.depth, self.config.past, max_sequences, pool_tokens, device)
         info = _token_info(self.model, target.handle, device)
         self._bias = _bias(info)

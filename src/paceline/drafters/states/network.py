@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...attention import make_backend
 from ...attention.base import Segment
+from ...core.options import option
 from ...kv.pool import KVPool
 from ...network.base import Batch, ForwardState
 from ...network.decoder import Decoder
-from ...network.linear import LinearOp, make_linear
+from ...network.linear import LinearOp, Quant, make_linear
 from ...network.native import unsupported
 from ...network.native_drafts import NativeFuse
 from ...network.native_linear import NativeLinear
 
 if TYPE_CHECKING:
+    from ...network.decoder import TargetInfo
     from ...network.handle import TargetHandle
     from .head import StateHead
 
 LAST = -1  # the tap that is read
+Storage = Literal["auto", "plain", "int8", "q8_0", "q4_0"]
+
+
+def storage_option() -> Storage:
+    """The field of a drafter's options that says how its weights are stored."""
+    said = "how its weights are stored: plain, in the target's number type; auto: in as many bits as the target's"
+    found: Storage = option("auto", help=said)
+    return found
+
+
+def stored_as(asked: Storage, target: TargetInfo) -> Quant | None:
+    """The storage of a drafter's weights; None: plain. By default a draft takes the same share of a pass as of one over
+    plain weights."""
+    if asked != "auto":
+        return None if asked == "plain" else asked
+    of_target = None if target.handle.stack is None else target.decoder.quant
+    return "q4_0" if of_target == "stored" else of_target
 
 
 class HeadNetwork:
@@ -34,9 +54,11 @@ class HeadNetwork:
         device: where the target runs.
         reads_tokens: whether the rows of a text see the token that follows them.
         hot: [H] int64, the only tokens that it drafts; None: all.
+        quant: how its weights are stored; None: in the target's dtype.
 
     Raises:
-        CapabilityError: a head of another width or vocabulary than the target's.
+        CapabilityError: a head of another width or vocabulary than the target's, or weights stored in a way that its
+            layers cannot be computed with.
     """
 
     def __init__(
@@ -46,18 +68,19 @@ class HeadNetwork:
         device: torch.device,
         reads_tokens: bool = True,
         hot: Tensor | None = None,
+        quant: Quant | None = None,
     ) -> None:
         c, self.handle, self.reads_tokens = head.config, handle, reads_tokens
         native = handle.stack is not None and unsupported(c, handle.dtype, device) is None
         attention = make_backend("reference" if handle.dtype == torch.float64 else "sdpa", handle.dtype)
-        given: dict[str, Any] = {"dtype": handle.dtype, "device": device, "native": native}
+        given: dict[str, Any] = {"dtype": handle.dtype, "device": device, "native": native, "quant": quant}
         self.decoder = Decoder(c, attention, lender=handle, normed=True, **given)
         parameters = dict(self.decoder.named_parameters())
         for name, value in head.layer.named_parameters():
             parameters[f"layers.0.{name}"].data.copy_(value.data)
         self.decoder.finish().cut(hot)
         self.stack, self.cache_shape = self.decoder.stack, self.decoder.cache_shape
-        make = _compiled if native else make_linear
+        make = partial(NativeLinear, quant=quant) if native else make_linear
         self._fuse_all, self._fuse_state, self._constant = _fusing(head, handle.dtype, device, make)
         self._sum = head.fusion == "sum"
         self.fuse: NativeFuse | None = None
@@ -92,10 +115,6 @@ class HeadNetwork:
         if embedded is None:
             return self._fuse_state.add(states, self._constant)
         return self._fuse_all(embedded + states if self._sum else torch.cat((embedded, states), -1))
-
-
-def _compiled(weight: Tensor, bias: Tensor | None) -> LinearOp:
-    return NativeLinear(weight, bias)
 
 
 def _fusing(

@@ -178,8 +178,8 @@ void block_tiles(const uint8_t* const w[], int blocks, int64_t k, const Bytes& i
   use_tiles(F::PARTS == 2 ? TILES_OF_HALVES : TILES_OF_BYTES, panel.width);
   const auto run = [&](auto rows) { TilePanel<F, rows()>::run(w, blocks, k / I8_BLOCK, panel, c); };
   if (panel.width == 16) run(std::integral_constant<int, 16>());
-  else if (panel.width == 8) run(std::integral_constant<int, 8>());
-  else run(std::integral_constant<int, 4>());
+  else if (panel.width == 12) run(std::integral_constant<int, 12>());
+  else run(std::integral_constant<int, 8>());
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ int64_t block_values(int64_t kind);
 
 // Of eight rows or fewer as many as a product takes at once; those that nobody gave are zero.
 inline int panel_width(int64_t rows) { return rows > 6 ? 8 : rows > 4 ? 6 : rows > 2 ? 4 : (int)rows; }
-inline int tiled_width(int64_t rows) { return rows > 8 ? ROWS : rows > 4 ? 8 : 4; }  // the same on tiles
+inline int tiled_width(int64_t rows) { return rows > 12 ? ROWS : rows > 8 ? 12 : 8; }  // the same on tiles
 
 // Rows of x rounded to bytes, for products with int8 weights and with those in blocks: eight rows together in a panel,
 // so that a product of R rows reads its x side by side; up to sixteen, row after row, where tiles read them.
