@@ -136,7 +136,8 @@ class Grammars:
         if not self._eos_ids:
             raise CapabilityError(asked, "this model has no token that ends an answer", "leave the grammar out")
         try:
-            self._words = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+            own = getattr(self._tokenizer, "whole", self._tokenizer)  # transformers', which it asks for by class
+            self._words = from_tokenizer(own, n_vocab=self._vocab_size, eos_token=self._eos_ids)
         except Exception as error:  # llguidance raises ValueError and more for what it cannot read
             wrong = f"llguidance cannot read this model's tokenizer ({error})"
             raise CapabilityError(asked, wrong, "leave the grammar out") from error

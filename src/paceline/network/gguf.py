@@ -13,9 +13,11 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -235,12 +237,57 @@ def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of metadata that nobody has asked for yet."""
+    """An array of numbers in metadata that nobody has asked for yet."""
 
     kind: int
     count: int
     start: int  # of its first element
-    stop: int
+
+
+class Texts(Sequence[str]):
+    """A list of texts in a file, each of them decoded when it is asked for.
+
+    Args:
+        data: the file.
+        starts: [n + 1] where the length of each lies, and the end of the last.
+    """
+
+    def __init__(self, data: mmap.mmap, starts: np.ndarray) -> None:
+        self._data, self._starts = data, starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        return self._data[self._starts[at] + 8 : self._starts[at + 1]].decode("utf-8", "replace")
+
+    def __iter__(self) -> Iterator[str]:
+        places, data = self._starts.tolist(), self._data
+        return (data[at + 8 : stop].decode("utf-8", "replace") for at, stop in pairwise(places))
+
+    def index(self, text: str, *_: Any) -> int:
+        """Of the first that is this text; no other one is decoded.
+
+        Raises:
+            ValueError: none is.
+        """
+        raw = text.encode()
+        wanted, at = struct.pack("<Q", len(raw)) + raw, int(self._starts[0])
+        while (at := self._data.find(wanted, at, int(self._starts[-1]))) >= 0:
+            place = int(np.searchsorted(self._starts, at))
+            if self._starts[place] == at:
+                return place
+            at += 1
+        raise ValueError(f"{shown(text)} is not in the list")
+
+    def __contains__(self, text: object) -> bool:
+        try:
+            return isinstance(text, str) and self.index(text) >= 0
+        except ValueError:
+            return False
 
 
 # What the keys that are read here must be; arrays of numbers are checked where they are used.
@@ -253,8 +300,8 @@ _RULES = {
     re.compile(r"tokenizer\.ggml\.add_\w+"): "true or false",
 }
 _FITS: dict[str, Callable[[Any], bool]] = {
-    "a list of texts": lambda value: isinstance(value, _Array) and value.kind == _TEXT,
-    "a list of numbers": lambda value: isinstance(value, _Array) and value.kind != _TEXT,
+    "a list of texts": lambda value: isinstance(value, Texts),
+    "a list of numbers": lambda value: isinstance(value, _Array),
     "a text": lambda value: isinstance(value, str),
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "true or false": lambda value: isinstance(value, bool),
@@ -262,7 +309,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 
 class Metadata(Mapping[str, Any]):
-    """Keys and values; an array is made into a list, numbers into a numpy array, at its first use."""
+    """Keys and values; an array of numbers is made into a numpy array at its first use."""
 
     def __init__(self, file: MappedFile) -> None:
         self._file = file
@@ -290,7 +337,7 @@ class Metadata(Mapping[str, Any]):
             self._file.refuse(f"key {shown(key)} is there twice")
         for pattern, rule in _RULES.items():
             if pattern.fullmatch(key) and not _FITS[rule](value):
-                said = "a list" if isinstance(value, _Array) else shown(value)
+                said = "a list" if isinstance(value, _Array | Texts) else shown(value)
                 self._file.refuse(f"key {shown(key)} is {said}, and must be {rule}")
         self._values[key] = value
 
@@ -373,36 +420,29 @@ class MappedFile:
             self.refuse(f"key {shown(key)} has a value of type {kind}, which does not exist")
         element = self._number("I")
         if element == _TEXT:
-            return self._skip_texts()
+            return self._texts()
         if element not in _SCALARS:
             self.refuse(f"key {shown(key)} is an array of values of type {element}, which are not read")
         size = struct.calcsize("<" + _SCALARS[element])
         count, start = self._count(size, "values"), self._at
         self._skip(count * size)
-        return _Array(element, count, start, self._at)
+        return _Array(element, count, start)
 
-    def _skip_texts(self) -> _Array:
-        count, start = self._count(8, "texts"), self._at
-        at, data, size = start, self.data, struct.Struct("<Q").unpack_from
+    def _texts(self) -> Texts:
+        count, at, data, size = self._count(8, "texts"), self._at, self.data, struct.Struct("<Q").unpack_from
+        starts = array("q", [at])
         try:
             for _ in range(count):
                 at += 8 + size(data, at)[0]
+                starts.append(at)
         except (struct.error, OverflowError):
             at = len(data) + 1
-        self._skip(at - start)
-        return _Array(_TEXT, count, start, at)
+        self._skip(at - self._at)
+        return Texts(data, np.frombuffer(starts, np.int64))
 
-    def array(self, place: _Array) -> Any:
-        """A list of texts, or a numpy array of numbers."""
-        if place.kind != _TEXT:
-            letter = "<" + _SCALARS[place.kind]
-            return np.frombuffer(self.data, np.dtype(letter), place.count, place.start)
-        found, at, size = [], place.start, struct.Struct("<Q").unpack_from
-        for _ in range(place.count):
-            stop = at + 8 + size(self.data, at)[0]
-            found.append(self.data[at + 8 : stop].decode("utf-8", "replace"))
-            at = stop
-        return found
+    def array(self, place: _Array) -> np.ndarray:
+        """An array of numbers."""
+        return np.frombuffer(self.data, np.dtype("<" + _SCALARS[place.kind]), place.count, place.start)
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset of one tensor."""

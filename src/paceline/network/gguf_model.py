@@ -179,7 +179,7 @@ def _stop_ids(model: GGUF) -> list[int]:
     """Ends of a text, of a turn and of a message."""
     found = [model.token_id(role) for role in ("eos", "eot", "eom")]
     if found[1] is None:
-        tokens = model.metadata.get("tokenizer.ggml.tokens", [])
+        tokens = model.metadata.get("tokenizer.ggml.tokens", ())
         found[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)
     return list(dict.fromkeys(token for token in found if token is not None))
 

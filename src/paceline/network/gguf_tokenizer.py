@@ -17,8 +17,9 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,16 +121,11 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
 
     if "tokenizer.ggml.tokens" not in model.metadata:
         return None
-    return _read_kept(model, Tokenizer.from_file)
-
-
-def _read_kept(model: GGUF, read: Callable[[str], Any]) -> Any:
-    """What ``read`` makes of the file's ``tokenizer.json``, kept in the cache folder by the hash of the header."""
     name = f"{hashlib.sha256(model.header).hexdigest()[:32]}-{FORM}.json"
     with tempfile.TemporaryDirectory() as elsewhere:
         kept = (user_cache() or Path(elsewhere)) / "tokenizers" / name
         with suppress(Exception):  # none yet, or damaged: it is made anew
-            return read(str(kept))
+            return Tokenizer.from_file(str(kept))
         made = _Builder(model).tokenizer().to_str()
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -139,35 +135,79 @@ def _read_kept(model: GGUF, read: Callable[[str], Any]) -> Any:
         except OSError:  # a folder that cannot be written: it is made each time
             kept = Path(elsewhere) / name
             kept.write_text(made, encoding="utf-8")
-        return read(str(kept))
+        return Tokenizer.from_file(str(kept))
 
 
 def load_gguf_tokenizer(model: GGUF) -> Any:
-    """A file's tokenizer as transformers has them, with its chat template; None: the file has none.
+    """A file's tokenizer with its chat template, used as transformers' own are; None: the file has none.
 
     Raises:
         ConfigError: as `load_gguf_vocabulary`; a chat template that is none.
     """
-    if "tokenizer.ggml.tokens" not in model.metadata:
+    backend = load_gguf_vocabulary(model)
+    if backend is None:
         return None
-    from transformers import TokenizersBackend
-
-    maker = _Builder(model)
-    template = model.metadata.get("tokenizer.chat_template")
-    _check_template(model, template)
-    roles = {name: maker.named(key) for name, key in _NAMED.items()}
-    options = {
-        "clean_up_tokenization_spaces": False,
-        "chat_template": template,
-        **{f"{name}_token": token for name, token in roles.items() if token is not None},
-    }
-    # By its file: a tokenizer given as an object is copied, which takes as long as reading it once more.
-    made = _read_kept(model, lambda place: TokenizersBackend(tokenizer_file=place, **options))
     give_back()  # of 262,144 tokens 190 MB
-    # llama.cpp begins a chat with BOS where the file's flag says so and the template does not write it.
-    if template and maker.adds("bos") and not _writes(made, made.bos_token):
-        made.chat_template = "{{ bos_token }}" + template
-    return made
+    maker, template = _Builder(model), model.metadata.get("tokenizer.chat_template")
+    _check_template(model, template)
+    roles = {f"{name}_token": maker.named(key) for name, key in _NAMED.items()}
+    return GGUFTokenizer(backend, {name: token for name, token in roles.items() if token}, template, maker.adds("bos"))
+
+
+class GGUFTokenizer:
+    """A tokenizer of the ``tokenizers`` package; transformers' own over it does what encoding one text does not need.
+
+    Importing transformers takes half a second: that is done where a chat is written, a batch encoded, or a token's role
+    asked for.
+
+    Args:
+        backend: a ``tokenizers.Tokenizer``; tokens with a role become special ones, as transformers makes them.
+        roles: tokens by ``bos_token`` and the like.
+        template: of chats; None: the file has none.
+        begins: whether a text begins with BOS.
+    """
+
+    def __init__(self, backend: Any, roles: Mapping[str, str], template: str | None, begins: bool) -> None:
+        from tokenizers import AddedToken
+
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        backend.add_tokens([AddedToken(token, special=True) for token in roles.values() if token not in known])
+        self._tokenizer, self._roles, self._template, self._begins = backend, roles, template, begins
+
+    def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        """Ids of a text; ``options`` are those of transformers."""
+        if options.keys() - {"verbose"}:
+            return list(self.whole.encode(text, add_special_tokens=add_special_tokens, **options))
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids by piece."""
+        return dict(self._tokenizer.get_vocab())
+
+    @cached_property
+    def whole(self) -> Any:
+        """A ``transformers.TokenizersBackend``."""
+        from tokenizers import Tokenizer, models
+        from transformers import TokenizersBackend
+
+        options = {"clean_up_tokenization_spaces": False, "chat_template": self._template, **self._roles}
+        made = TokenizersBackend(tokenizer_object=Tokenizer(models.BPE()), **options)  # which it copies: an empty one
+        made._tokenizer = self._tokenizer
+        # llama.cpp begins a chat with BOS where the file's flag says so and the template does not write it.
+        if self._template and self._begins and not _writes(made, made.bos_token):
+            made.chat_template = "{{ bos_token }}" + self._template
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self.whole(*texts, **options)
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
 
 
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' word: the file's
@@ -207,9 +247,16 @@ class _Builder:
         if self.kind not in ("gpt2", "llama"):
             wrong = f"tokenizer.ggml.model is {shown(self.kind)}; known here are 'gpt2' and 'llama'"
             raise CapabilityError(self.asked, wrong, "use another model")
-        # An empty token cannot be matched; llama.cpp gives it this name.
-        self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self._list("tokens", None) or [])]
-        self.types = [int(kind) for kind in self._list("token_type", len(self.tokens)) or [1] * len(self.tokens)]
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The pieces. An empty one cannot be matched; llama.cpp gives it a name."""
+        return [_matchable(i, token) for i, token in enumerate(self._list("tokens", None) or [])]
+
+    @cached_property
+    def types(self) -> list[int]:
+        """What each token is."""
+        return [int(kind) for kind in self._list("token_type", len(self.tokens)) or [1] * len(self.tokens)]
 
     def _list(self, name: str, count: int | None) -> list[Any] | None:
         found = self.metadata.get(f"tokenizer.ggml.{name}")
@@ -243,7 +290,7 @@ class _Builder:
             ConfigError: an id that no token has.
         """
         token = self.model.token_id(name)
-        return None if token is None else self.tokens[token]
+        return None if token is None else _matchable(token, self.metadata["tokenizer.ggml.tokens"][token])
 
     def adds(self, name: str) -> bool:
         """Whether a text begins with BOS, or ends with EOS."""
@@ -336,6 +383,10 @@ class _Builder:
             one = " ".join([*(f"{token}:0" for token in begin), "$A:0", *(f"{token}:0" for token in end)])
             ids = [(name, self.tokens.index(name)) for name in dict.fromkeys(names)]
             made.post_processor = processors.TemplateProcessing(single=one, pair=f"{one} $B:1", special_tokens=ids)
+
+
+def _matchable(i: int, token: str) -> str:
+    return token or f"[EMPTY_{i}]"
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
