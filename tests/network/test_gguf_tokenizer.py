@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits import weights
+from transformers import TokenizersBackend
 
 from paceline.core.errors import CapabilityError, ConfigError
+from paceline.engine.tokens import chat_ids
 from paceline.network import gguf_tokenizer
 from paceline.network.gguf import GGUF, read_gguf
 from paceline.network.gguf_tokenizer import PRE_TOKENIZERS, load_gguf_tokenizer, load_gguf_vocabulary
 
 # Of each string the ids that llama.cpp's tokenizer gives with special tokens parsed, on both files.
 KNOWN = json.loads((Path(__file__).parents[1] / "kits" / "llama_cpp_ids.json").read_text())
-CHATS = json.loads((Path(__file__).parents[1] / "kits" / "llama_cpp_chats.json").read_text())["chats"]
+WRITTEN = json.loads((Path(__file__).parents[1] / "kits" / "llama_cpp_chats.json").read_text())
+CHATS = WRITTEN["chats"]
 BYTES = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
 BYTES += [chr(256 + i) for i in range(256 - len(BYTES))]  # GPT-2's names of bytes
 
@@ -269,3 +276,54 @@ def test_chats_are_written_as_llama_cpp_writes_them() -> None:
     assert written == [chat["prompt"] for chat in CHATS] and len(CHATS) == 30
     plain = tokenizer.apply_chat_template(CHATS[0]["messages"], tokenize=False)
     assert plain != written[0]
+
+
+def test_chats_with_tools_are_written_as_llama_cpp_writes_them() -> None:
+    tokenizer = load_gguf_tokenizer(read_gguf(weights.smollm2()))
+    tokenizer.chat_template = WRITTEN["tool_template"]
+    chats = WRITTEN["tool_chats"]
+    written = [chat_ids(chat["messages"], tokenizer, "this model", tools=chat["tools"])[1] for chat in chats]
+    assert written == [chat["prompt"] for chat in chats] and len(chats) == 11
+
+
+def test_tools_that_a_template_ignores_are_refused_and_answers_of_tools_are_not() -> None:
+    """SmolLM2's template has none; llama.cpp leaves them out without a word."""
+    tokenizer = load_gguf_tokenizer(read_gguf(weights.smollm2()))
+    for chat in WRITTEN["tool_chats"]:
+        assert chat_ids(chat["messages"], tokenizer, "SmolLM2")[1] == chat["without"]
+        if chat["tools"]:
+            with pytest.raises(ConfigError, match="the template of SmolLM2 has none"):
+                chat_ids(chat["messages"], tokenizer, "SmolLM2", tools=chat["tools"])
+
+
+@pytest.mark.parametrize("eos", [261, 2])  # a control token; one that is text, and special by its role alone
+def test_a_text_is_encoded_as_by_transformers_without_it(eos: int, tmp_path: Path) -> None:
+    file = by_rank(tmp_path / "m.gguf", ggml__eos_token_id=eos, ggml__bos_token_id=None).path
+    code = """if True:
+        import json, sys
+        from paceline.engine.tokens import encode, texts_of
+        from paceline.network.loader import load_tokenizer
+        tokenizer, text = load_tokenizer(sys.argv[1]), "hello #w12 <end> \u00c9 <turn>"
+        ids = [encode(text, tokenizer)[0], tokenizer.encode(text, add_special_tokens=False)]
+        said = [texts_of(tokenizer).prompt(ids[0], skip) for skip in (True, False)]
+        print(json.dumps([ids, said, len(tokenizer), tokenizer.get_vocab(), "transformers" in sys.modules]))
+    """
+    run = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
+    ids, said, count, vocabulary, imported = json.loads(run.stdout)
+    [kept] = (Path(os.environ["XDG_CACHE_HOME"]) / "paceline" / "tokenizers").glob("*")
+    token = next(token for token, i in vocabulary.items() if i == eos)
+    theirs = TokenizersBackend(tokenizer_file=str(kept), eos_token=token, clean_up_tokenization_spaces=False)
+    text = "hello #w12 <end> \u00c9 <turn>"
+    assert ids == [theirs.encode(text), theirs.encode(text, add_special_tokens=False)] and not imported
+    assert said == [theirs.decode(ids[0], skip_special_tokens=skip) for skip in (True, False)]
+    assert (count, vocabulary) == (len(theirs), theirs.get_vocab()) and said[0] != said[1]
+
+
+def test_what_else_is_asked_of_a_tokenizer_is_transformers_own(tmp_path: Path) -> None:
+    tokenizer = load_gguf_tokenizer(by_rank(tmp_path / "m.gguf", chat_template="{{ messages[0].content }}"))
+    assert tokenizer.eos_token == "<end>" and tokenizer(["he", "ll"])["input_ids"] == [[256], [257]]
+    assert tokenizer.encode("hello", max_length=1, truncation=True) == [259]
+    assert tokenizer.encode("hellohello", verbose=False) == [259, 259]  # nothing is left of that
+    with pytest.raises(AttributeError):
+        tokenizer._nonesuch  # noqa: B018
+    assert copy(tokenizer).get_vocab() == tokenizer.get_vocab()

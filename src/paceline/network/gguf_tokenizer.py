@@ -114,7 +114,7 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
     """What knows the ids and pieces of a file's tokenizer, a ``tokenizers.Tokenizer``; None: the file has none.
 
     Raises:
-        ConfigError: a vocabulary that contradicts itself.
+        ConfigError: a vocabulary that contradicts itself, or a chat template that is none.
         CapabilityError: a kind of vocabulary or a pre-tokenizer that is not known here.
     """
     from tokenizers import Tokenizer
@@ -126,6 +126,7 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
         kept = (user_cache() or Path(elsewhere)) / "tokenizers" / name
         with suppress(Exception):  # none yet, or damaged: it is made anew
             return Tokenizer.from_file(str(kept))
+        _check_template(model, model.metadata.get("tokenizer.chat_template"))  # the header has it: once is enough
         made = _Builder(model).tokenizer().to_str()
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -142,14 +143,13 @@ def load_gguf_tokenizer(model: GGUF) -> Any:
     """A file's tokenizer with its chat template, used as transformers' own are; None: the file has none.
 
     Raises:
-        ConfigError: as `load_gguf_vocabulary`; a chat template that is none.
+        ConfigError, CapabilityError: as `load_gguf_vocabulary`.
     """
     backend = load_gguf_vocabulary(model)
     if backend is None:
         return None
     give_back()  # of 262,144 tokens 190 MB
     maker, template = _Builder(model), model.metadata.get("tokenizer.chat_template")
-    _check_template(model, template)
     roles = {f"{name}_token": maker.named(key) for name, key in _NAMED.items()}
     return GGUFTokenizer(backend, {name: token for name, token in roles.items() if token}, template, maker.adds("bos"))
 
@@ -174,11 +174,11 @@ class GGUFTokenizer:
         backend.add_tokens([AddedToken(token, special=True) for token in roles.values() if token not in known])
         self._tokenizer, self._roles, self._template, self._begins = backend, roles, template, begins
 
-    def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
-        """Ids of a text; ``options`` are those of transformers."""
-        if options.keys() - {"verbose"}:
-            return list(self.whole.encode(text, add_special_tokens=add_special_tokens, **options))
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Ids of a text; ``options`` are those of transformers, which may leave its own in the backend."""
+        if options.keys() - {"add_special_tokens", "verbose"} or "whole" in vars(self):
+            return list(self.whole.encode(text, **options))
+        return list(self._tokenizer.encode(text, add_special_tokens=options.get("add_special_tokens", True)).ids)
 
     def get_vocab(self) -> dict[str, int]:
         """Ids by piece."""
@@ -202,6 +202,12 @@ class GGUFTokenizer:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.whole, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.whole, name, value)
 
     def __call__(self, *texts: Any, **options: Any) -> Any:
         return self.whole(*texts, **options)
