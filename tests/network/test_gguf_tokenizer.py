@@ -119,6 +119,21 @@ def test_a_vocabulary_is_read_from_the_cache_alike(tmp_path: Path, monkeypatch: 
         assert load(model).get_vocab() == load_gguf_vocabulary(model).get_vocab() and len(kept.read_text()) > 10
 
 
+@pytest.mark.parametrize("space", ["\u0120", " "])
+def test_what_is_kept_is_what_was_built(space: str, tmp_path: Path) -> None:
+    """As texts, which are read sooner, unless a piece has a space."""
+    model = by_score(tmp_path / "m.gguf", ggml__add_space_prefix=False)
+    tokens = [*model.metadata["tokenizer.ggml.tokens"]]
+    tokens[tokens.index("ba")] = f"{space}b"
+    tokens[tokens.index("\u2581")] = space
+    changed = by_score(tmp_path / "n.gguf", ggml__tokens=tokens)
+    built = gguf_tokenizer._Builder(changed).tokenizer().to_str()
+    assert load_gguf_vocabulary(changed).to_str() == built
+    [kept] = (Path(os.environ["XDG_CACHE_HOME"]) / "paceline" / "tokenizers").glob("*")
+    merge = json.loads(kept.read_text(encoding="utf-8"))["model"]["merges"][0]
+    assert isinstance(merge, list if space == " " else str)
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = by_score(tmp_path / "m.gguf")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "m.gguf"))  # a file where the folder should be
