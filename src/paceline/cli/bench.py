@@ -178,6 +178,8 @@ def step(
     console.print(f"{label}, {computed.removeprefix('torch.')}, kernels: {loaded.kernels}{mode}")
     console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
+    if any(cost["share_of_multiplications"] is not None for cost in costs):
+        console.print("multiplied: by products with weights in blocks, of what the processor can multiply")
     console.print(_step_table(costs))
     if out is not None:
         figures = {
@@ -204,14 +206,17 @@ def _cost_table(tables: Mapping[str, CostTable]) -> Table:
     return figures_table(["a pass of", *(f"{name}, ms" for name in tables)], rows)
 
 
-def _step_table(costs: Sequence[Mapping[str, float]]) -> Table:
+def _step_table(costs: Sequence[Mapping[str, Any]]) -> Table:
     """One line a row count and context."""
     one = {c["context"]: c["step_ms"] for c in costs if c["rows"] == 1}
-    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share"
+    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share | multiplied"
     line = (
         "{context} | {rows} | {step_ms:.2f} | {low_ms:.2f}-{high_ms:.2f} | {of_one} | {weights_gb_per_s:.1f} | "
-        "{share_of_bandwidth:.0%}"
+        "{share_of_bandwidth:.0%} | {multiplied}"
     )
-    ratios = [f"{c['step_ms'] / one[c['context']]:.2f}" if c["context"] in one else "" for c in costs]
-    rows = [line.format(**c, of_one=r).split(" | ") for c, r in zip(costs, ratios, strict=True)]
+    rows = []
+    for c in costs:
+        ratio = f"{c['step_ms'] / one[c['context']]:.2f}" if c["context"] in one else ""
+        share = c["share_of_multiplications"]
+        rows.append(line.format(**c, of_one=ratio, multiplied="" if share is None else f"{share:.0%}").split(" | "))
     return figures_table(head.split(" | "), rows, words=0)
