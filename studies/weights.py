@@ -47,7 +47,6 @@ def kilobytes(of):
     return int(re.search(of + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 began = time.perf_counter()
 from paceline import LLM, SamplingParams
-from transformers import TokenizersBackend
 imported = time.perf_counter()
 base = kilobytes("VmRSS")
 llm = LLM(sys.argv[1], dtype=sys.argv[2], threads=2, max_model_len=1024, max_sequences=1, drafter="none")
@@ -170,8 +169,6 @@ def main() -> None:
     asked = parser.parse_args()
     file = Path(asked.model) if asked.model.endswith(".gguf") else None
     if asked.kernels:
-        import transformers  # noqa: F401  (not counted to the tokenizer)
-
         return kernels(file, max(asked.rounds, 1), asked.clock)
     llm = LLM(asked.model, dtype=asked.dtype, threads=THREADS, max_model_len=1024, drafter="none")
     print(f"{asked.model}, dtype {asked.dtype}: {llm.decoder.pass_bytes / 1e6:.0f} MB of weights in a pass")
