@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -252,11 +252,9 @@ def kv_layout(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> tu
     return packed_shape(kept), torch.int8
 
 
-class ServeApart(Protocol):
-    """Starts the process of a configuration's drafter: see `rounds.base.Serve`, and tokens of the target's K/V pool."""
-
-    def __call__(self, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions: ...
-
+# Starts the process of a configuration's drafter: given the tokens of the target's K/V pool, the drafted nodes of a
+# sequence that its sessions have room for, and where it runs.
+ServeApart = Callable[[LLMConfig, int, int, Place], GoingSessions]
 
 # Starts the processes of a target's stages, and gives the line over them, for the pipeline round.
 StartStages = Callable[[LLMConfig, Split, LoadedModel, KVPool], StageLine]

@@ -36,7 +36,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
         self._empty = bytearray(b"\x01" * num_blocks)  # 1: empty; searched for long runs
-        self._num_empty = num_blocks
+        self.num_empty = num_blocks  # blocks that hold nothing at all
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._content_of: dict[int, tuple[ContentKey, int]] = {}  # block -> its key and content id
         self._block_of: dict[ContentKey, int] = {}
@@ -45,7 +45,7 @@ class BlockAllocator:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now: empty and cached ones."""
-        return self._num_empty + len(self._cached)
+        return self.num_empty + len(self._cached)
 
     def allocate(self, after: int | None, want: int | None = None) -> int:
         """One block with one reference: the one behind ``after`` if it is free.
@@ -62,7 +62,7 @@ class BlockAllocator:
         block = self._pick(after, want)
         if self._empty[block]:
             self._empty[block] = 0
-            self._num_empty -= 1
+            self.num_empty -= 1
         else:
             self._evict(block)
         self._refs[block] = 1
@@ -72,7 +72,7 @@ class BlockAllocator:
         following = -1 if after is None else after + 1
         if self.is_free(following):  # even if that evicts it: a scattered sequence is slow for all its life
             return following
-        if self._num_empty:
+        if self.num_empty:
             return self._roomiest(want)
         return next(iter(self._cached))
 
@@ -83,11 +83,6 @@ class BlockAllocator:
     def is_empty(self, block: int) -> bool:
         """Whether a block could be allocated without evicting anything."""
         return 0 <= block < self.num_blocks and self._empty[block] == 1
-
-    @property
-    def num_empty(self) -> int:
-        """Blocks that hold nothing at all."""
-        return self._num_empty
 
     def _roomiest(self, want: int | None) -> int:
         """Where in the longest empty run a sequence should begin.
@@ -121,7 +116,7 @@ class BlockAllocator:
             self._cached[block] = None
         else:
             self._empty[block] = 1
-            self._num_empty += 1
+            self.num_empty += 1
 
     def publish(self, block: int, before: int, tokens: Sequence[int]) -> int:
         """Make a full block findable by its content.
@@ -156,7 +151,7 @@ class BlockAllocator:
         for block in list(self._cached):
             self._evict(block)
             self._empty[block] = 1
-            self._num_empty += 1
+            self.num_empty += 1
 
     def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
         """Assert that used + cached + empty blocks are all blocks, given every sequence's block table."""
@@ -168,6 +163,6 @@ class BlockAllocator:
         for block in range(self.num_blocks):
             states = (self._refs[block] > 0) + (block in self._cached) + bool(self._empty[block])
             assert states == 1, f"block {block} is in {states} states"
-        assert self._num_empty == sum(self._empty)
+        assert self.num_empty == sum(self._empty)
         assert all(block in self._content_of for block in self._cached)
         assert all(self._content_of[block][0] == key for key, block in self._block_of.items())

@@ -76,7 +76,7 @@ class AheadConfig(RoundConfig):
         assert parts.drafter is not None
         if self.place is None or parts.serve is None:
             return LocalSessions(parts.drafter.sessions(rows), beside)
-        return parts.serve(rows=rows, place=self.place)
+        return parts.serve(rows, self.place)
 
 
 class SessionGuard:

@@ -198,12 +198,6 @@ class Origin:
 UNKNOWN = Origin()
 
 
-class Serve(Protocol):
-    """Starts a drafter's process, whose sessions have room for so many drafted nodes of a sequence."""
-
-    def __call__(self, rows: int, place: Place) -> GoingSessions: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundParts:
     """What a round is made of."""
@@ -214,7 +208,8 @@ class RoundParts:
     # not bound then, and is asked for nothing but what it declares
     verifier: str = DEFAULT_VERIFIER
     origin: Origin = UNKNOWN  # where the target comes from
-    serve: Serve | None = None  # starts the drafter's process, where one is named
+    serve: Callable[[int, Place], GoingSessions] | None = None  # starts the drafter's process, where one is named, with
+    # room for so many drafted nodes of a sequence
     start: Callable[[], StageLine] | None = None  # starts stages elsewhere, where the target has the last one's layers
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...kv.pool import SequenceCache
 from ..base import RunningSequence
 from .flight import Cut, Flight
-from .replay import Replay
+from .widths import Replay
 
 
 @dataclass(frozen=True, slots=True)
