@@ -1,4 +1,4 @@
-"""Conversations in a model's template, as OpenAI's clients write them; and the bytes of a token."""
+"""Conversations in a model's template, as OpenAI's clients write them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from kits.byte_tokens import byte_tokenizer
 
 from paceline.core.errors import ConfigError
-from paceline.engine.tokens import chat_ids, token_bytes
+from paceline.engine.tokens import chat_ids
 from paceline.network.loader import load_tokenizer
 
 ZOO = load_tokenizer(Path(__file__).parents[2] / "zoo" / "paceline-small")
@@ -85,18 +82,3 @@ def test_the_final_message_goes_on():
 def test_what_a_conversation_cannot_have(messages: Any, options: Any, word: str):
     with pytest.raises(ConfigError, match=word):
         chat_ids(messages, ZOO, "m", **options)
-
-
-LEVELS, PIECES = token_bytes(ZOO), token_bytes(byte_tokenizer(strip=False))
-
-
-@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_the_bytes_of_tokens_are_those_of_the_text(said: str):
-    ids = ZOO.encode(said, add_special_tokens=False)
-    assert b"".join(map(LEVELS, ids)).decode() == ZOO.decode(ids)
-    pieces = byte_tokenizer(strip=False).encode(said.replace("\u2581", ""), add_special_tokens=False)
-    assert b"".join(map(PIECES, pieces)).decode() == said.replace("\u2581", "")
-
-
-def test_the_bytes_of_special_tokens():
-    assert LEVELS(1) == b"<|eos|>" and LEVELS(ZOO.vocab_size + 10**6) == b""

@@ -150,6 +150,17 @@ def test_chat_logprobs_stand_beside_their_tokens(client: openai.OpenAI) -> None:
         assert [t.logprob for t in row.top_logprobs] == sorted((t.logprob for t in row.top_logprobs), reverse=True)
 
 
+def test_bytes_beside_logprobs_are_a_token_s_own(client: openai.OpenAI, offline: LLM) -> None:
+    """Also of a token that is a part of a character, whose text is U+FFFD."""
+    part = offline.tokenizer.encode("\u2603", add_special_tokens=False)[-1]
+    answer = client.chat.completions.create(
+        model="paceline-small", messages=CHAT, max_tokens=2, temperature=0, logprobs=True, logit_bias={str(part): 100}
+    )
+    rows = answer.choices[0].logprobs
+    assert rows is not None and rows.content is not None
+    assert [row.bytes for row in rows.content] == [list("\u2603".encode()[-1:])] * 2
+
+
 def test_nothing_of_a_stop_string_is_streamed(client: openai.OpenAI) -> None:
     text = (
         client.completions.create(model="paceline-small", prompt=PROMPT, max_tokens=30, temperature=0).choices[0].text

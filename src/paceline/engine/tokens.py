@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -173,44 +172,6 @@ def _call(call: Any) -> dict[str, Any]:
             wrong = f"its arguments are no JSON ({error})"
             raise ConfigError(f"tool call {shown(function['name'])}", wrong, remedy) from error
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
-    """The bytes that a token stands for: a part of a character, too, whose text alone would be U+FFFD.
-
-    Tokens of a vocabulary that is neither of bytes nor of pieces have those of their text.
-    """
-    backend = getattr(tokenizer, "_tokenizer", None)
-    decoder = "" if backend is None or backend.decoder is None else backend.decoder.__getstate__().decode()
-    levels, pieces = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder or '"Metaspace"' in decoder
-    added = {*tokenizer.get_added_vocab().values()}
-    text = TokenizerTexts(tokenizer).token
-
-    @lru_cache(maxsize=_KEPT_TEXTS)
-    def of(token: int) -> bytes:
-        piece = tokenizer.convert_ids_to_tokens(token)
-        if piece is None or not (levels or pieces or token in added):
-            return text(token).encode()
-        if token in added:
-            return str(piece).encode()
-        if levels:
-            return b"".join(_LEVELS[c] if c in _LEVELS else c.encode() for c in piece)
-        byte = _BYTE_PIECE.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else str(piece).replace("\u2581", " ").encode()
-
-    return of
-
-
-def _byte_levels() -> dict[str, bytes]:
-    """The byte of each character in which byte-level vocabularies are written (GPT-2)."""
-    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in plain]
-    written = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    return {character: bytes([byte]) for byte, character in written.items()}
-
-
-_LEVELS = _byte_levels()
-_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenizerTexts:

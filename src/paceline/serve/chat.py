@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,6 +17,8 @@ from .generation import Answer, Asked, Delta, Server, begin
 from .http import DONE, APIError, EventStream, event, json_response, read, unless_gone
 from .schemas import ChatRequest
 from .tools import CallReader, ToolUse, tool_use
+
+TokenBytes = Callable[[int], bytes]  # see `texts.token_bytes`
 
 
 def router(server: Server) -> APIRouter:
@@ -103,7 +105,7 @@ class _Reply:
         async with self._answer as answer:
             async for deltas in answer:
                 for delta in deltas:
-                    samples[delta.index].add(delta)
+                    samples[delta.index].add(delta, self._answer.token_bytes)
                     if self._readers is not None:
                         self._readers[delta.index].read(delta)
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
@@ -156,7 +158,7 @@ class _Reply:
     def _chunk(
         self, index: int, message: dict[str, Any], delta: Delta | None = None, more: Mapping[str, Any] | None = None
     ) -> bytes:
-        rows = None if delta is None or not self._body.logprobs else openai_rows(delta)
+        rows = None if delta is None or not self._body.logprobs else openai_rows(delta, self._answer.token_bytes)
         choice: dict[str, Any] = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
         if rows is not None:
             choice["logprobs"] = {"content": rows, "refusal": None}
@@ -187,13 +189,13 @@ class _Sample:
         self.stop_reason: int | str | None = None
         self.pieces: list[Delta] = []  # those that say where their tokens come from
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: Delta, token_bytes: TokenBytes) -> None:
         """Take what is new."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         if delta.shown is not None:
             self.pieces.append(delta)
-        self.logprobs += openai_rows(delta) or []
+        self.logprobs += openai_rows(delta, token_bytes) or []
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = finish(delta), delta.stop_reason
 
@@ -209,24 +211,24 @@ def ends(answer: Answer) -> dict[str, Any]:
     return {"metrics": {"speculative_decoding": spec}, "stats": answer.stats}
 
 
-def openai_rows(delta: Delta) -> list[dict[str, Any]] | None:
+def openai_rows(delta: Delta, token_bytes: TokenBytes) -> list[dict[str, Any]] | None:
     """Log-probabilities in the form of chat; None: not asked for."""
     if delta.logprobs is None:
         return None
-    return [_row(row, token) for row, token in zip(delta.logprobs, delta.token_ids, strict=True)]
+    return [_row(row, token, token_bytes) for row, token in zip(delta.logprobs, delta.token_ids, strict=True)]
 
 
-def _row(row: LogprobRow, token: int) -> dict[str, Any]:
+def _row(row: LogprobRow, token: int, token_bytes: TokenBytes) -> dict[str, Any]:
     chosen = next(entry for entry in row if entry[0] == token)
     likeliest = sorted((entry for entry in row if entry is not chosen or len(row) > 1), key=lambda entry: entry[2])
     if len(row) > 1 and chosen[2] >= len(row):
         likeliest = [entry for entry in likeliest if entry is not chosen]
-    return {**_entry(chosen), "top_logprobs": [_entry(entry) for entry in likeliest if len(row) > 1]}
 
+    def shown_as(entry: tuple[int, float, int, str | None]) -> dict[str, Any]:
+        token, value, _, text = entry
+        return {"token": text or "", "logprob": max(value, -9999.0), "bytes": list(token_bytes(token))}
 
-def _entry(entry: tuple[int, float, int, str | None]) -> dict[str, Any]:
-    text = entry[3] or ""
-    return {"token": text, "logprob": max(entry[1], -9999.0), "bytes": list(text.encode())}
+    return {**shown_as(chosen), "top_logprobs": [shown_as(entry) for entry in likeliest if len(row) > 1]}
 
 
 def prompt_rows(rows: list[LogprobRow | None]) -> list[dict[str, Any] | None]:

@@ -101,6 +101,7 @@ class Answer:
         self.prompt_logprobs: list[LogprobRow | None] | None = None
         self.steps: list[tuple[int, int]] = []  # of each with drafts, tokens drafted and accepted, where these are told
         self._server, self._one = server, one
+        self.token_bytes = server.texts.token_bytes
         self._begun = begun
         # The engine keeps the deadline, and one that hangs is found out after `stuck_s`.
         self._until = begun + server.config.request_s + server.config.stuck_s

@@ -6,7 +6,9 @@ by transformers' function, which needs no torch; it is imported where the first 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -28,6 +30,7 @@ class Texts:
         if template is not None:
             self._templates = {"default": template}
         self._tokenizer: Any = None
+        self.token_bytes: Callable[[int], bytes] = lambda _: b""
         self.special: dict[str, int] = {}  # by their text, the tokens that are no text
         if described.tokenizer is not None:
             self._tokenizer = Tokenizer.from_str(described.tokenizer)
@@ -35,6 +38,7 @@ class Texts:
             self._tokenizer.no_padding()
             added = self._tokenizer.get_added_tokens_decoder()
             self.special = {token.content: number for number, token in added.items() if token.special}
+            self.token_bytes = token_bytes(self._tokenizer)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a text.
@@ -108,3 +112,39 @@ class Texts:
                 "these messages", f"the model's template refuses them ({error})", "check roles"
             ) from error
         return str(made[0][0])
+
+
+def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """The bytes that a token stands for: a part of a character, too, whose text alone would be U+FFFD.
+
+    Tokens of a vocabulary that is neither of bytes nor of pieces have those of their text.
+    """
+    decoder = "" if tokenizer.decoder is None else tokenizer.decoder.__getstate__().decode()
+    levels, pieces = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder or '"Metaspace"' in decoder
+    added = tokenizer.get_added_tokens_decoder()
+
+    @lru_cache(maxsize=4096)
+    def of(token: int) -> bytes:
+        piece = tokenizer.id_to_token(token)
+        if piece is None or not (levels or pieces or token in added):
+            return str(tokenizer.decode([token], skip_special_tokens=False)).encode()
+        if token in added:
+            return piece.encode()
+        if levels:
+            return b"".join(_LEVELS[c] if c in _LEVELS else c.encode() for c in piece)
+        byte = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
+
+    return of
+
+
+def _byte_levels() -> dict[str, bytes]:
+    """The byte of each character in which byte-level vocabularies are written (GPT-2)."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in plain]
+    written = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return {character: bytes([byte]) for byte, character in written.items()}
+
+
+_LEVELS = _byte_levels()
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
