@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 from paceline import native
 from paceline.attention import make_backend
-from paceline.bench.multiply import BESIDE, multiplications, peak, width
+from paceline.bench.multiply import BESIDE, multiplications, of_product, peak, width
 from paceline.cli import app
 from paceline.network.blocks import BY_NUMBER, GROUPED
 from paceline.network.decoder import Decoder
 from paceline.network.loader import load_model
+from paceline.network.native_linear import NativeLinear
 
 VECTORS = native.library() is not None and native.library().pl_dots(1, 1) > 0
 
@@ -41,6 +42,12 @@ def test_multiplications_are_those_of_the_inner_loop(name: str, one: int, eight:
         assert multiplications(decoder, rows) == places * count
     assert multiplications(decoder, 3) == multiplications(decoder, 4)  # one is zeros
     assert multiplications(_loaded(tmp_path / "m.gguf", "bfloat16"), 1) is None
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiled kernels")
+def test_outputs_that_fill_no_line_take_a_whole_one() -> None:
+    few, more = (NativeLinear(torch.randn(outputs, 64).bfloat16(), None, "q4_0") for outputs in (17, 32))
+    assert of_product(few, 1) == of_product(more, 1) == 2 * 2 * 10
 
 
 @pytest.mark.skipif(native.library() is None, reason="no compiled kernels")

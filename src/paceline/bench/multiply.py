@@ -32,12 +32,13 @@ def multiplications(decoder: Decoder, rows: int) -> int | None:
     """Vectors of 512 bits that a pass of so many rows multiplies; None: its weights are not all in blocks."""
     if decoder.stack is None:
         return None
-    counted = [_of_product(linear, rows) for linear in decoder.stack.weights.products]
+    counted = [of_product(linear, rows) for linear in decoder.stack.weights.products]
     return sum(count for count in counted if count is not None) if None not in counted else None
 
 
-def _of_product(linear: NativeLinear, rows: int) -> int | None:
-    kind, lines = linear.struct.kind, linear.struct.n // LANES
+def of_product(linear: NativeLinear, rows: int) -> int | None:
+    """Likewise of one product; None: its weight is in no blocks."""
+    kind, lines = linear.struct.kind, -(-linear.struct.n // LANES)
     if kind < native.MIXED:
         return None
     kinds = linear.packed[:, 1].tolist() if kind == native.MIXED else [kind] * lines
