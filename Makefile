@@ -39,6 +39,8 @@ BESIDE_TASKS = $(if $(DATA),--data $(DATA)) --tasks $(subst $(SPACE),$(COMMA),$(
 # The engines of other people that the benchmark compares with, each installed apart from Paceline.
 PEERS := transformers llama.cpp vllm
 PEERS_DIR := .peers
+# Load generators of other people for studies/load_generators.py, likewise; vLLM's comes with the engine.
+LOADERS := aiperf
 WORKERS := studies/kit/peer_workers
 
 .DEFAULT_GOAL := help
@@ -54,7 +56,7 @@ help:
 	@echo 'make weights   fetch SmolLM2 135M (98 MB) for its tests; GEMMA=yes: Gemma 3 270M too, whose terms it states'
 	@echo 'make bench     repeat the benchmark of docs/measured/benchmarks.md (half an hour; make peers first, to have them in it)'
 	@echo 'make peers     the engines that studies/peers.py compares with, each in .peers/NAME (long; some gigabytes)'
-	@echo 'make peer-NAME one of them: $(PEERS)'
+	@echo 'make peer-NAME one of them: $(PEERS); or a load generator: $(LOADERS)'
 	@echo 'make fuzz      random requests against plain decoding: MINUTES=60, from case SEED=0 on'
 	@echo 'make soak      mixed requests for MINUTES=10: memory must stay flat, nothing may be left (build/soak)'
 	@echo 'make sanitize  the compiled layers over odd shapes under AddressSanitizer and UBSan (minutes; Linux, gcc)'
@@ -164,7 +166,7 @@ peers:
 	  case " $$failed " in *" $$peer "*) echo "FAILED $$peer: its messages are above";; *) echo "ready  $$peer";; esac; \
 	done; [ -z "$$failed" ]
 
-$(addprefix peer-,$(PEERS)): peer-%: $(PEERS_DIR)/%/.ready-$(TORCH_ID)
+$(addprefix peer-,$(PEERS) $(LOADERS)): peer-%: $(PEERS_DIR)/%/.ready-$(TORCH_ID)
 
 define BEGIN_PEER
 rm -rf $(@D)
@@ -181,6 +183,13 @@ $(PEERS_DIR)/transformers/.ready-$(TORCH_ID): $(WORKERS)/transformers.txt | chec
 $(PEERS_DIR)/vllm/.ready-$(TORCH_ID): $(WORKERS)/vllm.txt | check-python
 	$(BEGIN_PEER)
 	$(@D)/venv/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+# It takes no torch: it only sends requests.
+$(PEERS_DIR)/aiperf/.ready-$(TORCH_ID): $(WORKERS)/aiperf.txt | check-python
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)/venv
+	$(@D)/venv/bin/python -m pip --disable-pip-version-check install -r $<
 	touch $@
 
 # llama.cpp comes inside the source package of its Python bindings; it is built for this processor.

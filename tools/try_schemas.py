@@ -1,9 +1,12 @@
-"""Structured output beside its schemas: JSON Schema's official suite, and forced tool calls of random schemas.
+"""Structured output beside its schemas: JSON Schema's official suite, random schemas, and forced tool calls of them.
 
     python tools/try_schemas.py suite JSON-Schema-Test-Suite/tests/draft2020-12
+    python tools/try_schemas.py grid --count 2000 --drafters 3
     python tools/try_schemas.py calls http://127.0.0.1:8000 --count 1000
 
 ``suite``: each schema is refused with a reason or enforced, and of the suite's values no invalid one may be accepted.
+``grid``: answers under random schemas, `AT_ONCE` at once and the first of them alone, greedy and sampled: each is
+valid, and has the ids of plain decoding with every drafter and round.
 ``calls``: a running server must call a tool, whose schema is drawn anew each time, and each call must be valid. The
 server needs a chat template for tools (``--chat-template``). Ends with status 1 where something is wrong.
 """
@@ -24,6 +27,14 @@ import httpx2 as httpx
 import jsonschema
 
 AT_ONCE = 8
+GRID = {
+    "serial": "grammar suffix ngram hybrid:grammar+suffix draft_model:paceline-small-draft eagle medusa lyanna spire "
+    "magicdec hybrid:grammar+paceline-small-draft",
+    "fused": "streams",
+    "mirror": "suffix ngram draft_model:paceline-small-draft",
+    "pipeline,stages=3": "suffix ngram draft_model:paceline-small-draft",
+}
+GRID_TOKENS = 600  # the longest answer that a random schema may have
 ENUM = ["red", "green", "blue", "it's", 'a "b"', "é", "日本", "a\nb"]
 
 
@@ -85,6 +96,80 @@ def arguments(draw: random.Random, deep: int = 2) -> dict[str, Any]:
     return {"type": "object", "properties": own, "required": required, "additionalProperties": False}
 
 
+def grid(model: str, dtype: str, count: int, drafters: int, seed: int, seconds: float) -> int:
+    """How many answers were wrong; as many batches of `AT_ONCE` schemas as there is time for.
+
+    Args:
+        model: an embedded one, for which the zoo has all drafters of `GRID`.
+        dtype: of its weights and activations.
+        count: schemas.
+        drafters: of `GRID`, drawn anew for each batch; the batch is asked of each.
+        seed: of schemas, drafters and samples.
+        seconds: time after which no batch begins.
+    """
+    from paceline import LLM
+
+    plain = LLM(model, dtype=dtype, exact=True, threads=1)
+    pairs = [(round_, drafter) for round_, names in GRID.items() for drafter in names.split()]
+    engines = {
+        f"{drafter}, {round_}": LLM(
+            model, dtype=dtype, exact=True, threads=1, share=plain, drafter=drafter, round=round_, budget=8
+        )
+        for round_, drafter in pairs
+    }
+    found, until = Counter[str](), time.monotonic() + seconds
+    for first in range(seed, seed + count, AT_ONCE):
+        if time.monotonic() > until:
+            break
+        draw = random.Random(first)
+        some = dict(draw.sample([*engines.items()], drafters))
+        found += _batch(plain, some, [arguments(draw) for _ in range(min(AT_ONCE, seed + count - first))], first)
+    for name, times in sorted(found.items()):
+        print(f"{times:6} {name}")
+    return sum(times for name, times in found.items() if name.startswith("WRONG")) + (not found["schemas"])
+
+
+def _batch(plain: Any, engines: dict[str, Any], schemas: list[dict[str, Any]], seed: int) -> Counter[str]:
+    """What came of some schemas with some drafters."""
+    from paceline import SamplingParams
+    from paceline.core.grammar import Grammar
+
+    found = Counter({"schemas": len(schemas)})
+    prompts = [f"Record {seed + at} as JSON:" for at in range(len(schemas))]
+    for temperature in (0.0, 1.0):
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                seed=seed,
+                max_tokens=GRID_TOKENS,
+                grammar=Grammar("json_schema", json.dumps(s)),
+            )
+            for s in schemas
+        ]
+        expected = [answer.outputs[0] for answer in plain.generate(prompts, params)]
+        for wanted, one in zip(schemas, expected, strict=True):
+            wrong = _invalid(one.text, wanted) if one.finish_reason == "stop" else one.finish_reason
+            found[f"WRONG, plain: {wrong}: {json.dumps(wanted)}" if wrong else "valid"] += 1
+        for name, engine in engines.items():
+            answers = [*engine.generate(prompts, params), *engine.generate(prompts[:1], params[:1])]
+            for at, answer in enumerate(answers):
+                number, ids = at % len(schemas), answer.outputs[0].token_ids
+                same = ids == expected[number].token_ids
+                case = f"{json.dumps(schemas[number])} {temperature=} {ids}, plain {expected[number].token_ids}"
+                found[f"same ids, {name}" if same else f"WRONG ids, {name}, batch at {at}: {case}"] += 1
+                found[f"accepted drafts, {name}"] += answer.stats.accepted
+    return found
+
+
+def _invalid(text: str, wanted: dict[str, Any]) -> str:
+    """Why a text is not what a schema wants; empty: it is."""
+    try:
+        jsonschema.validate(json.loads(text), wanted)
+    except (ValueError, jsonschema.ValidationError) as error:
+        return f"{type(error).__name__}: {str(error)[:120]}"
+    return ""
+
+
 def calls(url: str, count: int, seed: int, seconds: float) -> int:
     """How many calls were not valid; asked for `AT_ONCE` at once, as many as there is time for."""
     until = time.monotonic() + seconds
@@ -126,6 +211,13 @@ def main() -> int:
     of_suite = parts.add_parser("suite")
     of_suite.add_argument("folder", type=Path)
     of_suite.add_argument("--model", default="paceline-small")
+    of_grid = parts.add_parser("grid")
+    of_grid.add_argument("--model", default="paceline-small")
+    of_grid.add_argument("--dtype", default="bfloat16")
+    of_grid.add_argument("--count", type=int, default=2000)
+    of_grid.add_argument("--drafters", type=int, default=3, help="of all, drawn for each batch of schemas")
+    of_grid.add_argument("--seed", type=int, default=0, help="of the first schema; another run goes on behind it")
+    of_grid.add_argument("--seconds", type=float, default=3600.0, help="time after which no batch begins")
     of_calls = parts.add_parser("calls")
     of_calls.add_argument("url")
     of_calls.add_argument("--count", type=int, default=1000)
@@ -134,6 +226,8 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.part == "suite":
         return int(suite(asked.folder, asked.model) > 0)
+    if asked.part == "grid":
+        return int(grid(asked.model, asked.dtype, asked.count, asked.drafters, asked.seed, asked.seconds) > 0)
     return int(calls(asked.url, asked.count, asked.seed, asked.seconds) > 0)
 
 
