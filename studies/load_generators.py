@@ -2,10 +2,10 @@
 
     make peer-vllm peer-aiperf
     python studies/load_generators.py --tokenizer FOLDER --out build/load
-    python studies/load_generators.py --tokenizer FOLDER --beside --out build/load
+    python studies/load_generators.py --tokenizer FOLDER --server paceline --server vllm --out build/load
 
-Both tools send the same prompts as streamed chats, greedy. With ``--beside`` they are sent to vLLM's server for CPUs,
-too, whose n-grams draft for the model folder. FOLDER is a Hugging Face folder: the tools count tokens by its tokenizer.
+Both tools send the same prompts as streamed chats, greedy. ``--server vllm`` is vLLM's for CPUs,
+whose n-grams draft for the model folder. FOLDER is a Hugging Face folder: the tools count tokens by its tokenizer.
 Each run's own report is in the folder ``--out``, a table of counts and acceptance in ``load.md`` there. Their times
 mean something on a quiet machine alone.
 """
@@ -32,6 +32,7 @@ from paceline.bench.workloads import load
 
 START_S = 300.0
 RUN_S = 900.0
+SERVERS = ("paceline", "vllm")
 NAME = "measured"  # of the model, for both servers
 HEAD = ("server", "tool", "answered", "failed", "tokens", "accepted length", "acceptance", "drafted", "accepted")
 
@@ -86,6 +87,7 @@ def bench_serve(ask: argparse.Namespace, url: str, out: Path) -> dict[str, Any]:
     command = [*_vllm(), "bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
     command += ["--base-url", url, "--model", NAME, "--tokenizer", ask.tokenizer, "--temperature", "0"]
     command += ["--dataset-name", "custom", "--dataset-path", str(ask.out / "prompts.jsonl"), "--disable-shuffle"]
+    command += ["--skip-chat-template"]  # the server applies it
     command += ["--custom-output-len", str(ask.tokens), "--num-prompts", str(ask.prompts)]
     command += ["--max-concurrency", str(ask.concurrency), "--save-result", "--result-dir", str(out)]
     command += ["--result-filename", "bench_serve.json"]
@@ -119,8 +121,8 @@ def aiperf(ask: argparse.Namespace, url: str, out: Path) -> dict[str, Any]:
         "tokens": round(mean["total_usage_completion_tokens"]),
         "accepted length": mean.get("spec_decode_token_weighted_acceptance_length"),
         "acceptance": mean.get("spec_decode_overall_draft_acceptance_rate", 0) / 100,
-        "drafted": mean.get("total_draft_tokens"),
-        "accepted": mean.get("total_accepted_draft_tokens"),
+        "drafted": round(mean.get("total_draft_tokens", 0)),
+        "accepted": round(mean.get("total_accepted_draft_tokens", 0)),
     }
 
 
@@ -141,7 +143,8 @@ def servers(ask: argparse.Namespace, port: int) -> dict[str, list[str]]:
     theirs = [*_vllm(), "serve", ask.tokenizer, "--served-model-name", NAME, "--port", str(port)]
     theirs += ["--max-model-len", "2048", "--max-num-seqs", "16", "--speculative-config", json.dumps(drafts)]
     theirs += ["--per-request-spec-decode-metrics", "summary"]
-    return {"paceline": own, **({"vLLM": theirs} if ask.beside else {})}
+    both = dict(zip(SERVERS, (own, theirs), strict=True))
+    return {name: both[name] for name in ask.server or SERVERS[:1]}
 
 
 def write_prompts(ask: argparse.Namespace) -> None:
@@ -163,7 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="most of an answer")
     parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--beside", action="store_true", help="vLLM's server, too, over the folder --tokenizer")
+    parser.add_argument("--server", action="append", choices=SERVERS, help="repeat it for both; default: paceline")
     parser.add_argument("--out", type=Path, default=Path("build/load"))
     ask = parser.parse_args()
     ask.out.mkdir(parents=True, exist_ok=True)

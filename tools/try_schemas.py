@@ -5,8 +5,8 @@
     python tools/try_schemas.py calls http://127.0.0.1:8000 --count 1000
 
 ``suite``: each schema is refused with a reason or enforced, and of the suite's values no invalid one may be accepted.
-``grid``: answers under random schemas, `AT_ONCE` at once and the first of them alone, greedy and sampled: each is
-valid, and has the ids of plain decoding with every drafter and round.
+``grid``: answers under random schemas, ``--at-once`` in a batch and the first of them alone, greedy and sampled: each
+is valid, and has the ids of plain decoding with every drafter and round.
 ``calls``: a running server must call a tool, whose schema is drawn anew each time, and each call must be valid. The
 server needs a chat template for tools (``--chat-template``). Ends with status 1 where something is wrong.
 """
@@ -35,6 +35,7 @@ GRID = {
     "pipeline,stages=3": "suffix ngram draft_model:paceline-small-draft",
 }
 GRID_TOKENS = 600  # the longest answer that a random schema may have
+GRID_MEMORY = "128MiB"  # of each engine's K/V
 ENUM = ["red", "green", "blue", "it's", 'a "b"', "é", "日本", "a\nb"]
 
 
@@ -96,34 +97,34 @@ def arguments(draw: random.Random, deep: int = 2) -> dict[str, Any]:
     return {"type": "object", "properties": own, "required": required, "additionalProperties": False}
 
 
-def grid(model: str, dtype: str, count: int, drafters: int, seed: int, seconds: float) -> int:
-    """How many answers were wrong; as many batches of `AT_ONCE` schemas as there is time for.
+def grid(model: str, dtype: str, count: int, at_once: int, drafters: int, seed: int, seconds: float) -> int:
+    """How many answers were wrong; as many batches of schemas as there is time for.
 
     Args:
         model: an embedded one, for which the zoo has all drafters of `GRID`.
         dtype: of its weights and activations.
         count: schemas.
+        at_once: of them in a batch.
         drafters: of `GRID`, drawn anew for each batch; the batch is asked of each.
         seed: of schemas, drafters and samples.
         seconds: time after which no batch begins.
     """
     from paceline import LLM
 
-    plain = LLM(model, dtype=dtype, exact=True, threads=1)
+    same: dict[str, Any] = {"dtype": dtype, "exact": True, "threads": 1, "kv_memory": GRID_MEMORY}
+    plain = LLM(model, **same)
     pairs = [(round_, drafter) for round_, names in GRID.items() for drafter in names.split()]
-    engines = {
-        f"{drafter}, {round_}": LLM(
-            model, dtype=dtype, exact=True, threads=1, share=plain, drafter=drafter, round=round_, budget=8
-        )
-        for round_, drafter in pairs
-    }
     found, until = Counter[str](), time.monotonic() + seconds
-    for first in range(seed, seed + count, AT_ONCE):
+    for first in range(seed, seed + count, at_once):
         if time.monotonic() > until:
             break
         draw = random.Random(first)
-        some = dict(draw.sample([*engines.items()], drafters))
-        found += _batch(plain, some, [arguments(draw) for _ in range(min(AT_ONCE, seed + count - first))], first)
+        engines = {
+            f"{drafter}, {round_}": LLM(model, **same, share=plain, drafter=drafter, round=round_, budget=8)
+            for round_, drafter in draw.sample(pairs, drafters)
+        }
+        found += _batch(plain, engines, [arguments(draw) for _ in range(min(at_once, seed + count - first))], first)
+        print(f"{found['schemas']} schemas", file=sys.stderr, flush=True)
     for name, times in sorted(found.items()):
         print(f"{times:6} {name}")
     return sum(times for name, times in found.items() if name.startswith("WRONG")) + (not found["schemas"])
@@ -215,6 +216,7 @@ def main() -> int:
     of_grid.add_argument("--model", default="paceline-small")
     of_grid.add_argument("--dtype", default="bfloat16")
     of_grid.add_argument("--count", type=int, default=2000)
+    of_grid.add_argument("--at-once", type=int, default=AT_ONCE, help="schemas in a batch")
     of_grid.add_argument("--drafters", type=int, default=3, help="of all, drawn for each batch of schemas")
     of_grid.add_argument("--seed", type=int, default=0, help="of the first schema; another run goes on behind it")
     of_grid.add_argument("--seconds", type=float, default=3600.0, help="time after which no batch begins")
@@ -227,7 +229,8 @@ def main() -> int:
     if asked.part == "suite":
         return int(suite(asked.folder, asked.model) > 0)
     if asked.part == "grid":
-        return int(grid(asked.model, asked.dtype, asked.count, asked.drafters, asked.seed, asked.seconds) > 0)
+        sizes = (asked.count, asked.at_once, asked.drafters)
+        return int(grid(asked.model, asked.dtype, *sizes, asked.seed, asked.seconds) > 0)
     return int(calls(asked.url, asked.count, asked.seed, asked.seconds) > 0)
 
 
