@@ -1,20 +1,25 @@
 """Many requests of all sorts at once, while the engine is killed and stopped: none may be lost, no token may change.
 
     python tools/server_chaos.py --requests 2000 --faults 20
+    python tools/server_chaos.py --requests 1000000 --faults 0 --seconds 1800
 
 Starts ``paceline serve`` itself. First every distinct request is answered once, undisturbed and without drafts; these
 are the tokens that its answers must have. Then they are sent again in a random order, some streamed, some by clients
 that leave, between bodies that are wrong, into a queue that is too short (a 429 is asked again), while the engine's
 process is killed or stopped now and then. In the end nothing may be held. Ends with status 1 where any of this fails.
+The second command is a soak: what it prints of the memory of both processes should stay flat.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -41,6 +46,7 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
     longest_gap_s: float = 0.0  # between two chunks of a stream
     asked_again: int = 0
+    memory: list[tuple[int, int]] = field(default_factory=list)  # MiB of HTTP's process and of the engine's
 
 
 def requests(count: int, draw: random.Random) -> list[dict[str, Any]]:
@@ -74,6 +80,10 @@ class Server:
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(pids[0]) if pids else None
 
+    def memory(self) -> tuple[int, int]:
+        """Resident MiB of HTTP's process and of the engine's; 0: there is none at the moment."""
+        return _resident(self.process.pid), _resident(self.engine)
+
     async def until_ready(self, client: httpx.AsyncClient) -> None:
         """Wait until it takes requests."""
         until = time.monotonic() + START_S
@@ -102,16 +112,18 @@ class Chaos:
         self._bodies: list[dict[str, Any]] = []
         self._expected: dict[int, list[list[int]]] = {}
 
-    async def run(self, count: int, distinct: int, concurrency: int, faults: int) -> Seen:
-        """All of it."""
+    async def run(self, count: int, distinct: int, concurrency: int, faults: int, seconds: float) -> Seen:
+        """All of it; after so many seconds no request is begun."""
         await self._server.until_ready(self._client)
         bodies = self._bodies = requests(distinct, self._draw)
         for number, body in enumerate(bodies):
             answer = await self._client.post("/v1/completions", json=body | {"speculation": False})
             self._expected[number] = [choice["token_ids"] for choice in answer.json()["choices"]]
-        left = iter(range(count))
-        disturbing = asyncio.ensure_future(self._disturb(faults))
+        until = time.monotonic() + seconds
+        left = itertools.takewhile(lambda _: time.monotonic() < until, range(count))
+        disturbing, reading = asyncio.ensure_future(self._disturb(faults)), asyncio.ensure_future(self._read_memory())
         await asyncio.gather(*(self._work(left, bodies) for _ in range(concurrency)))
+        reading.cancel()
         missing = faults - await self._stop(disturbing)
         if missing > 0:
             self.seen.kinds["faults that came too late"] = missing
@@ -213,6 +225,11 @@ class Chaos:
             await self._server.until_ready(self._client)
         return faults
 
+    async def _read_memory(self) -> None:
+        while True:
+            self.seen.memory.append(self._server.memory())
+            await asyncio.sleep(10)
+
     async def _check_idle(self) -> None:
         """Nothing runs, nothing waits, and the K/V pool is whole."""
         await self._server.until_ready(self._client)
@@ -229,7 +246,17 @@ class Chaos:
             await asyncio.sleep(0.05)
 
 
-async def chaos(count: int, distinct: int, concurrency: int, faults: int, seed: int = 0) -> Seen:
+def _resident(pid: int | None) -> int:
+    try:
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    except OSError:  # it has just been killed
+        return 0
+    return int(found[1]) // 1024 if found else 0
+
+
+async def chaos(
+    count: int, distinct: int, concurrency: int, faults: int, seed: int = 0, seconds: float = math.inf
+) -> Seen:
     """Start a server, and do all of it; the server's own end is checked, too."""
     server = Server(
         "--threads", "1", "--drafter", "ngram", "--budget", "6", "--max-waiting", "16", "--max-sequences", "32"
@@ -238,7 +265,7 @@ async def chaos(count: int, distinct: int, concurrency: int, faults: int, seed: 
     try:
         async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
             made = Chaos(server, client, seed)
-            seen = await made.run(count, distinct, concurrency, faults)
+            seen = await made.run(count, distinct, concurrency, faults, seconds)
             await made.drain(min(concurrency, 16))
         if server.process.wait(30) not in (0, -signal.SIGTERM):
             seen.wrong.append("the server did not end as it should")
@@ -256,11 +283,14 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time after which no request is begun")
     asked = parser.parse_args()
     began = time.monotonic()
-    seen = asyncio.run(chaos(asked.requests, asked.distinct, asked.concurrency, asked.faults, asked.seed))
+    counts = (asked.requests, asked.distinct, asked.concurrency, asked.faults)
+    seen = asyncio.run(chaos(*counts, asked.seed, asked.seconds))
     print(f"{dict(seen.kinds)} in {time.monotonic() - began:.0f} s; {seen.asked_again} asked again")
     print(f"longest pause of a stream {seen.longest_gap_s:.1f} s; {len(seen.wrong)} wrong")
+    print("MiB of HTTP's process and of the engine's, every 10 s:", *("{}+{}".format(*mib) for mib in seen.memory))
     for line, times in Counter(seen.wrong).most_common(20):
         print(f"wrong ({times}): {line}")
     return 1 if seen.wrong else 0

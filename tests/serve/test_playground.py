@@ -87,6 +87,7 @@ def test_a_message_is_answered_and_compared(page: Browser, server: LiveServer, w
     assert len(page.all("#tree rect")) > 1 and page.one("tree").get_attribute("aria-label").startswith("Step ")
     steps = sum(int(cell.get_attribute("textContent")) for cell in page.all("#lengths td:nth-child(2)"))
     assert steps == int(page.one("step").get_attribute("max")) > 1
+    assert page.one("step").get_attribute("value") == str(steps)  # the slider stands at the step that is shown
     page.run("const at = document.getElementById('step'); at.value = 1; at.dispatchEvent(new Event('input'))")
     assert page.text("#step-says").startswith("Step 1:")
     assert page.run("return document.documentElement.scrollWidth") <= width
@@ -120,9 +121,11 @@ def test_stop_sources_schema_and_errors(page: Browser, server: LiveServer) -> No
     page.one("text").send_keys("Who?\n")
     assert "no JSON" in page.text("#problem")
     put(page, "schema", '{"type": "nothing"}')
+    said = page.text("#log")
     page.one("send").click()
     page.until(lambda: page.text("#state") == "refused", "the server refuses it")
     assert "nothing" in page.text("#problem") and page.one("text").get_attribute("value") == "Who?"
+    assert page.text("#log") == said  # the message stands in its box alone
 
 
 @needs_chromium

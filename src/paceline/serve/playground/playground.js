@@ -308,10 +308,17 @@ async function answer(body, item) {
   } finally {
     item.append(make("span", `${times.ids.length} tokens, ${why}`, "end"));
     if (mine === generation && text) messages.push({ role: "assistant", content: text });
-    else if (mine === generation) $("text").value ||= messages.pop().content; // nothing came of it: ask again
+    else if (mine === generation) takeBack(item, why);
   }
   $("speed").textContent = `${rate(times).toFixed(0)} tokens/s, the first after ${(times.first - begun).toFixed(0)} ms`;
   if ($("compare").checked && body.speculation) await plainly(body, times);
+}
+
+// No text came of a message: it goes back into its box, and out of the log where the model was not heard at all.
+function takeBack(item, why) {
+  const { content } = messages.pop();
+  $("text").value ||= content;
+  if (why === "stopped") for (const one of [item.previousSibling, item]) one.remove();
 }
 
 async function plainly(body, drafted) {
@@ -337,7 +344,8 @@ async function plainly(body, drafted) {
 function traced(more) {
   steps.push(...more);
   const slider = $("step");
-  slider.max = slider.value = steps.length;
+  slider.max = steps.length; // before its value, which is cut at it
+  slider.value = steps.length;
   slider.disabled = false;
   tree(steps.at(-1), steps.length);
   legend();
