@@ -445,7 +445,8 @@ class AutoBudget(DraftBudget):
         asks = f"an ask brings, beyond its rows, so many tokens: {gains}"
         if not nodes:
             return f"{at}: drafts do not pay ({asks})"
-        return f"{at}: {nodes} nodes, {tokens:.2f} of them expected ({1 + tokens / batch:.2f} tokens a pass; {asks})"
+        many = "1 node" if nodes == 1 else f"{nodes} nodes"
+        return f"{at}: {many}, {tokens:.2f} accepted of them ({1 + tokens / batch:.2f} tokens a pass expected; {asks})"
 
     def _gain(self, source: int) -> float:
         """Tokens that an ask brought in the mean, at the present batch size."""
