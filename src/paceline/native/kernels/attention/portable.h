@@ -109,7 +109,7 @@ inline float soften(float* s, int64_t n) {
 }
 
 struct Scratch {  // of one thread, grown on demand
-  std::vector<float> scores, out, low, own, found;
+  std::vector<float> scores, own_scores, found, out, low, own;
   std::vector<char> normed;
   std::vector<int32_t> tail, several, place;
   std::vector<bf16> weights;
