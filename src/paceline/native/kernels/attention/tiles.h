@@ -3,11 +3,11 @@
 namespace {
 
 #if PL_AMX
-// Attention on tiles. R is the number of vectors, rounded up to a power of two. Scores come as [keys, R] from keys as they
-// lie in the cache and queries interleaved once; weights are turned to [R, keys] as pairs of bf16, half of what scores
-// are; values are interleaved in pairs of keys on the way. What all rows of a task share is computed for all vectors at
-// once, what is a row's own for that row alone: a row's sum is over its keys in tiles of TILE_KEYS, counted from its
-// first, whoever else is there.
+// Attention on tiles. R is the number of vectors, rounded up to a power of two. Scores come as [keys, R] from keys as
+// they lie in the cache and queries interleaved once; weights are turned to [R, keys] as pairs of bf16, half of what
+// scores are; values are interleaved in pairs of keys on the way. What all rows of a task share is computed for all
+// vectors at once, what is a row's own for that row alone: a row's sum is over its keys in tiles of TILE_KEYS, counted
+// from its first, whoever else is there.
 
 void configure_scores(int R) {  // 0-1: scores [16 keys, R], 2-3: keys, 4-7: queries
   TileConfig c;
@@ -130,8 +130,8 @@ template <int R> __m512 largest(const float* score, int64_t n, __m512 most) {
   return most;
 }
 
-// From scores [keys][R] weights [R][keys], 0 behind the last up to a multiple of TILE_KEYS, and of each vector's weights
-// sixteen sums, by a key's place.
+// From scores [keys][R] weights [R][keys], 0 behind the last up to a multiple of TILE_KEYS, and of each vector's
+// weights sixteen sums, by a key's place.
 template <int R>
 void weigh(const float* score, int64_t n, float scale, __m512 top, bf16* weights, int64_t stride, __m512 sums[]) {
   alignas(64) int16_t order[32];  // [keys / 2 of two vectors][2][R] -> [keys / 2][R][2]
@@ -309,7 +309,8 @@ void attend_vectors(const Model& m, const Segment& s, int64_t window, const int6
     for (int i = 0; i < count; i++) {
       float* to = rest + i * apart;
       for (int64_t j = 0; j < common; j++) *to++ = found[j * R + i];
-      for (int64_t j = view.tail_begin[i]; j < view.tail_end[i]; j++) *to++ = found[t.place[t.tail[j] - view.common] * R + i];
+      for (int64_t j = view.tail_begin[i]; j < view.tail_end[i]; j++)
+        *to++ = found[t.place[t.tail[j] - view.common] * R + i];
     }
   } else if (most_own) {  // heads of a row see the same keys
     configure_scores(heads);
@@ -326,8 +327,10 @@ void attend_vectors(const Model& m, const Segment& s, int64_t window, const int6
   alignas(64) float top[16];
   std::fill(top, top + 16, -INFINITY);
   for (int i = 0; i < count; i++)
-    for (int64_t j = 0; j < own[i]; j += 16)
-      top[i] = std::max(top[i], _mm512_mask_reduce_max_ps(lanes_below(own[i] - j), _mm512_loadu_ps(rest + i * apart + j)));
+    for (int64_t j = 0; j < own[i]; j += 16) {
+      const __m512 scores = _mm512_loadu_ps(rest + i * apart + j);
+      top[i] = std::max(top[i], _mm512_mask_reduce_max_ps(lanes_below(own[i] - j), scores));
+    }
   for (int i = R; i < 16; i++) top[i] = top[i % R];
   const float scale = m.scale * 1.44269504088896341f;  // of powers of 2
   const __m512 tops = _mm512_mul_ps(largest<R>(t.scores.data(), shared, _mm512_load_ps(top)), _mm512_set1_ps(scale));
