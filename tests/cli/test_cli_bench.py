@@ -13,11 +13,12 @@ import transformers  # noqa: F401  (first loaded in a command, its log would go 
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline import zoo
+from paceline import native, zoo
 from paceline.bench.config import LINE_EVERY_S, log_lines
 from paceline.bench.report import load_report
 from paceline.cli import app
 from paceline.core.errors import ConfigError
+from paceline.network.padding import SCALE_ROOM
 
 SMALL = ("--workload", "wikisql", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "8", "--threads", "1")
 
@@ -170,3 +171,16 @@ def test_stretched_models_are_called_so(run: Any, tmp_path: Path) -> None:
     result = run("step", *model, *sizes, "--threads", "1", "--out", out)
     assert result.exit_code == 0, result.output
     assert label in result.stdout and json.loads(out.read_text())["model"] == label
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiled kernels")
+def test_steps_read_keys_and_values_in_bytes(run: Any, tmp_path: Path) -> None:
+    sizes, out, read = ("--rows", "2", "--context", "30", "--repeats", "1"), tmp_path / "step.json", []
+    for dtype in ("auto", "int8"):
+        asked = ("--model", "random:2x64x64x64x1x1", "--dtype", "bfloat16", "--kv-cache-dtype", dtype)
+        result = run("step", *asked, *sizes, "--threads", "1", "--out", out)
+        assert result.exit_code == 0 and ("K/V in int8" in result.stdout) == (dtype == "int8"), result.output
+        read.append(json.loads(out.read_text())["rows"][0]["kv_bytes"])
+    assert read == [32 * 2 * 2 * 64 * 2, 32 * 2 * 2 * (64 + SCALE_ROOM)]
+    refused = run("step", *asked, *sizes, "--kernels", "torch")
+    assert refused.exit_code == 2 and "kv_cache_dtype='int8'" in refused.output

@@ -15,7 +15,7 @@ from ..assembly import draft_key
 from ..drafters import registry
 from ..drafters.registry import DrafterConfig
 from ..engine import calibration
-from ..engine.calibration import Calibration, PassTimer
+from ..engine.calibration import Calibration, KVLayout, PassTimer
 from ..engine.costs import CostTable
 from ..kv.pool import KVPool
 from ..llm import LLM
@@ -114,15 +114,19 @@ def measure(
 
 
 def time_passes(
-    decoder: Decoder, sizes: Iterable[PassSize], repeats: int, progress: Callable[[int], None] | None = None
+    decoder: Decoder,
+    sizes: Iterable[PassSize],
+    repeats: int,
+    progress: Callable[[int], None] | None = None,
+    layout: KVLayout | None = None,
 ) -> dict[PassSize, list[float]]:
     """Ms of ``repeats`` passes of every size, in turns, so that a slow moment affects all alike; a first turn, which
-    ``progress`` counts as well, warms up."""
+    ``progress`` counts as well, warms up. ``layout``: of the K/V cache, see `PassTimer`."""
     times: dict[PassSize, list[float]] = {size: [] for size in sizes}
     timers = {}
     for context in {size[1] for size in times}:
         same = [size for size in times if size[1] == context]
-        timers[context] = PassTimer(decoder, max(s[0] for s in same), context, max(s[2] for s in same))
+        timers[context] = PassTimer(decoder, max(s[0] for s in same), context, max(s[2] for s in same), layout)
     for repeat in range(repeats + 1):
         for (sequences, context, rows, layers), taken in times.items():
             ms = timers[context].ms(sequences, rows, layers)
@@ -137,12 +141,17 @@ def time_passes(
 
 
 def measure_steps(
-    decoder: Decoder, asked: StepConfig, bandwidth: float, progress: Callable[[int], None] | None = None
+    decoder: Decoder,
+    asked: StepConfig,
+    bandwidth: float,
+    progress: Callable[[int], None] | None = None,
+    layout: KVLayout | None = None,
 ) -> list[dict[str, float | None]]:
     """Time passes of every row count at every context (committed tokens); see `time_passes`.
 
     Args:
         bandwidth: bytes a second that the machine reads.
+        layout: of the K/V cache, see `PassTimer`.
 
     Returns:
         For each of them ``step_ms``, the median of a whole pass (embed, layers, norm, head of every row), its 10th and
@@ -151,10 +160,11 @@ def measure_steps(
         of what the processor can, None where that is not known (`multiply`).
     """
     sizes: list[PassSize] = [(1, context, rows, None) for context in asked.context for rows in asked.rows]
-    per_token, weights = KVPool.bytes_per_token(*decoder.cache_shape, decoder.dtype), decoder.pass_bytes
+    shape, dtype = layout or (decoder.cache_shape, decoder.dtype)
+    per_token, weights = KVPool.bytes_per_token(*shape, dtype), decoder.pass_bytes
     found = []
     peaks = {rows: peak(rows, torch.get_num_threads()) for rows in asked.rows}
-    for (_, context, rows, _), times in time_passes(decoder, sizes, asked.repeats, progress).items():
+    for (_, context, rows, _), times in time_passes(decoder, sizes, asked.repeats, progress, layout).items():
         low, middle, high = map(float, np.quantile(times, [0.1, 0.5, 0.9]))
         kv = (context + rows) * per_token
         sized = {"rows": rows, "context": context, "weight_bytes": weights, "kv_bytes": kv}

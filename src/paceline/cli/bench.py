@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from .. import zoo
-from ..assembly import drafter_of
+from ..assembly import drafter_of, kv_layout
 from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps
@@ -149,7 +149,7 @@ def calibrate(
 @takes(
     asked=StepConfig,
     llm=LLMConfig,
-    only={"rows", "context", "repeats", "model", "dtype", "device", "exact", "kernels", "threads"},
+    only={"rows", "context", "repeats", "model", "dtype", "kv_cache_dtype", "device", "exact", "kernels", "threads"},
     **OPTIONS,
 )
 def step(
@@ -173,9 +173,11 @@ def step(
             raise ConfigError(wanted, f"the model has {most} positions", "choose smaller ones")
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", passes.repeats + 1) as progress:
-            costs = measure_steps(loaded.decoder, passes, bandwidth, progress)
+            layout = kv_layout(loaded.config, loaded.decoder.config, loaded.decoder.dtype)
+            costs = measure_steps(loaded.decoder, passes, bandwidth, progress, layout)
     computed, mode, console = str(loaded.decoder.dtype), ", exact" if llm["exact"] else "", stdout()
-    console.print(f"{label}, {computed.removeprefix('torch.')}, kernels: {loaded.kernels}{mode}")
+    kept = "" if llm["kv_cache_dtype"] == "auto" else f", K/V in {llm['kv_cache_dtype']}"
+    console.print(f"{label}, {computed.removeprefix('torch.')}{kept}, kernels: {loaded.kernels}{mode}")
     console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     if any(cost["share_of_multiplications"] is not None for cost in costs):
@@ -186,6 +188,7 @@ def step(
             "command": "bench step",
             "model": label,
             "dtype": computed,
+            "kv_cache_dtype": llm["kv_cache_dtype"],
             "exact": llm["exact"],
             "kernels": loaded.kernels,
             "machine": machine.describe(device),

@@ -188,6 +188,9 @@ def _write(path: Path, calibration: Calibration) -> None:
 # -- measuring
 
 
+KVLayout = tuple[tuple[int, int, int], torch.dtype]  # layers, heads, width of a row; its numbers
+
+
 class PassTimer:
     """Times target passes over sequences with a given number of committed tokens.
 
@@ -196,15 +199,21 @@ class PassTimer:
         sequences: most sequences in a pass.
         context: committed tokens of each.
         rows: most rows of a sequence.
+        layout: shape and type of the K/V cache (`assembly.kv_layout`); None: as the activations are.
     """
 
-    def __init__(self, decoder: Decoder, sequences: int, context: int, rows: int) -> None:
+    def __init__(
+        self, decoder: Decoder, sequences: int, context: int, rows: int, layout: KVLayout | None = None
+    ) -> None:
         room = context + rows
         self._decoder = decoder
         size = (room + 64) * sequences  # with room to lie in one piece each
-        self._pool = KVPool(*decoder.cache_shape, size, decoder.dtype, decoder.device)
+        shape, dtype = layout or (decoder.cache_shape, decoder.dtype)
+        self._pool = KVPool(*shape, size, dtype, decoder.device)
         for cache in (self._pool.tensors.all_k, self._pool.tensors.all_v):
-            cache.fill_(0.5)  # zeros that nobody wrote are one page of memory, read from the processor's caches
+            # Zeros that nobody wrote are one page of memory, read from the processor's caches. Four bytes of 60 are a
+            # scale of 0.01, too.
+            cache.fill_(0.5 if dtype.is_floating_point else 60)
         self._caches = [self._filled(context, room) for _ in range(sequences)]
 
     def _filled(self, context: int, room: int) -> SequenceCache:
