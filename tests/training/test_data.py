@@ -6,6 +6,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,18 @@ def test_a_cap_reads_a_prefix(encoder: Encoder, data: Path) -> None:
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(some, whole, strict=False))
     one = load_source(SourceSpec(file=str(data), max_tokens=1), encoder)
     assert len(one) == 1
+
+
+def test_answers_are_learned_as_far_as_is_said(encoder: Encoder, data: Path) -> None:
+    spec = SourceSpec(file=str(data), answer_tokens=3)
+    whole = load_source(spec, encoder)
+    whole = [replace(e, place=100 * i) for i, e in enumerate(whole)]
+    cut = spec.learned(whole)
+    assert any(e.prompt and len(e.tokens) > e.prompt + 3 for e in whole)
+    for a, b in zip(whole, cut, strict=True):
+        kept = min(len(a.tokens), a.prompt + 3) if a.prompt else len(a.tokens)
+        assert np.array_equal(b.tokens, a.tokens[:kept]) and (b.prompt, b.place) == (a.prompt, a.place)
+    assert SourceSpec(file="x").learned(whole) == whole
 
 
 # ---- rows

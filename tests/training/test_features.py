@@ -103,6 +103,15 @@ def test_losses_with_a_cache_are_those_without(precision: str, data: Path, targe
     assert again == []
 
 
+def test_answers_that_are_cut_read_the_cache_of_whole_ones(data: Path, target: Path, tmp_path: Path) -> None:
+    cache, whole = tmp_path / "cache", job(data, target, tmp_path / "whole")
+    cut = replace(whole, sources=[replace(spec, answer_tokens=2) for spec in whole.sources])
+    first, _, _ = train(replace(whole, cache=cache))
+    read, _, _ = train(replace(cut, out=tmp_path / "read", cache=cache))
+    online, _, _ = train(replace(cut, out=tmp_path / "online"))
+    assert read == pytest.approx(online, rel=1e-5) and read != pytest.approx(first, rel=1e-3)
+
+
 def test_a_step_with_a_cache_runs_no_target(data: Path, target: Path, tmp_path: Path) -> None:
     run = prepare(job(data, target, tmp_path / "out", cache=tmp_path / "cache"))
     run.recipe.target.forward = None  # type: ignore[attr-defined, assignment]

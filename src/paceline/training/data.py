@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ..core.errors import ConfigError
@@ -47,12 +48,21 @@ class SourceSpec:
     file: str  # a path, or STDLIB
     weight: float = 1.0  # share of the documents' tokens, relative to the other sources
     max_tokens: int | None = None  # of it, no more than these are read
+    # Of each answer, no more than these are learned: long greedy ones go in circles.
+    answer_tokens: Annotated[int, Field(ge=1)] | None = None
     domain: str = ""  # what it counts as in reports; empty: the file's name
 
     @property
     def name(self) -> str:
         """The domain it is reported under."""
         return self.domain or Path(self.file).name.split(".")[0]
+
+    def learned(self, examples: Sequence[Example]) -> list[Example]:
+        """Its examples as far as they are learned. Their places in a cache, which holds whole ones, stay."""
+        most = self.answer_tokens
+        if most is None:
+            return list(examples)
+        return [replace(e, tokens=e.tokens[: e.prompt + most]) if e.prompt else e for e in examples]
 
 
 # --- files ----------------------------------------------------------------------------------------------------

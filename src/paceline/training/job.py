@@ -91,7 +91,7 @@ def prepare(
         target=None if job.target is None else Network.load(job.target, state.device, frozen=True),
         target_folder=job.target,
         tokenizer=tokenizer,
-        held_out={spec.name: held_out(load_source(spec, encoder), longest) for spec in job.held_out},
+        held_out={spec.name: held_out(spec.learned(load_source(spec, encoder)), longest) for spec in job.held_out},
         device=state.device,
         seed=job.config.seed,
         prompt_weight=job.prompt_weight,
@@ -114,7 +114,7 @@ def prepare(
 
 
 def _mixture(job: TrainingJob, examples: Sequence[Sequence[Example]]) -> Mixture:
-    weighted = [(spec.weight, own) for spec, own in zip(job.sources, examples, strict=True)]
+    weighted = [(spec.weight, spec.learned(own)) for spec, own in zip(job.sources, examples, strict=True)]
     return Mixture(weighted, job.config.seed, job.prompt_weight)
 
 
@@ -173,7 +173,7 @@ def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Examp
     """[vocab] float64 how much of the run's data each token is: a mean over the sources by their weights."""
     total = torch.zeros(vocab, dtype=torch.float64)
     for spec, own in zip(sources, examples, strict=True):
-        tokens = torch.from_numpy(np.concatenate([e.tokens for e in own])).long()
+        tokens = torch.from_numpy(np.concatenate([e.tokens for e in spec.learned(own)])).long()
         total += spec.weight * torch.bincount(tokens, minlength=vocab)[:vocab] / len(tokens)
     return total / total.sum()
 
@@ -191,6 +191,7 @@ def _facts(job: TrainingJob, options: Any) -> dict[str, Any]:
         "options": asdict(options),
         "data": [
             {"file": Path(s.file).name, "sha256": mark(s.file), "weight": s.weight, "max_tokens": s.max_tokens}
+            | ({} if s.answer_tokens is None else {"answer_tokens": s.answer_tokens})
             for s in job.sources
         ],
         "prompt_weight": job.prompt_weight,
