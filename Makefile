@@ -202,5 +202,5 @@ $(PEERS_DIR)/llama.cpp/.ready-$(TORCH_ID): $(WORKERS)/llama.cpp.txt $(WORKERS)/l
 	  -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
 	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
 	PATH="$(CURDIR)/$(@D)/venv/bin:$$PATH" nice -n 19 cmake --build $(@D)/build --parallel $(JOBS) \
-	  --target llama-server llama-bench llama-perplexity
+	  --target llama-server llama-bench llama-perplexity llama-quantize
 	touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +22,7 @@ from paceline.bench.report import wording as say
 from paceline.bench.run import Run
 from paceline.bench.summary import Interval, Summary, best, overall_ratio
 from paceline.bench.workloads import Workload
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.model_spec import parse_model
 from paceline.core.options import named_values, read, suggest
 from paceline.core.sampling import SamplingParams
@@ -30,7 +31,8 @@ from paceline.network.loader import resolve_folder
 
 from . import near_ties
 from .filled import encoded
-from .peers import PEERS, Peer, PeerError, PeerResult, available, check, kind_of
+from .peers import IN_BLOCKS, PEERS, Peer, PeerError, PeerResult, available, check, kind_of
+from .stretched import write_stretched
 
 log = logging.getLogger(__name__)
 
@@ -101,17 +103,14 @@ class PeerRun(Run):
     """A run in which modes of peers take their turns.
 
     Their draft model is the embedded target's own, or the one that a method of ours names. A peer that is not there, or
-    that fails on the way, is named in the report and stops nothing.
+    that fails on the way, is named in the report and stops nothing. A stretched target, and weights in blocks, are
+    written anew for them (`stretched.write_stretched`), so that they have our weights.
     """
 
     peers: dict[str, PeerRunner]
     encode = staticmethod(encoded)  # prompts of studies may be brought to a context
 
     def __init__(self, config: BenchConfig, **options: Any) -> None:
-        peer = next((m for m in config.methods if not m.own), None)
-        if peer is not None and parse_model(config.model).stretch > 1:  # it would be measured on a smaller model
-            wrong = "other engines cannot stretch a model"
-            raise ConfigError(f"{peer.name} with model {config.model}", wrong, "leave one of the two out")
         super().__init__(config, **options)
         self.unavailable: dict[str, str] = {}  # methods that cannot run here, or stopped on the way, and why
         self.versions: dict[str, str] = {}  # of other engines
@@ -123,18 +122,30 @@ class PeerRun(Run):
         names += [getattr(drafter_config(method), "model", None) for method in self.config.methods if method.own]
         name = next(filter(None, names), None)
         draft = Path(resolve_folder(name)) if name else None
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         for method in self.config.methods:
             if method.own:
                 continue
             try:
-                peer = PeerRunner(method, folder, list(self.groups), max(map(max, self.lengths)), draft)
-            except (PeerError, ConfigError) as error:
+                target, own_draft = self._written(method, folder, draft, scratch)
+                peer = PeerRunner(method, target, list(self.groups), max(map(max, self.lengths)), own_draft)
+            except (PeerError, PacelineError) as error:
                 self.unavailable[method.name] = str(error)
                 continue
             stack.callback(peer.close)
             self.peers[method.name] = peer
             self.versions[method.engine] = peer.version
         super().build(folder, stack)
+
+    def _written(self, method: Method, folder: Path, draft: Path | None, scratch: Path) -> tuple[Path, Path | None]:
+        """The checkpoints that a peer gets for a target and a draft."""
+        times = parse_model(self.config.model).stretch
+        if times == 1 and method.dtype not in IN_BLOCKS:
+            return folder, draft
+        for place, written, of in ((folder, scratch / "target", times), (draft, scratch / "draft", 1)):
+            if place is not None and not written.exists():
+                write_stretched(place, of, written)
+        return scratch / "target", None if draft is None else scratch / "draft"
 
     def llm(self, method: Method) -> LLM:
         """The engine of one of our own methods."""

@@ -62,6 +62,7 @@ class PeerKind:
         return f"make peer-{self.name}"
 
 
+IN_BLOCKS = ("q4_0", "q8_0")  # dtypes of weights that a peer quantises as it converts a checkpoint
 ASSISTED = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 # vLLM has no number of its own for n-grams; 5 and 2..5 are those of its documentation's example.
 HEAD = "head"  # the setting that names a trained head
@@ -89,8 +90,8 @@ PEERS: dict[str, PeerKind] = {
                 "draft-simple": PeerMode(draft=True, options=dict.fromkeys(("draft_tokens", "p_min"))),
                 "ngram-mod": PeerMode(options=dict.fromkeys(("n_match", "n_min", "n_max"))),
             },
-            dtypes=("bfloat16", "float16", "float32"),
-            needs=("venv/bin/python", "build/bin/llama-server"),
+            dtypes=("bfloat16", "float16", "float32", *IN_BLOCKS),
+            needs=("venv/bin/python", "build/bin/llama-server", "build/bin/llama-quantize"),
         ),
         PeerKind(
             name="vllm",  # its build for CPUs

@@ -482,9 +482,10 @@ class FakePeer:
     fail_after: int | None = None
     made: list[FakePeer] = []
 
-    def __init__(self, method: Method, *args: Any, **options: Any) -> None:
+    def __init__(self, method: Method, *folders: Any, **options: Any) -> None:
         if method.drafter == "ngram-mod":
             raise PeerError("it does not start: no such flag")
+        self.configs = [json.loads((folder / "config.json").read_text()) for folder in folders if folder is not None]
         self.version = "1.2"
         self.runs = 0
         self.paused = True
@@ -536,6 +537,14 @@ class TestPeers:
         counts = Counter(t.method for t in report.trials)
         assert counts == {"plain": 4, "vllm/plain": 1}  # one warm-up, one trial, then the end
 
+    @pytest.mark.parametrize(("text", "times"), [("llama.cpp/plain", 2), ("llama.cpp/draft-simple;dtype=q4_0", 1)])
+    def test_they_get_the_stretched_model_and_heads_to_quantise(self, text: str, times: int) -> None:
+        texts = ["plain", "draft_model:paceline-small-draft", text]
+        model = f"stretch:paceline-small,times={times}" if times > 1 else "paceline-small"
+        run(config(model=model, methods=tuple(peer_runs.read_methods(texts)), repeats=1, prompts=1))
+        given = [(said["num_hidden_layers"], said["tie_word_embeddings"]) for said in FakePeer.made[0].configs]
+        assert given == [(12 * times, False), (2, False)]
+
     def test_peers_are_left_out_where_they_cannot_be_compared(self) -> None:
         methods = tuple(peer_runs.read_methods(["plain", "llama.cpp/plain"]))
         report = run(config(methods=methods, temperatures=(0.0, 0.8), repeats=1))
@@ -578,12 +587,6 @@ def test_every_mode_of_a_peer() -> None:
     assert names == ["transformers/plain", "transformers/assisted", "transformers/prompt_lookup"]
     with pytest.raises(ConfigError, match="no peer .transformer"):
         peer_methods(["transformer"])
-
-
-def test_other_engines_stretch_no_model() -> None:
-    methods = tuple(read_methods(["plain", "transformers/plain"]))
-    with pytest.raises(ConfigError, match="cannot stretch a model"):
-        peer_runs.PeerRun(config(model="stretch:paceline-small,times=2", methods=methods))
 
 
 # -- beside ours

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from worker_protocol import serve
 
-TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "q4_0": "q4_0", "q8_0": "q8_0"}
+IN_BLOCKS = ("q4_0", "q8_0")
 OPTIONS = {  # of a mode, as the server names them
     "draft_tokens": "--spec-draft-n-max",
     "p_min": "--spec-draft-p-min",
@@ -176,13 +177,24 @@ def _gguf(home, folder, dtype, cache):
         unfinished = target.with_name(f"{os.getpid()}-{target.name}")
         convert, converter = Path(__file__).with_name("llama_convert.py"), home / "source/vendor/llama.cpp"
         converter = converter / "convert_hf_to_gguf.py"
-        command = [sys.executable, str(convert), str(converter), folder, str(unfinished), TYPES[dtype]]
+        plain = unfinished.with_suffix(".plain") if dtype in IN_BLOCKS else unfinished
+        kind = "bf16" if dtype in IN_BLOCKS else TYPES[dtype]
+        command = [sys.executable, str(convert), str(converter), folder, str(plain), kind]
         try:
             subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+            if dtype in IN_BLOCKS:
+                subprocess.run(_quantiser(home, plain, unfinished, dtype), check=True, stdin=subprocess.DEVNULL)
             unfinished.rename(target)
         finally:
+            plain.unlink(missing_ok=True)
             unfinished.unlink(missing_ok=True)
     return str(target)
+
+
+def _quantiser(home, plain, quantised, dtype):
+    """Every product in one type, and embeddings as they are: how Paceline quantises a plain checkpoint."""
+    options = ["--pure", "--token-embedding-type", "bf16", "--output-tensor-type", dtype]
+    return [str(home / "build/bin/llama-quantize"), *options, str(plain), str(quantised), dtype.upper()]
 
 
 def _digest(folder):
