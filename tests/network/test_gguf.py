@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,20 @@ def test_a_tensor_that_cannot_be_is_refused(plain: Path, tmp_path: Path, offset:
     at = _entry(plain, "blk.0.attn_q.weight")
     with pytest.raises(ConfigError, match=words):
         read_gguf(_changed(plain, tmp_path, at + offset, data))
+
+
+@pytest.mark.parametrize("at", [8, 16])
+def test_more_tensors_or_keys_than_a_model_has_are_refused_before_they_are_made(at: int, tmp_path: Path) -> None:
+    """A million entries of 24 bytes would be a hundred times as much as Python objects."""
+    file = tmp_path / "many.gguf"
+    file.write_bytes(
+        struct.pack("<4sIQQ", b"GGUF", 3, *((1_000_000, 0) if at == 8 else (0, 1_000_000))) + bytes(24_000_000)
+    )
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="announces 1,000,000 (tensors|keys), and at most 65,536 are read"):
+        read_gguf(file)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def test_a_name_twice_is_refused(plain: Path, tmp_path: Path) -> None:

@@ -157,7 +157,12 @@ def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "spiral"}, "rope.scaling.type is 'spiral'"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"general.architecture": "mamba"}, "recurrent layers"),
-        ({"general.architecture": "gpt-oss"}, "mixture of experts"),
+        (
+            {"general.architecture": "gpt-oss"},
+            "m.gguf: its architecture 'gpt-oss' is known and not .*mixture of experts",
+        ),
+        ({"general.architecture": "qwen35moe"}, "experts.* recurrent layers"),
+        ({"llama.pooling_type": 3}, "it makes embeddings"),
         ({"general.architecture": "clip"}, "vision"),
         ({"general.architecture": "nonesuch"}, "'nonesuch' is not known here"),
         ({"general.architecture": "bert"}, "bert"),

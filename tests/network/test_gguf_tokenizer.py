@@ -263,6 +263,7 @@ def test_smollm2s_template_is_rendered() -> None:
         ({"ggml__merges": ["h ell"]}, "its merges cannot be used .*ell"),
         ({"ggml__merges": ["hel l"]}, "its merges cannot be used .*hel"),
         ({"ggml__merges": ["h e l"]}, "the merge 'h e l' makes no token"),
+        ({"ggml__merges": ["h e"] * 10_000}, "10,000 merges for"),
         ({"ggml__bos_token_id": 5000, "ggml__add_bos_token": True}, "bos_token_id is 5000"),
         ({"ggml__bos_token_id": None, "ggml__add_bos_token": True}, "add_bos_token is true, and .* is missing"),
         ({"chat_template": "{% for %}"}, "cannot be parsed"),

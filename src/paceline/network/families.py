@@ -114,8 +114,8 @@ def decoder_config(config: Json) -> DecoderConfig:
     if not isinstance(config, dict):
         raise ConfigError("config.json", f"it holds a {type(config).__name__}, not an object", "restore the file")
     kind = config.get("model_type")
-    if isinstance(kind, str):
-        refuse_unbuilt(kind)
+    if isinstance(kind, str) and (missing := unbuilt(kind)):
+        raise CapabilityError(f"model_type {shown(kind)}", f"known and not built; it has {missing}", _supported())
     if not isinstance(kind, str) or kind not in FAMILIES:
         remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
         raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
@@ -132,6 +132,7 @@ _RECURRENT = "recurrent layers: a rejected draft would have to undo their state"
 _UNBUILT = {
     **dict.fromkeys(("gpt_oss", "mixtral", "qwen2_moe", "qwen2moe", "qwen3_moe", "qwen3moe"), _EXPERTS),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen35", "qwen3_next", "qwen3next", "lfm2"), _RECURRENT),
+    **dict.fromkeys(("qwen3_5_moe", "qwen35moe", "lfm2_moe", "lfm2moe"), f"{_EXPERTS}, and {_RECURRENT}"),
     "gemma2": "bounds on scores and logits (soft caps)",
     "gemma3": "pictures; its text model alone, Gemma3ForCausalLM or gemma3_text, is read",
     "gemma4": "embeddings for every layer, and K and V that layers share",
@@ -139,15 +140,11 @@ _UNBUILT = {
 }
 
 
-def refuse_unbuilt(kind: str) -> None:
-    """Refuse a family that is known by this name, of ``config.json`` or of a GGUF file, and not built.
-
-    Raises:
-        CapabilityError: what the network lacks for it.
+def unbuilt(kind: str) -> str | None:
+    """What the network lacks for a family that is known by this name, of ``config.json`` or of a GGUF file; None: it is
+    not known as one of those.
     """
-    missing = _UNBUILT.get(kind.replace("-", "_"))
-    if missing is not None:
-        raise CapabilityError(f"model_type {shown(kind)}", f"known and not built; it has {missing}", _supported())
+    return _UNBUILT.get(kind.replace("-", "_"))
 
 
 def _supported() -> str:

@@ -1,8 +1,8 @@
 """GGUF files: metadata, where each tensor lies, and what it holds. Nothing that a header says is believed.
 
-A file is mapped. A count that a header states is compared with the bytes that are left before anything is made of it,
-so what is allocated is bounded by the file: a small multiple of its header, since Python's objects are larger than the
-bytes that they are made of. Arrays are turned into Python values when somebody asks for them.
+A file is mapped. A count that a header states is compared with the bytes that are left, and with the most that is read
+here, before anything is made of it, so what is allocated is bounded by the file, or by some tens of megabytes where
+that is more. Arrays are turned into Python values when somebody asks for them.
 
 Source: the GGUF specification of ggml's repository, versions 2 and 3, little-endian.
 """
@@ -34,6 +34,7 @@ MAGIC, VERSIONS, MAX_DIMENSIONS = b"GGUF", (2, 3), 4
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _REMEDY = "download the file again"
 _NAME_BYTES = 65_535  # of a key; tensors' names are shorter
+_MOST = 65_536  # keys, and tensors, of a file: Python's objects for one take more bytes than the file needs to name it
 
 # Values of metadata: struct's letters, by number. Texts and arrays have numbers of their own.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -142,7 +143,7 @@ class GGUF(NamedTuple):
     paths: tuple[Path, ...]
     metadata: Mapping[str, Any]  # of the first part
     tensors: dict[str, GGUFTensor]
-    header: bytes  # metadata of the first part, as they lie in the file
+    header: memoryview  # metadata of the first part, as they lie in the file
 
     @property
     def path(self) -> Path:
@@ -232,7 +233,9 @@ def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
     said = files[0].metadata.get("split.tensors.count", len(found))
     if said != len(found):
         files[0].refuse(f"the parts hold {len(found)} tensors, and {shown(said)} are announced")
-    return GGUF(tuple(path for path, _, _ in stamped), files[0].metadata, found, files[0].data[: files[0].keys_end])
+    return GGUF(
+        tuple(path for path, _, _ in stamped), files[0].metadata, found, memoryview(files[0].data)[: files[0].keys_end]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +361,7 @@ class MappedFile:
         version = self._number("I")
         if version not in VERSIONS:
             self._refuse_version(version)
-        tensors, pairs = self._count(3 * 8, "tensors"), self._count(8 + 4 + 1, "keys")
+        tensors, pairs = self._count(3 * 8, "tensors", _MOST), self._count(8 + 4 + 1, "keys", _MOST)
         self.metadata = Metadata(self)
         for _ in range(pairs):
             key = self._text(_NAME_BYTES)
@@ -398,9 +401,11 @@ class MappedFile:
     def _number(self, letter: str) -> Any:
         return struct.unpack("<" + letter, self._take(struct.calcsize("<" + letter)))[0]
 
-    def _count(self, least: int, of: str) -> int:
-        """A count of things that take ``least`` bytes each, at least."""
+    def _count(self, least: int, of: str, most: int | None = None) -> int:
+        """A count of things that take ``least`` bytes each, at least; there are at most ``most`` of them."""
         count: int = self._number("Q")
+        if most is not None and count > most:
+            self.refuse(f"it announces {count:,} {of}, and at most {most:,} are read")
         if count * least > len(self.data) - self._at:
             self.refuse(f"it announces {count:,} {of}, and has {len(self.data) - self._at:,} bytes left for them")
         return count
@@ -430,11 +435,11 @@ class MappedFile:
 
     def _texts(self) -> Texts:
         count, at, data, size = self._count(8, "texts"), self._at, self.data, struct.Struct("<Q").unpack_from
-        starts = array("q", [at])
+        starts = array("q", [at]) * (count + 1)  # no room to grow: a list may be as long as the file
         try:
-            for _ in range(count):
+            for i in range(1, count + 1):
                 at += 8 + size(data, at)[0]
-                starts.append(at)
+                starts[i] = at
         except (struct.error, OverflowError):
             at = len(data) + 1
         self._skip(at - self._at)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from .families import refuse_unbuilt
+from .families import unbuilt
 from .gguf import GGUF, PLAIN, GGUFTensor
 
 STORED = "stored"  # as a dtype: the types that the file has its weights in
@@ -95,7 +95,9 @@ def architecture(model: GGUF) -> str:
         return found
     known = f"use one of: {', '.join(sorted(_ARCHITECTURES))}"
     if isinstance(found, str):
-        refuse_unbuilt(found)
+        if missing := unbuilt(found):
+            wrong = f"its architecture {found!r} is known and not built; it has {missing}"
+            raise CapabilityError(asked, wrong, known)
         if found in _OTHERS:
             raise CapabilityError(asked, f"its architecture {found!r} needs what is not here: {_OTHERS[found]}", known)
     wrong = "it names no architecture" if found is None else f"its architecture {shown(found)} is not known here"
@@ -112,6 +114,8 @@ def config_of(model: GGUF) -> dict[str, Any]:
     arch, said = architecture(model), _ArchMetadata(model)
     if said.get("expert_count", 0):
         raise CapabilityError(said.asked, "it is a mixture of experts, which is not built", "use a dense model")
+    if said.get("pooling_type", 0) or not said.get("attention.causal", True):
+        raise CapabilityError(said.asked, "it makes embeddings, and writes no text", "use a model that writes")
     width, heads = said.integer("embedding_length"), said.integer("attention.head_count")
     head_dim = said.integer("attention.key_length", width // heads or 1)
     if said.integer("attention.value_length", head_dim) != head_dim:

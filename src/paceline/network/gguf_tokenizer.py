@@ -30,6 +30,7 @@ from ..core.options import shown
 from ..native.memory import give_back
 from .gguf import GGUF
 
+MOST_MERGES = 16  # for each token; Llama 3 has 2.2
 FORM = 3  # of what is kept in the cache; a change of this module that changes ids makes it another
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # types of tokens
 SPACE = "\u2581"  # what SentencePiece writes for a space
@@ -336,6 +337,9 @@ class _Builder:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
         pre = self.pre
+        count = len(self.metadata.get("tokenizer.ggml.merges", ()))
+        if count > MOST_MERGES * len(self.tokens):
+            self._refuse(f"it has {count:,} merges for {len(self.tokens):,} tokens")
         merges = [tuple(merge.split(" ")) for merge in self._list("merges", None) or []]
         broken = next((merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary), None)
         if broken is not None:
