@@ -362,6 +362,21 @@ class TestCommands:
         run(*args, *prompt, "--model", str(own_draft), "--drafter", "none", input="hello\n/exit\n")
         assert seen == [SamplingParams(**fields)]
 
+    @pytest.mark.parametrize(("args", "most"), [((), 1), (("--n", "2", "--prompt", "y"), 4), (("--n", "99"), 64)])
+    def test_there_is_room_for_what_is_asked(
+        self, args: tuple[str, ...], most: int, run: Any, own_draft: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[int] = []
+
+        def stop(llm: Any, *_: Any, **__: Any) -> Any:
+            seen.append(llm.config.max_sequences)
+            raise ConfigError("an answer", "not needed here", "look at the configuration")
+
+        for name in ("generate", "stream"):
+            monkeypatch.setattr(f"paceline.llm.LLM.{name}", stop)
+        run("generate", "--prompt", "x", *args, "--temperature", "1", "--model", str(own_draft), "--drafter", "none")
+        assert seen == [most]
+
     def test_sampling_defaults_that_cannot_be_are_refused(self, run: Any, own_draft: Path) -> None:
         (own_draft / "generation_config.json").write_text('{"top_p": 1.7}', encoding="utf-8")
         result = run("generate", "--chat", "--prompt", "x", "--model", str(own_draft), "--drafter", "none")
