@@ -95,6 +95,7 @@ def write(
     seed: int = 0,
     changed: Mapping[str, Any] | None = None,
     tokens: int | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """A Llama of two layers with random weights.
 
@@ -105,6 +106,7 @@ def write(
         seed: of the weights.
         changed: metadata that replace others; None removes one.
         tokens: how many there are; None: as many as the embedding has rows.
+        extra: tensors in float32 beside those.
     """
     changed = dict(changed or {})
     rng = np.random.default_rng(seed)
@@ -133,6 +135,8 @@ def write(
         else:
             writer.add_tensor(name, raw, raw_dtype=number)
 
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values.astype(np.float32))
     add("token_embd.weight", VOCABULARY, WIDTH)
     writer.add_tensor("output_norm.weight", rng.random(WIDTH, dtype=np.float32) + 0.5)
     if not tied:

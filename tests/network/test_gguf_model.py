@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from paceline.attention import make_backend
 from paceline.attention.base import Segment
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.kv.pool import KVPool
+from paceline.network import loader
 from paceline.network.base import Batch
 from paceline.network.blocks import BY_NAME, TYPES, dequantise
 from paceline.network.decoder import Decoder
@@ -103,6 +105,33 @@ def test_a_plain_dtype_is_that_of_the_same_checkpoint(dtype: str, tmp_path: Path
 
 
 @needs_kernels
+def test_llama_3s_rope_factors_are_a_tensor(tmp_path: Path) -> None:
+    """As the converter writes them: what each frequency is divided by."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 64}
+    folder = as_folder(write(tmp_path / "plain.gguf", "f32"), tmp_path / "folder")
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | {"rope_scaling": scaling}))
+    lengths = 2 * np.pi * 10000.0 ** (np.arange(0, 64, 2) / 64)
+    smooth = ((64 / lengths - 1) / 3).clip(0, 1)
+    factors = {"rope_freqs.weight": 1 / ((1 - smooth) / 8 + smooth)}
+    file = write(tmp_path / "m.gguf", "f32", extra=factors)
+    theirs = logits(load(folder, "float32", native=False))
+    assert torch.allclose(logits(load(file, "float32", native=False)), theirs, rtol=0, atol=1e-4)
+    plain = logits(load(tmp_path / "plain.gguf", "float32", native=False))
+    assert not torch.allclose(plain, theirs, rtol=0, atol=1e-2)
+
+
+@needs_kernels
+def test_the_packed_copy_is_held_against_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "m.gguf")
+    blocks = sum(tensor.nbytes for tensor in read_gguf(file).tensors.values() if tensor.type.name == "q4_0")
+    monkeypatch.setattr(loader, "free_bytes", lambda device: blocks)
+    monkeypatch.setattr(Decoder, "allocate", lambda *_: pytest.fail("something was allocated"))
+    with pytest.raises(ConfigError, match=r"its 1,262,848 parameters take .* are free"):
+        load(file)
+
+
 def test_a_stretched_file_says_the_same(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", {"attn_v": "q6_k"})
     assert torch.equal(logits(load(file, stretch=3)), logits(load(file)))

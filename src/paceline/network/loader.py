@@ -125,7 +125,8 @@ def _memory_for(
     wanted += 0 if blocks is None else round(1.1 * blocks.nbytes)
     free = free_bytes(device)
     asked = f"the model in {folder} as {str(dtype).removeprefix('torch.')} on {device}"
-    needs = f"its {count:,} parameters take {wanted / 2**30:.1f} GiB while they are loaded"
+    held = count + sum(piece.numel for piece, _ in layout.pieces if piece.into in (blocks or ()))
+    needs = f"its {held:,} parameters take {wanted / 2**30:.1f} GiB while they are loaded"
     remedy = "use a smaller dtype or model, or free some memory"
     if free is not None and wanted > free:
         raise ConfigError(asked, f"{needs}, and {free / 2**30:.1f} GiB are free", remedy)

@@ -40,6 +40,9 @@ class InBlocks(Mapping[str, Sequence[StoredRows]]):
     def __getitem__(self, name: str) -> Sequence[StoredRows]:
         return [tensor.stored() for _, tensor in sorted(self._pieces[name], key=lambda pair: pair[0].at)]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._pieces  # Mapping's own would make the rows' addresses
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
 
