@@ -362,7 +362,15 @@ class TestCommands:
         run(*args, *prompt, "--model", str(own_draft), "--drafter", "none", input="hello\n/exit\n")
         assert seen == [SamplingParams(**fields)]
 
-    @pytest.mark.parametrize(("args", "most"), [((), 1), (("--n", "2", "--prompt", "y"), 4), (("--n", "99"), 64)])
+    @pytest.mark.parametrize(
+        ("args", "most"),
+        [
+            (("generate", "--prompt", "x"), 1),
+            (("generate", "--prompt", "x", "--prompt", "y", "--n", "2"), 4),
+            (("generate", "--prompt", "x", "--n", "99"), 64),
+            (("chat",), 1),
+        ],
+    )
     def test_there_is_room_for_what_is_asked(
         self, args: tuple[str, ...], most: int, run: Any, own_draft: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -372,9 +380,9 @@ class TestCommands:
             seen.append(llm.config.max_sequences)
             raise ConfigError("an answer", "not needed here", "look at the configuration")
 
-        for name in ("generate", "stream"):
+        for name in ("generate", "stream", "chat"):
             monkeypatch.setattr(f"paceline.llm.LLM.{name}", stop)
-        run("generate", "--prompt", "x", *args, "--temperature", "1", "--model", str(own_draft), "--drafter", "none")
+        run(*args, "--temperature", "1", "--model", str(own_draft), "--drafter", "none", input="hello\n/exit\n")
         assert seen == [most]
 
     def test_sampling_defaults_that_cannot_be_are_refused(self, run: Any, own_draft: Path) -> None:

@@ -59,7 +59,7 @@ def chat(
     given = chosen(params)
     _refuse_batch_options(SamplingParams(**given))
     application = application_named(as_, llm["applications"] or {})
-    model = open_llm(llm)
+    model = open_llm(llm, 1)
     sampling = model.default_sampling_params(**given)
     talk = Conversation(model, sampling, stdout(color), show_figures, application)
     talk.begin(system)

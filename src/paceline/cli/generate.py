@@ -84,9 +84,7 @@ def generate(
     sampling = SamplingParams(**{**GREEDY, **given})
     _check_shown(sampling, as_json)
     names = _applications(as_ or [], llm["applications"] or {}, len(prompts))
-    # No more run at once than are asked for: pages of keys and values, and passes to be timed, take time to make.
-    most = len(prompts) * sampling.n
-    model = open_llm({**llm, "max_sequences": min(llm["max_sequences"], most)})
+    model = open_llm(llm, len(prompts) * sampling.n)
     if chat:
         sampling = model.default_sampling_params(**given)
     console = stdout(color)

@@ -22,9 +22,15 @@ from .console import Painter, stderr, waiting
 Color = Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")]
 
 
-def open_llm(options: dict[str, Any]) -> LLM:
-    """Load a model; it comes with `default_drafter` unless one is named."""
+def open_llm(options: dict[str, Any], sequences: int | None = None) -> LLM:
+    """Load a model; it comes with `default_drafter` unless one is named.
+
+    Args:
+        sequences: that will run at once, at the most; room for more takes time to make. None: nobody knows.
+    """
     model, drafter = options["model"], options["drafter"]
+    if sequences is not None:
+        options = {**options, "max_sequences": min(options["max_sequences"], sequences)}
     if drafter is None:
         drafter = default_drafter(model, options.get("applications") or {}, options["offline"], options["dtype"])
     with waiting(f"loading {model}"):
