@@ -2,6 +2,7 @@
 
     .venv/bin/python tools/answer_ids.py pack ANSWERS/*.jsonl --out FOLDER
     .venv/bin/python tools/answer_ids.py unpack FOLDER/*.ids.xz --target MODEL --data DATA --out ANSWERS
+    .venv/bin/python tools/answer_ids.py circles ANSWERS/*.jsonl  # how much of the answers repeats itself
 
 With `--held-out N NAME..` the last N answers of these files are in files of their own, `held-NAME.jsonl`, for
 evaluations.
@@ -28,6 +29,7 @@ from paceline.training.data import Encoder, SourceSpec
 
 SUFFIX = ".ids.xz"
 MANIFEST = "manifest.json"
+PLACES = (0, 64, 128, 256)  # of tokens in an answer
 
 
 def pack(file: Path, out: Path) -> Path:
@@ -93,12 +95,25 @@ def hold_out(path: Path, count: int) -> Path:
     return held
 
 
+def circles(file: Path) -> str:
+    """The share of an answer's tokens that end four which stood together before in it, by their place."""
+    counts = {place: [0, 0] for place in PLACES}
+    for line in file.read_text("utf-8").splitlines():
+        said, seen = json.loads(line)["completion_tokens"], set()
+        for i in range(3, len(said)):
+            four, place = tuple(said[i - 3 : i + 1]), max(p for p in PLACES if p <= i)
+            counts[place][0] += four in seen
+            counts[place][1] += 1
+            seen.add(four)
+    return f"{file.name}: " + ", ".join(f"from {p} on {a / b:.0%}" for p, (a, b) in counts.items() if b)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pack", "unpack"))
+    parser.add_argument("what", choices=("pack", "unpack", "circles"))
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is made")
+    parser.add_argument("--out", type=Path, help="folder for what is made")
     parser.add_argument("--target", help="unpack: the model that answered")
     parser.add_argument("--data", type=Path, help="unpack: the folder of the files that it was asked")
     parser.add_argument(
@@ -108,6 +123,11 @@ def main() -> None:
     count, *held = given.held_out
     if given.what == "unpack" and not (given.target and given.data):
         parser.error("unpack wants --target and --data")
+    if given.what == "circles":
+        print(*map(circles, given.files), sep="\n")
+        return
+    if given.out is None:
+        parser.error(f"{given.what} wants --out")
     for file in given.files:
         made = pack(file, given.out) if given.what == "pack" else unpack(file, given.target, given.data, given.out)
         print(made)

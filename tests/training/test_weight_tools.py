@@ -173,3 +173,11 @@ def test_answers_come_back_from_their_ids(tmp_path: Path) -> None:
         assert (tmp_path / "again" / name).read_bytes() == (file.parent / name).read_bytes()
     (data / "some.jsonl").write_text('{"prompt": "say 1", "completion": "1"}\n')
     assert "give the same data" in run(*unpack, tool="answer_ids").stderr
+
+
+def test_answers_that_go_in_circles_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "said.jsonl"
+    file.write_text(json.dumps({"completion_tokens": [*range(64), *range(60, 64), 99]}) + "\n")
+    # Of the 61 first fours none is new twice; of the five behind them one ends 60, 61, 62, 63 again.
+    assert run("circles", file, tool="answer_ids").stdout == "said.jsonl: from 0 on 0%, from 64 on 20%\n"
+    assert "wants --out" in run("pack", file, tool="answer_ids").stderr
