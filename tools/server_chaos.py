@@ -76,7 +76,7 @@ class Server:
 
     @property
     def engine(self) -> int | None:
-        """The number of the engine's process; None: there is none at the moment."""
+        """The number of the engine's process, the older child (a spare one may wait behind it); None: there is none."""
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(pids[0]) if pids else None
 

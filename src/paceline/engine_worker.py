@@ -17,6 +17,7 @@ from .chunks import Chunk, StreamedChunks
 from .core.errors import CapabilityError, ConfigError, QueueFull
 from .core.grammar import Grammar
 from .core.inference import inference
+from .core.model_spec import parse_model
 from .core.request import Logprob
 from .core.sampling import SamplingParams
 from .core.speculation import Speculation
@@ -37,10 +38,13 @@ from .distributed.requests import (
     Shown,
     Submit,
 )
+from .drafters import registry
 from .drafters.hybrid import with_parts
 from .engine.live import LiveRequest
 from .llm import LLM, default_drafter
 from .network import generation
+from .network.gguf import is_gguf
+from .network.loader import load_tokenizer, resolve_folder
 
 SERVED = ("grammar", "prediction")  # drafters that a server has beside the model's own: they cost nothing unasked
 IDLE_S = 0.001  # between two looks for a grammar that is being compiled
@@ -53,17 +57,33 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
     Raises:
         ConfigError: an option, file or combination that cannot be used.
     """
-    if options["drafter"] is None:
-        asked = options["model"], options.get("applications") or {}, options["offline"], options.get("dtype", "auto")
-        chosen = default_drafter(*asked)
-        options = {**options, "drafter": chosen if chosen == "streams" else with_parts(SERVED, chosen or "suffix")}
-    llm = LLM(**{**options, "device": device})
+    llm = LLM(**_filled(options, device))
     if llm.tokenizer is None:
         raise CapabilityError(
             f"model {llm.config.model}", "it has no tokenizer, so text means nothing to it", "add its files"
         )
     warm(llm)
     return EngineService(llm)
+
+
+def _filled(options: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The options of an `LLM`: with the server's drafter, where none is named."""
+    drafter = options["drafter"]
+    if drafter is None:
+        asked = options["model"], options.get("applications") or {}, options["offline"], options.get("dtype", "auto")
+        chosen = default_drafter(*asked)
+        drafter = chosen if chosen == "streams" else with_parts(SERVED, chosen or "suffix")
+    return {**options, "drafter": drafter, "device": device}
+
+
+def prepare(device: str, options: Mapping[str, Any]) -> None:
+    """Import what `service` will need with these options, ahead of it; errors are left to that."""
+    registry.parse(_filled(options, device)["drafter"])
+    folder = resolve_folder(
+        parse_model(options["model"]).name, revision=options["revision"], offline=options["offline"]
+    )
+    if not is_gguf(folder):
+        load_tokenizer(folder)  # transformers takes a second
 
 
 def warm(llm: LLM) -> None:
@@ -154,6 +174,7 @@ class EngineService:
                 priority=asked.priority,
                 deadline_s=asked.deadline_s,
                 speculation=Speculation(**chosen) if chosen else None,
+                taken=asked.taken,
             )
         except QueueFull as error:
             return Rejected(asked.id, "a request", str(error), "ask again later", full=True)

@@ -32,6 +32,7 @@ class About:
     cores: list[int]
     threads: str | None
     torch: bool  # whether it is loaded
+    spare: bool = False  # whether this process was a spare one
 
 
 KINDS: dict[str, type[Any]] = {"say": Say, "count": Count, "about": About}
@@ -55,7 +56,8 @@ class Echo:
     def obey(self, text: str) -> Iterator[Any]:
         if text == "about":
             threads = os.environ.get("OMP_NUM_THREADS")
-            yield About(os.getpid(), sorted(os.sched_getaffinity(0)), threads, "torch" in sys.modules)
+            loaded = ("torch" in sys.modules, "made_ready" in sys.modules)
+            yield About(os.getpid(), sorted(os.sched_getaffinity(0)), threads, *loaded)
         elif text == "fail":
             raise ValueError("no such thing")
         elif text == "hang":
@@ -70,6 +72,11 @@ class Echo:
             return None
         self.counted += 1
         return [Say(str(self.counted))]
+
+
+def ready(device: str, **options: Any) -> None:
+    """What a spare process calls ahead."""
+    sys.modules["made_ready"] = sys  # for `About`
 
 
 def echo(device: str, weights: str = "", refuse: bool = False, fail: bool = False) -> Echo:

@@ -24,7 +24,7 @@ from paceline.distributed.handshake import GREETINGS, LIFE, Beat, Facts, Fault, 
 from paceline.distributed.placement import Placement, cores, share_cores
 from paceline.distributed.serving import Progress, serve
 from paceline.distributed.tcp import Listener
-from paceline.distributed.worker import Launched, Patience, Worker, WorkerFailed, WorkerSpec, ended
+from paceline.distributed.worker import Launched, Patience, Spare, Worker, WorkerFailed, WorkerSpec, ended
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 LAZY = Patience(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01)
@@ -124,6 +124,37 @@ def test_one_that_dies_is_named_and_comes_back(workers: list[Worker]):
     del line
     worker.stop()
     assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_spare_process_takes_over(workers: list[Worker]):
+    """On its cores, with what it did ahead. One that has died is not missed, and `close` ends one that waits."""
+    core = cores()[-1]
+    spec = replace(SPEC, channel="socket", placement=Placement(cores=(core,)))
+    spare = Spare(spec, "distributed_services:ready")
+    workers.append(worker := Worker(spec, LAZY, spare.launch))
+    line = worker.start()
+    assert not say(line, "about").spare
+    for alive in (True, False):
+        spare.prepare()
+        spare.prepare()
+        assert spare._child is not None
+        process = spare._child.process
+        if not alive:
+            process.kill()
+            process.wait()
+        os.kill(worker.pid or 0, signal.SIGKILL)
+        with pytest.raises(ChannelClosed):
+            line.receive(LONG)
+        worker.lost()
+        line = until_ready(worker)
+        about = say(line, "about")
+        assert (about.pid == process.pid) == about.spare == alive
+        assert about.cores == [core]
+    spare.prepare()
+    assert spare._child is not None
+    waiting = spare._child.process
+    spare.close()
+    assert waiting.poll() is not None
 
 
 PARENT = """
@@ -254,6 +285,20 @@ def test_a_silent_worker_is_named_in_time_and_rests_grow(hand: Hand):
     rests = [b - a - 4.0 for a, b in zip(hand.began, hand.began[1:], strict=False)]
     assert rests == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0], abs=0.7)
     assert rests == sorted(rests)
+
+
+def test_who_was_held_up_himself_does_not_call_a_worker_silent(hand: Hand):
+    worker = watched(hand)
+    hand.hello()
+    hand.pass_time(worker, 1.0)
+    for _ in range(3):
+        hand.clock.sleep_until(hand.clock.now() + 100.0)
+        worker.poll()
+        assert worker.faults == []
+    hand.pass_time(worker, 1.4, beats=False)
+    assert worker.faults == []
+    hand.pass_time(worker, 0.3, beats=False)
+    assert "no sign of life for 3." in worker.faults[0]
 
 
 def test_failures_of_long_ago_are_forgotten(hand: Hand):

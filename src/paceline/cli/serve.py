@@ -18,6 +18,8 @@ from ..serve.client import EngineClient
 from ..serve.config import ServeConfig
 from .options import DEFAULT_MODEL, DRAFTER_SHOWN, takes
 
+SILENT_S = 1.5  # without a beat; a pass, however long, does not hold the beats up
+HEALTHY_S = 1.0  # an engine that was well for so long is started again at once
 app = typer.Typer(add_completion=False)
 
 
@@ -52,7 +54,8 @@ def serve(
         placement=Placement(device=options["device"]),
         channel="socket",
     )
-    client = EngineClient(spec, Patience(start_s=config.start_s, stuck_s=config.stuck_s))
+    patience = Patience(start_s=config.start_s, stuck_s=config.stuck_s, silent_s=SILENT_S, healthy_s=HEALTHY_S)
+    client = EngineClient(spec, patience, None if config.no_spare else "paceline.engine_worker:prepare")
     client.launch()  # it loads while this process imports what HTTP needs
     from ..serve.server import run
 

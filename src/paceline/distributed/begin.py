@@ -1,7 +1,8 @@
 """``python -m paceline.distributed.begin LIFE [ASKED]``: a worker process.
 
 It is told over an inherited socket what it is, its life's own or another one, and takes its cores before it imports
-what does the work: torch chooses its threads by the cores and the environment that it finds.
+what does the work: torch chooses its threads by the cores and the environment that it finds. A spare one imports ahead
+of need, and waits without a beat for what it is to be.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import socket
 import sys
 
+from .channels import ChannelClosed
 from .frames import Codec
 from .handshake import LIFE, Begin
 from .placement import pin
@@ -24,8 +26,14 @@ def begin(life_fd: int, asked_fd: int | None = None) -> int:
     asked: Begin = Codec(**LIFE).decode(told.receive(PATIENCE_S))
     if asked.cores:
         pin(asked.cores)
-    from .serving import main  # what it imports begins on its cores
+    from .serving import built, main  # what it imports begins on its cores
 
+    try:
+        while asked.waits:
+            built(asked)
+            asked = Codec(**LIFE).decode(told.receive())
+    except ChannelClosed:  # it was not needed
+        return 0
     return main(asked, life)
 
 

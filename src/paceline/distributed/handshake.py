@@ -58,6 +58,7 @@ class Begin:
     device: str
     spin_us: int
     beat_s: float  # between two beats
+    waits: bool = False  # a spare one: it calls ``service`` to get ready, and the `Begin` of its work comes later
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,8 @@ class Host:
             return
         where = self._placement
         beat_s = min(max(asked.beat_s, LEAST_BEAT_S), CONNECT_S)
-        begin = replace(begin, way=f"fd:{work.fileno()}", cores=[*where.cores], device=where.device, beat_s=beat_s)
+        begin = replace(begin, way=f"fd:{work.fileno()}", beat_s=beat_s, waits=False)
+        begin = replace(begin, cores=[*where.cores], device=where.device)
         self._session = _Session(_spawn(begin, life, work, where), life)
         work.close()  # the process has its own: with it, it ends
         self._note(f"{asked.name} for {_peer(life)}")

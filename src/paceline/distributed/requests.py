@@ -52,6 +52,7 @@ class Submit:
     speculation: dict[str, Any] | None = None  # fields of `Speculation`
     said: list[list[int]] = field(default_factory=list)  # of each sample, by an engine that was lost; not told again
     shows: Literal["", "origins", "steps"] = ""  # what pieces have in `Shown`
+    taken: bool = False  # by an engine that was lost: a full queue does not refuse it
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def main(asked: Begin, life: SocketChannel) -> int:
     threading.Thread(target=_beat, args=(life, progress, asked.beat_s), daemon=True).start()
     channel = _opened(asked)
     try:
-        service = _built(asked)
+        service = built(asked)
     except ConfigError as error:
         Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy))
         return 2
@@ -132,7 +132,8 @@ def main(asked: Begin, life: SocketChannel) -> int:
     return 0
 
 
-def _built(asked: Begin) -> Service:
+def built(asked: Begin) -> Any:
+    """What the function that it names returns."""
     module, _, name = asked.service.partition(":")
     return getattr(import_module(module), name)(device=asked.device, **asked.options)
 

@@ -30,7 +30,9 @@ from .placement import Placement
 from .shared import SPIN_US, SharedChannel, shared_pair
 from .tcp import Listener, SocketChannel
 
+TELL_S = 0.5  # for a process to take what it is told
 LOOK_S = 0.05  # between two looks at a worker that is well
+MOST_SILENT_S = 0.5  # of silence that one look counts: who was held up himself does not know whether there was more
 
 
 class WorkerFailed(PacelineError):
@@ -63,6 +65,7 @@ class WorkerSpec:
     expected: Facts = Facts()
     placement: Placement = field(default_factory=Placement)
     channel: Literal["shared", "tcp", "socket"] = "shared"  # "socket": a pair of sockets, for an event loop
+    prepare: str = ""  # likewise, what a spare process calls ahead; see `Spare`
     spin_us: int = SPIN_US
 
 
@@ -114,29 +117,84 @@ def launch_here(spec: WorkerSpec, beat_s: float) -> Launched:
     Raises:
         ConfigError, CapabilityError: its channel cannot be opened.
     """
-    way = _way(spec)
-    own, theirs = socket.socketpair()
-    command = [sys.executable, "-P", "-m", "paceline.distributed.begin", str(theirs.fileno())]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        pass_fds=(theirs.fileno(), *way.inherited),
-        env=os.environ | spec.placement.environment(),
-        process_group=0,  # Ctrl-C is for who started it, with whom it ends
-    )
-    theirs.close()
-    way.given()
-    life, key = Line(SocketChannel(own), Codec(**LIFE)), secrets.token_hex(16)
-    with suppress(ChannelClosed):  # one that has ended already is looked after like any other
-        life.send(_begin(spec, way.address, key, beat_s), timeout=beat_s)
-    return Launched(process, life, key, way.connect, way.close)
+    return _Child(spec).begin(beat_s)
 
 
-def _begin(spec: WorkerSpec, way: str, key: str, beat_s: float) -> Begin:
-    where = spec.placement
-    return Begin(
-        spec.name, spec.service, dict(spec.options), way, key, [*where.cores], where.device, spec.spin_us, beat_s
-    )
+class _Child:
+    """A process of this host that waits to be told what it is."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec, self._way = spec, _way(spec)
+        own, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "paceline.distributed.begin", str(theirs.fileno())]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *self._way.inherited),
+            env=os.environ | spec.placement.environment(),
+            process_group=0,  # Ctrl-C is for who started it, with whom it ends
+        )
+        theirs.close()
+        self._way.given()
+        self._life, self._key = Line(SocketChannel(own), Codec(**LIFE)), secrets.token_hex(16)
+
+    def begin(self, beat_s: float) -> Launched:
+        """Have it be the worker."""
+        self.tell(self._spec.service, beat_s)
+        return Launched(self.process, self._life, self._key, self._way.connect, self._way.close)
+
+    def tell(self, service: str, beat_s: float, waits: bool = False) -> None:
+        """Tell it; see `Begin`. One that has ended already is looked after like any other."""
+        spec, where = self._spec, self._spec.placement
+        given = spec.name, service, dict(spec.options), self._way.address, self._key, [*where.cores], where.device
+        with suppress(ChannelClosed):
+            self._life.send(Begin(*given, spec.spin_us, beat_s, waits), timeout=TELL_S)
+
+    def end(self) -> None:
+        """End it before it was told to be a worker."""
+        self._life.close()
+        self.process.kill()
+        self._way.close()
+        self.process.wait()
+
+
+class Spare:
+    """A process that has imported what the next worker of a kind will need, and waits to be that worker.
+
+    It costs memory, and no time while it waits; it ends with this process.
+
+    Args:
+        spec: of the worker.
+        ahead: "module:function" that the process calls ahead, with ``device`` and the worker's options.
+    """
+
+    def __init__(self, spec: WorkerSpec, ahead: str) -> None:
+        self._spec, self._ahead = spec, ahead
+        self._child: _Child | None = None
+
+    def prepare(self) -> None:
+        """Have one, if there is none yet; one that ended is not replaced before the next worker.
+
+        Raises:
+            OSError, ConfigError, CapabilityError: none can be had.
+        """
+        if self._child is None:
+            self._child = _Child(self._spec)
+            self._child.tell(self._ahead, 0.0, waits=True)
+
+    def launch(self, spec: WorkerSpec, beat_s: float) -> Launched:
+        """Start the worker in it, or in a process of its own if there is none; errors as of `launch_here`."""
+        if self._child is None or self._child.process.poll() is not None:
+            self.close()
+            return launch_here(spec, beat_s)
+        child, self._child = self._child, None
+        return child.begin(beat_s)
+
+    def close(self) -> None:
+        """End it."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
 
 def _way(spec: WorkerSpec) -> _Way:
@@ -178,7 +236,7 @@ class Worker:
         self._greeted: Line | None = None  # it is connected, and has not said hello
         self._refused: ConfigError | None = None
         self._next = self._clock.now()  # when to start it
-        self._since = self._looked = self._beat_at = 0.0
+        self._since = self._looked = self._silent_s = 0.0
         self._in_a_row = 0
         self._stopped = False
 
@@ -214,6 +272,7 @@ class Worker:
         now = self._clock.now()
         if self._stopped or (self.line is not None and now - self._looked < LOOK_S):
             return self.line is not None
+        self._silent_s += min(now - self._looked, MOST_SILENT_S)
         self._looked, launched = now, self._launched
         if launched is None:
             if now >= self._next:
@@ -251,7 +310,7 @@ class Worker:
         self._end()
 
     def _begin(self, now: float) -> None:
-        self._since = self._beat_at = now
+        self._since, self._silent_s = now, 0.0
         try:
             self._launched = self._launch(self.spec, self.patience.silent_s / 6)
         except (OSError, PacelineError) as error:
@@ -285,9 +344,9 @@ class Worker:
         status = launched.process.poll()
         if status is not None:
             return "" if self._explained(launched) else ended(status)
-        beat = self._beats(launched.life, now)
-        if now - self._beat_at > self.patience.silent_s and self.line is not None:
-            return f"hangs: no sign of life for {now - self._beat_at:.1f} s"
+        beat = self._beats(launched.life)
+        if self._silent_s > self.patience.silent_s and self.line is not None:
+            return f"hangs: no sign of life for {self._silent_s:.1f} s"
         if beat is not None and beat.busy_s > self.patience.stuck_s:
             return f"hangs: at one piece of work for {beat.busy_s:.1f} s"
         if self.line is None and now - self._since > self.patience.start_s:
@@ -304,13 +363,13 @@ class Worker:
             return False
         return self._launched is None
 
-    def _beats(self, life: Line, now: float) -> Beat | None:
+    def _beats(self, life: Line) -> Beat | None:
         """The last of those that came."""
         beat: Beat | None = None
         try:
             while True:
                 beat = life.receive(0)
-                self._beat_at = now
+                self._silent_s = 0.0
         except (Late, ChannelClosed, FrameError):
             return beat
 

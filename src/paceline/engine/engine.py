@@ -92,6 +92,7 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
         speculation: Speculation | None = None,
+        taken: bool = False,
     ) -> str:
         """Check a request and queue it.
 
@@ -108,6 +109,7 @@ class Engine:
             priority: lower ones run first, and are preempted last; equal ones by arrival.
             deadline_s: seconds from now after which it ends between two steps with what it has, as "deadline".
             speculation: what is drafted for it; None: as for any.
+            taken: whether another engine had taken it before it was lost: a full queue does not refuse it.
 
         Returns:
             Its id.
@@ -131,7 +133,7 @@ class Engine:
         sources = None if speculation is None else speculation.chosen(self.round.sources)
         if speculation is not None and speculation.prediction:
             checks.check_prediction(speculation.prediction, self.limits)
-        if self.scheduler.full:
+        if self.scheduler.full and not taken:
             raise QueueFull(len(self.scheduler.waiting))
         prefix = checks.echo(self._texts, prompt_ids, prompt, params)
         seed = params.seed if params.seed is not None else derive_seed()

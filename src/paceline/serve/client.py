@@ -34,15 +34,15 @@ from ..distributed.requests import (
     Submit,
 )
 from ..distributed.tcp import SocketChannel
-from ..distributed.worker import Patience, Worker, WorkerSpec
+from ..distributed.worker import Patience, Spare, Worker, WorkerSpec, launch_here
 from .line import LoopLine
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.25  # between two looks at an engine that is well
 START_WATCH_S = 0.05  # and at one that starts
 LEAST_S = 1e-3  # of a deadline that has passed meanwhile
+SPARE_S = 2.0  # that an engine is ready before a spare process gets ready beside it
 MOST_LIVES = 3  # engines in a row that may fail while nothing comes of a request: it may be what they fail at
-AGAIN_S = 0.2  # until a request that was lost with its engine is queued again, where the queue is full
 
 
 class EngineDown(PacelineError):
@@ -70,7 +70,8 @@ class Open:
         asked, deadline_s = self.asked, self.asked.deadline_s
         if deadline_s is not None:
             asked = replace(asked, deadline_s=max(LEAST_S, deadline_s - (time.monotonic() - self.since)))
-        return replace(asked, said=self.said) if any(self.said) else asked
+        said = self.said if any(self.said) else []
+        return replace(asked, said=said, taken=self.accepted is not None and self.accepted.done())
 
     def news(self, piece: Piece) -> Piece | None:
         """What of a piece was not told before; None: nothing."""
@@ -89,10 +90,13 @@ class EngineClient:
     Args:
         spec: of its worker; see `engine_worker`.
         patience: how long is waited for it.
+        spare: what a spare process calls ahead to take over sooner (see `Spare`); None: there is no such process.
     """
 
-    def __init__(self, spec: WorkerSpec, patience: Patience) -> None:
-        self._worker = Worker(spec, patience)
+    def __init__(self, spec: WorkerSpec, patience: Patience, spare: str | None = None) -> None:
+        self._spare = None if spare is None else Spare(spec, spare)
+        self._worker = Worker(spec, patience, launch_here if self._spare is None else self._spare.launch)
+        self._attached_at = self._detached_at = 0.0
         self._codec = Codec(**GREETINGS, **KINDS)
         self._line: LoopLine | None = None
         self._attached: Line | None = None
@@ -143,6 +147,8 @@ class EngineClient:
             self._line = self._attached = None
         self._fail_looks("the server ends")
         self._worker.stop()
+        if self._spare is not None:
+            self._spare.close()
         self._fail_all(EngineDown("the server ends"))
 
     async def drained(self) -> None:
@@ -258,9 +264,6 @@ class EngineClient:
         if one is None:
             return
         error: PacelineError | None = None
-        if isinstance(message, Rejected) and message.full and one.accepted is not None and one.accepted.done():
-            asyncio.get_running_loop().call_later(AGAIN_S, self._queue_again, one)
-            return
         if isinstance(message, Rejected):
             del self._open[message.id]
             refused = ConfigError(message.asked, message.wrong, message.remedy)
@@ -269,11 +272,6 @@ class EngineClient:
             one.accepted.set_result(None) if error is None else one.accepted.set_exception(error)
         elif error is not None:
             one.pieces.put_nowait(error)
-
-    def _queue_again(self, one: Open) -> None:
-        """An earlier engine had taken it, so it must not be refused now."""
-        if self._open.get(one.asked.id) is one and self._line is not None:
-            self._line.send(one.again())
 
     # -- its process
 
@@ -293,13 +291,25 @@ class EngineClient:
                 self._detach()
             if ready and self._attached is None:
                 self._attach()
+            if ready and self._spare is not None and time.monotonic() - self._attached_at > SPARE_S:
+                self._prepare(self._spare)
             await asyncio.sleep(WATCH_S if ready else START_WATCH_S)
+
+    def _prepare(self, spare: Spare) -> None:
+        try:
+            spare.prepare()
+        except (OSError, PacelineError) as error:
+            log.warning("no spare process for the engine can be had: %s", error)
+            self._spare = None
 
     def _attach(self) -> None:
         """An engine is ready: ask it what is open."""
         line = self._worker.line
         assert line is not None and isinstance(line.channel, SocketChannel)
         copy = socket.socket(fileno=socket.dup(line.channel.fileno()))
+        self._attached_at = time.monotonic()
+        if self.restarts:
+            log.warning("the engine is back after %.1f s", self._attached_at - self._detached_at)
         self._attached, self._line = line, LoopLine(copy, self._codec, self._heard, self._lost)
         if self.description is None:
             self._line.send(Describe())
@@ -319,7 +329,7 @@ class EngineClient:
     def _detach(self) -> None:
         if self._line is not None:
             self._line.close()
-            self.restarts += 1
+            self.restarts, self._detached_at = self.restarts + 1, time.monotonic()
             why = self._worker.faults[-1:] or ["its line is closed"]
             log.warning("the engine is gone (%s); %d requests wait for the next one", why[0], len(self._open))
         self._line = self._attached = None

@@ -50,6 +50,11 @@ class ServeConfig:
     request_s: float = option(3600.0, help="seconds after which a request ends with what it has", above=0.0)
     drain_s: float = option(30.0, help="seconds that requests have to end after SIGTERM", minimum=0.0)
     start_s: float = option(600.0, help="seconds that the engine has to load", above=0.0)
+    no_spare: bool = option(
+        False,
+        help="keep no process ready in which the engine loads sooner after a failure; it holds about 190 MB",
+        flag="--no-spare",
+    )
     stuck_s: float = option(60.0, help="seconds at one step after which the engine is taken to hang", above=0.0)
     per_request_spec_decode_metrics: str = option(
         "summary",
