@@ -18,7 +18,7 @@ from ..serve.client import EngineClient
 from ..serve.config import ServeConfig
 from .options import DEFAULT_MODEL, DRAFTER_SHOWN, takes
 
-SILENT_S = 1.5  # without a beat; a pass, however long, does not hold the beats up
+SILENT_S = 2.5  # without one of the beats, of which six come in this time; a pass, however long, does not hold them up
 HEALTHY_S = 1.0  # an engine that was well for so long is started again at once
 app = typer.Typer(add_completion=False)
 
