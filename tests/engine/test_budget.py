@@ -396,10 +396,11 @@ def test_asks_that_do_not_pay_stay_within_their_share() -> None:
     assert sum(ran.history[2000:]) < 20
 
 
-def test_where_no_acceptance_could_pay_nothing_is_tried() -> None:
+def test_where_no_acceptance_could_pay_rows_are_measured_once() -> None:
     world = World(STEP_COSTS["steep"], acceptance=lambda _: 1.0, noise=0.0)
     ran = run(auto(world), world, 16, 400)
-    assert sum(ran.history) == 0 and sum(n > 0 for n in ran.asked[100:]) < 15
+    assert [nodes for nodes in ran.history if nodes] == [FIRST_ROWS]
+    assert sum(n > 0 for n in ran.asked[100:]) < 15
 
 
 def test_drafts_that_were_not_checked_teach() -> None:
@@ -497,6 +498,13 @@ def test_of_several_sources_each_is_asked_where_it_pays() -> None:
     assert plain[:2] == [0, 1] and len(plain) < 15
 
 
+@pytest.mark.parametrize("batch", [4, 8, 16])
+def test_a_table_in_which_rows_are_far_too_dear_is_found_out(batch: int) -> None:
+    """By it no row pays, so that nobody would ever learn what rows cost."""
+    world = World(STEP_COSTS["stairs"], acceptance=lambda _: 0.8, rows_error=20.0)
+    assert gain(world, batch, 600) > 1.05
+
+
 def test_rows_are_tried_step_by_step() -> None:
     """What hundreds of rows cost is a guess of the table: each step checks up to twice as many as were known."""
     world = World(STEP_COSTS["flat"], acceptance=lambda _: 0.95)
@@ -528,7 +536,7 @@ def test_a_wrong_plain_step_is_found_out() -> None:
         drafted = run(budget, slow, batch, 100).history
         assert max(drafted[:30]) > 0  # it was misled
         assert budget._plain_ms == pytest.approx(slow.step_ms(batch, 0), rel=0.25)
-        assert gain(slow, batch, 100) > 0.95
+        assert gain(slow, batch, 200) > 0.95
 
 
 def test_the_cap_is_kept_and_checked() -> None:

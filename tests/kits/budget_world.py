@@ -53,6 +53,7 @@ HARD: dict[str, dict[str, Any]] = {
         "spread": 0.4,
         "costs": STEP_COSTS["steep"],
     },
+    "rows priced twenty times too dear": {"rows_error": 20.0, "acceptance": lambda _: 0.8},
     "slow look-up": {"ask_ms": 0.8, "offer": 0.3, "acceptance": lambda _: 0.1, "costs": STEP_COSTS["flat"]},
 }
 
@@ -72,6 +73,7 @@ class World:
         hiccup: chance of a step that takes ten times as long.
         table_error: factor by which the table that the budget is given is wrong.
         batch_error: factor by which it is wrong about batches of more than one, beyond that.
+        rows_error: factor by which it is wrong about what further rows of a sequence add, beyond that.
         spread: by what every other sequence's acceptance is higher, and the others' lower.
         slowness: factor on what steps take, by step of the world: other work on the machine.
         second: another drafter, asked after this one and where the rule says so; its costs of steps are not read.
@@ -90,6 +92,7 @@ class World:
     hiccup: float = 0.0
     table_error: float = 1.0
     batch_error: float = 1.0
+    rows_error: float = 1.0
     spread: float = 0.0
     slowness: Callable[[int], float] = lambda step: 1.0
     prompt: int = 100
@@ -104,9 +107,9 @@ class World:
 
     def table(self) -> CostTable:
         """What a calibration would have measured, times the error."""
-        sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+        sizes, one = (1, 2, 4, 8, 16, 32, 64, 128), self.costs(1)
         return CostTable(
-            chain=tuple((r, self.costs(r) * self.table_error) for r in sizes),
+            chain=tuple((r, (one + (self.costs(r) - one) * self.rows_error) * self.table_error) for r in sizes),
             plain=tuple((b, self.step_ms(b, 0) * self.table_error * (self.batch_error if b > 1 else 1)) for b in sizes),
         )
 

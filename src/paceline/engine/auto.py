@@ -31,7 +31,7 @@ from ..drafters.base import DrafterSpec, SequenceView
 from ..rounds.base import RunningSequence
 from .budget import MAX_BUDGET, DraftBudget, StepRecord
 from .chances import Chances, History, RequestKind, best_count, weigh
-from .costs import NEAR, CostTable, DraftCosts, StepCosts, bucket
+from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
 
 EXPLORE = 0.01  # share of the time for asks that are not expected to pay
 PILOT = 3  # calls of a network that are made for one sequence alone, to find out what they cost
@@ -356,18 +356,35 @@ class AutoBudget(DraftBudget):
             return tree
         # Of so many rows as never yet the cost is a guess: go on from what is known.
         limit = nodes if self._blind else min(nodes, max(FIRST_ROWS, 2 * self._size.rows))
+        first, measures = not self._size.rows, self._measures(limit)
         prices = self._priced(limit)[: limit + 1]
-        histories = [self._histories[view.key] for view in views]
-        found = weigh(self._library, histories, tree, None if self._blind else tree.scores, prices, self._blind)
+        if measures and first:  # of what was never measured the price means nothing: for now, rows are free
+            prices = array("d", [0.0] * (limit + 1))
+        histories, scores = [self._histories[view.key] for view in views], None if self._blind else tree.scores
+        found = weigh(self._library, histories, tree, scores, prices, self._blind or measures)
         count = sum(found.counts) - len(views)
         self._choice, self._all = (self._batch, count, found.tokens), 0 < count == nodes
         if self.learns:
             if self._one:
                 self._asks[0].passes = found.levels if passes is None else passes
-            self._learn_gains(histories, found.gains)
+            if first or not measures:
+                self._learn_gains(histories, found.gains)
         if count in (0, nodes):
             return tree if count else None
         return tree.kept(found.kept)
+
+    def _measures(self, rows: int) -> bool:
+        """Whether so many rows are checked whatever is expected of them, since a table that is wrong about what they cost
+        would stay so. The first rows of a batch size always are; of more the saved time pays for what they seem to cost.
+        """
+        if self._blind or not (rows and self.learns) or self.costs.visits(self._batch, rows) >= WINDOW:
+            return False
+        if self._size.rows:
+            loss = self._priced(rows)[rows] / self._rate
+            if self._saved_ms[0] < min(loss, 0.99 * self._plain_ms):
+                return False
+            self._saved_ms[0] -= loss
+        return True
 
     # -- learning
 

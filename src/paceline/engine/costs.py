@@ -164,7 +164,7 @@ class StepCosts:
         if kind is None:
             kind = self._kinds[key] = _Deviation(self._deviation(*key))
         kind.visits += 1
-        if len(self._first) < WINDOW:  # the first steps tell how far off the whole table is, however far
+        if len(self._first) < WINDOW and not extra:  # the first steps tell how far off the whole table is, however far
             self._first.append(log)
             self._machine = median_low(self._first)
             return
@@ -172,6 +172,8 @@ class StepCosts:
         kind.recent.append(log - self._machine)
         most = math.log(STEEPEST) * (1 if kind.visits > WINDOW else WINDOW)
         surprise = max(-most, min(most, median_low(kind.recent) - kind.log))
+        if extra and surprise > 0 and len(kind.recent) < WINDOW:  # by accident, perhaps; then it would stay so
+            return
         # What a new kind costs says nothing of the machine; later surprises say little of the kind.
         self._machine += MACHINE * max(0, kind.visits - WINDOW) / (kind.visits + 2) * surprise
         kind.log += (1 if kind.visits <= WINDOW else max(SLOWEST, 2 / kind.visits)) * surprise

@@ -109,7 +109,8 @@ struct WholePass {
   void choose(const Model& m, const float* logits) {
     const TokenPass& t = *given;
     if (!t.rules) {
-      for (int64_t i = 0; i < t.num_wanted; i++) t.chosen[i] = likeliest(logits + i * m.vocab, m.vocab);
+      for_rows(t.num_wanted, m.vocab, pass.threads,
+               [&](int64_t i) { t.chosen[i] = likeliest(logits + i * m.vocab, m.vocab); });
       return;
     }
     sequence.clear(), places.clear();
