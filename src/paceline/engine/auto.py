@@ -374,8 +374,9 @@ class AutoBudget(DraftBudget):
         return tree.kept(found.kept)
 
     def _measures(self, rows: int) -> bool:
-        """Whether so many rows are checked whatever is expected of them, since a table that is wrong about what they cost
-        would stay so. The first rows of a batch size always are; of more the saved time pays for what they seem to cost.
+        """Whether so many rows are checked whatever is expected of them: a table that is wrong about them would stay so.
+
+        The first rows of a batch size always are; of more the saved time pays for what they seem to cost.
         """
         if self._blind or not (rows and self.learns) or self.costs.visits(self._batch, rows) >= WINDOW:
             return False
