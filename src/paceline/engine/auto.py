@@ -374,7 +374,7 @@ class AutoBudget(DraftBudget):
         return tree.kept(found.kept)
 
     def _measures(self, rows: int) -> bool:
-        """Whether so many rows are checked whatever is expected of them: a table that is wrong about them would stay so.
+        """Whether so many rows are checked whatever is expected of them: a table that is wrong would stay so.
 
         The first rows of a batch size always are; of more the saved time pays for what they seem to cost.
         """
