@@ -363,7 +363,7 @@ class AutoBudget(DraftBudget):
         histories, scores = [self._histories[view.key] for view in views], None if self._blind else tree.scores
         found = weigh(self._library, histories, tree, scores, prices, self._blind or measures)
         count = sum(found.counts) - len(views)
-        self._choice, self._all = (self._batch, count, found.tokens), 0 < count == nodes
+        self._choice, self._all = (self._batch, count, found.tokens), 0 < count == nodes and not measures
         if self.learns:
             if self._one:
                 self._asks[0].passes = found.levels if passes is None else passes
