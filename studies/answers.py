@@ -27,7 +27,7 @@ from paceline.network.streams import read_config
 class AnswerFlags(Options):
     """What this study can be asked beside what all can."""
 
-    tasks: str = asked("sql,e2e,gsm8k", "Of sql, e2e, gsm8k and dialogsum.", "NAME,..")
+    tasks: str = asked("sql,e2e,gsm8k", "Of sql, e2e, gsm8k, dialogsum, humaneval (whose answers are run).", "NAME,..")
     prompts: int = asked(200, "Prompts of each task.", "N")
     application: dict[str, str] = asked({}, "A trained set that answers as well.", "NAME=FOLDER")
     loss: list[str] = asked([], "Text whose loss per token is measured.", "FILE")

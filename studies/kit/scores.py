@@ -14,13 +14,13 @@ from typing import Any
 from kit.task_scores import score_task
 from paceline.bench import encoding, workloads
 from paceline.bench.measure import ask
-from paceline.bench.workloads import Workload
+from paceline.bench.workloads import Prompt, Workload
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.llm import LLM
 from paceline.training.data import Encoder, Example, SourceSpec, load_source
 
-TASK_WORKLOADS = {"sql": "wikisql", "e2e": "e2e", "dialogsum": "dialogsum", "gsm8k": "gsm8k"}
+TASK_WORKLOADS = {"sql": "wikisql"} | {task: task for task in ("e2e", "dialogsum", "gsm8k", "humaneval")}
 
 
 def workload_of(task: str) -> str:
@@ -93,7 +93,7 @@ def evaluate(
             task=task,
             workload=workload.as_dict(),
             application=application,
-            scores=score_task(task, texts, [prompt.reference for prompt in workload.prompts], intervals=intervals),
+            scores=score_task(task, texts, [wanted(task, prompt) for prompt in workload.prompts], intervals=intervals),
             max_new_tokens=most,
             prompt_tokens=sum(map(len, prompts)),
             output_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
@@ -103,6 +103,13 @@ def evaluate(
         )
         found.append(scored)
     return found
+
+
+def wanted(task: str, prompt: Prompt) -> Sequence[str]:
+    """What a prompt's answer is scored by: accepted texts; of HumanEval the prompt and its tests."""
+    if task != "humaneval":
+        return prompt.reference
+    return prompt.turns[0], f"{prompt.extra['test']}\ncheck({prompt.extra['entry_point']})"
 
 
 def known_tasks(tasks: Sequence[str]) -> Sequence[str]:

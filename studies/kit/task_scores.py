@@ -1,4 +1,4 @@
-"""Task scores from texts: exact match for SQL, ROUGE for generated sentences, accuracy for GSM8K.
+"""Task scores from texts: exact match for SQL, ROUGE for generated sentences, accuracy for GSM8K, tests for HumanEval.
 
 Every score is a mean over outputs of a value between 0 and 1, higher is better. Where an output has several
 references the best one counts.
@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from kit.run_code import passes
 from paceline.core.errors import CapabilityError, ConfigError
 
 References: TypeAlias = "str | Sequence[str]"
@@ -121,6 +122,19 @@ def same_number(output: str, references: References) -> float:
     return float(said is not None and any(said == final_number(reference) for reference in _several(references)))
 
 
+# -- HumanEval
+
+
+def passes_tests(output: str, references: References) -> float:
+    """1 where the function that an output ends passes, else 0; runs what was generated: see `kit.run_code`.
+
+    Args:
+        references: the text before the output, and the tests behind it.
+    """
+    before, tests = _several(references)
+    return float(passes(before, output, tests))
+
+
 # -- tasks
 
 
@@ -131,6 +145,7 @@ TASKS: dict[str, dict[str, Score]] = {  # name -> what is measured on its output
     "e2e": _ROUGE,
     "dialogsum": _ROUGE,
     "gsm8k": {"accuracy": same_number},
+    "humaneval": {"pass@1": passes_tests},
 }
 
 
