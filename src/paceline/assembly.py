@@ -52,6 +52,7 @@ from .network.loader import (
 )
 from .network.native import unsupported
 from .network.padding import cache_shape, packed_shape
+from .network.parallel import Ranks, Share, by_outputs
 from .network.streams import CONFIG_FILE
 from .planning import machines
 from .planning.models import shape_of
@@ -76,13 +77,60 @@ class LoadedModel:
     layers: int  # of the whole target, of which the decoder may have the last ones alone
 
 
-def load_target(config: LLMConfig) -> LoadedModel:
-    """The target. Everything that can be checked without the weights is checked before they are read."""
+# Starts the processes of a target's ranks: rank 0, with the line to the others.
+StartRanks = Callable[[LLMConfig, "Source"], Ranks]
+
+
+def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedModel:
+    """The target. Everything that can be checked without the weights is checked before they are read.
+
+    Args:
+        config: the options.
+        start: starts its other ranks, where it has some.
+    """
     source = open_source(config, config.model, config.dtype)
     drafter_of(config)
     _pool_tokens(config, *kv_layout(config, source.shape, source.dtype), _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
+    if config.tensor_parallel > 1:
+        share_of(config, source, 0)
+        assert start is not None, "nobody starts the other ranks"
+        tokenizer = source.tokenizer()
+        decoder = load_share(config, source, start(config, source))
+        return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
     return _load(config, source, config.exact, own_layers(config, source.shape))
+
+
+def share_of(config: LLMConfig, source: Source, rank: int) -> Share:
+    """What one rank has of the target.
+
+    Raises:
+        ConfigError: ranks that cannot share it.
+        CapabilityError: ``exact`` on layers that torch runs, or a target that is not cut.
+    """
+    count = config.tensor_parallel
+    compiled = compiled_layers(config, source.shape, source.dtype)
+    if config.exact and not compiled:
+        wrong = "the same bits at any number of ranks are what the compiled layers give, and torch runs these"
+        raise CapabilityError(f"exact=True with tensor_parallel={count}", wrong, "leave out exact, or use bfloat16")
+    if is_gguf(source.folder):
+        wrong = "a GGUF file's weights are in blocks, which are not cut at ranks"
+        raise CapabilityError(f"tensor_parallel={count} with {source.name}", wrong, "use the original checkpoint")
+    return Share(source.shape, rank, count, by_outputs(config.exact, source.quant))
+
+
+def load_share(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
+    """A rank's share of the target; errors as of `load_model`."""
+    return load_model(
+        source.folder,
+        attention=make_attention(config, source.dtype, config.exact),
+        dtype=source.quant or source.dtype,
+        device=config.device,
+        exact=config.exact,
+        native=compiled_layers(config, source.shape, source.dtype),
+        stretch=source.shape.stretch,
+        ranks=ranks,
+    )
 
 
 def stage_devices(config: LLMConfig) -> list[str]:
@@ -277,6 +325,8 @@ def build_engine(
     applications = load_applications(folders, decoder, target.name, target.folder)
     streams = max([0, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])  # of a row
     drafter = build_drafter(config, target, streams)
+    if drafter is not None and decoder.ranks is not None:
+        _check_drafter_of_ranks(drafter, config.tensor_parallel)
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
         wrong = "it reads the target's keys and values, and turns some, as the activations are"
         asked = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"
@@ -306,6 +356,23 @@ def build_engine(
     limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=max_model_len, eos_ids=shape.eos_ids)
     grammars = Grammars(target.tokenizer, shape.vocab_size, shape.eos_ids)
     return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications, grammars)
+
+
+def _check_drafter_of_ranks(drafter: Drafter, count: int) -> None:
+    """Refuse what reads weights of the target, or chooses keys by all of its heads.
+
+    Raises:
+        CapabilityError: such a drafter.
+    """
+    spec, streams = drafter.spec, drafter.spec.streams
+    wrong = ""
+    if spec.taps or spec.scratch:
+        wrong = "it reads the target's states or weights, of which each rank has a part"
+    elif streams is not None and (streams.attention_limit is not None or streams.rotates):
+        wrong = "its streams see few keys, or rotate values, by what all heads say, and each rank has some"
+    if wrong:
+        remedy = "use draft_model, ngram, suffix or streams"
+        raise CapabilityError(f"tensor_parallel={count} with drafter {spec.name!r}", wrong, remedy)
 
 
 def _load_drafts(config: LLMConfig, texts: bool, auto: torch.dtype, name: str, dtype: str) -> LoadedModel:
@@ -474,11 +541,15 @@ def make_pool(config: LLMConfig, target: LoadedModel, max_model_len: int, scratc
         ConfigError: too little memory.
     """
     decoder = target.decoder
-    kept, kind = kv_layout(config, decoder.config, decoder.dtype)
-    all_layers = target.layers * decoder.config.stretch, *kept[1:]
+    kept, kind = kv_layout(config, decoder.own, decoder.dtype)
+    whole, _ = kv_layout(config, decoder.config, decoder.dtype)
+    all_layers = target.layers * decoder.config.stretch, *whole[1:]
     tokens = _pool_tokens(config, all_layers, kind, max_model_len, scratch)
     try:
-        return KVPool(*kept, tokens, kind, decoder.device, scratch_slots=scratch)
+        pool = KVPool(*kept, tokens, kind, decoder.device, scratch_slots=scratch)
+        if decoder.ranks is not None and decoder.ranks.line is not None:
+            decoder.ranks.line.follow(pool)
+        return pool
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
         per_token = KVPool.bytes_per_token(*kept, kind)
         wanted = (tokens + scratch) * per_token

@@ -49,6 +49,8 @@ class LLMConfig(LLMOptions):
         parse_round(self.round)
         if self.pipeline is not None:
             object.__setattr__(self, "round", self._piped(parse_split(self.pipeline).stages))
+        if self.tensor_parallel > 1:
+            self._check_ranks()
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.size == 0)
         if not off and self.drafter is None:
@@ -68,6 +70,19 @@ class LLMConfig(LLMOptions):
         if self.exact and isinstance(filled, PipelineConfig) and filled.accept != "strict":
             asked = f"exact=True with round={shown(self.round)}"
             raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
+
+    def _check_ranks(self) -> None:
+        """Refuse what ranks do not do.
+
+        Raises:
+            CapabilityError: stages, or a device other than the CPU, beside ranks.
+        """
+        asked = f"tensor_parallel={self.tensor_parallel}"
+        if self.pipeline is not None or isinstance(parse_round(self.round), PipelineConfig):
+            raise CapabilityError(f"{asked} with stages", "a stage has no ranks", "leave out one of the two")
+        if parse_device(self.device).type != "cpu":
+            wrong = "ranks share the memory of a host, and add in it"
+            raise CapabilityError(f"{asked} with device={shown(self.device)}", wrong, "use device='cpu'")
 
     def _piped(self, stages: int) -> str:
         """The round over so many stages in processes.
@@ -96,7 +111,17 @@ class LLMConfig(LLMOptions):
 
 
 # Options on which the target itself depends: two `LLM` that agree in them can share its weights.
-TARGET_OPTIONS = ("model", "dtype", "device", "exact", "kernels", "attention", "revision", "pipeline")
+TARGET_OPTIONS = (
+    "model",
+    "dtype",
+    "device",
+    "exact",
+    "kernels",
+    "attention",
+    "revision",
+    "pipeline",
+    "tensor_parallel",
+)
 
 
 def parse_bytes(value: str | int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import native, zoo
-from .assembly import LoadedModel, build_engine, check_shared, fingerprint, load_target
+from .assembly import LoadedModel, Source, build_engine, check_shared, fingerprint, load_target
 from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .core.errors import ConfigError
@@ -26,6 +26,7 @@ from .kv.pool import KVPool
 from .network import generation
 from .network.applications import locate
 from .network.decoder import Decoder
+from .network.parallel import Ranks
 from .network.streams import read_config
 from .rounds.base import Place
 from .rounds.pipeline.split import Split
@@ -47,6 +48,13 @@ def _start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KV
     from .stage_worker import start_stages
 
     return start_stages(config, split, target, pool)
+
+
+def _start_ranks(config: LLMConfig, source: Source) -> Ranks:
+    """The target's other ranks in processes of their own, likewise."""
+    from .rank_worker import start_ranks
+
+    return start_ranks(config, source)
 
 
 def _cut(config: LLMConfig) -> LLMConfig:
@@ -78,7 +86,7 @@ class LLM:
         self.config = _cut(config_of(model, options))
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        self._target = load_target(self.config) if share is None else self._shared(share)
+        self._target = load_target(self.config, _start_ranks) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
         self.engine = build_engine(self.config, self._target, _serve_apart, _start_stages)
 
@@ -87,9 +95,10 @@ class LLM:
         if not isinstance(other, LLM):
             raise ConfigError(f"LLM(..., share={shown(other)})", "it is no LLM", "give one of the same target")
         check_shared(self.config, other.config)
-        if self.config.pipeline is not None:
-            wrong = "its layers lie in processes that serve one engine"
-            raise ConfigError(f"LLM(..., share=..., pipeline={shown(self.config.pipeline)})", wrong, "leave share out")
+        for name, none in (("pipeline", None), ("tensor_parallel", 1)):
+            if (asked := getattr(self.config, name)) != none:
+                wrong = "its layers lie in processes that serve one engine"
+                raise ConfigError(f"LLM(..., share=..., {name}={shown(asked)})", wrong, "leave share out")
         return other._target
 
     @property

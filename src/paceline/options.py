@@ -17,6 +17,7 @@ VERIFIERS = ("sample_and_match", "rejection", "block", "lossy_stream_rejection")
 AUTO_ROUND = "auto"
 DRAFTER = "the drafter: name (a trained one: with the zoo's weights for the model), name:weights, or with options"
 KERNELS = ("auto", "native", "torch")
+MAX_RANKS = 64
 MAX_SEQUENCES, MAX_BATCH_ROWS = 2**16, 2**20
 # More than is useful, and fewer than make an OpenMP runtime end the process because it can start no more.
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))
@@ -36,6 +37,13 @@ class LLMOptions:
         None,
         help="the target's layers in stages, each in a process of its own: how many, as 4 or 4,cores=<0,1,2,3>; or the "
         "HOST:PORT of all but the last (`paceline stage`)",
+    )
+    tensor_parallel: int = option(
+        1,
+        help="ranks, processes of this host that each hold a part of every weight: a number that divides the target's "
+        "heads and widths",
+        minimum=1,
+        maximum=MAX_RANKS,
     )
     verifier: str = option(
         VERIFIERS[0],

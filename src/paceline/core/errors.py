@@ -73,5 +73,9 @@ class PassesLost(PacelineError):
     """What computes passes was lost with its K/V, and comes back: the engine computes all K/V anew."""
 
 
+class RankLost(PacelineError):
+    """A rank of several that compute a pass together is gone, in the middle of it."""
+
+
 class PoolFullError(PacelineError):
     """The K/V pool has no free block. The engine responds by dropping drafts or by preemption."""

@@ -237,7 +237,7 @@ class PassTimer:
         for cache in caches:
             cache.reserve(rows)
         began = perf_counter()
-        if self._decoder.stack is None or layers is not None:
+        if self._decoder.stack is None or self._decoder.ranks is not None or layers is not None:
             self._run(caches, rows, layers or self._decoder.num_layers)
         else:
             self._decoder.stack.decide(self._chains(caches, rows), self._pool)

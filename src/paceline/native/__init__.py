@@ -82,6 +82,9 @@ FUNCTIONS = {  # of the library: kinds of arguments, > and of what is returned, 
     "pl_suffix_text_free": "p>-",
     "pl_suffixes": "pppp",
     "pl_weigh": "pppppp>n",
+    "pl_rank_sum": "ppni",
+    "pl_rank_gather": "ppnn",
+    "pl_rank_begin": "pi",
 }
 
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights

@@ -50,6 +50,16 @@ class CLayer(Struct):
     )
 
 
+class CRanks(Struct):
+    _fields_ = _fields(
+        "int64_t rank count by_outputs",
+        "pointer memory",
+        "int64_t capacity",
+        "pointer lives",
+        "int64_t num_lives spin_us timeout_us joins collectives bytes",
+    )
+
+
 class CModel(Struct):
     _fields_ = _fields(
         "int64_t d_model heads kv_heads head_dim own_head_dim d_ff rotated tokens vocab",
@@ -59,6 +69,7 @@ class CModel(Struct):
         "pointer layers norm",
         "Linear head",
         "int64_t activation",
+        "pointer ranks",
     )
 
 

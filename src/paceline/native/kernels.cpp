@@ -31,6 +31,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include <poll.h>
 #include <system_error>
 #include <thread>
 #include <unistd.h>
@@ -46,6 +47,7 @@
 #include "kernels/abi.h"
 #include "kernels/checks.h"
 #include "kernels/threads.h"
+#include "kernels/ranks.h"
 #include "kernels/norms.h"
 #include "kernels/products/rows.h"
 #include "kernels/products/int8.h"

@@ -7,7 +7,8 @@ few calls as the arithmetic allows.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .layers import Layer, Norm
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
 from .native import Stack
 from .padding import cache_shape
+from .parallel import BEST, LOGITS, Ranks, run_of
 
 
 class Decoder(nn.Module):
@@ -50,6 +52,7 @@ class Decoder(nn.Module):
         lender: whose embedding, final norm and head this network uses in place of own ones: a drafter's layers over
             its target's. Of the same width, vocabulary and dtype.
         normed: beside a lender: the layers give normed states, which its head reads as they are.
+        ranks: of which this is one: parameters and cache are its share, and it computes with the others.
 
     Raises:
         CapabilityError: compiled layers where the lender has none, or a lender of other shapes.
@@ -67,9 +70,11 @@ class Decoder(nn.Module):
         native: bool = False,
         lender: TargetHandle | None = None,
         normed: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ranks = config, ranks
+        self.own = here = config if ranks is None else ranks.share.own  # what of it is here
         self.lender, self.normed = lender, normed
         if lender is not None:
             _check_lender(lender, config, dtype, native)
@@ -78,21 +83,21 @@ class Decoder(nn.Module):
         self.dtype, self.device = dtype, torch.device(device)
         self.exact, self.quant = exact, quant
         own = lender is None
-        shape = (config.vocab_size, config.d_model)
+        shape = (here.vocab_size, config.d_model)
         # Weights that a file has in blocks are never here as a whole: `finish` is given them.
         weights = torch.device("meta") if quant == "stored" else self.device
         self.embedding = nan_parameter(shape, dtype, weights) if lender is None else lender.embedding
         if config.learned_positions:
             self.position_embedding = nan_parameter((config.learned_positions, config.d_model), dtype, self.device)
         self.layers = nn.ModuleList(
-            Layer(config, i, dtype, self.device, exact, weights=weights) for i in range(config.num_layers)
+            Layer(here, i, dtype, self.device, exact, None, weights, ranks) for i in range(config.num_layers)
         )
         self.norm = Norm(config, dtype, self.device) if own else None
         has_head = own and not config.tied
-        self.head = Dense(config.d_model, config.vocab_size, False, dtype, weights) if has_head else None
+        self.head = Dense(config.d_model, here.vocab_size, False, dtype, weights) if has_head else None
         # Behind each layer, with -1 for a number: adapters have nothing for them.
         places = [i for i in range(config.num_layers) for _ in range(config.stretch - 1)]
-        self.added = nn.ModuleList(Layer(config, i, dtype, self.device, exact, -1, weights) for i in places)
+        self.added = nn.ModuleList(Layer(here, i, dtype, self.device, exact, -1, weights, ranks) for i in places)
         self.windows = frozenset(config.windows)
         self._rope = RopeTables(config.rotations, config.max_position, dtype, self.device)
         self._run = self.in_order()
@@ -195,7 +200,7 @@ class Decoder(nn.Module):
     @property
     def pass_bytes(self) -> int:
         """Bytes of weights that one forward pass reads: the linear layers and the head."""
-        c = self.config
+        c = self.own
         layer = sum(inputs * outputs for inputs, outputs in linear_shapes(c).values())
         return round(self.weight_bytes * (c.depth * layer + c.vocab_size * c.d_model))
 
@@ -212,7 +217,7 @@ class Decoder(nn.Module):
     @property
     def cache_shape(self) -> tuple[int, int, int]:
         """Layers, K/V heads and a head's width of the cache that it reads and writes."""
-        return cache_shape(self.config, self._native)
+        return cache_shape(self.own, self._native)
 
     @property
     def head_product(self) -> LinearOp:
@@ -234,8 +239,8 @@ class Decoder(nn.Module):
         return TargetHandle(self.embedding.data, norm, self.head_product, self.stack)
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
-        """What a drafter may know."""
-        return TargetInfo.of(name, self.config, self.dtype, tokenizer, self)
+        """What a drafter may know; of a rank's share nothing that reads weights."""
+        return TargetInfo.of(name, self.config, self.dtype, tokenizer, None if self.ranks else self)
 
     def expect(self, position: int) -> None:
         """Announce positions up to ``position``; those of the context need no such call.
@@ -260,7 +265,11 @@ class Decoder(nn.Module):
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[rows, d_model] of tokens at positions, both [rows] int64: what the first layer reads."""
-        hidden = F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
+        if self.ranks is not None:
+            with self.ranks.together(run_of(tokens=tokens, positions=positions)):
+                hidden = self.ranks.embedded(tokens, self.embedding.data)
+        else:
+            hidden = F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
         if self.config.learned_positions:
             hidden.add_(F.embedding(positions + self.config.position_offset, self.position_embedding))
         return hidden
@@ -273,6 +282,17 @@ class Decoder(nn.Module):
 
         A tap is the tensor that the next layer reads. Layers never write to their input, so it is not changed.
         """
+        if self.ranks is None or start == stop:
+            return self._run_own(state, start, stop, cache, taps)
+        run = run_of(hidden=state.hidden, positions=state.positions, state=state, layers=(start, stop))
+        with self.ranks.together(run, cache, state.adapters):
+            exact = None if self.stack is not None else self.exact
+            own = replace(state, adapters=self.ranks.adapters(state.adapters, exact))
+            state.hidden = self._run_own(own, start, stop, cache, taps).hidden
+        return state
+
+    def _run_own(self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None) -> ForwardState:
+        """`run_layers` with the weights that are here."""
         if self.stack is not None:
             return self._run_native(self.stack, state, start, stop, cache, taps)
         hidden, attention, stretch = state.hidden, self.attention, self.config.stretch
@@ -304,6 +324,25 @@ class Decoder(nn.Module):
 
     def read(self, hidden: Tensor) -> Tensor:
         """[rows, vocab], float32 or wider: final norm and output head of any hidden states [rows, d_model]."""
+        if self.ranks is None:
+            return self._read_own(hidden)
+        with self._reading(self.ranks, hidden, LOGITS):
+            return self.ranks.logits(self._read_own(hidden))
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """[rows] int64: the first of the likeliest tokens behind any hidden states [rows, d_model]."""
+        if self.ranks is None:
+            return likeliest(self.read(hidden))
+        with self._reading(self.ranks, hidden, BEST):
+            own = self._read_own(hidden)
+            return self.ranks.best(own, likeliest(own))
+
+    @staticmethod
+    def _reading(ranks: Ranks, hidden: Tensor, read: int) -> AbstractContextManager[None]:
+        return ranks.together(run_of(hidden=hidden, read=read)) if len(hidden) else nullcontext()
+
+    def _read_own(self, hidden: Tensor) -> Tensor:
+        """[rows, tokens that are here] of any hidden states."""
         if self.stack is not None:
             return self.stack.logits(hidden)
         if self.norm is None:
@@ -324,6 +363,13 @@ class Decoder(nn.Module):
         for name in taps.layers:
             if name == index or name == index - self.num_layers:
                 taps.hidden[name] = hidden
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """[rows] int64: the first of the largest logits of each row [rows, V]."""
+    if logits.device.type == "cpu":  # numpy's takes a quarter of the time of torch's, which would wake the threads
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.max(dim=-1).indices
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class DecoderConfig:
     checkpoint_dtype: str | None = None  # "bfloat16", "float32", ..., or "stored": in blocks
     quantised: GroupQuant | None = None  # how its linears are stored; None: as plain numbers
     first_norm: bool = True  # whether the first layer's attention has a norm before it; EAGLE's has none
+    gathered: int = 1  # ranks whose heads and MLP's inside `out` and `down` read; each has so many times fewer outputs
     stretch: int = 1  # each layer is followed by so many less one that add zero; see `decoder.Decoder`
 
     @property
@@ -89,12 +90,12 @@ class DecoderConfig:
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of every fused linear of one layer, by name; see `layers.Layer`."""
-    c = config
+    c, ranks = config, config.gathered
     return {
         "qkv": (c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
-        "out": (c.num_heads * c.head_dim, c.d_model),
+        "out": (ranks * c.num_heads * c.head_dim, c.d_model // ranks),
         "up": (c.d_model, c.d_ff * (2 if c.gated else 1)),
-        "down": (c.d_ff, c.d_model),
+        "down": (ranks * c.d_ff, c.d_model // ranks),
     }
 
 

@@ -102,14 +102,14 @@ def opened(file: Path, remedy: str) -> Iterator[Any]:
         yield tensors
 
 
-def get_tensor(tensors: Any, stored: StoredTensor, remedy: str) -> Tensor:
-    """One tensor of an `opened` file.
+def get_tensor(tensors: Any, stored: StoredTensor, remedy: str, take: tuple[slice, ...] = ()) -> Tensor:
+    """One tensor of an `opened` file, or the part of it that is to be read.
 
     Raises:
         ConfigError: it cannot be read.
     """
     try:
-        tensor: Tensor = tensors.get_tensor(stored.name)
+        tensor: Tensor = tensors.get_slice(stored.name)[take] if take else tensors.get_tensor(stored.name)
         return tensor
     except (SafetensorError, RuntimeError, ValueError) as error:
         if is_out_of_memory(error):

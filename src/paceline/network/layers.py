@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from .adapters import MLP, AdapterRange
 from .base import ForwardState
 from .families import DecoderConfig, linear_biases, linear_shapes
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
+
+if TYPE_CHECKING:
+    from .parallel import Ranks
 
 # Elementwise operations on more elements than this are cut into one range a thread, at any element.
 _SERIAL_ELEMENTS = 32768
@@ -86,9 +90,10 @@ class Layer(nn.Module):
         exact: bool,
         number: int | None = None,  # by which it is known; None: its index
         weights: torch.device | None = None,  # where those of the products are; None: on the device
+        ranks: Ranks | None = None,  # of which this is one's part of a layer; None: it is whole
     ) -> None:
         super().__init__()
-        c = config
+        c, self.ranks = config, ranks
         self.index = index if number is None else number
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.window, self.scale = c.windows[index], c.scale
@@ -164,10 +169,30 @@ class Layer(nn.Module):
     def _add(self, linear: str, x: Tensor, hidden: Tensor, norm: Norm | None, state: ForwardState) -> Tensor:
         """``hidden`` and the product of ``x`` behind ``norm``: [rows, d_model]."""
         product: LinearOp = getattr(self, linear)
+        if self.ranks is not None:
+            return self._joined(linear, product, self.ranks, x, hidden, norm, state)
         result = product.add(x, hidden) if norm is None else product(x)
         if state.adapters:
             self._adapt(state, linear, x, result)
         return result if norm is None else hidden + norm(result)
+
+    def _joined(
+        self,
+        linear: str,
+        product: LinearOp,
+        ranks: Ranks,
+        x: Tensor,
+        hidden: Tensor,
+        norm: Norm | None,
+        state: ForwardState,
+    ) -> Tensor:
+        """`_add` where ranks have parts of the product: what they make of it together is rounded once."""
+        x = ranks.inputs(x)
+        result = product.wide(x)
+        if state.adapters:
+            self._adapt(state, linear, x, result)
+        result = ranks.outputs(result)
+        return (hidden + (result if norm is None else norm(result.to(hidden.dtype)))).to(hidden.dtype)
 
     def _adapted_rest(self, hidden: Tensor, normed: Tensor, state: ForwardState) -> Tensor:
         """The MLP where some rows may have an adapter in its place: [rows, d_model]."""

@@ -26,6 +26,7 @@ from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
 from .group_quant import take_groups
 from .hub import env_offline, first_line, from_hub, local
 from .linear import QUANTS, Quant
+from .parallel import Ranks
 from .stored_blocks import BlockTensor, InBlocks
 from .weights import Piece, weight_map
 
@@ -51,6 +52,7 @@ def load_model(
     stretch: int = 1,
     layers: tuple[int, int] | None = None,
     ends: bool = True,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """Load the checkpoint in a local folder, or a part of its layers.
 
@@ -66,6 +68,7 @@ def load_model(
         exact, native: see `Decoder`.
         stretch: of `DecoderConfig`.
         layers: the first one, and one past the last one; None: all. They are numbered from 0 then.
+        ranks: the share of one of several ranks is loaded, and nothing else is read.
         ends: of `DecoderConfig.part`; without them the decoder's embedding and head are zeros, for nobody to use.
 
     Raises:
@@ -83,10 +86,17 @@ def load_model(
         raise ConfigError("dtype='stored'", wrong, "name a GGUF file or a checkpoint in 4 bits, or leave it out")
     if layers is not None:
         layout, config = _part(layout, layers, ends), config.part(*layers, ends)
+    if ranks is not None:
+        pieces = [(part, tensor) for piece, tensor in layout.pieces for part in ranks.share.cut(piece)]
+        layout = Layout(pieces)
     blocks = layout.blocks(config) if quant == "stored" else None
     with _memory_for(folder, layout, config, kind, place, blocks):
-        decoder = Decoder(config, attention, dtype=kind, device=place, exact=exact, quant=quant, native=native)
+        given: dict[str, Any] = {"exact": exact, "quant": quant, "native": native, "ranks": ranks}
+        decoder = Decoder(config, attention, dtype=kind, device=place, **given)
         decoder.allocate(blocks or {})
+        for name, parameter in decoder.named_parameters():
+            if ranks is not None and ranks.share.absent(name):
+                parameter.data.zero_()
         if not ends:
             for parameter in (decoder.embedding, *(() if decoder.norm is None else decoder.norm.parameters())):
                 parameter.data.zero_()
@@ -302,7 +312,7 @@ def _fill_all(decoder: Decoder, layout: Layout, blocks: Collection[str] = ()) ->
         with opened(file, _RESTORE) as tensors:
             for piece, tensor in stored:
                 if tensor.file == file:
-                    _fill(parameters[piece.into], piece, get_tensor(tensors, tensor, _RESTORE))
+                    _fill(parameters[piece.into], piece, get_tensor(tensors, tensor, _RESTORE, piece.take))
     for head in layout.heads:
         with opened(head.file, _RESTORE) as tensors:
             _check_tied(decoder, get_tensor(tensors, head, _RESTORE), head.file)

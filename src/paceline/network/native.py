@@ -69,7 +69,7 @@ class Stack:
     def __init__(
         self, decoder: Loaded, stored: StoredWeights | None = None, lender: NativeWeights | None = None
     ) -> None:
-        c, quant = decoder.config, decoder.quant
+        c, quant = decoder.own, decoder.quant
         self.dtype = decoder.dtype
         why = unsupported(c, decoder.dtype, decoder.device)
         if quant and decoder.dtype != torch.bfloat16:
@@ -97,6 +97,7 @@ class Stack:
             layers=ctypes.addressof(self.weights.layers),
             norm=self.weights.norm,
             head=self.head.struct,
+            ranks=None if decoder.ranks is None else ctypes.addressof(decoder.ranks.joins.struct),
         )
         self.reference = ctypes.byref(self._model)
         # By engine, and an engine runs in one thread at a time: two threads never look for the same one.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import CapabilityError, ConfigError, RankLost
 from ..native import abi
 from ..native.memory import Arena
 from .adapters import LINEARS, MLP, LowRank, not_loaded
@@ -24,7 +24,7 @@ LANES = 16  # outputs that lie side by side in a packed weight
 PACKED_BYTES = 32 << 20  # of weights in blocks that are packed before their file's memory is let go
 _PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
 # `Refusal` in the source. Compiled code has done nothing then.
-BAD_POSITION = 1
+BAD_POSITION, LOST = 1, 7
 _REFUSALS = {
     BAD_POSITION: "a position that is negative or beyond the rotation table",
     2: "a token id without a row in the embedding",
@@ -247,6 +247,8 @@ def require(refused: int) -> None:
     Raises:
         ValueError: what was wrong.
     """
+    if refused == LOST:
+        raise RankLost("another rank is gone")
     if refused:
         words = _REFUSALS.get(refused, f"what they refuse as number {refused}, for which _REFUSALS has no words")
         raise ValueError(f"the compiled layers were given {words}")

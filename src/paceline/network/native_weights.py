@@ -19,6 +19,7 @@ from .layers import Layer, Norm
 from .linear import Dense, Quant
 from .native_linear import NativeLinear
 from .padding import groups_of
+from .parallel import Ranks
 
 Parts = Mapping[str, Sequence[StoredRows]]
 
@@ -26,7 +27,8 @@ Parts = Mapping[str, Sequence[StoredRows]]
 class Loaded(Protocol):
     """What compiled layers need of a `decoder.Decoder` whose parameters are loaded."""
 
-    config: DecoderConfig
+    own: DecoderConfig  # of what is here
+    ranks: Ranks | None
     dtype: torch.dtype
     device: torch.device
     quant: Quant | None
@@ -61,7 +63,7 @@ class NativeWeights:
     embedding: abi.CLinear  # rows as they are or, in blocks, packed as a product's weight, a tied head's own
 
     def __init__(self, decoder: Loaded, stored: StoredWeights, lender: NativeWeights | None) -> None:
-        c = decoder.config
+        c = decoder.own
         self.eps = ctypes.c_float(c.norm_eps).value  # of the final norm
         self._held: list[Any] = []
         self._arena = Arena()
@@ -110,9 +112,9 @@ class NativeWeights:
             packed = (
                 self.head if decoder.head is None else NativeLinear(table.data, None, arena=self._arena, parts=parts)
             )
-            factor = torch.tensor([decoder.config.embedding_scale]).to(decoder.dtype).float()  # as a table's is rounded
+            factor = torch.tensor([decoder.own.embedding_scale]).to(decoder.dtype).float()  # as a table's is rounded
             self._held += [packed, factor]
-            scale = factor.data_ptr() if decoder.config.embedding_scale != 1 else None
+            scale = factor.data_ptr() if decoder.own.embedding_scale != 1 else None
             w = packed.struct
             self.embedding = abi.CLinear(weight=w.weight, scale=scale, n=w.n, k=w.k, kind=w.kind)
 

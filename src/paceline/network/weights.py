@@ -21,6 +21,7 @@ class Piece:
     at: int = 0  # first row of the parameter
     rows: int | None = None  # how many of its rows; None: all
     offset: float = 0.0  # the parameter is what is stored, and this more
+    take: tuple[slice, ...] = ()  # the part of the checkpoint's tensor that is read; none: all
 
     @property
     def of_layer(self) -> bool:
@@ -29,8 +30,9 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
+        """Elements that are read."""
+        taken = [len(range(n)[part]) for n, part in zip(self.shape, self.take, strict=False)]
+        return math.prod((*taken, *self.shape[len(taken) :]))
 
 
 # The decoder's part -> the checkpoint's tensors that fill it, one after the other. Of layers first, then of the top.

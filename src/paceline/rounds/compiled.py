@@ -27,7 +27,8 @@ def decide_compiled(
     """`Pass.tokens` and `Pass.paths` of a whole pass, and what its streams say; None: it needs the long way, and
     nothing was done.
 
-    The long way is for layers that are not compiled and for requests that want log-probabilities of their prompt.
+    The long way is for layers that are not compiled or of which ranks have parts, and for requests that want
+    log-probabilities of their prompt.
     `Pass.logits` are set unless every choice is the likeliest token and nobody wants more.
 
     Args:
@@ -38,7 +39,12 @@ def decide_compiled(
         What the streams of each carrier say, and the milliseconds of those that ran after the verdict.
     """
     params = [work.sequence.state.request.params for work in p.works]
-    if target.stack is None or not params or any(own.prompt_logprobs is not None for own in params):
+    if (
+        target.stack is None
+        or target.ranks is not None
+        or not params
+        or any(own.prompt_logprobs is not None for own in params)
+    ):
         return None
     given = token_pass(p)
     works = [p.works[i] for i in p.generating]

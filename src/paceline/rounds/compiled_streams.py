@@ -59,7 +59,12 @@ def decide_streams_compiled(
     """
     streams = None
     if carriers:
-        if target.stack is None or not _plain_streams(carriers) or not _walkable(p, carriers):
+        if (
+            target.stack is None
+            or target.ranks is not None
+            or not _plain_streams(carriers)
+            or not _walkable(p, carriers)
+        ):
             return None
         streams = _stream_run(p, carriers, rules, pool, target.stack.free_rows, target.config.vocab_size)
     found = decide_compiled(p, target, pool, tapped, streams)

@@ -143,8 +143,8 @@ class FusedRound(GuardedRound):
         tapped = self.guard.tapped(p)  # of the rows that pruning left
         if tapped is not None and taps is not None:
             tapped.source = {name: states[: p.main_rows] for name, states in taps.hidden.items()}
-        read_logits(p, self.target)
-        decide(p, self.guard.verifier.verify)
+        verify = self.guard.verifier.verify
+        decide(p, verify, read_logits(p, self.target, verify))
         return None, tapped
 
     def _read(

@@ -9,20 +9,24 @@ the same record.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.errors import PassesLost
 from ..core.request import token_logprobs
 from ..core.tree import TokenTree
 from ..core.verify import walk
 from ..network.adapters import AdapterRange
 from ..network.applications import adapter_ranges
-from ..network.base import ForwardState
+from ..network.base import Batch, ForwardState, KVCache
 from ..network.decoder import Decoder
 from ..network.native_calls import RowSpan, TokenPass
 from ..network.packing import RowPacker
+from ..network.parallel import BEST, LOGITS, NOTHING, run_of
 from .base import RunningSequence, StepResult, Work
 from .verification import Verifier, choose_nodes, likeliest
 
@@ -143,8 +147,14 @@ def _numbers(slots: Sequence[slice | Tensor]) -> list[int]:
     return found
 
 
-def embed(p: Pass, target: Decoder) -> None:
-    """Sets `Pass.state`: all rows in front of the first layer."""
+def embed(p: Pass, target: Decoder, batch: Batch | None = None) -> None:
+    """Sets `Pass.state`: all rows, as `packed` gives them, in front of the first layer."""
+    p.state = target.embed(batch or packed(p, target))
+    p.state.adapters = main_adapters(p)
+
+
+def packed(p: Pass, target: Decoder) -> Batch:
+    """All rows, as the target's layers take them."""
     given = token_pass(p)
     packer = RowPacker(target, target.device)
     for work, span, rows in zip(p.works, p.spans, given.spans, strict=True):
@@ -163,8 +173,7 @@ def embed(p: Pass, target: Decoder) -> None:
             visible=visible,
             block_positions=None if visible is None else positions,
         )
-    p.state = target.embed(packer.batch())
-    p.state.adapters = tuple(given.adapters)
+    return packer.batch()
 
 
 def _block_mask(ancestors: Tensor, pending: int) -> Tensor:
@@ -187,26 +196,66 @@ def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
     return adapter_ranges([w.sequence.application for w in p.works], [(s.start, s.stop) for s in p.spans])
 
 
-def read_logits(p: Pass, target: Decoder) -> None:
-    """Sets `Pass.logits` from the last layer; records prompt log-probabilities, too."""
+def whole_run(p: Pass, target: Decoder, batch: Batch, cache: KVCache, verify: Verifier | None) -> Any:
+    """What a pass is inside of where ranks compute it, so that they hear of all of it at once: `embed`, all layers and
+    `read_logits`. Prompts' log-probabilities are read behind it, and a pass with such goes in parts."""
+    if target.ranks is None or any(w.sequence.params.prompt_logprobs is not None for w in p.works):
+        return nullcontext()
+    rows = wanted_rows(p)
+    read = (BEST if chooses_plainly(p, verify) else LOGITS) if rows else NOTHING
+    state, adapters = ForwardState(torch.empty(0), batch.positions, batch.slots, batch.attn), main_adapters(p)
+    run = run_of(
+        tokens=batch.tokens,
+        positions=batch.positions,
+        state=state,
+        layers=(0, target.num_layers),
+        read=read,
+        wanted=torch.tensor(rows),
+    )
+    return target.ranks.together(run, cache, adapters)
+
+
+def wanted_rows(p: Pass) -> list[int]:
+    """Rows after which tokens are chosen."""
+    rows: list[int] = []
+    for i in p.generating:
+        rows += range(p.spans[i].root, p.spans[i].stop)
+    return rows
+
+
+def chooses_plainly(p: Pass, verify: Verifier | None) -> bool:
+    """Whether all that is wanted is the likeliest token after each row."""
+    views = [p.works[i].sequence for i in p.generating]
+    return verify is None and all(s.view.sampler.plain and s.params.logprobs is None for s in views)
+
+
+def read_logits(p: Pass, target: Decoder, verify: Verifier | None = None) -> list[int] | None:
+    """Sets `Pass.logits` from the last layer; records prompt log-probabilities, too.
+
+    Returns:
+        The likeliest token after each row, where ranks say it and nobody wants more: there are no logits then.
+    """
     for work, span in zip(p.works, p.spans, strict=True):
         if work.sequence.params.prompt_logprobs is not None:
             try:
                 assert work.sequence.cache is not None
                 known = p.state.hidden[span.start : span.start + work.rows]
                 record_prompt(work.sequence, work.sequence.cache.committed, known, target)
+            except PassesLost:
+                raise
             except Exception as error:
                 work.sequence.view.fault = error
-    rows: list[int] = []
-    for i in p.generating:
-        rows += range(p.spans[i].root, p.spans[i].stop)
-    hidden = p.state.hidden
+    rows, hidden = wanted_rows(p), p.state.hidden
+    if rows and target.ranks is not None and chooses_plainly(p, verify):
+        chosen: list[int] = target.best(hidden[torch.tensor(rows)]).tolist()
+        return chosen
     if not rows:
         p.logits = hidden.new_empty((0, target.config.vocab_size))
     elif len(rows) == hidden.shape[0]:
         p.logits = target.logits(p.state)
     else:
         p.logits = target.logits(p.state, torch.tensor(rows, device=hidden.device))
+    return None
 
 
 def record_prompt(sequence: RunningSequence, first: int, hidden: Tensor, target: Decoder) -> None:

@@ -19,7 +19,7 @@ from .base import Round, RoundConfig, RoundParts, StepResult, Work
 from .compiled import decide_compiled
 from .drafting import GuardedDrafter, GuardedRound
 from .outcome import Emitter, keep
-from .passes import Pass, decide, embed, lay_out, read_logits
+from .passes import Pass, decide, embed, lay_out, packed, read_logits, whole_run
 from .taps import Tapped, show
 
 
@@ -87,10 +87,12 @@ class SerialRound(GuardedRound):
 
     def _decide(self, p: Pass, tapped: Tapped | None) -> None:
         """The pass and the verdict, part by part."""
-        embed(p, self.target)
+        batch, verify = packed(p, self.target), self.guard.verifier.verify
         taps = None if tapped is None else Taps(tapped.layers)
-        self.target.run_layers(p.state, 0, self.target.num_layers, self.pool, taps)
+        with whole_run(p, self.target, batch, self.pool, verify):
+            embed(p, self.target, batch)
+            self.target.run_layers(p.state, 0, self.target.num_layers, self.pool, taps)
+            chosen = read_logits(p, self.target, verify)
         if tapped is not None and taps is not None:
             tapped.source = taps.hidden
-        read_logits(p, self.target)
-        decide(p, self.guard.verifier.verify)
+        decide(p, verify, chosen)

@@ -13,6 +13,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.tree import TokenTree
 from ..core.verify import Accepted
 from ..drafters.base import DrafterSpec, SequenceView
+from ..network.decoder import likeliest as likeliest
 from .base import DEFAULT_VERIFIER as DEFAULT_VERIFIER
 
 # (sequences [B], trees [B, N], packed logits [sum of nodes, V]) -> verdicts [B]
@@ -39,13 +40,6 @@ def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None,
     except Exception as error:
         sequence.fault = error
         return likeliest(logits)  # placeholders: none of them is emitted
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """[rows] int64: the first of the largest logits of each row [rows, V]."""
-    if logits.device.type == "cpu":  # numpy's takes a quarter of the time of torch's, which would wake the threads
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.max(dim=-1).indices
 
 
 def _against_q(rule: Callable[..., list[Accepted]]) -> Verifier:

@@ -7,7 +7,8 @@ namespace {
 // What an entry point returns; where it is not DONE, nothing was done. Callers give ids, positions and slots: the entry
 // point compares each of them with the size of what it indexes, once a row and once a key, before it uses the first.
 enum Refusal : int {
-  DONE = 0, BAD_POSITION = 1, BAD_TOKEN = 2, BAD_SLOT = 3, BAD_SEGMENT = 4, BAD_ADAPTERS = 5, BAD_COUNT = 6
+  DONE = 0, BAD_POSITION = 1, BAD_TOKEN = 2, BAD_SLOT = 3, BAD_SEGMENT = 4, BAD_ADAPTERS = 5, BAD_COUNT = 6,
+  LOST = 7  // another rank is gone; what was computed counts for nothing
 };
 
 // Whether first .. first + count - 1 lie in 0 .. end - 1.

@@ -10,18 +10,26 @@ enum Part { WHOLE, QUERIES, KEYS };
 thread_local std::vector<int32_t> t_heads;
 
 template <class A> struct Runner final : Job {
-  enum Kind { NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN, NORM_LAST };
+  enum Kind {
+    NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, JOIN_HEADS, ADD, JOIN_ADD, NORM_AGAIN, GATE, JOIN_GATE, ADD_AGAIN,
+    JOIN_AGAIN, NORM_LAST
+  };
 
   const Model& m;
   const Pass& p;
   const int start, stop;
   const Part part;
   const int64_t apart;  // elements between what two layers put out; 0: a layer's output takes the place of its input
+  Ranks* const ranks;     // null: this is no rank of several
+  const int64_t gathers;  // ranks whose heads and d_ff `out` and `down` read: 1, where they sum what comes of their own
+  const int64_t own;      // which of these this is
+  bool well = true;       // no rank was lost
   int64_t rows, padded_rows, d, attended_width, ff;
   A *normed, *query, *attended, *middle, *inner;
   float* added;       // [rows, d_model] what attention or MLP adds, in front of a norm of its own
   int64_t width = 1;  // threads that take part
-  const bool post;    // whether what is added has norms of its own: they are stages, and so is the norm that follows
+  const bool post;    // whether what is added is known as a whole before it is added, as it has a norm of its own or is
+                      // joined of ranks: then that is a stage, and so is the norm that follows
   bool alone;         // rows are so few that every thread norms them for itself, without a stage, where it can
   Pieces& pieces = t_pieces;
   // A tile computes all rows of a chunk at the price of one, so pieces with the same adapter share a product; without
@@ -31,14 +39,16 @@ template <class A> struct Runner final : Job {
   Limited& limited = t_limited;
   std::vector<int32_t>& heads = t_heads;  // the first query head of each of attention's packs, and one past the last
   int64_t widest = 1;                     // heads of the largest
-  Kind order[10];  // a layer's stages: norms where `alone` is false, few keys where some streams see few
+  Kind order[14];  // a layer's stages: norms where `alone` is false, few keys where some streams see few
   int64_t per_layer = 0;
 
   Runner(const Model& model, const Pass& pass, int begin, int end, Part which, int64_t between)
-      : m(model), p(pass), start(begin), stop(end), part(which), apart(between),
-        post(model.layers[begin].attention_post_norm) {
+      : m(model), p(pass), start(begin), stop(end), part(which), apart(between), ranks(model.ranks),
+        gathers(ranks && ranks->by_outputs ? ranks->count : 1), own(gathers > 1 ? ranks->rank : 0),
+        post(ranks || model.layers[begin].attention_post_norm) {
     rows = p.rows, padded_rows = up(rows, ROWS);
-    d = up(m.d_model, K_STEP), attended_width = up(m.heads * m.head_dim, K_STEP), ff = up(m.d_ff, K_STEP);
+    d = up(m.d_model, K_STEP), ff = up(gathers * m.d_ff, K_STEP);
+    attended_width = up(gathers * m.heads * m.head_dim, K_STEP);
     alone = rows <= 4;
     width = worth(start);
     const int64_t sizes[] = {(alone && !post ? 0 : padded_rows * d), rows * m.heads * m.head_dim,
@@ -55,8 +65,11 @@ template <class A> struct Runner final : Job {
     added = b.take<float>(post ? rows * m.d_model : 0);
     cut(p, pieces);
     for (int64_t i = 0; i < p.num_adapters; i++) low_width = std::max(low_width, up(p.adapters[i].rank, K_STEP));
-    for (Kind kind : {NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN, NORM_LAST}) {
+    for (Kind kind : {NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, JOIN_HEADS, ADD, JOIN_ADD, NORM_AGAIN, GATE, JOIN_GATE,
+                      ADD_AGAIN, JOIN_AGAIN, NORM_LAST}) {
       if (part == KEYS && kind > PROJECT) break;
+      if ((kind == JOIN_HEADS || kind == JOIN_GATE) && gathers == 1) continue;
+      if ((kind == JOIN_ADD || kind == JOIN_AGAIN) && !ranks) continue;
       if (kind == NORM && alone) continue;
       if (kind == NORM_AGAIN && alone && !post) continue;
       if (kind == NORM_LAST && !post) continue;
@@ -117,7 +130,8 @@ template <class A> struct Runner final : Job {
       case CHOOSE: return p.num_limits;
       case ATTEND_FEW: return p.num_limits * m.heads;
       case GATE: return m.d_ff / LANES;
-      default: return up(m.d_model, LANES) / LANES;
+      case JOIN_HEADS: case JOIN_ADD: case JOIN_GATE: case JOIN_AGAIN: return 1;
+      default: return up(m.layers[layer_of(stage)].out.n, LANES) / LANES;
     }
   }
 
@@ -145,6 +159,10 @@ template <class A> struct Runner final : Job {
         if (post) add_norms(l.attention_post_norm, in, middle, claim.begin, claim.end);
         return norm(middle, l.mlp_norm, claim);
       case GATE: return mlp(l.up, index, mlp_input(l, fresh), mlp_rows(index), claim);
+      case JOIN_HEADS: return gather(attended, rows, m.heads * m.head_dim, attended_width);
+      case JOIN_GATE: return gather(inner, mlp_rows(index), m.d_ff, ff);
+      case JOIN_ADD: return join_added(l.out, rows);
+      case JOIN_AGAIN: return join_added(l.down, mlp_rows(index));
       case ADD_AGAIN:
         add(l.down, index, DOWN, inner, ff, middle, output(index), mlp_rows(index), claim,
             after(ADD_AGAIN, index, claim));
@@ -156,6 +174,17 @@ template <class A> struct Runner final : Job {
     }
   }
 
+  // Where ranks compute different columns of `x`: `count` of each.
+  template <class T> void gather(T* x, int64_t n, int64_t count, int64_t stride) {
+    if (well && n > 0) well = rank_gather(*ranks, (char*)x, n, count * sizeof(T), stride * sizeof(T));
+  }
+
+  // What all ranks add to each row.
+  void join_added(const Linear& l, int64_t n) {
+    if (gathers > 1) gather(added, n, l.n, m.d_model);
+    else if (well && n > 0) well = rank_sum(*ranks, added, n * m.d_model);
+  }
+
   // The weights that a thread reads first in the next stage with a product, after one of this kind.
   Next after(Kind kind, int index, const Claim& c) const {
     if (part == KEYS) return {};
@@ -164,8 +193,8 @@ template <class A> struct Runner final : Job {
       return next_part(l, part_of(units, step, c.thread, c.width) * blocks,
                        part_of(units, step, c.thread + 1, c.width) * blocks, pair);
     };
-    const int64_t outs = up(m.d_model, LANES) / LANES, inners = m.d_ff / LANES;
     const Layer& l = m.layers[index];
+    const int64_t outs = up(l.out.n, LANES) / LANES, inners = m.d_ff / LANES;
     if (kind == PROJECT) return share(l.out, outs, BLOCKS, 1, 0);
     if (kind == ADD && mlp_rows(index) > 0) return share(l.up, inners, BLOCKS / 2, 1, inners);
     if (kind == GATE) return share(l.down, outs, BLOCKS, 1, 0);
@@ -419,7 +448,7 @@ template <class A> struct Runner final : Job {
     q.r0 = r0, q.rows = rows, q.heads = count;
     for (int i = 0; i < q.count(); i++) {
       const int64_t row = s.start + r0 + i / count, head = h + i % count;
-      q.query[i] = query + (row * m.heads + head) * hd, q.out[i] = attended + row * attended_width + head * hd;
+      q.query[i] = query + (row * m.heads + head) * hd, q.out[i] = attended_of(row, head);
       if (keep && limited.of_row[row] >= 0) q.kept[i] = kept_of(limited.of_row[row], head);
     }
     const void *keys = p.k_cache[index], *values = p.v_cache[index];
@@ -429,6 +458,10 @@ template <class A> struct Runner final : Job {
     A *k, *v;
     t_unpacked.fill(s, std::min(begin, s.prefix), hd, (const int8_t*)keys + cache, (const int8_t*)values + cache, k, v);
     attend_one(t_unpacked.segment, window, q, k, v);
+  }
+
+  A* attended_of(int64_t row, int64_t head) {
+    return attended + row * attended_width + (own * m.heads + head) * m.head_dim;
   }
 
   void attend_one(const Segment& s, int64_t window, const Queries<A>& q, const A* k, const A* v) {
@@ -473,7 +506,7 @@ template <class A> struct Runner final : Job {
   // out = residual + x W^T for the first `count` rows, rounded once; x W^T alone, to `added`, where a norm follows.
   void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out,
            int64_t count, const Claim& claim, const Next& then) {
-    const int64_t outs = m.d_model;
+    const int64_t outs = m.d_model, column = own * l.n;
     if (count == 0) return;
     if (claim.fresh) lower(index, which, x, stride);
     sweep(l, claim, input_of(l, x, stride, count, claim.fresh), count, then,
@@ -483,7 +516,7 @@ template <class A> struct Runner final : Job {
             for (int r = 0; r < n; r++, c += BLOCKS * LANES) {
               const int64_t at = (r0 + r) * outs + first;
               finish(l, first, outputs, c);
-              if (post) std::memcpy(added + at, c, outputs * sizeof(float));
+              if (post) std::memcpy(added + at + column, c, outputs * sizeof(float));
               else for (int64_t i = 0; i < outputs; i++) put(out + at + i, wide(residual[at + i]) + c[i]);
             }
           });
@@ -497,9 +530,9 @@ template <class A> struct Runner final : Job {
     const Input<A> in = input_of(l, x, d, count, claim.fresh);
     const Next then = after(GATE, index, claim);
     alignas(64) float c[ROWS * BLOCKS * LANES];
-    if (claim.begin == 0 && ff != m.d_ff)
+    if (claim.begin == 0 && ff != gathers * m.d_ff)
       for (int64_t r = 0; r < count; r++)
-        for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
+        for (int64_t i = gathers * m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
     for (int64_t b = claim.begin; b < claim.end; b += half) {
       const int n = (int)std::min<int64_t>(half, claim.end - b);
       const Next next = b + n < claim.limit ? next_part(l, b + n, claim.limit, total) : then;
@@ -509,7 +542,7 @@ template <class A> struct Runner final : Job {
         const int chunk = (int)std::min<int64_t>(ROWS, count - r0);
         product(l, block, 2 * n, in.from(r0), chunk, c, r0 == 0 ? next : Next{});
         adapt(index, UP, block, 2 * n, r0, chunk, c);
-        for (int r = 0; r < chunk; r++) activate(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
+        for (int r = 0; r < chunk; r++) activate(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + own * m.d_ff + b * LANES);
       }
     }
   }

@@ -22,9 +22,13 @@ template <class A> void rms(const A* x, const float* weight, int64_t d, float ep
   for (; i < padded; i++) put(y + i, 0.0f);
 }
 
-// out = residual + the RMS norm of y, rounded once.
+// out = residual + the RMS norm of y, or y itself where no weight is given, rounded once.
 template <class A>
 void add_normed(const float* y, const float* weight, int64_t d, float eps, const A* residual, A* out) {
+  if (!weight) {
+    for (int64_t j = 0; j < d; j++) put(out + j, wide(residual[j]) + y[j]);
+    return;
+  }
   v16 squares = {};
   int64_t i = 0;
   for (; i + 16 <= d; i += 16) { const v16 v = load(y + i); squares = fma16(v, v, squares); }

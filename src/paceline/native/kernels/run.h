@@ -4,18 +4,19 @@
 
 namespace {
 
-template <class A> void run(const Model& m, const Pass& p, int start, int stop, Part part, int64_t apart) {
+template <class A> bool run(const Model& m, const Pass& p, int start, int stop, Part part, int64_t apart) {
   Runner<A> runner(m, p, start, stop, part, apart);
   // The last row of attended beyond heads * head_dim, if any, must read as zero.
-  if (runner.attended_width != m.heads * m.head_dim)
+  if (runner.attended_width != runner.gathers * m.heads * m.head_dim)
     std::memset((void*)runner.attended, 0, runner.padded_rows * runner.attended_width * sizeof(A));
   team().run(runner.width, runner);
+  return runner.well;
 }
 
-// Layers start .. stop - 1 in the model's type of activations.
-void run_layers(const Model& m, const Pass& p, int start, int stop, Part part = WHOLE, int64_t apart = 0) {
-  if (m.wide_activations) run<float>(m, p, start, stop, part, apart);
-  else run<bf16>(m, p, start, stop, part, apart);
+// Layers start .. stop - 1 in the model's type of activations. False: another rank was lost.
+bool run_layers(const Model& m, const Pass& p, int start, int stop, Part part = WHOLE, int64_t apart = 0) {
+  if (m.wide_activations) return run<float>(m, p, start, stop, part, apart);
+  return run<bf16>(m, p, start, stop, part, apart);
 }
 
 // Logits of `rows` states.
@@ -37,8 +38,7 @@ int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
   if (p->rows == 0 || start >= stop) return DONE;
   const Refusal found = check_pass(*m, *p, start, stop);
   if (found != DONE) return found;
-  run_layers(*m, *p, start, stop);
-  return DONE;
+  return run_layers(*m, *p, start, stop) ? DONE : LOST;
 }
 
 // logits [rows, vocab] float32 of hidden [rows, d_model]. Returns a `Refusal`.

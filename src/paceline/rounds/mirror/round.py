@@ -98,8 +98,8 @@ class MirrorRound:
         self._start(rollout)
         started = perf_counter()
         self.target.run_layers(p.state, self.exit.layer, self.target.num_layers, self.pool)
-        read_logits(p, self.target)
-        decide(p, self.verifier.verify)
+        verify = self.verifier.verify
+        decide(p, verify, read_logits(p, self.target, verify))
         checked = perf_counter()
         self._count(p, windows)
         verdicts = self._verdicts(p, windows, told) if self.on_verdict is not None else []

@@ -1,0 +1,142 @@
+"""What ranks of one host give each other, through memory that they share; see ``kernels/ranks.h``."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.errors import CapabilityError, RankLost
+from . import abi, library, unavailable
+
+CAPACITY = 2**21  # bytes of a buffer; more goes in pieces
+LINE = 128  # bytes of the header, and of a cell
+SPIN_US = 50
+LOST = 7  # `Refusal`
+
+
+class RankMemory:
+    """Memory for so many ranks. It has no name, and is gone with the last process that has it open.
+
+    Raises:
+        CapabilityError: this system has no such memory, or no compiler.
+    """
+
+    def __init__(self, count: int) -> None:
+        asked = f"tensor_parallel={count}"
+        if not sys.platform.startswith("linux"):
+            raise CapabilityError(asked, f"ranks share memory as Linux has it, which {sys.platform} has not", "use 1")
+        if library() is None:
+            raise CapabilityError(asked, f"there is no compiled code ({unavailable()})", "install a C++ compiler")
+        self.count = count
+        self._fd = os.memfd_create("paceline-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, _size(count))
+
+    @property
+    def path(self) -> str:
+        """Where the other ranks find it, while this process lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def joins(self) -> Joins:
+        """Rank 0's end."""
+        return Joins(0, self.count, mmap.mmap(self._fd, _size(self.count)))
+
+    def close(self) -> None:
+        """No other rank opens it any more."""
+        os.close(self._fd)
+
+
+def _size(count: int) -> int:
+    return LINE * (1 + count) + 2 * count * CAPACITY
+
+
+class Joins:
+    """One rank's end of the memory.
+
+    Args:
+        rank, count: which of how many.
+        memory: that they share.
+    """
+
+    def __init__(self, rank: int, count: int, memory: mmap.mmap) -> None:
+        found = library()
+        assert found is not None, "looked at before"
+        self.rank, self.count, self._library = rank, count, found
+        self._memory = memory
+        self._held = (ctypes.c_char * LINE).from_buffer(memory)
+        self._lives: array[int] = array("q")
+        self.struct = abi.CRanks(
+            rank=rank, count=count, memory=ctypes.addressof(self._held), capacity=CAPACITY, spin_us=SPIN_US
+        )
+        self.wait(3600.0)
+
+    @staticmethod
+    def opened(path: str, rank: int, count: int) -> Joins:
+        """Another rank's end of rank 0's memory; it ends with that process, which is its parent.
+
+        Raises:
+            OSError: it is not there.
+        """
+        fd = os.open(path, os.O_RDWR)
+        try:
+            made = Joins(rank, count, mmap.mmap(fd, _size(count)))
+        finally:
+            os.close(fd)
+        made.watch([os.pidfd_open(os.getppid())])
+        return made
+
+    def watch(self, lives: Sequence[int]) -> None:
+        """File descriptors of the processes without which nothing goes on (``os.pidfd_open``); they are taken over."""
+        for fd in self._lives:
+            os.close(fd)
+        self._lives = array("q", lives)
+        self.struct.lives, self.struct.num_lives = self._lives.buffer_info()[0], len(lives)
+
+    def wait(self, seconds: float) -> None:
+        """How long another rank is waited for."""
+        self.struct.timeout_us = int(1e6 * seconds)
+
+    def begin(self, lost: int = -1) -> None:
+        """Nothing was joined yet; 1: who waits for another rank gives up, 0: may wait again."""
+        self._library.pl_rank_begin(self._at, lost)
+
+    def came(self, rank: int) -> bool:
+        """Whether another rank came to the join for which this one waited last."""
+        cell = ctypes.c_uint32.from_buffer(self._memory, LINE * (1 + rank))
+        return (cell.value - self.struct.joins - 1) % 2**32 < 2**31
+
+    @property
+    def _at(self) -> int:
+        return ctypes.addressof(self.struct)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x``, float32 or float64, in the order of ranks; in place where it is in one piece.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        x = x.contiguous()
+        wide = {torch.float32: 0, torch.float64: 1}[x.dtype]
+        _require(self._library.pl_rank_sum(self._at, x.data_ptr(), x.numel(), wide))
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[rows, ranks * n] of all ranks' ``x`` [rows, n], rank after rank; errors as of `sum`."""
+        rows, n = x.shape
+        out = x.new_empty(rows, self.count * n)
+        out[:, self.rank * n : (self.rank + 1) * n] = x
+        _require(self._library.pl_rank_gather(self._at, out.data_ptr(), rows, n * x.element_size()))
+        return out
+
+
+def _require(refused: int) -> None:
+    if refused == LOST:
+        raise RankLost("another rank is gone")
+    if refused:
+        raise ValueError(f"rows that no buffer between ranks holds ({refused})")

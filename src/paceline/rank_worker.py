@@ -1,0 +1,105 @@
+"""Ranks of a target in processes of their own: from the options of an `LLM` to workers and the line to them.
+
+Each process reads its share of the checkpoint and nothing else. Rank 0's is the engine's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from .assembly import Source, compiled_layers, kv_layout, load_share, open_source, share_of
+from .config import LLMConfig
+from .core.errors import ConfigError
+from .distributed.handshake import Facts
+from .distributed.placement import Placement, cores
+from .distributed.rank_service import KINDS, RankService
+from .distributed.rank_workers import PATIENCE, RankWorkers
+from .distributed.worker import Worker, WorkerSpec
+from .native.ranks import Joins, RankMemory
+from .network.files import fingerprint
+from .network.parallel import Ranks
+
+# What a rank's process must know of the options; the rest is the engine's.
+OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
+
+
+def start_ranks(config: LLMConfig, source: Source) -> Ranks:
+    """Rank 0, and the processes of the others, which load their shares while it loads its own.
+
+    They end with the line that is returned. Each has as many threads, so that together they use the cores once, where
+    the options name no other number for each.
+
+    Raises:
+        ConfigError: ranks that cannot share the target.
+        CapabilityError: no compiled code, or a system without such memory.
+    """
+    share = share_of(config, source, 0)
+    memory = RankMemory(share.count)
+    threads = config.threads or max(1, len(cores()) // share.count)
+    specs = [rank_spec(config, source, rank, memory, threads) for rank in range(1, share.count)]
+    workers = [Worker(spec, PATIENCE) for spec in specs]
+    joins = memory.joins()
+    line = RankWorkers(workers, joins)
+    finalize(line, _stop, workers, memory)
+    for worker in workers:
+        with suppress(ConfigError):  # said again where it is waited for
+            worker.poll()
+    torch.set_num_threads(threads)
+    return Ranks(share, joins, line)
+
+
+def _stop(workers: Sequence[Worker], memory: RankMemory) -> None:
+    for worker in workers:
+        worker.stop()
+    memory.close()
+
+
+def rank_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
+    """A worker with a rank.
+
+    Args:
+        config: the options of rank 0.
+        source: the target.
+        rank: which.
+        memory: that the ranks share.
+        threads: of its layers.
+    """
+    options = {name: getattr(config, name) for name in OPTIONS}
+    options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
+    return WorkerSpec(
+        name=f"rank {rank}",
+        service=f"{__name__}:service",
+        options={"options": options, "rank": rank, "count": memory.count, "memory": memory.path},
+        kinds=KINDS,
+        expected=_facts(source),
+        placement=Placement(threads=min(threads, len(cores()))),
+    )
+
+
+def service(device: str, options: Mapping[str, Any], rank: int, count: int, memory: str) -> RankService:
+    """What such a worker makes, in its own process.
+
+    Args:
+        device: where it computes.
+        options: those of `LLMConfig` that it must know.
+        rank, count: which of how many.
+        memory: that the ranks share.
+
+    Raises:
+        ConfigError: a checkpoint that cannot be used, too little memory.
+    """
+    config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
+    source = open_source(config, config.model, config.dtype)
+    ranks = Ranks(share_of(config, source, rank), Joins.opened(memory, rank, count))
+    decoder = load_share(config, source, ranks)
+    layout, kind = kv_layout(config, decoder.own, source.dtype)
+    return RankService(decoder, layout, kind, _facts(source))
+
+
+def _facts(source: Source) -> Facts:
+    return Facts(weights=fingerprint(source.folder), dtype=str(source.dtype).removeprefix("torch."))
