@@ -146,7 +146,7 @@ class Share:
 
     def cut(self, piece: Piece) -> list[Piece]:
         """What it reads of a checkpoint's tensor."""
-        weight, bias = _weight_of(piece.into)
+        weight, bias = weight_of(piece.into)
         if weight not in self.plan:
             return [piece]
         if bias and self.plan[weight] == ROWWISE:  # of a sum one rank adds it
@@ -163,7 +163,7 @@ class Share:
 
     def absent(self, name: str) -> bool:
         """Whether a parameter is another rank's alone, and zero here."""
-        weight, bias = _weight_of(name)
+        weight, bias = weight_of(name)
         return bias and self.rank > 0 and self.plan.get(weight) == ROWWISE
 
     def adapters(self, whole: LowRank) -> LowRank:
@@ -182,7 +182,7 @@ def by_outputs(exact: bool, quant: Quant | None) -> bool:
     return exact or quant is not None
 
 
-def _weight_of(parameter: str) -> tuple[str, bool]:
+def weight_of(parameter: str) -> tuple[str, bool]:
     """The plan's name for a decoder's parameter, and whether it is a bias."""
     parts = parameter.split(".")
     return parts[2] if parts[0] == "layers" else parts[0], parts[-1] == "bias"
