@@ -20,8 +20,8 @@ from .distributed.placement import Placement, cores
 from .distributed.rank_service import KINDS, RankService
 from .distributed.rank_workers import PATIENCE, RankWorkers
 from .distributed.worker import Worker, WorkerSpec
-from .native.ranks import Joins, RankMemory
 from .network.files import fingerprint
+from .network.joins import Joins, RankMemory
 from .network.parallel import Ranks
 
 # What a rank's process must know of the options; the rest is the engine's.

@@ -18,8 +18,8 @@ from paceline.distributed.handshake import Facts
 from paceline.distributed.rank_service import KINDS, RankService
 from paceline.distributed.rank_workers import PATIENCE, RankWorkers
 from paceline.distributed.worker import Worker, WorkerSpec
-from paceline.native.ranks import Joins, RankMemory
 from paceline.network.decoder import Decoder
+from paceline.network.joins import Joins, RankMemory
 from paceline.network.parallel import ROWWISE, Ranks, Share, weight_of
 
 WIDE = {"vocab_size": 250, "d_model": 128, "d_ff": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16}

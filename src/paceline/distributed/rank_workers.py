@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary, finalize
 from ..core.errors import PacelineError, PassesLost
 from ..kv.pool import KVPool
 from ..kv.store import KVStore
-from ..native.ranks import Joins
 from ..network.adapters import AdapterRange, LowRank
 from ..network.base import KVCache
+from ..network.joins import Joins
 from ..network.parallel import Run
 from .channels import ChannelClosed
 from .clock import Late

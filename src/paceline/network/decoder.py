@@ -266,7 +266,7 @@ class Decoder(nn.Module):
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[rows, d_model] of tokens at positions, both [rows] int64: what the first layer reads."""
         if self.ranks is not None:
-            with self.ranks.together(run_of(tokens=tokens, positions=positions)):
+            with self.ranks.together(lambda: run_of(tokens=tokens, positions=positions)):
                 hidden = self.ranks.embedded(tokens, self.embedding.data)
         else:
             hidden = F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
@@ -284,8 +284,8 @@ class Decoder(nn.Module):
         """
         if self.ranks is None or start == stop:
             return self._run_own(state, start, stop, cache, taps)
-        run = run_of(hidden=state.hidden, positions=state.positions, state=state, layers=(start, stop))
-        with self.ranks.together(run, cache, state.adapters):
+        given: dict[str, Any] = {"hidden": state.hidden, "positions": state.positions, "state": state}
+        with self.ranks.together(lambda: run_of(**given, layers=(start, stop)), cache, state.adapters):
             exact = None if self.stack is not None else self.exact
             own = replace(state, adapters=self.ranks.adapters(state.adapters, exact))
             state.hidden = self._run_own(own, start, stop, cache, taps).hidden
@@ -339,7 +339,7 @@ class Decoder(nn.Module):
 
     @staticmethod
     def _reading(ranks: Ranks, hidden: Tensor, read: int) -> AbstractContextManager[None]:
-        return ranks.together(run_of(hidden=hidden, read=read)) if len(hidden) else nullcontext()
+        return ranks.together(lambda: run_of(hidden=hidden, read=read)) if len(hidden) else nullcontext()
 
     def _read_own(self, hidden: Tensor) -> Tensor:
         """[rows, tokens that are here] of any hidden states."""

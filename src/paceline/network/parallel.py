@@ -30,10 +30,10 @@ from torch import Tensor
 
 from ..attention.base import Segment, slot_indices
 from ..core.errors import CapabilityError, ConfigError, RankLost
-from ..native.ranks import Joins
 from .adapters import MLP, AdapterRange, LowRank
 from .base import ForwardState, KVCache
 from .families import DecoderConfig, linear_shapes
+from .joins import Joins
 from .linear import Quant
 from .weights import Piece
 
@@ -337,12 +337,14 @@ class Ranks:
         self.joins.struct.by_outputs = self.share.by_outputs
 
     @contextmanager
-    def together(self, run: Run, cache: KVCache | None = None, adapters: Sequence[AdapterRange] = ()) -> Iterator[None]:
+    def together(
+        self, run: Callable[[], Run], cache: KVCache | None = None, adapters: Sequence[AdapterRange] = ()
+    ) -> Iterator[None]:
         """What all ranks do at once, inside of a run that was sent already or of this one."""
         if self.line is None or self._inside:
             yield
             return
-        self.line.send(run, cache, adapters)
+        self.line.send(run(), cache, adapters)
         self._inside = True
         try:
             yield

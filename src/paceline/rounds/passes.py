@@ -26,7 +26,7 @@ from ..network.base import Batch, ForwardState, KVCache
 from ..network.decoder import Decoder
 from ..network.native_calls import RowSpan, TokenPass
 from ..network.packing import RowPacker
-from ..network.parallel import BEST, LOGITS, NOTHING, run_of
+from ..network.parallel import BEST, LOGITS, NOTHING, Run, run_of
 from .base import RunningSequence, StepResult, Work
 from .verification import Verifier, choose_nodes, likeliest
 
@@ -201,18 +201,15 @@ def whole_run(p: Pass, target: Decoder, batch: Batch, cache: KVCache, verify: Ve
     `read_logits`. Prompts' log-probabilities are read behind it, and a pass with such goes in parts."""
     if target.ranks is None or any(w.sequence.params.prompt_logprobs is not None for w in p.works):
         return nullcontext()
-    rows = wanted_rows(p)
-    read = (BEST if chooses_plainly(p, verify) else LOGITS) if rows else NOTHING
-    state, adapters = ForwardState(torch.empty(0), batch.positions, batch.slots, batch.attn), main_adapters(p)
-    run = run_of(
-        tokens=batch.tokens,
-        positions=batch.positions,
-        state=state,
-        layers=(0, target.num_layers),
-        read=read,
-        wanted=torch.tensor(rows),
-    )
-    return target.ranks.together(run, cache, adapters)
+
+    def run() -> Run:
+        rows = wanted_rows(p)
+        read = (BEST if chooses_plainly(p, verify) else LOGITS) if rows else NOTHING
+        state = ForwardState(torch.empty(0), batch.positions, batch.slots, batch.attn)
+        given: dict[str, Any] = {"tokens": batch.tokens, "positions": batch.positions, "state": state}
+        return run_of(**given, layers=(0, target.num_layers), read=read, wanted=torch.tensor(rows))
+
+    return target.ranks.together(run, cache, main_adapters(p))
 
 
 def wanted_rows(p: Pass) -> list[int]:

@@ -1,4 +1,4 @@
-"""What ranks of one host give each other, through memory that they share; see ``kernels/ranks.h``."""
+"""What ranks of one host give each other, through memory that they share; see ``native/kernels/ranks.h``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CapabilityError, RankLost
-from . import abi, library, unavailable
+from ..native import abi, library, unavailable
 
 CAPACITY = 2**21  # bytes of a buffer; more goes in pieces
 LINE = 128  # bytes of the header, and of a cell
