@@ -9,8 +9,10 @@ import pytest
 import torch
 from grid import CONDITIONS, CONFIG, DRAFTERS, EOS_IDS, OPTIONS, PROMPTS, ROUNDS, Case, Witness, case, check
 from kits.ranks import GEMMA, WIDE, ranked
-from kits.tiny import assemble, run, tiny_config, tiny_decoder
+from kits.tiny import assemble, run, streams, tiny_config, tiny_decoder
 
+from paceline import LLM
+from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.suffix import SuffixConfig
 from paceline.kv.pool import KVPool
@@ -43,13 +45,11 @@ def play(decoder: Decoder, drafter: str, condition: str, cases: Sequence[Case]) 
     witness = Witness()
     options = {"round": ROUNDS.get(drafter, "auto"), **CONDITIONS[condition]}
     engine = assemble(DRAFTERS[drafter](cases), decoder=decoder, **options)
-    ranks = decoder.ranks
-    assert ranks is not None and ranks.line is not None
-    ranks.line.follow(engine.pool)
+    line_of(decoder).follow(engine.pool)
     witness.watch(engine)
     outputs = run(engine, [(c.prompt, c.params) for c in cases])
     for output, expected in zip(outputs, cases, strict=True):
-        check(output, expected, f"{ranks.share.count} ranks, {drafter}, {condition}, {expected.option}")
+        check(output, expected, f"{drafter}, {condition}, {expected.option}")
         witness.saw_output(output)
     assert engine.round.failure is None  # type: ignore[attr-defined]
     return witness
@@ -71,7 +71,12 @@ def test_every_option(target: Decoder, drafter: str, condition: str) -> None:
         play(target, drafter, condition, cases)
 
 
-# -- bits
+def line_of(decoder: Decoder) -> Any:
+    assert decoder.ranks is not None and decoder.ranks.line is not None
+    return decoder.ranks.line
+
+
+# -- bits, joins
 
 
 def states(decoder: Decoder) -> list[torch.Tensor]:
@@ -87,34 +92,64 @@ def states(decoder: Decoder) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("shape", [WIDE, pytest.param(GEMMA, marks=pytest.mark.full)], ids=["llama", "gemma"])
 def test_exact_ranks_have_the_bits_of_one_process(count: int, shape: dict[str, Any]) -> None:
+    config, bf16 = tiny_config(**shape), torch.bfloat16
     with torch.inference_mode(), ranked(count, shape, by_outputs=True, dtype="bfloat16", compiled=True) as decoder:
-        whole = tiny_decoder(tiny_config(**shape), dtype=torch.bfloat16, compiled=True)
+        whole = tiny_decoder(config, dtype=bf16, compiled=True)
         assert decoder.stack is not None and decoder.cache_shape[1] == max(1, 2 // count)
         for own, expected in zip(states(decoder), states(whole), strict=True):
             assert torch.equal(own, expected) and expected.std() > 0
         params = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
         jobs = [(prompt, params) for prompt in PROMPTS[:4]]
-        engines = [assemble(SuffixConfig(depth=4), decoder=d, dtype=torch.bfloat16) for d in (decoder, whole)]
-        assert decoder.ranks is not None and decoder.ranks.line is not None
-        decoder.ranks.line.follow(engines[0].pool)
-        own, one = ([o.outputs[0].token_ids for o in run(engine, jobs)] for engine in engines)
-        assert own == one
+        for make in (
+            lambda: SuffixConfig(depth=4),
+            lambda: streams(target={"config": config, "dtype": bf16}, k=9, nodes=24),
+        ):
+            engines = [assemble(make(), decoder=d, dtype=bf16) for d in (decoder, whole)]
+            line_of(decoder).follow(engines[0].pool)
+            own, one = ([o.outputs[0].token_ids for o in run(engine, jobs)] for engine in engines)
+            assert own == one and engines[0].round.failure is None  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_pass_has_two_sums_a_layer_and_no_gathered_logits(compiled: bool) -> None:
+def test_a_pass_has_two_sums_a_layer_and_no_gathered_logits(target: Decoder) -> None:
     """2 N, the embedding, the choice; of each row two sums of states a layer, and one score and its token."""
-    dtype, wide = ("bfloat16", 4) if compiled else ("float64", 8)
-    with torch.inference_mode(), ranked(2, WIDE, dtype=dtype, compiled=compiled) as decoder:
-        engine = assemble(decoder=decoder, dtype=decoder.dtype)
-        assert decoder.ranks is not None and decoder.ranks.line is not None
-        line, struct = decoder.ranks.line, decoder.ranks.joins.struct
-        line.follow(engine.pool)
-        run(engine, [(PROMPTS[3], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))])
-        layers, rows = decoder.num_layers, len(PROMPTS[3]) + 19
-        assert line.runs == 20  # type: ignore[attr-defined]
-        assert struct.collectives == 20 * (2 * layers + 2)
-        assert struct.bytes == rows * 128 * wide * (2 * layers) + rows * 128 * wide + 20 * 16
+    count_joins(target)
+
+
+def test_compiled_layers_join_as_often() -> None:
+    with ranked(2, WIDE, dtype="bfloat16", compiled=True) as decoder:
+        assert decoder.stack is not None
+        count_joins(decoder)
+
+
+@torch.inference_mode()
+def count_joins(decoder: Decoder) -> None:
+    engine = assemble(decoder=decoder, dtype=decoder.dtype)
+    assert decoder.ranks is not None
+    line, struct, wide = line_of(decoder), decoder.ranks.joins.struct, max(4, decoder.dtype.itemsize)
+    line.follow(engine.pool)
+    run(engine, [([5, 6], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))])  # the others are there now
+    before = line.runs, struct.collectives, struct.bytes
+    run(engine, [(PROMPTS[3], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))])
+    joins, rows = 2 * decoder.num_layers + 1, len(PROMPTS[3]) + 19
+    runs, collectives, given = (
+        a - b for a, b in zip((line.runs, struct.collectives, struct.bytes), before, strict=True)
+    )
+    assert (runs, collectives) == (20, 20 * (joins + 1))
+    assert given == rows * decoder.config.d_model * wide * joins + 20 * 16
+
+
+def test_a_model_in_int8_says_the_same_in_two_ranks() -> None:
+    prompts = ["Once upon a time", "def f(x):", "The king said"]
+    params = [SamplingParams(temperature=0, max_tokens=20), SamplingParams(temperature=0.9, seed=3, max_tokens=20)]
+    options: dict[str, Any] = {"dtype": "int8", "drafter": "ngram", "threads": 1, "max_model_len": 128}
+    said = []
+    for ranks in (1, 2):
+        llm = LLM("paceline-small", tensor_parallel=ranks, **options)
+        outputs = [llm.generate(prompts, each) for each in params]
+        said.append([o.outputs[0].token_ids for part in outputs for o in part])
+    assert said[0] == said[1] and len({id for ids in said[0] for id in ids}) > 20
+    with pytest.raises(CapabilityError, match="reads the target's states"):
+        LLM("paceline-small", tensor_parallel=2, **(options | {"drafter": "eagle", "dtype": "bfloat16"}))

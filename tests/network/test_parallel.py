@@ -1,0 +1,137 @@
+"""What a rank has of a checkpoint, and what ranks, here threads, make of it together."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.tiny import tiny_config
+from torch import Tensor
+
+from paceline import LLM, zoo
+from paceline.attention import make_backend
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.kv.pool import KVPool
+from paceline.network import loader
+from paceline.network.decoder import Decoder
+from paceline.network.families import FAMILIES
+from paceline.network.joins import RankMemory
+from paceline.network.loader import load_model, read_config
+from paceline.network.packing import RowPacker
+from paceline.network.parallel import PLANS, Ranks, Share
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+from checkpoints import MAKERS, build
+
+FEW = {"llama3", "opt", "phi3", "gemma3"}  # what differs in a plan: a tied head, biases, one tensor for q, k, v; norms
+
+
+def load(folder: Path, rank: int, memory: RankMemory, by_outputs: bool = False, **how: Any) -> Decoder:
+    share = Share(read_config(folder), rank, memory.count, by_outputs)
+    how = {"dtype": "float64", "attention": make_backend("reference", torch.float64)} | how
+    joins = memory.joins()
+    joins.struct.rank = joins.rank = rank
+    return load_model(folder, ranks=Ranks(share, joins), **how)
+
+
+@torch.inference_mode()
+def answer(decoder: Decoder) -> Tensor:
+    """Logits of a prompt, in two passes."""
+    pool, ids, found = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device), [*range(7, 40, 3)], []
+    for first, last in ((0, 7), (7, 11)):
+        packer, places = RowPacker(decoder, decoder.device), (slice(first, last), slice(0, last))
+        packer.add(ids[first:last], range(first, last), *places, num_keys=last, prefix=first)
+        state = decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool)
+        found.append(decoder.read(state.hidden))
+        assert torch.equal(decoder.best(state.hidden), found[-1].max(-1).indices)
+    return torch.cat(found)
+
+
+def test_every_family_has_a_plan() -> None:
+    assert PLANS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FEW else pytest.mark.full) for f in MAKERS])
+def test_ranks_make_the_logits_of_one_process(family: str, tmp_path: Path) -> None:
+    """By inputs and by outputs; of 4 ranks each two have one head of K and V, or each has one of its own."""
+    build(family, tmp_path, vocab_size=202)  # which 4 do not divide
+    how = {"attention": make_backend("reference", torch.float64), "dtype": "float64"}
+    whole = answer(load_model(tmp_path, **how))
+    heads = read_config(tmp_path).num_kv_heads
+    for count, by_outputs in ((2, False), (2, True), (4, False)):
+        if max(count, heads) % min(count, heads):
+            continue
+        memory = RankMemory(count)
+        with ThreadPoolExecutor(count) as threads:
+            decoders = [load(tmp_path, rank, memory, by_outputs) for rank in range(count)]
+            for made in threads.map(answer, decoders):
+                assert torch.allclose(made, whole, rtol=0, atol=1e-9) and made.std() > 0.1
+        memory.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_rank_reads_and_holds_its_part(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what is read, and of the memory, within 3%."""
+    folder, read, get = zoo.find("paceline-small"), list[int](), loader.get_tensor
+    assert folder is not None
+
+    def reading(*given: Any) -> Tensor:
+        found = get(*given)
+        read.append(found.numel())
+        return found
+
+    monkeypatch.setattr(loader, "get_tensor", reading)
+    how: dict[str, Any] = {"attention": make_backend("sdpa", torch.bfloat16), "dtype": dtype, "native": True}
+    sizes, reads = [], []
+    for rank in (None, 0, 1):
+        read.clear()
+        how |= {} if rank is None else {"rank": rank, "memory": RankMemory(2), "by_outputs": dtype == "int8"}
+        decoder = load_model(folder, **how) if rank is None else load(folder, **how)
+        assert decoder.stack is not None
+        sizes.append(sum(part.nbytes for part in decoder.stack.weights.products) + decoder.embedding.nbytes)
+        reads.append(sum(read))
+    assert all(abs(2 * part / sizes[0] - 1) < 0.03 for part in sizes[1:])
+    assert all(abs(2 * part / reads[0] - 1) < 0.03 for part in reads[1:])
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel": 0}, "tensor_parallel=0"),
+        ({"tensor_parallel": 4}, "they do not divide heads: 6"),
+        ({"tensor_parallel": 2, "pipeline": 2}, "a stage has no ranks"),
+        ({"tensor_parallel": 2, "round": "pipeline,stages=2"}, "a stage has no ranks"),
+        ({"tensor_parallel": 2, "exact": True, "kernels": "torch"}, "compiled layers"),
+        ({"tensor_parallel": 2, "exact": True, "dtype": "float64"}, "compiled layers"),
+    ],
+)
+def test_options_that_ranks_cannot_have_are_refused_before_anything_is_loaded(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM("paceline-small", **options)
+
+
+def test_shapes_that_ranks_do_not_divide_are_refused() -> None:
+    config = tiny_config()
+    for changes, count, by_outputs, words in (
+        ({"num_heads": 6, "num_kv_heads": 3, "d_ff": 48}, 4, False, "heads: 6"),
+        ({"d_ff": 50}, 4, False, "d_ff: 50"),
+        ({"num_heads": 6, "num_kv_heads": 3}, 2, False, "cannot share 3 heads"),
+        ({"vocab_size": 3}, 4, False, "vocabulary"),
+        ({}, 2, True, "d_ff: 48 in pieces of 16"),
+        ({"d_ff": 64}, 4, True, "width: 32 in pieces of 16"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Share(replace(config, **changes), 0, count, by_outputs)
+    for changes in ({"family": "gpt"}, {"checkpoint_dtype": "stored"}):
+        with pytest.raises(CapabilityError):
+            Share(replace(config, **changes), 0, 2)
