@@ -149,7 +149,8 @@ def calibrate(
 @takes(
     asked=StepConfig,
     llm=LLMConfig,
-    only={"rows", "context", "repeats", "model", "dtype", "kv_cache_dtype", "device", "exact", "kernels", "threads"},
+    only={"rows", "context", "repeats", "model", "dtype", "kv_cache_dtype", "device", "exact", "kernels", "threads"}
+    | {"tensor_parallel"},
     **OPTIONS,
 )
 def step(
@@ -173,9 +174,10 @@ def step(
             raise ConfigError(wanted, f"the model has {most} positions", "choose smaller ones")
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", passes.repeats + 1) as progress:
-            layout = kv_layout(loaded.config, loaded.decoder.config, loaded.decoder.dtype)
+            layout = kv_layout(loaded.config, loaded.decoder.own, loaded.decoder.dtype)
             costs = measure_steps(loaded.decoder, passes, bandwidth, progress, layout)
     computed, mode, console = str(loaded.decoder.dtype), ", exact" if llm["exact"] else "", stdout()
+    mode += f", {ranks} ranks, of which one is counted" if (ranks := llm["tensor_parallel"]) > 1 else ""
     kept = "" if llm["kv_cache_dtype"] == "auto" else f", K/V in {llm['kv_cache_dtype']}"
     console.print(f"{label}, {computed.removeprefix('torch.')}{kept}, kernels: {loaded.kernels}{mode}")
     console.print(machine.line(device))
@@ -190,6 +192,7 @@ def step(
             "dtype": computed,
             "kv_cache_dtype": llm["kv_cache_dtype"],
             "exact": llm["exact"],
+            "tensor_parallel": llm["tensor_parallel"],
             "kernels": loaded.kernels,
             "machine": machine.describe(device),
             "read_bandwidth_bytes_per_s": bandwidth,

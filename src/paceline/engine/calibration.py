@@ -23,9 +23,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ..core.errors import ConfigError
 from ..core.folders import user_cache
 from ..kv.pool import KVPool, SequenceCache
+from ..network.base import Batch
 from ..network.decoder import Decoder
 from ..network.native_calls import RowSpan, TokenPass
 from ..network.packing import RowPacker
+from ..network.parallel import BEST
 from .costs import CostTable
 
 FILE = "paceline-costs.json"
@@ -272,11 +274,19 @@ class PassTimer:
                 num_keys=first + rows,
                 prefix=first,
             )
+        if self._decoder.ranks is not None and layers == self._decoder.num_layers:
+            return self._run_ranks(packer.batch(), packer.rows)
         state = self._decoder.embed(packer.batch())
         self._decoder.run_layers(state, 0, layers, self._pool)
         logits = self._decoder.logits(state)
         if self._decoder.stack is None:  # compiled code chooses while it computes them
             logits.argmax(dim=-1).tolist()
+
+    def _run_ranks(self, batch: Batch, rows: int) -> None:
+        decoder = self._decoder
+        with decoder.whole_run(batch, self._pool, BEST, range(rows)):
+            state = decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, self._pool)
+            decoder.best(state.hidden)
 
 
 def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostTable:

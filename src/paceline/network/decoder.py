@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend, Segment
 from ..attention.rope import RopeTables
 from ..core.errors import CapabilityError, ConfigError
+from .adapters import AdapterRange
 from .base import Batch, ForwardState, KVCache, Taps
 from .blocks import BY_NAME, StoredWeights
 from .families import DecoderConfig, linear_shapes
@@ -27,7 +28,7 @@ from .layers import Layer, Norm
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
 from .native import Stack
 from .padding import cache_shape
-from .parallel import BEST, LOGITS, Ranks, run_of
+from .parallel import BEST, LOGITS, Ranks, Run, run_of
 
 
 class Decoder(nn.Module):
@@ -254,6 +255,21 @@ class Decoder(nn.Module):
         if self.stack is not None:
             return self.stack.plan(segments)
         return self.attention.plan(segments, positions, self.windows)
+
+    def whole_run(
+        self, batch: Batch, cache: KVCache, read: int, wanted: Sequence[int], adapters: Sequence[AdapterRange] = ()
+    ) -> AbstractContextManager[None]:
+        """What a pass over all layers is inside of, from `embed` to `best` or `read` of the rows ``wanted``, so that
+        other ranks hear of it at once."""
+        if self.ranks is None:
+            return nullcontext()
+
+        def run() -> Run:
+            state = ForwardState(batch.tokens, batch.positions, batch.slots, batch.attn)
+            given: dict[str, Any] = {"tokens": batch.tokens, "positions": batch.positions, "state": state}
+            return run_of(**given, layers=(0, self.num_layers), read=read, wanted=torch.tensor(wanted))
+
+        return self.ranks.together(run, cache, adapters)
 
     def embed(self, batch: Batch) -> ForwardState:
         """Token embeddings (and learned positions, where the family has them): [rows, d_model]."""

@@ -9,9 +9,8 @@ the same record.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from ..network.base import Batch, ForwardState, KVCache
 from ..network.decoder import Decoder
 from ..network.native_calls import RowSpan, TokenPass
 from ..network.packing import RowPacker
-from ..network.parallel import BEST, LOGITS, NOTHING, Run, run_of
+from ..network.parallel import BEST, LOGITS, NOTHING
 from .base import RunningSequence, StepResult, Work
 from .verification import Verifier, choose_nodes, likeliest
 
@@ -196,20 +195,16 @@ def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
     return adapter_ranges([w.sequence.application for w in p.works], [(s.start, s.stop) for s in p.spans])
 
 
-def whole_run(p: Pass, target: Decoder, batch: Batch, cache: KVCache, verify: Verifier | None) -> Any:
-    """What a pass is inside of where ranks compute it, so that they hear of all of it at once: `embed`, all layers and
-    `read_logits`. Prompts' log-probabilities are read behind it, and a pass with such goes in parts."""
+def whole_run(
+    p: Pass, target: Decoder, batch: Batch, cache: KVCache, verify: Verifier | None
+) -> AbstractContextManager[None]:
+    """What `embed`, all layers and `read_logits` are inside of; see `Decoder.whole_run`. A pass in which prompts'
+    log-probabilities are read goes in parts."""
     if target.ranks is None or any(w.sequence.params.prompt_logprobs is not None for w in p.works):
         return nullcontext()
-
-    def run() -> Run:
-        rows = wanted_rows(p)
-        read = (BEST if chooses_plainly(p, verify) else LOGITS) if rows else NOTHING
-        state = ForwardState(torch.empty(0), batch.positions, batch.slots, batch.attn)
-        given: dict[str, Any] = {"tokens": batch.tokens, "positions": batch.positions, "state": state}
-        return run_of(**given, layers=(0, target.num_layers), read=read, wanted=torch.tensor(rows))
-
-    return target.ranks.together(run, cache, main_adapters(p))
+    rows = wanted_rows(p)
+    read = (BEST if chooses_plainly(p, verify) else LOGITS) if rows else NOTHING
+    return target.whole_run(batch, cache, read, rows, main_adapters(p))
 
 
 def wanted_rows(p: Pass) -> list[int]:
