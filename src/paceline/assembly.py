@@ -6,7 +6,7 @@ configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from .engine.scheduler import SchedulerConfig, parse_prompt_rows
 from .engine.tokens import texts_of
 from .grammar import Grammars
 from .kv.pool import KVPool
-from .network.applications import load_applications, locate
+from .network.applications import Application, load_applications, locate
 from .network.decoder import Decoder
 from .network.devices import share_devices
 from .network.families import DecoderConfig
@@ -325,8 +325,8 @@ def build_engine(
     applications = load_applications(folders, decoder, target.name, target.folder)
     streams = max([0, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])  # of a row
     drafter = build_drafter(config, target, streams)
-    if drafter is not None and decoder.ranks is not None:
-        _check_drafter_of_ranks(drafter, config.tensor_parallel)
+    if decoder.ranks is not None:
+        _check_beside_ranks(config.tensor_parallel, drafter, applications)
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
         wrong = "it reads the target's keys and values, and turns some, as the activations are"
         asked = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"
@@ -358,14 +358,19 @@ def build_engine(
     return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications, grammars)
 
 
-def _check_drafter_of_ranks(drafter: Drafter, count: int) -> None:
-    """Refuse what reads weights of the target, or chooses keys by all of its heads.
+def _check_beside_ranks(count: int, drafter: Drafter | None, applications: Mapping[str, Application]) -> None:
+    """Refuse what reads weights of the target, or does to streams what takes all of its heads.
 
     Raises:
-        CapabilityError: such a drafter.
+        CapabilityError: such a drafter or application.
     """
-    spec, streams = drafter.spec, drafter.spec.streams
-    wrong = ""
+    for name, own in applications.items():
+        if own.streams is not None and own.streams.config.value_rotation is not None:
+            wrong = "its streams rotate values, which ranks do not"
+            raise CapabilityError(f"tensor_parallel={count} with application {name!r}", wrong, "leave one of them out")
+    if drafter is None:
+        return
+    spec, streams, wrong = drafter.spec, drafter.spec.streams, ""
     if spec.taps or spec.scratch:
         wrong = "it reads the target's states or weights, of which each rank has a part"
     elif streams is not None and (streams.attention_limit is not None or streams.rotates):
@@ -483,6 +488,7 @@ def _predicted(machine: str, target: LoadedModel) -> CostTable:
 def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
     """Under which conditions this target's speed was, or would be, measured."""
     kernels = "native" if compiled_layers(config, decoder.config, decoder.dtype) else "torch"
+    kernels += f" in {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
     return calibration.fingerprint(decoder, kernels)
 
 

@@ -8,14 +8,25 @@ from typing import Any
 import pytest
 import torch
 from grid import CONDITIONS, CONFIG, DRAFTERS, EOS_IDS, OPTIONS, PROMPTS, ROUNDS, Case, Witness, case, check
+from grid import target as one_process
 from kits.ranks import GEMMA, WIDE, ranked
-from kits.tiny import assemble, run, streams, tiny_config, tiny_decoder
+from kits.tiny import (
+    assemble,
+    run,
+    streams,
+    tiny_adapters,
+    tiny_application,
+    tiny_config,
+    tiny_decoder,
+    tiny_streams,
+)
 
 from paceline import LLM
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.suffix import SuffixConfig
 from paceline.kv.pool import KVPool
+from paceline.network.adapters import AdapterConfig
 from paceline.network.decoder import Decoder
 from paceline.network.packing import RowPacker
 
@@ -69,6 +80,24 @@ def test_every_option(target: Decoder, drafter: str, condition: str) -> None:
     for size in range(0, len(NAMES), 8):
         cases = [case(o, (i + size) % len(PROMPTS), CONFIG) for i, o in enumerate(NAMES[size : size + 8])]
         play(target, drafter, condition, cases)
+
+
+def test_applications_answer_as_in_one_process(target: Decoder) -> None:
+    """Their adapters are cut like the weights beside which they are; one has streams that main rows see."""
+    shared = tiny_streams(CONFIG, mode="shared", adapter=AdapterConfig(rank=4, layers=(0, 1, 2)))
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    jobs, names = [(prompt, params) for prompt in PROMPTS[1:5]], ["plain", "shared", None, "shared"]
+    said = []
+    for decoder in (target, one_process(CONFIG)):
+        sets = {"plain": tiny_adapters(CONFIG, seed=5), "shared": shared}
+        made = [tiny_application(name, decoder, trained) for name, trained in sets.items()]
+        engine = assemble(streams(target={"config": CONFIG}, k=6, nodes=12), decoder=decoder, applications=made)
+        if decoder is target:
+            line_of(target).follow(engine.pool)
+        said.append([o.outputs[0].token_ids for o in run(engine, jobs, names)])
+        assert engine.round.failure is None  # type: ignore[attr-defined]
+    bare = run(assemble(decoder=one_process(CONFIG)), jobs)
+    assert said[0] == said[1] and all(a != o.outputs[0].token_ids for a, o in zip(said[0][:2], bare, strict=False))
 
 
 def line_of(decoder: Decoder) -> Any:
