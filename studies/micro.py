@@ -4,6 +4,7 @@ python studies/micro.py decode --model random:12x768x2048x8192 --dtype bfloat16 
 python studies/micro.py parts --drafter none --drafter ngram --batch 1,8 --out build/micro
 python studies/micro.py linear --model random:12x768x2048x8192 --out build/micro
 python studies/micro.py hops --out build/micro
+python studies/micro.py joins --rows 8 --out build/micro
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from kit.study import Options, Study, Table, asked
 from micro_parts import decode as decoding
 from micro_parts import hops as hopping
+from micro_parts import joins as joining
 from micro_parts import step_parts
 
 from paceline.bench import encoding, machine, workloads
@@ -31,6 +33,7 @@ from paceline.network.families import linear_shapes
 from paceline.network.linear import LinearOp
 from paceline.network.loader import resolve_folder
 
+JOINED = 768  # floats of a row that `joins` sums
 MOST_PROMPT = 512  # tokens of what `parts` asks
 
 
@@ -210,6 +213,23 @@ def hops(ask: MicroFlags) -> Iterator[Table | None]:
         values={"machine": machine.describe(), "repeats": ask.repeats, "hops": [asdict(c) for c in costs]},
         remarks=["channels: one way; rendezvous: there and back"],
         how=[[f"{ask.repeats} round trips each", machine.line()]],
+    )
+
+
+@study.table(takes=("rows",), repeats=50, rows="8", quick={"repeats": 5})
+def joins(ask: MicroFlags) -> Iterator[Table | None]:
+    """What two ranks take to sum rows of 768 floats, beside gloo."""
+    wanted = numbers("--rows", ask.rows)
+    yield None
+    costs = [cost for rows in wanted for cost in joining.measure(rows, JOINED, ask.repeats)]
+    rows = [[c.way, f"{c.rows} x {c.width}", f"{c.median_us:.0f}", f"{c.low_us:.0f}-{c.high_us:.0f}"] for c in costs]
+    yield Table(
+        title="A sum of two ranks",
+        head=("way", "floats", "median us", "10-90 %"),
+        parts={"": rows},
+        values={"machine": machine.describe(), "repeats": ask.repeats, "joins": [asdict(c) for c in costs]},
+        remarks=["of turns of both ways, one after the other; each mean is of a turn"],
+        how=[[f"{joining.TURNS} turns of {ask.repeats} sums each", machine.line()]],
     )
 
 

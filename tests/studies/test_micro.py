@@ -29,6 +29,14 @@ def test_hops(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "rendezvous" in capsys.readouterr().out and cores() == before
 
 
+@needs_kernels
+def test_joins(tmp_path: Path):
+    assert micro.study.run(["joins", "--rows", "1,8", "--repeats", "2", "--out", str(tmp_path)]) == 0
+    costs = json.loads((tmp_path / "joins.json").read_text())["joins"]
+    assert [(c["way"], c["rows"]) for c in costs] == [(way, r) for r in (1, 8) for way in ("shared memory", "gloo")]
+    assert all(0 < c["low_us"] <= c["median_us"] <= c["high_us"] for c in costs)
+
+
 def test_decoding_of_a_stretched_model_is_called_so(tmp_path: Path):
     model, label = "stretch:random:2x64x40x64,times=2", "random:2x64x40x64, stretched 2x"
     asked = ["--batch", "1", "--max-new-tokens", "4", "--repeats", "1", "--threads", "1", "--out", str(tmp_path)]
