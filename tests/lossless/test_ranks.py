@@ -36,7 +36,7 @@ FEW = ("suffix", "chain_coupled", "streams_frontier", "mirror")  # look-ups and 
 MORE = ("none", "ngram", "dynamic_coupled", "chain_drawn", "streams_tree", "streams_count", "streams_own_mlp", "hybrid")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
 def target(request: pytest.FixtureRequest) -> Iterator[Decoder]:
     """In float64; of 4 ranks two have each head of K and V."""
     with ranked(request.param, {"eos_ids": EOS_IDS}) as decoder:

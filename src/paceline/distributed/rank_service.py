@@ -131,14 +131,15 @@ class RankService:
 
 def perform(decoder: Decoder, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
     """What another rank than 0 does of a run."""
-    if len(run.positions):
-        decoder.expect(int(run.positions.max()))
-    hidden = decoder.embed_tokens(run.tokens, run.positions) if run.embeds else run.hidden
+    tokens, positions, slots, _, _, wanted = run.lists()
+    if len(positions):
+        decoder.expect(int(positions.max()))
+    hidden = decoder.embed_tokens(tokens, positions) if run.embeds else run.hidden
     if run.start < run.stop:
         assert cache is not None, "layers without K and V"
-        state = ForwardState(hidden, run.positions, run.places, decoder.plan(run.segments(), run.positions))
+        state = ForwardState(hidden, positions, slots, decoder.plan(run.segments(), positions))
         state.adapters = adapters
         hidden = decoder.run_layers(state, run.start, run.stop, cache).hidden
     if run.read:
-        rows = hidden[run.wanted] if len(run.wanted) else hidden
+        rows = hidden[wanted] if len(wanted) else hidden
         decoder.best(rows) if run.read == BEST else decoder.read(rows)

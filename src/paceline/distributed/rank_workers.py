@@ -66,7 +66,7 @@ class RankWorkers:
         self._ready()
         number = -1 if cache is None else self._number(cache)
         ranges = [(self._sent(r.adapter), r.start, r.stop) for r in adapters]
-        self._rows, self._began = max(1, len(run.tokens), len(run.hidden)), time.monotonic()
+        self._rows, self._began = run.rows, time.monotonic()
         whole = replace(
             run,
             epoch=self._epoch,

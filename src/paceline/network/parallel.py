@@ -219,14 +219,13 @@ class Run:
     read: int
     parts: list[Rows]
     embeds: bool  # whether the rows begin as tokens; else as states
-    tokens: Tensor  # [rows] int64
+    # int64, one behind the other, and how many of each: tokens, positions and slots of the rows, keys that lie in no
+    # piece and positions of blocks, one part's behind the other, rows that are read (none: all). One tensor, since each
+    # costs a message 30 us.
+    numbers: Tensor
+    counts: list[int]
+    visible: Tensor  # [..] bool masks, one part's behind the other
     hidden: Tensor  # [rows, d_model]; empty where tokens are embedded
-    positions: Tensor  # [rows] int64
-    wanted: Tensor  # [n] int64 rows that are read; none: all
-    places: Tensor = _NONE  # [rows] int64 slots
-    keys: Tensor = _NONE  # [all that lie in no piece] int64, one part's behind the other
-    block_positions: Tensor = _NONE  # [..] int64, likewise
-    visible: Tensor = _NONE  # [..] bool, likewise
     # What rank 0's line adds.
     epoch: int = 0
     cache: int = -1  # which K and V, and slots in them
@@ -235,29 +234,29 @@ class Run:
     moves: list[Move] = field(default_factory=list)  # before anything is computed
     dropped: list[int] = field(default_factory=list)  # caches of which nothing comes any more
 
+    @property
+    def rows(self) -> int:
+        """Of the pass."""
+        return max(1, self.counts[0], len(self.hidden))
+
+    def lists(self) -> Sequence[Tensor]:
+        """What `numbers` holds, each for itself."""
+        return self.numbers.split(self.counts)
+
     def segments(self) -> list[Segment]:
         """Who sees what."""
-        keys, places, masks = (_taken(whole) for whole in (self.keys, self.block_positions, self.visible))
+        _, _, _, all_keys, all_places, _ = self.lists()
+        blocks = [(p, p.num_keys - p.prefix) for p in self.parts]
+        keys = iter(all_keys.split([p.num_keys for p in self.parts if p.first_key < 0]))
+        places = iter(all_places.split([block for p, block in blocks if p.placed]))
+        masks = iter(self.visible.split([(p.stop - p.start) * block for p, block in blocks if p.masked]))
         found = []
-        for p in self.parts:
-            block, rows = p.num_keys - p.prefix, p.stop - p.start
-            own = slice(p.first_key, p.first_key + p.num_keys) if p.first_key >= 0 else keys(p.num_keys)
-            mask = masks(rows * block).view(rows, block) if p.masked else None
-            placed = places(block) if p.placed else None
+        for p, block in blocks:
+            own = slice(p.first_key, p.first_key + p.num_keys) if p.first_key >= 0 else next(keys)
+            mask = next(masks).view(-1, block) if p.masked else None
+            placed = next(places) if p.placed else None
             found.append(Segment(p.start, p.stop, own, p.num_keys, p.prefix, mask, placed))
         return found
-
-
-def _taken(whole: Tensor) -> Callable[[int], Tensor]:
-    """Takes parts of a tensor, one behind the other."""
-    at = 0
-
-    def take(count: int) -> Tensor:
-        nonlocal at
-        at += count
-        return whole[at - count : at]
-
-    return take
 
 
 def run_of(
@@ -271,20 +270,21 @@ def run_of(
     wanted: Tensor = _NONE,
 ) -> Run:
     """A run; ``state`` says where its rows' K and V go and what they see."""
-    run = Run(*layers, read, [], tokens is not None, _NONE if tokens is None else tokens, hidden, positions, wanted)
-    if state is None:
-        return run
-    segments: Sequence[Segment] = state.attn.segments
+    segments: Sequence[Segment] = [] if state is None else state.attn.segments
     keys = [s.keys[: s.num_keys] for s in segments if not isinstance(s.keys, slice)]
     masks = [s.visible.reshape(-1) for s in segments if s.visible is not None]
-    block = [s.positions for s in segments if s.positions is not None]
-    return replace(
-        run,
-        parts=[_rows_of(s) for s in segments],
-        places=slot_indices(state.slots, positions.device),
-        keys=torch.cat(keys) if keys else _NONE,
-        block_positions=torch.cat(block) if block else _NONE,
+    blocks = [s.positions for s in segments if s.positions is not None]
+    slots = _NONE if state is None else slot_indices(state.slots, positions.device)
+    lists = [[_NONE if tokens is None else tokens], [positions], [slots], keys, blocks, [wanted]]
+    return Run(
+        *layers,
+        read,
+        [_rows_of(s) for s in segments],
+        embeds=tokens is not None,
+        numbers=torch.cat([part for parts in lists for part in parts]),
+        counts=[sum(map(len, parts)) for parts in lists],
         visible=torch.cat(masks) if masks else _NONE,
+        hidden=hidden,
     )
 
 
