@@ -96,7 +96,10 @@ def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedMod
         share_of(config, source, 0)
         assert start is not None, "nobody starts the other ranks"
         tokenizer = source.tokenizer()
-        decoder = load_share(config, source, start(config, source))
+        ranks = start(config, source)
+        decoder = load_share(config, source, ranks)
+        assert ranks.line is not None, "rank 0 has the line to the others"
+        ranks.line.start()
         return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
     return _load(config, source, config.exact, own_layers(config, source.shape))
 

@@ -45,7 +45,7 @@ def start_ranks(config: LLMConfig, source: Source) -> Ranks:
     workers = [Worker(spec, PATIENCE) for spec in specs]
     joins = memory.joins()
     line = RankWorkers(workers, joins)
-    finalize(line, _stop, workers, memory)
+    finalize(line, _stop, workers, memory, joins)
     for worker in workers:
         with suppress(ConfigError):  # said again where it is waited for
             worker.poll()
@@ -53,10 +53,11 @@ def start_ranks(config: LLMConfig, source: Source) -> Ranks:
     return Ranks(share, joins, line)
 
 
-def _stop(workers: Sequence[Worker], memory: RankMemory) -> None:
+def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
     for worker in workers:
         worker.stop()
     memory.close()
+    joins.watch(())
 
 
 def rank_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:

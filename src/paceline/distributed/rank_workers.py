@@ -58,6 +58,15 @@ class RankWorkers:
         self._caches: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._adapters: WeakKeyDictionary[LowRank, int] = WeakKeyDictionary()
 
+    def start(self) -> None:
+        """See `RankLine`; the first that cannot be had ends them all."""
+        try:
+            for worker in self.workers:
+                worker.start()
+        except BaseException:
+            self.stop()
+            raise
+
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
         """See `RankLine`; a run that was begun and broken off is lost, too."""
         if self._begun:

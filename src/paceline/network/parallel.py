@@ -296,6 +296,10 @@ def _rows_of(s: Segment) -> Rows:
 class RankLine(Protocol):
     """From rank 0 to the others."""
 
+    def start(self) -> None:
+        """Wait until they are there; raises ConfigError or WorkerFailed where one cannot be had."""
+        ...
+
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
         """Have them do a run.
 
