@@ -12,6 +12,7 @@ import torch
 
 from .core.errors import CapabilityError, ConfigError
 from .core.options import HIGHEST, check, option, shown
+from .distributed.placement import ClusterConfig, parse_cluster
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .engine.budget import AUTO, FixedBudget, parse_budget
@@ -49,6 +50,10 @@ class LLMConfig(LLMOptions):
         parse_round(self.round)
         if self.pipeline is not None:
             object.__setattr__(self, "round", self._piped(parse_split(self.pipeline).stages))
+        if self.cluster is not None:
+            self._clustered(parse_cluster(self.cluster))
+        elif self.insecure_cluster:
+            raise ConfigError("insecure_cluster", "no cluster is named", "leave it out, or name one: cluster='auto'")
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.size == 0)
         if not off and self.drafter is None:
@@ -68,6 +73,18 @@ class LLMConfig(LLMOptions):
         if self.exact and isinstance(filled, PipelineConfig) and filled.accept != "strict":
             asked = f"exact=True with round={shown(self.round)}"
             raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
+
+    def _clustered(self, cluster: ClusterConfig) -> None:
+        """Refuse a cluster that nothing would run on, and cores that Ray chooses."""
+        asked, round_ = f"cluster={shown(self.cluster)}", parse_round(self.round)
+        place = None if round_ is None else round_.place
+        if self.pipeline is None and place is None:
+            wrong = "neither stages nor a drafter have a process of their own that could run there"
+            raise ConfigError(asked, wrong, "give pipeline=2, or round='mirror,rollout=process'")
+        named = self.pipeline is not None and parse_split(self.pipeline).cores
+        if named or (place is not None and place.cores):
+            wrong = "which cores a worker gets is the cluster's to say"
+            raise ConfigError(f"{asked} with named cores", wrong, "say how many: cluster='auto,cores=2'")
 
     def _piped(self, stages: int) -> str:
         """The round over so many stages in processes.
@@ -96,7 +113,7 @@ class LLMConfig(LLMOptions):
 
 
 # Options on which the target itself depends: two `LLM` that agree in them can share its weights.
-TARGET_OPTIONS = ("model", "dtype", "device", "exact", "kernels", "attention", "revision", "pipeline")
+TARGET_OPTIONS = ("model", "dtype", "device", "exact", "kernels", "attention", "revision", "pipeline", "cluster")
 
 
 def parse_bytes(value: str | int) -> int:
