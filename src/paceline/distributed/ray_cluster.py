@@ -78,21 +78,28 @@ def connect(cluster: ClusterConfig, insecure: bool) -> str:
         wrong = "this process gives no token: RAY_AUTH_MODE is not token"
         raise CapabilityError(asked, wrong, f"set it as on the hosts ({PAGE}), or say insecure_cluster")
     address = os.environ.get("RAY_ADDRESS", "auto") if cluster.address == "auto" else cluster.address
+    if address != "auto":
+        _check_head(asked, address, insecure)
     if not ray.is_initialized():
-        if address != "auto":
-            _probe(asked, address)
         _join(asked, address)
-    head = ray.get_runtime_context().gcs_address
-    if not insecure and _probe(asked, head, token=False):
-        wrong = "it asks nobody for a token: whoever reaches it runs code on all its hosts"
-        raise CapabilityError(asked, wrong, f"start it with RAY_AUTH_MODE=token ({PAGE}), or say insecure_cluster")
+    if address == "auto":
+        _check_head(asked, ray.get_runtime_context().gcs_address, insecure)
     host: str = ray.util.get_node_ip_address()
     return host
+
+
+def _check_head(asked: str, address: str, insecure: bool) -> None:
+    """Whether a cluster's head is there, knows this process's token, and knows nobody without one."""
+    _probe(asked, address, _token())
+    if not insecure and _probe(asked, address, ""):
+        wrong = "it asks nobody for a token: whoever reaches it runs code on all its hosts"
+        raise CapabilityError(asked, wrong, f"start it with RAY_AUTH_MODE=token ({PAGE}), or say insecure_cluster")
 
 
 def _join(asked: str, address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        ray._private.worker._worker_logs_enabled = False  # it prints faults to stdout, where answers go
     except ray.exceptions.AuthenticationError as error:
         raise ConfigError(asked, "this process has no token", f"set RAY_AUTH_TOKEN_PATH ({PAGE})") from error
     except RuntimeError as error:
@@ -105,15 +112,15 @@ def _join(asked: str, address: str) -> None:
         raise ConfigError(asked, wrong, f"run `ray start` on this host first ({PAGE})") from error
 
 
-def _probe(asked: str, address: str, token: bool = True) -> bool:
-    """Whether a cluster's head answers who gives this process's token, or none.
+def _probe(asked: str, address: str, token: str) -> bool:
+    """Whether a cluster's head answers who gives a token, or none.
 
     Raises:
         ConfigError: nobody answers, the token is wrong, or it is another version of Ray.
     """
     import grpc
 
-    given = [("authorization", f"Bearer {_token()}")] if token and _token() else None
+    given = [("authorization", f"Bearer {token}")] if token else None
     try:
         with grpc.insecure_channel(address) as channel:
             alive = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
@@ -122,7 +129,8 @@ def _probe(asked: str, address: str, token: bool = True) -> bool:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
             if not token:
                 return False
-            raise ConfigError(asked, "it does not take this process's token", "give all hosts the same one") from error
+            remedy = f"give all hosts the same one ({PAGE})"
+            raise ConfigError(asked, "it does not take this process's token", remedy) from error
         wrong = f"nobody answers at {address} ({error.code().name.lower()})"
         remedy = "start its head (`ray start --head`), check host, port and firewall"
         raise ConfigError(asked, wrong, remedy) from error
