@@ -137,7 +137,7 @@ def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:
 def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
     from paceline.assembly import open_source
     from paceline.cluster import reserve
-    from paceline.distributed.worker import Patience, Worker, WorkerFailed
+    from paceline.distributed.worker import Patience, Worker
     from paceline.stage_worker import stage_spec
 
     config = LLMConfig(model=MODEL, pipeline=2, exact=True, cluster="auto,cores=1")
@@ -146,18 +146,12 @@ def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
     spec = stage_spec(config, 0, {"start": 0, "stop": 6, "slots": 512}, places.placement("cpu", None), source)
     lacking = {**spec.options, "options": {**spec.options["options"], "model": "/not/on/this/host"}}
     for changed, error, why in (
-        (replace(spec, options=lacking), ConfigError, r"for stage 0 on \d.*: .*Give|for stage 0 on \d"),
+        (replace(spec, options=lacking), ConfigError, r"for stage 0 on \d+\.\d+\.\d+\.\d+: "),
         (
             replace(spec, expected=replace(spec.expected, instructions="others")),
             CapabilityError,
             r"worker stage 0 on \d.*: its instructions is .*, and others is asked for. Use hosts with the same kind",
         ),
-        (
-            replace(spec, expected=replace(spec.expected, torch="1.0")),
-            CapabilityError,
-            r"worker stage 0 on \d.*: its torch is .*Install the same torch on all hosts",
-        ),
-        (replace(spec, service="no.such:thing"), WorkerFailed, "failed at its start: ModuleNotFoundError"),
     ):
         worker = Worker(changed, Patience(start_s=LONG), places.stage(0))
         with pytest.raises(error, match=why):

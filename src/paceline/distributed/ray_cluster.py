@@ -29,7 +29,7 @@ from .frames import Codec
 from .groups import JOIN_S, GroupChannel, Member, Store, join
 from .handshake import LIFE, Beat, Begin
 from .placement import ClusterConfig
-from .worker import Launch, Launched, WorkerSpec
+from .worker import LOOK_S, Launch, Launched, WorkerSpec
 
 try:
     import ray
@@ -312,18 +312,26 @@ class _Joining:
     def __init__(self, store: Store, member: Member, host: str) -> None:
         self._store, self._member, self._host = store, member, host
         self._thread: Thread | None = None
+        self._next = 0.0  # when to look
         self._found: Channel | ChannelClosed | None = None
         self._closed = False
 
     def __call__(self) -> Channel:
-        if self._thread is None and self._store.waits(self._member.group):
-            self._thread = Thread(target=self._join, daemon=True, name="paceline-join")
-            self._thread.start()
+        now = time.monotonic()
+        if self._thread is None and now >= self._next:
+            self._next = now + LOOK_S
+            self._look()
         if self._found is None:
             raise Late("it is not there yet")
         if isinstance(self._found, ChannelClosed):
             raise self._found
         return self._found
+
+    def _look(self) -> None:
+        """Join once the worker waits for that."""
+        if self._store.waits(self._member.group):
+            self._thread = Thread(target=self._join, daemon=True, name="paceline-join")
+            self._thread.start()
 
     def _join(self) -> None:
         try:
