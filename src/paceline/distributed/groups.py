@@ -13,7 +13,9 @@ import atexit
 import queue
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -30,6 +32,7 @@ from .frames import Buffer, FrameError
 
 PIECE = 2**18  # bytes that are sent at once, at most
 AHEAD = 4  # pieces that may come before anybody has looked at one: so many receives wait
+UNSENT_BYTES, UNSENT = 2**22, 1024  # how much, and how many pieces, may be on their way before the oldest is waited for
 BYE = PREFIX.pack(MARK, 2**32 - 1)  # in place of a frame: the other end is left
 EVER = timedelta(days=365)
 JOIN_S = 60.0  # for all members to come
@@ -148,7 +151,9 @@ class GroupChannel:
         self._group, self._peer = group, peer
         self._came: queue.SimpleQueue[bytearray | Exception] = queue.SimpleQueue()
         self._closed = False
-        self._left: Any = None  # the last message, until it is sent
+        self._unsent: deque[tuple[torch.Tensor, Any]] = deque()  # pieces on their way, oldest first, or there already
+        self._bytes = 0  # of these
+        self._left = False  # whether the other end was told
         told = group, peer, self._came, self._bye
         self._thread = Thread(target=_receive_all, args=told, daemon=True, name="paceline-group")
         self._thread.start()
@@ -165,8 +170,15 @@ class GroupChannel:
             self._send(piece, limit)
 
     def _send(self, piece: torch.Tensor, limit: timedelta) -> None:
+        """Begin to send a piece; who is at other work for a while is not waited for."""
         try:
-            self._group.send([piece], self._peer, TAG).wait(limit)
+            self._unsent.append((piece, self._group.send([piece], self._peer, TAG)))
+            self._bytes += len(piece)
+            while self._bytes > UNSENT_BYTES or len(self._unsent) > UNSENT:
+                oldest, sending = self._unsent[0]
+                sending.wait(limit)
+                self._unsent.popleft()
+                self._bytes -= len(oldest)
         except RuntimeError as error:
             self._closed = True
             if "Timed out" in str(error):
@@ -199,12 +211,11 @@ class GroupChannel:
 
     def _bye(self) -> None:
         """Tell the other end, once, that this one is left; its answer ends the thread here."""
-        if self._left is None:
+        if not self._left:
+            self._left = True
             piece = torch.frombuffer(bytearray(BYE), dtype=torch.uint8)
-            try:
-                self._left = piece, self._group.send([piece], self._peer, TAG)
-            except RuntimeError:
-                self._left = piece, None
+            with suppress(RuntimeError):
+                self._unsent.append((piece, self._group.send([piece], self._peer, TAG)))
 
 
 @atexit.register
