@@ -113,7 +113,7 @@ class LLMConfig(LLMOptions):
 
 
 # Options on which the target itself depends: two `LLM` that agree in them can share its weights.
-TARGET_OPTIONS = ("model", "dtype", "device", "exact", "kernels", "attention", "revision", "pipeline", "cluster")
+TARGET_OPTIONS = ("model", "dtype", "device", "exact", "kernels", "attention", "revision", "pipeline")
 
 
 def parse_bytes(value: str | int) -> int:

@@ -42,6 +42,7 @@ except ImportError as error:
 
 PROBE_S = 5.0  # for the cluster's head to answer
 RESERVE_S = 60.0  # for bundles that fit to be free
+LAST_WORDS_S = 2.0  # for what a worker said last, on another way than Ray's, to come
 PIN = 0.001  # of a host's own resource: what stays on that host
 PAGE = "docs/cluster.md"
 _ACTOR: Any = ray.remote(concurrency_groups={"watch": 1})(WorkerActor)  # type: ignore[call-overload]
@@ -256,12 +257,16 @@ class _Process:
 
     def __init__(self, actor: Any, done: Future[int]) -> None:
         self._actor, self._done = actor, done
+        self._seen = math.inf  # when it was seen to be done
 
     def poll(self) -> int | str | None:
         if not self._done.done():
             return None
-        error = self._done.exception()
-        return self._done.result() if error is None else _words(error)
+        if (error := self._done.exception()) is not None:
+            return _words(error)
+        now = time.monotonic()
+        self._seen = min(self._seen, now)
+        return self._done.result() if now - self._seen > LAST_WORDS_S else None
 
     def kill(self) -> None:
         if ray.is_initialized():
