@@ -253,7 +253,7 @@ def _receive_all(group: Any, peer: int, came: queue.SimpleQueue[Any], bye: Any) 
                 return
         frame += piece[: min(left, PIECE)]
         left = max(0, left - PIECE)
-        waits[turn] = group.recv([buffers[turn]], peer, TAG)
-        turn = (turn + 1) % AHEAD
         if not left:
             came.put(frame[PREFIX.size :])
+        waits[turn] = group.recv([buffers[turn]], peer, TAG)
+        turn = (turn + 1) % AHEAD
