@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import CapabilityError, ConfigError
 from paceline.distributed import channels, shared
 from paceline.distributed.channels import Channel, ChannelClosed, Link, LinkedChannel, local_pair
 from paceline.distributed.clock import Late, RealClock, VirtualClock
@@ -258,6 +258,9 @@ def test_a_group_that_does_not_come_together():
         join(store.member("alone", 0, 2), LOCALHOST, 0.5)
     with pytest.raises(ConfigError, match="this host cannot listen at it"):
         Store("192.0.2.250")
+    if not torch.distributed.is_nccl_available():
+        with pytest.raises(CapabilityError, match="a group on cuda:0: this torch has no NCCL"):
+            join(store.member("on GPUs", 0, 2), LOCALHOST, 0.5, "cuda:0")
 
 
 def test_groups_of_one_process_do_not_hear_each_other():

@@ -112,10 +112,13 @@ def join(member: Member, address: str, seconds: float | None = None, device: str
         ChannelClosed: the others did not come in time, or cannot be reached.
         CapabilityError: a GPU without NCCL.
     """
+    on_cpu = torch.device(device).type == "cpu"
+    if not on_cpu and not dist.is_nccl_available():
+        raise CapabilityError(f"a group on {device}", "this torch has no NCCL", "install torch with CUDA")
     try:
         store = dist.PrefixStore(member.group, _store(member.host, member.port))
         store.set(_HERE.format(member.rank), "")
-        if torch.device(device).type == "cpu":
+        if on_cpu:
             return _gloo(store, member, address, EVER if seconds is None else timedelta(seconds=seconds))
         return _nccl(store, member, device)
     except (RuntimeError, ValueError) as error:
@@ -132,8 +135,6 @@ def _gloo(store: dist.Store, member: Member, address: str, limit: timedelta) -> 
 
 
 def _nccl(store: dist.Store, member: Member, device: str) -> Any:
-    if not dist.is_nccl_available():
-        raise CapabilityError(f"a group on {device}", "this torch has no NCCL", "install torch with CUDA")
     torch.cuda.set_device(device)
     made: Any = dist.ProcessGroupNCCL
     return made(store, member.rank, member.size, made.Options())
