@@ -34,9 +34,9 @@ from .worker import LOOK_S, Launch, Launched, WorkerSpec
 try:
     import ray
     from ray.util import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-    from .actors import WorkerActor
+    from .actors import WorkerActor, end_stopped
 except ImportError as error:
     raise CapabilityError("cluster=...", "Ray is not installed", "pip install 'paceline[cluster]'") from error
 
@@ -45,6 +45,8 @@ RESERVE_S = 60.0  # for bundles that fit to be free
 LAST_WORDS_S = 2.0  # for what a worker said last, on another way than Ray's, to come
 PIN = 0.001  # of a host's own resource: what stays on that host
 PAGE = "docs/cluster.md"
+STOPPED_S = 1.0  # without an answer, after which a process that is to end is taken to be stopped
+_END_STOPPED: Any = ray.remote(num_cpus=0, max_retries=0)(end_stopped)
 _ACTOR: Any = ray.remote(concurrency_groups={"watch": 1})(WorkerActor)  # type: ignore[call-overload]
 
 
@@ -224,8 +226,9 @@ class Reservation:
             actor = self._actor(index)
             key = secrets.token_hex(16)
             done = actor.run.remote(_begin(spec, member, key, beat_s), spec.placement.environment())
-            joining = _Joining(self._store, member, self.host)
-            return Launched(_Process(actor, done.future()), _Beats(actor, beat_s), key, joining, joining.close)
+            joining, beats = _Joining(self._store, member, self.host), _Beats(actor, beat_s)
+            process = _Process(actor, done.future(), beats)
+            return Launched(process, beats, key, joining, joining.close)
 
         return start
 
@@ -255,8 +258,8 @@ class _Process:
 
     pid: int | None = None
 
-    def __init__(self, actor: Any, done: Future[int]) -> None:
-        self._actor, self._done = actor, done
+    def __init__(self, actor: Any, done: Future[int], beats: _Beats) -> None:
+        self._actor, self._done, self._beats = actor, done, beats
         self._seen = math.inf  # when it was seen to be done
 
     def poll(self) -> int | str | None:
@@ -269,8 +272,13 @@ class _Process:
         return self._done.result() if now - self._seen > LAST_WORDS_S else None
 
     def kill(self) -> None:
-        if ray.is_initialized():
-            ray.kill(self._actor)
+        if not ray.is_initialized():
+            return
+        ray.kill(self._actor)
+        if self._beats.where is not None and time.monotonic() - self._beats.answered > STOPPED_S:
+            host, pid = self._beats.where
+            on_it = NodeAffinitySchedulingStrategy(host, soft=False)
+            _END_STOPPED.options(scheduling_strategy=on_it).remote(pid)
 
 
 def _words(error: BaseException) -> str:
@@ -293,8 +301,9 @@ class _Beats:
 
     def __init__(self, actor: Any, seconds: float) -> None:
         self._actor, self._seconds = actor, seconds
-        self._asked: Future[tuple[int, float]] | None = None
-        self._next = 0.0
+        self._asked: Future[tuple[int, float, tuple[str, int]]] | None = None
+        self._next = self.answered = 0.0  # when
+        self.where: tuple[str, int] | None = None  # Ray's number of its host, and its process's; None: not known yet
 
     def receive(self, timeout: float) -> Beat:
         now = time.monotonic()
@@ -305,7 +314,9 @@ class _Beats:
         asked, self._asked = self._asked, None
         if asked.exception() is not None:
             raise ChannelClosed("the worker is gone")
-        return Beat(*asked.result())
+        handled, busy_s, self.where = asked.result()
+        self.answered = now
+        return Beat(handled, busy_s)
 
     def close(self) -> None:
         self._asked, self._next = None, math.inf
