@@ -207,7 +207,7 @@ def hops(ask: MicroFlags) -> Iterator[Table | None]:
         [c.channel, c.wait, str(c.size_bytes), f"{c.median_us:.1f}", f"{c.low_us:.1f}-{c.high_us:.1f}"] for c in costs
     ]
     yield Table(
-        title=f"Hops between two processes on a core each, shared memory {hopping.compiled()}",
+        title="Hops between two processes on a core each",
         head=("channel", "wait", "bytes", "median us", "10-90 %"),
         parts={"": rows},
         values={"machine": machine.describe(), "repeats": ask.repeats, "hops": [asdict(c) for c in costs]},

@@ -141,7 +141,7 @@ def stage_devices(config: LLMConfig) -> list[str]:
     processes here has that one alone.
     """
     split = None if config.pipeline is None else parse_split(config.pipeline)
-    if split is None or split.hosts:
+    if split is None or config.cluster is not None:
         return [config.device]
     return share_devices(config.device, split.stages, torch.cuda.device_count())
 

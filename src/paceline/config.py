@@ -12,6 +12,7 @@ import torch
 
 from .core.errors import CapabilityError, ConfigError
 from .core.options import HIGHEST, check, option, shown
+from .distributed.placement import ClusterConfig, parse_cluster
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .engine.budget import AUTO, FixedBudget, parse_budget
@@ -51,6 +52,10 @@ class LLMConfig(LLMOptions):
             object.__setattr__(self, "round", self._piped(parse_split(self.pipeline).stages))
         if self.tensor_parallel > 1:
             self._check_ranks()
+        if self.cluster is not None:
+            self._clustered(parse_cluster(self.cluster))
+        elif self.insecure_cluster:
+            raise ConfigError("insecure_cluster", "no cluster is named", "leave it out, or name one: cluster='auto'")
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.size == 0)
         if not off and self.drafter is None:
@@ -75,14 +80,29 @@ class LLMConfig(LLMOptions):
         """Refuse what ranks do not do.
 
         Raises:
-            CapabilityError: stages, or a device other than the CPU, beside ranks.
+            CapabilityError: stages, a cluster, or a device other than the CPU, beside ranks.
         """
         asked = f"tensor_parallel={self.tensor_parallel}"
         if self.pipeline is not None or isinstance(parse_round(self.round), PipelineConfig):
             raise CapabilityError(f"{asked} with stages", "a stage has no ranks", "leave out one of the two")
+        if self.cluster is not None:
+            wrong = "ranks are processes of one host, which share its memory"
+            raise CapabilityError(f"{asked} with cluster={shown(self.cluster)}", wrong, "leave out one of the two")
         if parse_device(self.device).type != "cpu":
             wrong = "ranks share the memory of a host, and add in it"
             raise CapabilityError(f"{asked} with device={shown(self.device)}", wrong, "use device='cpu'")
+
+    def _clustered(self, cluster: ClusterConfig) -> None:
+        """Refuse a cluster that nothing would run on, and cores that Ray chooses."""
+        asked, round_ = f"cluster={shown(self.cluster)}", parse_round(self.round)
+        place = None if round_ is None else round_.place
+        if self.pipeline is None and place is None:
+            wrong = "neither stages nor a drafter have a process of their own that could run there"
+            raise ConfigError(asked, wrong, "give pipeline=2, or round='mirror,rollout=process'")
+        named = self.pipeline is not None and parse_split(self.pipeline).cores
+        if named or (place is not None and place.cores):
+            wrong = "which cores a worker gets is the cluster's to say"
+            raise ConfigError(f"{asked} with named cores", wrong, "say how many: cluster='auto,cores=2'")
 
     def _piped(self, stages: int) -> str:
         """The round over so many stages in processes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
@@ -22,7 +22,7 @@ from .distributed.drafts import KINDS, DraftService, RemoteSessions
 from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, pin
 from .distributed.shared import SPIN_US
-from .distributed.worker import Patience, Worker, WorkerSpec
+from .distributed.worker import Patience, Worker, WorkerSpec, launch_here
 from .drafters import registry
 from .drafters.fit import tokenizer_mark
 from .drafters.registry import DrafterConfig
@@ -30,6 +30,9 @@ from .network.decoder import TargetInfo
 from .network.files import fingerprint
 from .network.loader import parse_device, resolve_folder
 from .rounds.base import Place
+
+if TYPE_CHECKING:
+    from .cluster import Places
 
 # What the drafter's process must know of the options; the rest is the target's and its engine's.
 OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences", "revision", "offline")
@@ -68,7 +71,9 @@ def draft_worker(
     )
 
 
-def serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> RemoteSessions:
+def serve_apart(
+    config: LLMConfig, pool_tokens: int, rows: int, place: Place, places: Places | None = None
+) -> RemoteSessions:
     """Start the process of a configuration's drafter, and wait until it is ready. It ends with what is returned.
 
     Where it gets cores of its own, this process keeps to the others, and its layers to as many threads.
@@ -78,17 +83,22 @@ def serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) ->
         pool_tokens: tokens that the target's K/V pool holds.
         rows: drafted nodes that a sequence may hold at once.
         place: where it runs.
+        places: on a cluster; None: on this host.
 
     Raises:
         ConfigError: cores that are not there, or no core left for the target; a drafter that cannot be had there.
         WorkerFailed: it does not start.
     """
-    placement = Placement(cores=place.cores, threads=place.threads, device=draft_device(config, place))
+    device = draft_device(config, place)
+    placement = Placement(cores=place.cores, threads=place.threads, device=device)
+    if places is not None:
+        placement = places.placement(device, place.threads)
     rest = [core for core in cores() if core not in place.cores]
     if place.cores and not rest:
         wrong = "no core is left for the target"
         raise ConfigError(f"cores={written(place.cores)} of the drafter", wrong, "leave one out")
-    worker = Worker(draft_worker(config, rows, pool_tokens, placement, place.level_ms), PATIENCE)
+    spec = draft_worker(config, rows, pool_tokens, placement, place.level_ms)
+    worker = Worker(spec, PATIENCE, launch_here if places is None else places.drafter)
     worker.start()
     sessions = RemoteSessions(worker)
     finalize(sessions, worker.stop)
@@ -141,4 +151,5 @@ def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
         weights="" if folder is None else fingerprint(folder),
         vocabulary=tokenizer_mark(source.tokenizer(texts=False)),
         dtype=str(source.dtype).removeprefix("torch."),
+        torch=torch.__version__,
     )

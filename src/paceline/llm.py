@@ -36,18 +36,27 @@ Message = Mapping[str, Any]  # {"role": .., "content": ..}
 Job = Callable[..., str]  # `Engine.submit` of a request that is all but submitted
 
 
-def _serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions:
+def _serve_apart(places: Any, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions:
     """The drafter in a process of its own; what that takes is imported where it is asked for."""
     from .draft_worker import serve_apart
 
-    return serve_apart(config, pool_tokens, rows, place)
+    return serve_apart(config, pool_tokens, rows, place, places)
 
 
-def _start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageLine:
+def _start_stages(places: Any, config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageLine:
     """The target's stages in processes of their own, likewise."""
     from .stage_worker import start_stages
 
-    return start_stages(config, split, target, pool)
+    return start_stages(config, split, target, pool, places)
+
+
+def _reserve(config: LLMConfig) -> Any:
+    """Room on the cluster that is named, likewise; None: none is."""
+    if config.cluster is None:
+        return None
+    from .cluster import reserve
+
+    return reserve(config)
 
 
 def _start_ranks(config: LLMConfig, source: Source) -> Ranks:
@@ -86,9 +95,12 @@ class LLM:
         self.config = _cut(config_of(model, options))
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+        places = _reserve(self.config)
         self._target = load_target(self.config, _start_ranks) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
-        self.engine = build_engine(self.config, self._target, _serve_apart, _start_stages)
+        self.engine = build_engine(
+            self.config, self._target, partial(_serve_apart, places), partial(_start_stages, places)
+        )
 
     def _shared(self, other: Any) -> LoadedModel:
         """Another one's target, if it is what this one's configuration asks for."""

@@ -35,8 +35,7 @@ class LLMOptions:
     )
     pipeline: int | str | None = option(
         None,
-        help="the target's layers in stages, each in a process of its own: how many, as 4 or 4,cores=<0,1,2,3>; or the "
-        "HOST:PORT of all but the last (`paceline stage`)",
+        help="the target's layers in stages, each in a process of its own: how many, as 4 or 4,cores=<0,1,2,3>",
     )
     tensor_parallel: int = option(
         1,
@@ -45,6 +44,12 @@ class LLMOptions:
         minimum=1,
         maximum=MAX_RANKS,
     )
+    cluster: str | None = option(
+        None,
+        help="a Ray cluster for the processes of stages and drafter (docs/cluster.md): auto, the one that this host "
+        "has joined, or HOST:PORT of its head; with place=pack, cores=8 or gpus=1 of each",
+    )
+    insecure_cluster: bool = option(False, help="take a cluster that asks nobody for a token")
     verifier: str = option(
         VERIFIERS[0],
         help="sample_and_match, rejection or block (for drafts that carry q), or lossy_stream_rejection (for streams)",

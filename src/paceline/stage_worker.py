@@ -13,18 +13,18 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
 
+from . import native
 from .assembly import LoadedModel, Source, compiled_layers, kv_layout, make_attention, open_source, stage_devices
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .core.inference import inference
 from .core.options import shown, written
-from .distributed.handshake import Begin, Facts
-from .distributed.hosts import launch_at
+from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, pin
 from .distributed.stage_service import KINDS, StageService
 from .distributed.stage_workers import PATIENCE, StageWorkers
@@ -41,17 +41,20 @@ from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.config import MEASURED
 from .rounds.pipeline.split import Split, parse_split
 
+if TYPE_CHECKING:
+    from .cluster import Places
+
 # What a stage's process must know of the options; the rest is the engine's.
 OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
 SERVICE = f"{__name__}:service"
-PART = ("start", "stop", "slots")  # the numbers that say which stage it is
-MOST = 2**31  # of each of them
 TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: tokens in front, passes of which the median counts
 
 log = logging.getLogger(__name__)
 
 
-def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageWorkers:
+def start_stages(
+    config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool, places: Places | None = None
+) -> StageWorkers:
     """Start the stages of a target but the last one, which is the coordinator's, and wait until they are ready.
 
     They end with what is returned. Where stages have cores, this process keeps to its own from then on.
@@ -61,10 +64,10 @@ def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVP
         split: into stages.
         target: the last stage's layers.
         pool: of their K/V.
+        places: on a cluster; None: on this host.
 
     Raises:
-        ConfigError: cores that are not there, a host that does not answer, or one that differs in weights,
-            vocabulary, dtype or version.
+        ConfigError: cores that are not there, or a host that differs in weights, vocabulary, dtype or version.
         WorkerFailed: a stage does not start.
     """
     source = open_source(config, config.model, config.dtype)
@@ -72,12 +75,12 @@ def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVP
     assert isinstance(chosen, PipelineConfig), "the configuration makes it one"
     bounds = chosen.bounds(source.shape.num_layers)
     slots = pool.tensors.all_k.shape[2]
-    placements = place(split, config.device)
+    placements = place(split, config.device, places)
     workers = []
     for index, (start, stop) in enumerate(zip(bounds[:-2], bounds[1:-1], strict=True)):
         part = {"start": start, "stop": stop, "slots": slots}
-        spec = stage_spec(config, split, index, part, placements[index], source)
-        launch = launch_here if not split.hosts else launch_at(split.hosts[index])
+        spec = stage_spec(config, index, part, placements[index], source)
+        launch = launch_here if places is None else places.stage(index)
         workers.append(Worker(spec, PATIENCE, launch))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
     stage_line = StageWorkers(workers, last, target.layers)
@@ -103,9 +106,9 @@ def with_cut(config: LLMConfig) -> LLMConfig:
     if config.pipeline is None or not isinstance(chosen, PipelineConfig) or chosen.layers != MEASURED:
         return config
     split = parse_split(config.pipeline)
-    if split.hosts:
+    if config.cluster is not None:
         wrong = "what other hosts take is not measured"
-        raise ConfigError(f"pipeline={shown(config.pipeline)} with layers=auto", wrong, "name the layers of each stage")
+        raise ConfigError(f"cluster={shown(config.cluster)} with layers=auto", wrong, "name the layers of each stage")
     source = open_source(config, config.model, config.dtype)
     count, width = source.shape.num_layers, chosen.width
     even_cuts(count, split.stages)  # says now what is wrong with their number
@@ -182,16 +185,16 @@ def _stop(workers: Sequence[Worker]) -> None:
         worker.stop()
 
 
-def place(split: Split, device: str) -> list[Placement]:
+def place(split: Split, device: str, places: Places | None = None) -> list[Placement]:
     """Where each stage runs, the coordinator's last: on cores of its own, where cores are named, and with ``cuda`` on a
-    GPU of its own, where there are as many.
+    GPU of its own, where there are as many; on a cluster in its bundle.
 
     Raises:
         ConfigError: fewer cores than stages, cores that do not go evenly into them or are not there.
     """
     count = split.stages
-    if split.hosts:
-        return [Placement(device=device)] * count
+    if places is not None:
+        return [places.placement(device, split.threads)] * count
     devices = share_devices(device, count, torch.cuda.device_count())
     if device == ALL_GPUS and len(set(devices)) < count:
         log.warning("%d stages share %d GPUs: those on the same one wait for each other", count, len(set(devices)))
@@ -206,14 +209,11 @@ def place(split: Split, device: str) -> list[Placement]:
     return [Placement(cores=own, threads=split.threads, device=at) for own, at in zip(shares, devices, strict=True)]
 
 
-def stage_spec(
-    config: LLMConfig, split: Split, index: int, part: Mapping[str, int], where: Placement, source: Source
-) -> WorkerSpec:
+def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Placement, source: Source) -> WorkerSpec:
     """A worker with a stage.
 
     Args:
         config: the options of the coordinator.
-        split: into stages.
         index: which stage.
         part: its layers and slots, as of `service`.
         where: it runs.
@@ -222,11 +222,11 @@ def stage_spec(
     options = {name: getattr(config, name) for name in OPTIONS}
     options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
     return WorkerSpec(
-        name=f"stage {index}{f' at {split.hosts[index]}' if split.hosts else ''}",
+        name=f"stage {index}",
         service=SERVICE,
         options={"options": options, **part},
         kinds=KINDS,
-        expected=_facts(source),
+        expected=_facts(source, config.exact),
         placement=where,
     )
 
@@ -252,29 +252,17 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     decoder = load_part(config, source, (start, stop), ends=False)
     shape, kind = kv_layout(config, decoder.config, source.dtype)
     store = KVStore(*shape, slots, kind, where)
-    return StageService(Stage(decoder, 0, stop - start, store), _facts(source))
+    return StageService(Stage(decoder, 0, stop - start, store), _facts(source, config.exact))
 
 
-def chosen(model: str, revision: str | None, offline: bool, asked: Begin) -> Begin:
-    """What a host begins for a coordinator: the stage that it asks for, of the host's own checkpoint.
-
-    Raises:
-        ConfigError: it asks for something else than a stage.
-    """
-    given = asked.options
-    options, part = given.get("options"), {name: given.get(name) for name in PART}
-    if not isinstance(options, dict) or not all(isinstance(n, int) and 0 <= n <= MOST for n in part.values()):
-        raise ConfigError("a stage", "who connects asks for something else", "install the same version on both sides")
-    kept = {name: options[name] for name in OPTIONS if name in options}
-    own = {"model": model, "revision": revision, "offline": offline}
-    return replace(asked, service=SERVICE, options={"options": {**kept, **own}, **part})
-
-
-def _facts(source: Source) -> Facts:
+def _facts(source: Source, exact: bool) -> Facts:
+    in_use = f"{native.describe()}, {torch.backends.cpu.get_cpu_capability()}"
     return Facts(
         weights=fingerprint(source.folder),
         vocabulary=_vocabulary(source),
         dtype=str(source.dtype).removeprefix("torch."),
+        torch=torch.__version__,
+        instructions=in_use if exact else "",
     )
 
 

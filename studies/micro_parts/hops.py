@@ -7,27 +7,30 @@ trip of messages: encoded, sent, decoded and answered by a worker's main loop.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.distributed import shared, tcp
+from paceline.distributed import shared
 from paceline.distributed.channels import Channel, ChannelClosed
+from paceline.distributed.groups import GroupChannel, Member, Store, join
 from paceline.distributed.handshake import Facts
 from paceline.distributed.placement import Placement, cores, pin, share_cores
+from paceline.distributed.sockets import SocketChannel
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
-from paceline.native import channels as native
 
 WARM_UP = 200  # round trips that are not counted
 SPIN_US, PARKED_PAUSE_S = 100_000, 3e-4  # never parks; long enough for the other side to be asleep
 PATIENCE_S = 60.0
+LOOPBACK = "127.0.0.1"
 CANDIDATES = 24  # of a rendezvous: tokens and log-probabilities of (gamma + 1) x kappa candidates, and as many drafted
 
 
@@ -93,7 +96,7 @@ def measure(sizes: Sequence[int], repeats: int) -> list[HopCost]:
         CapabilityError: this system pins no process, or has no such memory.
     """
     own, other = share_cores([1, 1])
-    kinds = [("shared memory", "spinning"), ("shared memory", "parked"), ("tcp", "parked")]
+    kinds = [("shared memory", "spinning"), ("shared memory", "parked"), ("sockets", "parked"), ("group", "parked")]
     found: list[HopCost] = []
     with _pinned(own):
         for channel, wait in kinds:
@@ -103,11 +106,6 @@ def measure(sizes: Sequence[int], repeats: int) -> list[HopCost]:
         for wait in ("spinning", "parked"):
             found.append(_cost("rendezvous", wait, 16 * CANDIDATES, _meetings(other, wait, repeats)))
     return found
-
-
-def compiled() -> str:
-    """What moves the bytes of shared memory, for a heading."""
-    return "compiled" if native.library() is not None else "in Python"
 
 
 def _cost(channel: str, wait: str, size: int, times: list[float]) -> HopCost:
@@ -131,13 +129,19 @@ def _echoed(channel: str, wait: str, placement: Placement) -> Iterator[Channel]:
     """An end of a channel to a process that sends every frame back."""
     spin = SPIN_US if wait == "spinning" else 0
     command = [sys.executable, __file__, str(spin), str(placement.cores[0])]
-    if channel == "tcp":
-        listener = tcp.Listener()
-        child = subprocess.Popen([*command, f"{listener.host}:{listener.port}"])
-        end: Channel = listener.accept(PATIENCE_S)
+    if channel == "group":
+        store = Store(LOOPBACK)
+        member = store.member(channel, 0, 2)
+        child = subprocess.Popen([*command, f"group:{replace(member, rank=1)}"])
+        end: Channel = GroupChannel(join(member, LOOPBACK, PATIENCE_S), 1)
+    elif channel == "sockets":
+        mine, its = socket.socketpair()
+        child = subprocess.Popen([*command, f"socket:{its.fileno()}"], pass_fds=[its.fileno()])
+        its.close()
+        end = SocketChannel(mine)
     else:
         own, theirs = shared.shared_pair()
-        child = subprocess.Popen([*command, str(theirs)], pass_fds=theirs.fds)
+        child = subprocess.Popen([*command, f"shared:{theirs}"], pass_fds=theirs.fds)
         theirs.drop()
         end = shared.SharedChannel(own, spin)
     try:
@@ -185,12 +189,13 @@ def _meetings(placement: Placement, wait: str, repeats: int) -> list[float]:
 def _echo(spin_us: int, core: int, way: str) -> None:
     """Send every frame back, until the other end is gone."""
     os.sched_setaffinity(0, {core})
-    host, colon, port = way.rpartition(":")
-    channel: Channel = (
-        tcp.connect(host, int(port), PATIENCE_S)
-        if colon
-        else shared.SharedChannel(shared.SharedEnd.parse(way), spin_us)
-    )
+    kind, _, where = way.partition(":")
+    if kind == "group":
+        channel: Channel = GroupChannel(join(Member.parse(where), LOOPBACK, PATIENCE_S), 0)
+    elif kind == "socket":
+        channel = SocketChannel(socket.socket(fileno=int(where)))
+    else:
+        channel = shared.SharedChannel(shared.SharedEnd.parse(where), spin_us)
     with suppress(ChannelClosed):
         while True:
             channel.send([channel.receive()])

@@ -10,6 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 ENGINE = {"core", "network", "attention", "kv", "drafters", "rounds"}
+WORKERS = {"draft_worker", "stage_worker", "rank_worker", "cluster"}
 ALLOWED = {  # part -> the parts it may import; every part may import itself
     "core": set(),
     "native": set(),
@@ -26,26 +27,16 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "planning": {"core", "network"},
     "distributed": {"core", "native", "network", "attention", "kv", "drafters"},
     "options": {"core"},
-    "config": {"options", "core", "network", "attention", "drafters", "rounds", "engine", "planning"},
+    "config": {"options", "distributed", "core", "network", "attention", "drafters", "rounds", "engine", "planning"},
     "assembly": {"config", *ENGINE, "engine", "grammar", "planning", "zoo"},
-    "draft_worker": {"config", "assembly", "distributed", "core", "network", "drafters", "rounds"},
-    "stage_worker": {"config", "assembly", "distributed", "core", "kv", "network", "drafters", "rounds"},
+    "cluster": {"config", "core", "distributed", "rounds"},
+    "draft_worker": {"cluster", "config", "assembly", "distributed", "core", "network", "drafters", "rounds"},
+    "stage_worker": {"cluster", "config", "assembly", "distributed", "native", *ENGINE - {"attention"}},
     "rank_worker": {"config", "assembly", "distributed", "core", "network"},
     "engine_worker": {"chunks", "core", "distributed", "drafters", "engine", "llm", "network"},
     "serve": {"core", "distributed"},
     "chunks": {"core", "engine"},
-    "llm": {
-        *ENGINE,
-        "native",
-        "zoo",
-        "config",
-        "assembly",
-        "draft_worker",
-        "stage_worker",
-        "rank_worker",
-        "chunks",
-        "engine",
-    },
+    "llm": {*ENGINE, "native", "zoo", "config", "assembly", *WORKERS, "chunks", "engine"},
     "async_llm": {"config", "chunks", "core", "engine", "llm"},
     "bridges": {"core", "network", "drafters"},
     "bench": {*ENGINE, "native", "distributed", "training", "engine", "zoo", "planning", "config", "assembly", "llm"},

@@ -246,11 +246,11 @@ class TestCommands:
         for flag in ("--model", "--drafter", "--round", "--device", "--dtype", "--exact", "--threads", "--kv-memory"):
             assert flag in result.output
 
-    def test_help_of_stage(self, run: Any) -> None:
-        output = run("stage", "--help").output
-        for flag in ("--listen", "--model", "--cores", "--threads", "--device", "--offline"):
-            assert flag in output
-        assert "--host" not in output and "--pipeline" in run("generate", "--help").output
+    @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+    def test_help_has_the_cluster(self, run: Any, command: str) -> None:
+        output = run(command, "--help").output
+        for flag in ("--pipeline", "--cluster", "--insecure-cluster"):
+            assert flag in output, flag
 
     def test_every_kind_of_training_is_a_command(self, run: Any) -> None:
         output = run("train", "--help").output
@@ -271,14 +271,11 @@ class TestCommands:
             (["generate", "--prompt-file", "/nowhere/at/all"], "/nowhere/at/all"),
             (["generate", "--prompt", "x", "--logit-bias", "1"], "KEY=VALUE"),
             (["generate", "--prompt", "x", "--pipeline", "13", "--drafter", "ngram"], "the target has 12 layers"),
-            (["generate", "--prompt", "x", "--pipeline", "four"], "HOST:PORT"),
+            (["generate", "--prompt", "x", "--pipeline", "four"], "no number of stages"),
             (["generate", "--prompt", "x", "--pipeline", "2,cores=<4096,0>", "--drafter", "ngram"], "core 4096"),
-            (["generate", "--prompt", "x", "--pipeline", "127.0.0.1:9", "--drafter", "ngram"], "127.0.0.1:9"),
+            (["generate", "--prompt", "x", "--pipeline", "127.0.0.1:9", "--drafter", "ngram"], "no number of stages"),
             (["generate", "--prompt", "x", "--pipeline", "2", "--round", "mirror"], "pipeline round"),
-            (["stage", "--listen", "nowhere"], "HOST:PORT"),
-            (["stage", "--listen", "203.0.113.9:0"], "the port cannot be had"),
-            (["stage", "--model", "./nowhere"], "nowhere"),
-            (["stage", "--device", "cuda:7"], "device='cuda:7': torch"),
+            (["generate", "--prompt", "x", "--cluster", "nowhere"], "address is no address"),
             (["chat", "--n", "2"], "--n 2"),
             (["demo", "--prompts", "0"], "--prompts 0"),
             (["demo", "--model", "paceline-small", "--prompts", "21"], "--prompts 21"),

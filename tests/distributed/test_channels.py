@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
 import random
 import signal
@@ -13,50 +15,61 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
-from paceline.core.errors import ConfigError
-from paceline.distributed import channels, shared, tcp
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.distributed import channels, shared
 from paceline.distributed.channels import Channel, ChannelClosed, Link, LinkedChannel, local_pair
 from paceline.distributed.clock import Late, RealClock, VirtualClock
 from paceline.distributed.frames import FrameError
+from paceline.distributed.groups import GroupChannel, Member, Store, join
 from paceline.distributed.shared import SharedChannel, SharedEnd, shared_pair
-from paceline.native import channels as native
+from paceline.distributed.sockets import SocketChannel
 
 LONG = 60.0  # seconds: an end of waiting that no test comes to
-COMPILED = native.library() is not None
+LOCALHOST = "127.0.0.1"
 Pair = tuple[Channel, Channel]
+numbers = itertools.count()
 
 
-def by_tcp() -> Pair:
-    listener = tcp.Listener()
-    one = tcp.connect(listener.host, listener.port, LONG)
-    other = listener.accept(LONG)
-    listener.close()
-    return one, other
+def by_sockets() -> Pair:
+    one, other = socket.socketpair()
+    return SocketChannel(one), SocketChannel(other)
 
 
-def by_memory(one: bool, other: bool, spin_us: int = 0) -> Pair:
+def by_memory(spin_us: int = 0) -> Pair:
     ends = shared_pair(shared.LEAST)
-    return SharedChannel(ends[0], spin_us, one), SharedChannel(ends[1], spin_us, other)
+    return SharedChannel(ends[0], spin_us), SharedChannel(ends[1], spin_us)
+
+
+def by_group() -> Pair:
+    """Two members in one process, each with an address of its own."""
+    store, name, made = Store(LOCALHOST), f"test/{next(numbers)}", {}
+
+    def one(rank: int) -> None:
+        made[rank] = GroupChannel(join(store.member(name, rank, 2), f"127.0.0.{1 + rank}", LONG), 1 - rank)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made[0], made[1]
 
 
 KINDS: dict[str, Callable[[], Pair]] = {
     "local": lambda: local_pair(RealClock()),
-    "tcp": by_tcp,
-    "python": lambda: by_memory(False, False),
-    "spinning python": lambda: by_memory(False, False, 500),
+    "sockets": by_sockets,
+    "parked": by_memory,
+    "spinning": lambda: by_memory(500),
+    "group": by_group,
 }
-if COMPILED:
-    KINDS |= {
-        "compiled": lambda: by_memory(True, True),
-        "spinning compiled": lambda: by_memory(True, True, 500),
-        "compiled to python": lambda: by_memory(True, False),
-        "python to compiled": lambda: by_memory(False, True),
-    }
-STREAMS = [kind for kind in KINDS if kind != "local"]
+IN_MEMORY = ("parked", "spinning")
 
 
 @pytest.fixture(params=list(KINDS))
@@ -113,7 +126,7 @@ def test_what_was_sent_before_the_end_is_received(pair: Pair):
         pair[0].receive(0)
 
 
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("kind", ["sockets", *IN_MEMORY])
 def test_who_reads_nothing_is_not_waited_for(kind: str):
     one, other = KINDS[kind]()
     with pytest.raises(ChannelClosed, match="took nothing"):
@@ -123,9 +136,8 @@ def test_who_reads_nothing_is_not_waited_for(kind: str):
             other.receive(LONG)
 
 
-@pytest.mark.parametrize("kind", ["python", "compiled"] if COMPILED else ["python"])
-def test_a_frame_in_pieces_is_kept_over_a_late_wait(kind: str):
-    one, other = KINDS[kind]()
+def test_a_frame_in_pieces_is_kept_over_a_late_wait():
+    one, other = by_memory()
     data = random.Random(2).randbytes(100_000)  # the ring has 4096
     late, frame = 0, None
     thread = threading.Thread(target=lambda: one.send([data], LONG))
@@ -141,80 +153,135 @@ def test_a_frame_in_pieces_is_kept_over_a_late_wait(kind: str):
     assert frame == data
 
 
-def raw_write(end: SharedEnd, data: bytes) -> None:
-    """Write to an end's ring what no channel would."""
-    ring: Any = SharedChannel(end, 0, False)._out
-    ring._ring.bytes[: len(data)] = data
-    ring._ring.cells[shared.HEAD] = len(data)
+def raw(end: SharedEnd) -> tuple[memoryview, memoryview]:
+    """The cells and the bytes of the ring that an end writes; cells are a cache line apart."""
+    size = shared.CELLS + end.capacity
+    whole = memoryview(mmap.mmap(end.memory, 2 * size))[end.own * size :]
+    return whole[: shared.CELLS].cast("Q"), whole[shared.CELLS : size]
 
 
-@pytest.mark.parametrize("compiled", [False, True] if COMPILED else [False])
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [
-        (struct.pack("<4sI", b"GET ", 3) + b"abc", "where a frame should begin"),
-        (struct.pack("<4sI", channels.MARK, 2**32 - 1), "is announced"),
-    ],
-)
-def test_garbage_in_shared_memory_is_refused(compiled: bool, bad: bytes, why: str):
+HEAD, TAIL = 0, 8  # places of cells
+
+BAD = [
+    (struct.pack("<4sI", b"GET ", 3) + b"abc", "where a frame should begin"),
+    (struct.pack("<4sI", channels.MARK, 2**32 - 1), "is announced"),
+]
+
+
+@pytest.mark.parametrize(("bad", "why"), BAD)
+def test_garbage_in_shared_memory_is_refused(bad: bytes, why: str):
     ends = shared_pair(shared.LEAST)
-    channel = SharedChannel(ends[1], 0, compiled)
-    raw_write(ends[0], bad)
+    channel, (cells, data) = SharedChannel(ends[1], 0), raw(ends[0])
+    data[: len(bad)] = bad
+    cells[HEAD] = len(bad)
     with pytest.raises(FrameError, match=why):
         channel.receive(LONG)
     with pytest.raises(ChannelClosed):
         channel.receive(LONG)
 
 
-@pytest.mark.parametrize("compiled", [False, True] if COMPILED else [False])
-@pytest.mark.parametrize("cell", [shared.HEAD, shared.TAIL])
-def test_cells_that_lie_are_seen(compiled: bool, cell: int):
+@pytest.mark.parametrize("cell", [HEAD, TAIL])
+def test_cells_that_lie_are_seen(cell: int):
     """The other process may write anything there: nothing beyond the ring is read or written for it."""
     ends = shared_pair(shared.LEAST)
-    channel, liar = SharedChannel(ends[1], 0, compiled), SharedChannel(ends[0], 0, False)
-    ring: Any = (liar._out if cell == shared.HEAD else liar._into)._ring  # type: ignore[union-attr]
-    ring.cells[cell] = 2**63
+    channel = SharedChannel(ends[1], 0)
+    raw(ends[0] if cell == HEAD else ends[1])[0][cell] = 2**63
     with pytest.raises(FrameError, match="what no end writes"):
-        if cell == shared.HEAD:
+        if cell == HEAD:
             channel.receive(LONG)
         else:
             channel.send([b"data"], LONG)
 
 
-@pytest.mark.parametrize("bad", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<4sI", channels.MARK, 2**32 - 1)])
-def test_garbage_on_a_port_is_refused(bad: bytes):
-    listener = tcp.Listener()
-    stranger = socket.create_connection((listener.host, listener.port))
-    channel = listener.accept(LONG)
+@pytest.mark.parametrize("bad", [b"GET / HTTP/1.1\r\n\r\n", BAD[1][0]])
+def test_garbage_over_a_socket_is_refused(bad: bytes):
+    stranger, own = socket.socketpair()
+    channel = SocketChannel(own)
     stranger.sendall(bad)
     with pytest.raises(FrameError):
         channel.receive(LONG)
     with pytest.raises(ChannelClosed):
         channel.receive(LONG)
     stranger.close()
-    listener.close()
+
+
+# -- groups
+
+
+@pytest.mark.parametrize("bad", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<4sI", channels.MARK, 2**31)])
+def test_garbage_over_a_group_is_refused(bad: bytes):
+    one, other = by_group()
+    assert isinstance(one, GroupChannel)
+    one._send(torch.frombuffer(bytearray(bad), dtype=torch.uint8), timedelta(seconds=LONG))
+    with pytest.raises(FrameError):
+        other.receive(LONG)
+    with pytest.raises(ChannelClosed):
+        other.receive(LONG)
+    one.close()
+
+
+MEMBER = """
+import sys, time
+from paceline.distributed.groups import GroupChannel, Member, join
+channel = GroupChannel(join(Member.parse(sys.argv[1]), "127.0.0.2"), 0)
+while True:
+    channel.send([channel.receive()])
+"""
+
+
+def test_a_member_that_is_killed_or_stopped():
+    """Its death ends a wait; what it does not take while it is stopped ends the channel, in time."""
+    store = Store(LOCALHOST)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        name = f"killed/{number}"
+        member = store.member(name, 0, 2)
+        assert Member.parse(str(member)) == member and not store.waits(name)
+        child = subprocess.Popen([sys.executable, "-c", MEMBER, str(replace(member, rank=1))])
+        channel = GroupChannel(join(member, LOCALHOST, LONG), 1)
+        assert store.waits(name)
+        channel.send([b"hello"], LONG)
+        assert channel.receive(LONG) == b"hello"
+        os.kill(child.pid, number)
+        with pytest.raises(ChannelClosed, match="is gone" if number == signal.SIGKILL else "took nothing for 0.2 s"):
+            while number == signal.SIGSTOP:
+                channel.send([bytes(2**20)], 0.2)
+            channel.receive(LONG)
+        child.kill()
+        child.wait()
+        channel.close()
+        assert channel.ended(LONG)
+
+
+def test_a_group_that_does_not_come_together():
+    store = Store(LOCALHOST)
+    with pytest.raises(ChannelClosed, match="group alone at 127.0.0.1:.* did not come together"):
+        join(store.member("alone", 0, 2), LOCALHOST, 0.5)
+    with pytest.raises(ConfigError, match="this host cannot listen at it"):
+        Store("192.0.2.250")
+    if not torch.distributed.is_nccl_available():
+        with pytest.raises(CapabilityError, match="a group on cuda:0: this torch has no NCCL"):
+            join(store.member("on GPUs", 0, 2), LOCALHOST, 0.5, "cuda:0")
+
+
+def test_groups_of_one_process_do_not_hear_each_other():
+    pairs = [by_group() for _ in range(2)]
+    for number, (one, _) in enumerate(pairs):
+        one.send([bytes([number])])
+    assert [bytes(other.receive(LONG)) for _, other in pairs] == [b"\0", b"\1"]
+    for end in (end for pair in pairs for end in pair):
+        end.close()
+    assert all(end.ended(LONG) for pair in pairs for end in pair if isinstance(end, GroupChannel))
 
 
 def test_frames_that_are_too_large_are_not_sent(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(channels, "MOST_BYTES", 1000)
-    for one, other in (by_tcp(), by_memory(False, False)):
+    for one, other in (by_sockets(), by_memory(), by_group()):
         with pytest.raises(FrameError, match="larger than"):
             one.send([bytes(1001)])
         one.send([bytes(1000)])
         assert len(other.receive(LONG)) == 1000
-
-
-def test_a_port_that_is_taken_and_one_where_nobody_is():
-    listener = tcp.Listener()
-    with pytest.raises(ConfigError, match=r"cannot be had .* name a free one|cannot be had"):
-        tcp.Listener(listener.host, listener.port)
-    with pytest.raises(Late, match="nobody connected"):
-        listener.accept(0.01)
-    listener.close()
-    with pytest.raises(ConfigError, match="start the other side first|Start the other side first"):
-        tcp.connect(listener.host, listener.port, 0.01)
-    with pytest.raises(ConfigError, match="cannot be had"):
-        tcp.Listener("no.such.host.invalid")
+        one.close()
+        other.close()
 
 
 @pytest.mark.parametrize("capacity", [0, 4095, 5000, 2**31])
@@ -235,26 +302,24 @@ def test_memory_that_is_not_what_the_end_says():
 CHILD = """
 import sys
 from paceline.distributed.shared import SharedChannel, SharedEnd
-channel = SharedChannel(SharedEnd.parse(sys.argv[1]), compiled={compiled})
+channel = SharedChannel(SharedEnd.parse(sys.argv[1]))
 while True:
     frame = channel.receive()
     channel.send([b"have ", frame])
 """
 
 
-@pytest.mark.parametrize("compiled", [False, True] if COMPILED else [False])
-def test_another_process_answers_and_its_death_is_seen(compiled: bool):
+def test_another_process_answers_and_its_death_is_seen():
     """Spinning and parked; it is killed while nobody waits, then while somebody does."""
     with ExitStack() as stack:
         children = []
         for _ in range(2):
             own, theirs = shared_pair()
-            code = CHILD.format(compiled=compiled)
-            child = subprocess.Popen([sys.executable, "-c", code, str(theirs)], pass_fds=theirs.fds)
+            child = subprocess.Popen([sys.executable, "-c", CHILD, str(theirs)], pass_fds=theirs.fds)
             theirs.drop()
             stack.callback(child.wait)
             stack.callback(child.kill)
-            children.append((child, SharedChannel(own, compiled=compiled)))
+            children.append((child, SharedChannel(own)))
         for _, channel in children:
             for size in (5, 300_000):
                 channel.send([bytes(size)], LONG)
@@ -270,7 +335,7 @@ def test_another_process_answers_and_its_death_is_seen(compiled: bool):
 
 
 def test_a_signal_is_handled_while_a_channel_is_waited_for():
-    one, other = by_memory(COMPILED, COMPILED)
+    one, other = by_memory()
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: (seen.append(number), other.send([b"now"]))[0])
     try:

@@ -38,7 +38,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
 
 
 def start(workers: list[Worker], stages: int, slots: int) -> None:
-    """One a core, over shared memory and over TCP."""
+    """One a core, over shared memory and over sockets."""
     usable = cores()
     for index, (first, last) in enumerate(split(stages)[:-1]):
         spec = WorkerSpec(
@@ -48,7 +48,7 @@ def start(workers: list[Worker], stages: int, slots: int) -> None:
             kinds=KINDS,
             expected=Facts(weights="tiny", dtype="float64"),
             placement=Placement(cores=(usable[index % len(usable)],)),
-            channel="tcp" if index % 2 else "shared",
+            channel="socket" if index % 2 else "shared",
         )
         workers.append(Worker(spec, PATIENCE))
     for worker in workers:

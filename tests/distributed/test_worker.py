@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,6 @@ from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS, LIFE, Beat, Facts, Fault, Hello, Refused
 from paceline.distributed.placement import Placement, cores, share_cores
 from paceline.distributed.serving import Progress, serve
-from paceline.distributed.tcp import Listener
 from paceline.distributed.worker import Launched, Patience, Spare, Worker, WorkerFailed, WorkerSpec, ended
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
@@ -61,25 +59,7 @@ def until_ready(worker: Worker) -> Line:
     return worker.line
 
 
-def test_strangers_at_its_port_that_say_nothing_do_not_keep_a_worker_out(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strangers: list[socket.socket] = []
-
-    def visited(**options: Any) -> Listener:
-        made = Listener(**options)
-        strangers.extend(socket.create_connection((made.host, made.port)) for _ in range(4))
-        return made
-
-    monkeypatch.setattr("paceline.distributed.worker.Listener", visited)
-    workers.append(worker := Worker(replace(SPEC, channel="tcp"), replace(LAZY, start_s=30.0)))
-    assert say(worker.start(), "hello") == Say("HELLO")
-    for stranger in strangers:
-        stranger.close()
-    assert len(strangers) == 4 and worker.faults == []
-
-
-@pytest.mark.parametrize("channel", ["shared", "tcp"])
+@pytest.mark.parametrize("channel", ["shared", "socket"])
 def test_a_worker_serves_on_its_cores_until_it_is_stopped(workers: list[Worker], channel: Any):
     core = cores()[-1]
     placed = replace(SPEC, channel=channel, placement=Placement(cores=(core,)))
@@ -168,7 +148,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("channel", ["shared", "tcp"])
+@pytest.mark.parametrize("channel", ["shared", "socket"])
 def test_a_worker_ends_with_who_started_it(channel: str):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, channel], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -229,8 +209,9 @@ class Hand:
 
     clock: VirtualClock
     began: list[float] = field(default_factory=list)
-    status: int | None = None
-    pid: int = 7
+    status: int | str | None = None
+    pid: int | None = 7
+    host: str = ""
     lines: list[tuple[Line, Line]] = field(default_factory=list)  # the worker's ends: life, and the other
     broken: bool = False
 
@@ -242,14 +223,16 @@ class Hand:
         self.lines.append((Line(theirs, Codec(**LIFE)), Line(other, Codec(**GREETINGS, **KINDS))))
         return Launched(self, Line(mine, Codec(**LIFE)), "key", lambda: own, lambda: None)
 
-    def poll(self) -> int | None:
+    def poll(self) -> int | str | None:
         return self.status
 
     def kill(self) -> None:
         self.status = -signal.SIGKILL
 
     def hello(self, **facts: str) -> None:
-        self.lines[-1][1].send(Hello("key", {"weights": "", "vocabulary": "v", "dtype": "", "version": "1", **facts}))
+        self.lines[-1][1].send(
+            Hello("key", {"weights": "", "vocabulary": "v", "dtype": "", "version": "1", **facts}, 8, self.host)
+        )
 
     def pass_time(self, worker: Worker, seconds: float, beats: bool = True, busy_s: float = 0.0) -> None:
         for _ in range(round(seconds * 10)):
@@ -348,14 +331,14 @@ def test_a_worker_that_says_no_hello_is_started_again(hand: Hand):
 
 def test_a_stranger_is_not_believed(hand: Hand):
     worker = watched(hand)
-    hand.lines[-1][1].send(Hello("another key", {}))
+    hand.lines[-1][1].send(Hello("another key", {}, 8, ""))
     hand.pass_time(worker, 0.1)
     assert worker.line is None and worker.faults == []
     with pytest.raises(ChannelClosed):
         hand.lines[-1][1].receive(0)
 
 
-@pytest.mark.parametrize("fact", ["weights", "vocabulary", "dtype", "version"])
+@pytest.mark.parametrize("fact", ["weights", "vocabulary", "dtype", "torch", "instructions", "version"])
 def test_every_fact_is_compared(hand: Hand, fact: str):
     worker = watched(hand, **{fact: "one"})
     hand.hello(**{fact: "other"})
@@ -367,9 +350,31 @@ def test_every_fact_is_compared(hand: Hand, fact: str):
     assert fits.line is not None
 
 
+def test_one_on_another_host_is_named_with_it(hand: Hand):
+    hand.pid, hand.host = None, "10.0.0.2"
+    worker = watched(hand)
+    assert (worker.pid, worker.host) == (None, "")
+    hand.hello()
+    worker.poll()
+    hand.clock.sleep_until(1.0)
+    worker.poll()
+    assert (worker.pid, worker.host) == (8, "10.0.0.2")
+    hand.status = "died: its host has left the cluster"
+    hand.clock.sleep_until(2.0)
+    worker.poll()
+    assert worker.faults == ["worker echo (pid 8 on 10.0.0.2) died: its host has left the cluster"]
+    while worker.line is not None or len(hand.lines) < 2:
+        hand.clock.sleep_until(hand.clock.now() + 0.1)
+        worker.poll()
+    hand.lines[-1][1].send(Refused("key", "model x", "its folder is not there", "copy it", "10.0.0.3"))
+    hand.clock.sleep_until(hand.clock.now() + 0.1)
+    with pytest.raises(ConfigError, match="model x, for echo on 10.0.0.3: its folder is not there"):
+        worker.poll()
+
+
 def test_a_refusal_after_a_restart_is_final(hand: Hand):
     worker = watched(hand)
-    hand.lines[-1][1].send(Refused("key", "draft x", "its file is gone", "put it back"))
+    hand.lines[-1][1].send(Refused("key", "draft x", "its file is gone", "put it back", ""))
     hand.status = 2
     for _ in range(2):
         with pytest.raises(ConfigError, match="its file is gone"):
@@ -435,8 +440,6 @@ def test_cores_that_are_not_there():
         share_cores([len(usable), 1])
     with pytest.raises(ConfigError, match="threads"):
         Placement(threads=0)
-    with pytest.raises(CapabilityError, match="workers are started on this host alone"):
-        Placement(host="elsewhere")
 
 
 def test_workers_share_the_cores():

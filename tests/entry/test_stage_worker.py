@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +14,13 @@ import torch
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
 from paceline.assembly import load_target, open_source
 from paceline.config import LLMConfig
-from paceline.distributed.handshake import Begin
 from paceline.distributed.placement import Placement, cores
 from paceline.distributed.stage_service import message_of
 from paceline.kv.pool import KVPool
 from paceline.network.stages import Frame, Stage, StageRows
 from paceline.rounds import parse_round
 from paceline.rounds.pipeline.split import Split, parse_split
-from paceline.stage_worker import chosen, place, service, stage_spec, with_cut
+from paceline.stage_worker import place, service, stage_spec, with_cut
 
 MODEL = "paceline-small"
 LAYERS = 12
@@ -45,7 +40,7 @@ def test_layers_in_two_parts_compute_what_they_compute_together(dtype: str) -> N
     slots = pools[0].tensors.all_k.shape[2]
     part = {"start": 0, "stop": LAYERS // 2, "slots": slots}
     source = open_source(config, MODEL, dtype)
-    spec = stage_spec(config, Split(stages=2), 0, part, Placement(), source)
+    spec = stage_spec(config, 0, part, Placement(), source)
     made = service("cpu", **json.loads(json.dumps(spec.options)))
     assert made.facts == spec.expected and len(made.facts.weights) == len(made.facts.vocabulary) == 64
     assert sum(p.numel() for p in made.stage.decoder.parameters()) < sum(p.numel() for p in own.decoder.parameters())
@@ -66,7 +61,6 @@ def test_layers_in_two_parts_compute_what_they_compute_together(dtype: str) -> N
 def test_how_a_split_is_written() -> None:
     assert parse_split(4) == parse_split("4") == Split(stages=4)
     assert parse_split("2,cores=<0,1>,threads=1") == Split(stages=2, cores=(0, 1), threads=1)
-    assert parse_split("a:1, b.example:65535") == Split(stages=3, hosts=("a:1", "b.example:65535"))
 
 
 @pytest.mark.parametrize(
@@ -74,14 +68,10 @@ def test_how_a_split_is_written() -> None:
     [
         (0, "stages must be 1 or more"),
         (True, "pipeline takes"),
-        ("-2", "neither a number"),
-        ("four", "neither a number"),
-        ("a:0", "neither a number"),
-        ("a:65536", "neither a number"),
-        ("a:1,b", "neither a number"),
-        ("a:1,a:1", "there twice"),
+        ("-2", "no number of stages"),
+        ("four", "no number of stages"),
+        ("a:1,b:2", "no number of stages"),
         ("4,core=<0>", "no option 'core'"),
-        ("4,hosts=<a:1>", "all stages but the last"),
         ("2,threads=0", "threads must be 1 or more"),
         ("x" * 10_000, "characters"),
     ],
@@ -115,26 +105,12 @@ def test_places() -> None:
     usable = cores()
     assert place(Split(stages=1, cores=(usable[0],)), "cpu") == [Placement(cores=(usable[0],))]
     assert [p.num_threads for p in place(Split(stages=3), "cpu")] == [max(1, len(usable) // 3)] * 3
-    assert place(Split(stages=2, hosts=("a:1",)), "cpu") == [Placement()] * 2
     with pytest.raises(ConfigError, match="1 cores cannot be shared evenly by 2 stages"):
         place(Split(stages=2, cores=(usable[0],)), "cpu")
-    with pytest.raises(ConfigError, match="core 4096 is none"):
-        place(Split(stages=2, cores=(usable[0], 4096)), "cpu")
-
-
-def test_a_host_takes_numbers_and_options_and_nothing_else() -> None:
-    options = {"model": "theirs", "dtype": "float32", "trust_remote_code": True, "drafter": "x"}
-    part = {"start": 0, "stop": 2, "slots": 64}
-    asked = Begin("stage 0", "os:system", {"options": options, **part}, "", "k", [], "", 0, 1.0)
-    begin = chosen("ours", None, True, asked)
-    assert begin.service == "paceline.stage_worker:service"
-    given = {"model": "ours", "revision": None, "offline": True, "dtype": "float32"}
-    assert begin.options == {"options": given, **part}
-    for bad in ({"options": "x"}, {"options": {}, "start": "0", "stop": 1, "slots": 1}, {}):
-        with pytest.raises(ConfigError, match="asks for something else"):
-            chosen("ours", None, False, replace(asked, options=bad))
     with pytest.raises(ConfigError, match="it has layers 0 to 11"):
         service("cpu", {"model": MODEL}, 4, 13, 64)
+    with pytest.raises(ConfigError, match="core 4096 is none"):
+        place(Split(stages=2, cores=(usable[0], 4096)), "cpu")
 
 
 def ids(outputs: list[Any]) -> list[list[int]]:
@@ -172,29 +148,6 @@ def test_processes_give_the_answers_of_one() -> None:
         LLM(MODEL, share=llm, **SMALL)
 
 
-@pytest.mark.timeout(600)
-def test_a_host_as_the_command_line_starts_it() -> None:
-    expected = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
-    command = [sys.executable, "-m", "paceline", "stage", "--model", MODEL, "--listen", "127.0.0.1:0"]
-    host = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True)
-    try:
-        assert host.stderr is not None
-        address = host.stderr.readline().split()[-1]
-        threading.Thread(target=host.stderr.read, daemon=True).start()
-        llm = LLM(MODEL, pipeline=address, exact=True, **SMALL)
-        assert ids(llm.generate(PROMPTS, GREEDY)) == expected
-        with pytest.raises(ConfigError, match="it serves another coordinator"):
-            LLM(MODEL, pipeline=address, exact=True, **SMALL)
-        del llm
-        gc.collect()
-        with pytest.raises(CapabilityError, match="its weights is"):
-            LLM("paceline-small-draft", pipeline=address, **SMALL)
-    finally:
-        host.send_signal(signal.SIGINT)
-        host.wait(60)
-    assert host.returncode == 130
-
-
 def test_a_cut_is_measured_where_it_is_asked_for() -> None:
     config = LLMConfig(model=MODEL, pipeline=3, round="pipeline,layers=auto,width=4")
     layers = parse_round(with_cut(config).round).layers
@@ -202,6 +155,6 @@ def test_a_cut_is_measured_where_it_is_asked_for() -> None:
     assert len(sizes) == 3 and sum(sizes) == LAYERS and min(sizes) > 0
     assert with_cut(LLMConfig(model=MODEL, pipeline=3)).round == "pipeline,stages=3"
     with pytest.raises(ConfigError, match="other hosts"):
-        with_cut(replace(config, pipeline="a:1,b:2"))
+        with_cut(replace(config, cluster="auto"))
     with pytest.raises(ConfigError, match="times are measured where stages start"):
         LLM(MODEL, round="pipeline,layers=auto", drafter="ngram")

@@ -1,10 +1,12 @@
 """Requests in a pipeline whose processes are killed or stopped: no token may be lost or changed, and it goes on soon.
 
     python tests/fuzz/stage_kills.py --kills 30
+    python tests/fuzz/stage_kills.py --kills 10 --cluster
 
 Requests of many kinds go through three stages in processes, with a source of drafts in a process of its own. At random
 moments one of the processes gets SIGKILL or SIGSTOP. Taken are the seconds until its fault is named, and those until
-the next token is said. Ids must be plain decoding's. What is wrong is said, and the exit status is 1.
+the next token is said. Ids must be plain decoding's. What is wrong is said, and the exit status is 1. With `--cluster`
+Ray has the processes, on four hosts that it is told this one is.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import argparse
 import logging
 import os
 import random
+import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from time import monotonic, sleep
@@ -72,12 +76,13 @@ class Killed:
 
     Args:
         draw: of requests, moments, processes and signals.
+        options: of the pipeline, beside `OPTIONS`.
     """
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw: random.Random, **options: Any) -> None:
         self.draw, self.found = draw, Found()
         self.plain = LLM(MODEL, threads=1, kv_memory="64MiB", max_sequences=4)
-        self.split = LLM(MODEL, **OPTIONS)
+        self.split = LLM(MODEL, **OPTIONS, **options)
         self.round: Any = self.split.engine.round
         self.round.on_tick = self._note
         self.said: list[float] = []  # when tokens were said ..
@@ -162,9 +167,27 @@ class Killed:
         self.found.deaths.append(Death(who, chosen.name, named[0] - sent[0], back - sent[0]))
 
 
-def run(kills: int, seed: int) -> Found:
+@contextmanager
+def hosts() -> Iterator[dict[str, Any]]:
+    """A Ray cluster of four hosts of a core each, with a token; the options that name it."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    import ray
+    from ray.cluster_utils import Cluster
+
+    node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    for _ in range(3):
+        cluster.add_node(**node)
+    try:
+        yield {"cluster": f"{cluster.address},cores=1"}
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def run(kills: int, seed: int, **options: Any) -> Found:
     """Strike so often."""
-    killed = Killed(random.Random(seed))
+    killed = Killed(random.Random(seed), **options)
     found = killed.found
     while len(found.deaths) < kills and not found.problems:
         killed.strike()
@@ -181,9 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30, help="signals to one of the processes")
     parser.add_argument("--seed", type=int, default=0, help="of requests, moments, processes and signals")
+    parser.add_argument("--cluster", action="store_true", help="processes on a Ray cluster")
     asked = parser.parse_args(arguments)
     logging.getLogger("paceline").setLevel(logging.CRITICAL)  # each death is told there
-    found = run(asked.kills, asked.seed)
+    with hosts() if asked.cluster else nullcontext({}) as options:
+        found = run(asked.kills, asked.seed, **options)
     print(f"{found.requests:,} requests, {found.tokens:,} tokens, {len(found.deaths)} deaths")
     for kind in dict.fromkeys((death.who, death.how) for death in found.deaths):
         own = [death for death in found.deaths if (death.who, death.how) == kind]

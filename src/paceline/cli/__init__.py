@@ -25,7 +25,6 @@ COMMANDS = {  # name -> what it does; the module has the same name
     "bench": "Measure the speed-up of speculation on this machine.",
     "train": "Train models, draft models, streams and adapters.",
     "export": "Write an EAGLE head as vLLM, SGLang or speculators load it.",
-    "stage": "Serve a stage of a model's pipeline to another host.",
     "plan": "Predict which drafter would pay for a model on a machine.",
     "models": "List the embedded models.",
     "drafters": "List the drafters and their options.",

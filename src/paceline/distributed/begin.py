@@ -14,7 +14,7 @@ from .channels import ChannelClosed
 from .frames import Codec
 from .handshake import LIFE, Begin
 from .placement import pin
-from .tcp import SocketChannel
+from .sockets import SocketChannel
 
 PATIENCE_S = 30.0  # for the first message
 

@@ -1,4 +1,5 @@
-"""Ways for frames between two ends: in one process, over shared memory (`shared`), over TCP (`tcp`).
+"""Ways for frames between two ends: in one process, over shared memory (`shared`) or a pair of
+sockets (`sockets`) between two, over a network (`groups`).
 
 A channel carries whole frames, in order, and each end is used by one thread. On a stream of bytes a frame follows its
 length: who says more than may come, or anything else, is not read further.

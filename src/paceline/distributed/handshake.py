@@ -21,6 +21,8 @@ class Facts:
     weights: str = ""  # fingerprint of the checkpoint (`target.files.fingerprint`)
     vocabulary: str = ""  # of token ids and their pieces
     dtype: str = ""
+    torch: str = ""  # its version: lines between hosts are torch's
+    instructions: str = ""  # in use, where ids are to be the same bit for bit
     version: str = __version__
 
 
@@ -28,6 +30,8 @@ _REMEDIES = {
     "weights": "give both sides the same checkpoint",
     "vocabulary": "use models with the same tokenizer",
     "dtype": "give both sides the same dtype",
+    "torch": "install the same torch on all hosts",
+    "instructions": "use hosts with the same kind of processor, or leave exact out",
     "version": "install the same version on both sides",
 }
 
@@ -52,7 +56,7 @@ class Begin:
     name: str
     service: str  # "module:function" that makes it
     options: dict[str, Any]  # of that function
-    way: str  # the line to be opened: "shared:...", "tcp:host:port" or "fd:..."
+    way: str  # the line to be opened: "shared:..." or "fd:..." on this host, "group:..." between two
     key: str  # to be said in `Hello`
     cores: list[int]
     device: str
@@ -75,6 +79,8 @@ class Hello:
 
     key: str
     facts: dict[str, str]
+    pid: int
+    host: str  # where it runs; empty: on this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ class Refused:
     asked: str
     wrong: str
     remedy: str
+    host: str
 
 
 @dataclass(frozen=True, slots=True)

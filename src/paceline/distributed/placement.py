@@ -1,16 +1,19 @@
-"""Where a worker runs: host, cores, threads, device."""
+"""Where a worker runs: cores, threads, device; and on which cluster, where it is one."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.options import check, option, shown, written
+from ..core.named import NamedConfig, made, pairs
+from ..core.options import MOST_TEXT, check, option, shown, written
 
-HERE = "localhost"
+HOST_PORT = re.compile(r"[^\s:,=/\[\]]+:\d{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,19 +22,15 @@ class Placement:
 
     Raises:
         ConfigError: cores that this process may not use, or more threads than cores.
-        CapabilityError: another host, or a system that pins no process.
+        CapabilityError: a system that pins no process.
     """
 
-    host: str = option(HERE, help="where it runs: localhost")
     cores: tuple[int, ...] = option((), help="CPU cores, such as <0,1>; none: all that this process may use")
     threads: int | None = option(None, help="threads of its layers; default: one a core", minimum=1)
     device: str = option("cpu", help="cpu or cuda, or one of several, such as cuda:1")
 
     def __post_init__(self) -> None:
         check(self, "placement ")
-        if self.host != HERE:
-            wrong = "workers are started on this host alone"
-            raise CapabilityError(f"placement host={shown(self.host)}", wrong, f"use host={HERE!r}")
         if self.cores:
             self._check_cores()
 
@@ -57,6 +56,38 @@ class Placement:
         """What its process must find in its environment before torch is imported."""
         threads = self.num_threads
         return {} if threads is None else dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig(NamedConfig):
+    """A Ray cluster, and what each worker gets of it."""
+
+    kind: ClassVar[str] = "cluster"
+
+    address: str = option("auto", help="auto: the one that this host has joined; or HOST:PORT of its head")
+    place: Literal["spread", "pack"] = option("spread", help="workers on as many hosts as there are, or on few")
+    cores: int | None = option(None, help="of each worker, as many threads; none: an even share of a host", minimum=1)
+    gpus: int | None = option(None, help="of each worker; none: 1 with device=cuda, else 0", minimum=0)
+
+    def validate(self) -> None:
+        """An address is a word or a host and a port."""
+        self.require(
+            "address", self.address == "auto" or HOST_PORT.fullmatch(self.address) is not None, "is no address"
+        )
+
+
+def parse_cluster(given: str) -> ClusterConfig:
+    """Read what a user gives as ``cluster``: ``auto``, ``10.0.0.1:6379``, ``auto,place=pack,cores=8``.
+
+    Raises:
+        ConfigError: neither, or options that do not fit.
+    """
+    asked, (first, _, rest) = f"cluster={shown(given)}", given.partition(",")
+    if len(given) > MOST_TEXT or not first.strip():
+        raise ConfigError(asked, "it is no address", "write auto, or HOST:PORT of the cluster's head")
+    given_options = [("address", first.strip()), *pairs(asked, ClusterConfig, rest or None)]
+    found: ClusterConfig = made(asked, ClusterConfig, given_options)
+    return found
 
 
 def cores() -> list[int]:

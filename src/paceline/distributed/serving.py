@@ -16,15 +16,12 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from ..core.errors import ConfigError
-from . import tcp
 from .channels import Channel, ChannelClosed, Line
 from .clock import Late
 from .frames import Codec, FrameError
 from .handshake import GREETINGS, LIFE, Beat, Begin, Facts, Fault, Hello, Refused
 from .shared import SharedChannel, SharedEnd
-from .tcp import SocketChannel
-
-CONNECT_S = 30.0
+from .sockets import SocketChannel
 
 
 class Service(Protocol):
@@ -113,21 +110,32 @@ def _do(work: Callable[[], Iterable[Any] | None], line: Line, progress: Progress
 
 
 def main(asked: Begin, life: SocketChannel) -> int:
-    """A worker process from here on: build the service, say hello, serve. The exit status."""
+    """A worker process of this host from here on; the exit status."""
     progress = Progress()
     threading.Thread(target=_beat, args=(life, progress, asked.beat_s), daemon=True).start()
-    channel = _opened(asked)
+    return answer(asked, _opened(asked), progress)
+
+
+def answer(asked: Begin, channel: Channel, progress: Progress, host: str = "") -> int:
+    """Build the service, say hello, serve until the other end is gone; an exit status.
+
+    Args:
+        asked: what it is.
+        channel: to who asks.
+        progress: told what it is at.
+        host: where it runs; empty: where who asks does.
+    """
     try:
         service = built(asked)
     except ConfigError as error:
-        Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy))
+        Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy, host))
         return 2
     except Exception as error:
         traceback.print_exc()
         Line(channel, Codec(**GREETINGS)).send(Fault(f"{type(error).__name__}: {error}", True))
         return 1
     line = Line(channel, Codec(**GREETINGS, **service.kinds))
-    line.send(Hello(asked.key, asdict(service.facts)))
+    line.send(Hello(asked.key, asdict(service.facts), os.getpid(), host))
     serve(service, line, progress)
     return 0
 
@@ -142,10 +150,7 @@ def _opened(asked: Begin) -> Channel:
     kind, _, where = asked.way.partition(":")
     if kind == "shared":
         return SharedChannel(SharedEnd.parse(where), asked.spin_us)
-    if kind == "fd":
-        return SocketChannel(socket.socket(fileno=int(where)))
-    host, _, port = where.rpartition(":")
-    return tcp.connect(host, int(port), CONNECT_S)
+    return SocketChannel(socket.socket(fileno=int(where)))
 
 
 def _beat(life: SocketChannel, progress: Progress, seconds: float) -> None:

@@ -1,8 +1,8 @@
 """Channels over memory that two processes of a host share: two rings, one each way.
 
 Who waits spins for a bounded time and then parks on an eventfd. Compiled code does both without Python's lock
-(``native/channels.cpp``); `PythonPipe` does the same over the same memory where there is no compiler. Memory and
-eventfds have no names: they are inherited by the process that is to have them, and are gone with the last one.
+(``native/channels.cpp``). Memory and eventfds have no names: they are inherited by the process that is to have them,
+and are gone with the last one.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ import ctypes
 import fcntl
 import mmap
 import os
-import platform
-import select
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 from ..core.errors import CapabilityError, ConfigError
 from ..native import channels as native
-from .channels import PREFIX, ChannelClosed, Incoming, fits, gone, prefix, size_of
+from .channels import PREFIX, ChannelClosed, fits, gone, size_of
 from .clock import Late
 from .frames import Buffer, FrameError
 
@@ -30,10 +27,7 @@ CAPACITY = 2**20  # bytes of a ring; larger frames go in pieces
 LEAST, MOST = 2**12, 2**30
 SPIN_US = 50  # how long is spun before parking: some tens of hops
 STAGING = 2**14  # bytes of a frame that is received in one call
-CELLS = 256  # bytes in front of a ring's own
-HEAD, TAIL, READER, WRITER = 0, 8, 16, 24  # places of its cells, in words of 8 bytes
-STRONG = ("x86_64", "AMD64")  # processors on which Python's own stores are seen in order
-LOST_S = 0.1  # a processor may show a store late: a wake-up that is lost that way in Python costs so much and no more
+CELLS = 256  # bytes in front of a ring's own: its head, its tail, and who is parked, in cache lines of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +80,15 @@ def shared_pair(capacity: int = CAPACITY) -> tuple[SharedEnd, SharedEnd]:
     return first, SharedEnd(capacity, 1, copies[0], (copies[1], copies[2], copies[3], copies[4]), lives[1])
 
 
+def usable() -> bool:
+    """Whether this system has such memory, and the compiled code for it."""
+    return sys.platform.startswith("linux") and native.library() is not None
+
+
 def _check(capacity: int) -> None:
-    if not sys.platform.startswith("linux"):
-        wrong = f"it stands on eventfds, which {sys.platform} has not"
-        raise CapabilityError("a channel over shared memory", wrong, "use TCP")
+    if not usable():
+        wrong = "it stands on eventfds, which Linux has, and on compiled code"
+        raise CapabilityError("a channel over shared memory", wrong, "use a pair of sockets")
     if capacity & (capacity - 1) or not LEAST <= capacity <= MOST:
         wrong = f"a ring has a power of two from {LEAST} to {MOST}"
         raise ConfigError(f"shared memory of {capacity} bytes", wrong, f"use {CAPACITY}")
@@ -106,28 +105,9 @@ class Ring:
     room_fd: int  # bytes went
     life_fd: int
     spin_us: int
-    cells: memoryview = field(init=False)
-    bytes: memoryview = field(init=False)
-
-    def __post_init__(self) -> None:
-        whole = memoryview(self.memory)
-        self.cells = whole[self.start : self.start + CELLS].cast("Q")
-        self.bytes = whole[self.start + CELLS : self.start + CELLS + self.capacity]
 
 
-class Pipe(Protocol):
-    """One end of one ring."""
-
-    def write(self, data: bytes, timeout: float | None) -> None:
-        """Write a frame. Raises `Late`, where there was no room in time, and `ChannelClosed`."""
-        ...
-
-    def read(self, timeout: float | None) -> bytearray:
-        """A frame; what came of one before a `Late` is kept. Raises `Late`, `ChannelClosed` and `FrameError`."""
-        ...
-
-
-class NativePipe:
+class Pipe:
     """An end of a ring in compiled code."""
 
     def __init__(self, ring: Ring) -> None:
@@ -195,92 +175,19 @@ def _refusal(status: int, begun: bool) -> Exception:
     return gone(begun) if status == native.CLOSED else FrameError("the shared memory holds what no end writes")
 
 
-class PythonPipe:
-    """The same in Python: what `NativePipe` is compared with."""
-
-    def __init__(self, ring: Ring) -> None:
-        if platform.machine() not in STRONG:
-            wrong = f"without compiled code it relies on the order of stores, which {platform.machine()} does not keep"
-            raise CapabilityError("a channel over shared memory", wrong, "install a C++ compiler, or use TCP")
-        self._ring = ring
-        self._incoming = Incoming()
-
-    def write(self, data: bytes, timeout: float | None) -> None:
-        """Write a frame."""
-        ring, done, data = self._ring, 0, prefix(len(data)) + data
-        cells, capacity = ring.cells, ring.capacity
-        while done < len(data):
-            self._wait(lambda: cells[HEAD] - cells[TAIL] != capacity, WRITER, ring.room_fd, timeout, done > 0)
-            head, used = cells[HEAD], cells[HEAD] - cells[TAIL]
-            if not 0 <= used <= capacity:
-                raise FrameError("the shared memory holds what no end writes")
-            count = min(len(data) - done, capacity - used, capacity - head % capacity)  # up to its end
-            at = head % capacity
-            ring.bytes[at : at + count] = data[done : done + count]
-            cells[HEAD] = head + count
-            done += count
-            self._tell(READER, ring.data_fd)
-
-    def read(self, timeout: float | None) -> bytearray:
-        """A frame."""
-        ring = self._ring
-        cells, capacity = ring.cells, ring.capacity
-        frame: bytearray | None = None
-        while frame is None:
-            self._wait(lambda: cells[HEAD] != cells[TAIL], READER, ring.data_fd, timeout, self._incoming.begun)
-            tail, filled = cells[TAIL], cells[HEAD] - cells[TAIL]
-            if not 0 <= filled <= capacity:
-                raise FrameError("the shared memory holds what no end writes")
-            room, at = self._incoming.room(), tail % capacity
-            count = min(len(room), filled, capacity - at)
-            room[:count] = ring.bytes[at : at + count]
-            cells[TAIL] = tail + count
-            self._tell(WRITER, ring.room_fd)
-            frame = self._incoming.took(count)
-        return frame
-
-    def _tell(self, parked: int, fd: int) -> None:
-        if self._ring.cells[parked]:
-            self._ring.cells[parked] = 0
-            os.eventfd_write(fd, 1)
-
-    def _wait(self, ready: Callable[[], Any], parked: int, fd: int, timeout: float | None, begun: bool) -> None:
-        began, spin = time.monotonic(), 1e-6 * self._ring.spin_us
-        while time.monotonic() - began < min(spin, spin if timeout is None else timeout):
-            if ready():
-                return
-        waiting = select.poll()
-        waiting.register(fd, select.POLLIN)
-        waiting.register(self._ring.life_fd, 0)
-        while not ready():
-            self._ring.cells[parked] = 1
-            left = LOST_S if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-            told = set() if ready() else {number for number, _ in waiting.poll(1e3 * min(LOST_S, left))}
-            self._ring.cells[parked] = 0
-            if fd in told:
-                os.eventfd_read(fd)
-            elif ready():
-                return
-            elif told:
-                raise gone(begun)
-            elif left == 0:
-                raise Late("nothing came in time")
-
-
 class SharedChannel:
     """One end of a channel over shared memory.
 
     Args:
         end: which; its file descriptors are taken over.
         spin_us: how long a wait spins before it parks.
-        compiled: whether compiled code moves the bytes; None: where there is a compiler.
 
     Raises:
         ConfigError: the memory is not what the end says.
         CapabilityError: it cannot be used here.
     """
 
-    def __init__(self, end: SharedEnd, spin_us: int = SPIN_US, compiled: bool | None = None) -> None:
+    def __init__(self, end: SharedEnd, spin_us: int = SPIN_US) -> None:
         _check(end.capacity)
         size = CELLS + end.capacity
         try:
@@ -288,10 +195,9 @@ class SharedChannel:
         except (OSError, ValueError) as error:
             raise ConfigError(f"shared memory of {2 * size} bytes", f"{error}", "open the end that was made") from error
         self._end = end
-        pipe: Any = NativePipe if compiled or (compiled is None and native.library() is not None) else PythonPipe
         pairs = end.events[:2], end.events[2:]
         out, into = (
-            pipe(Ring(self._memory, ring * size, end.capacity, *pairs[ring], end.life, spin_us))
+            Pipe(Ring(self._memory, ring * size, end.capacity, *pairs[ring], end.life, spin_us))
             for ring in (end.own, 1 - end.own)
         )
         self._out: Pipe | None = out

@@ -6,7 +6,6 @@ back while the engine goes on without it.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import signal
@@ -27,8 +26,8 @@ from .clock import Clock, Late, RealClock
 from .frames import Codec, FrameError
 from .handshake import GREETINGS, LIFE, Beat, Begin, Facts, Fault, Hello, Refused, compare, knows
 from .placement import Placement
-from .shared import SPIN_US, SharedChannel, shared_pair
-from .tcp import Listener, SocketChannel
+from .shared import SPIN_US, SharedChannel, shared_pair, usable
+from .sockets import SocketChannel
 
 TELL_S = 0.5  # for a process to take what it is told
 LOOK_S = 0.05  # between two looks at a worker that is well
@@ -64,7 +63,7 @@ class WorkerSpec:
     kinds: Mapping[str, type[Any]] = field(default_factory=dict)  # the messages of its service
     expected: Facts = Facts()
     placement: Placement = field(default_factory=Placement)
-    channel: Literal["shared", "tcp", "socket"] = "shared"  # "socket": a pair of sockets, for an event loop
+    channel: Literal["shared", "socket"] = "shared"  # "socket": for an event loop, and where memory cannot be shared
     prepare: str = ""  # likewise, what a spare process calls ahead; see `Spare`
     spin_us: int = SPIN_US
 
@@ -77,12 +76,24 @@ class Process(Protocol):
         """Its number; None: it runs on another host."""
         ...
 
-    def poll(self) -> int | None:
-        """Its exit status, below 0 a signal's number; None: it runs."""
+    def poll(self) -> int | str | None:
+        """Its exit status, below 0 a signal's number, or how it ended in words; None: it runs."""
         ...
 
     def kill(self) -> None:
         """End it at once."""
+        ...
+
+
+class Life(Protocol):
+    """Where a worker's signs of life come in."""
+
+    def receive(self, timeout: float) -> Beat:
+        """The next one; raises `Late` where none has come, and `ChannelClosed` where none will."""
+        ...
+
+    def close(self) -> None:
+        """No more are wanted."""
         ...
 
 
@@ -91,7 +102,7 @@ class Launched:
     """A worker that was just started."""
 
     process: Process
-    life: Line
+    life: Life
     key: str
     connect: Callable[[], Channel]  # an end of the way to it; raises `Late` while there is none
     close: Callable[[], None]  # of what waits for a connection, or of that end
@@ -198,10 +209,7 @@ class Spare:
 
 
 def _way(spec: WorkerSpec) -> _Way:
-    if spec.channel == "tcp":
-        listener = Listener(first_s=math.inf)  # it connects first, and loads what it needs before it says hello
-        return _Way(f"tcp:{listener.host}:{listener.port}", (), lambda: listener.greeted(0), listener.close)
-    if spec.channel == "socket":
+    if spec.channel == "socket" or not usable():
         mine, its = socket.socketpair()
         return _Way(f"fd:{its.fileno()}", (its.fileno(),), partial(SocketChannel, mine), mine.close, its.close)
     own, theirs = shared_pair()
@@ -215,7 +223,7 @@ class Worker:
     Args:
         spec: what it is.
         patience: how long is waited for it.
-        launch: how it is started; Ray or another way to other hosts would be another function.
+        launch: how it is started: here, or on another host (`ray_cluster`).
         clock: its time.
     """
 
@@ -239,11 +247,19 @@ class Worker:
         self._since = self._looked = self._silent_s = 0.0
         self._in_a_row = 0
         self._stopped = False
+        self._there: Hello | None = None  # what the present one said
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None: there is none at the moment."""
-        return None if self._launched is None else self._launched.process.pid
+        """Of its process; None: there is none at the moment, or it is not known yet."""
+        if self._launched is None:
+            return None
+        return self._launched.process.pid or (None if self._there is None else self._there.pid)
+
+    @property
+    def host(self) -> str:
+        """Where it runs; empty: here, or not known yet."""
+        return "" if self._there is None else self._there.host
 
     def start(self) -> Line:
         """Start it, and wait until it is ready.
@@ -292,7 +308,7 @@ class Worker:
         now = self._clock.now()
         healthy = self.line is not None and now - self._since > self.patience.healthy_s
         self._in_a_row = 1 if healthy else self._in_a_row + 1
-        process = "" if self.pid is None else f" (pid {self.pid})"
+        process = "" if self.pid is None else f" (pid {self.pid}{self.host and f' on {self.host}'})"
         self.faults.append(f"worker {self.spec.name}{process} {why}")
         self._end()
         rest = self.patience.rest_s * 2.0 ** min(self._in_a_row - 1, 60)
@@ -333,7 +349,7 @@ class Worker:
         for line in (self.line, self._greeted, None if launched is None else launched.life):
             if line is not None:
                 line.close()
-        self.line = self._greeted = None
+        self.line = self._greeted = self._there = None
         if launched is not None:
             launched.process.kill()
             launched.close()
@@ -363,7 +379,7 @@ class Worker:
             return False
         return self._launched is None
 
-    def _beats(self, life: Line) -> Beat | None:
+    def _beats(self, life: Life) -> Beat | None:
         """The last of those that came."""
         beat: Beat | None = None
         try:
@@ -391,16 +407,18 @@ class Worker:
             line.close()
             self._greeted = None  # a stranger; the worker itself may still come
         elif isinstance(said, Refused):
-            self._refuse(ConfigError(said.asked, said.wrong, said.remedy))
+            asked = f"{said.asked}, for {self.spec.name} on {said.host}" if said.host else said.asked
+            self._refuse(ConfigError(asked, said.wrong, said.remedy))
         else:
             self._welcome(line, said)
 
     def _welcome(self, line: Line, said: Hello) -> None:
         try:
-            compare(self.spec.name, self.spec.expected, Facts(**said.facts))
+            name = f"{self.spec.name} on {said.host}" if said.host else self.spec.name
+            compare(name, self.spec.expected, Facts(**said.facts))
         except ConfigError as error:
             self._refuse(error)
-        self.line, self._greeted, self._since = line, None, self._clock.now()
+        self.line, self._greeted, self._there, self._since = line, None, said, self._clock.now()
 
     def _refuse(self, error: ConfigError) -> None:
         self._refused = error
@@ -408,12 +426,14 @@ class Worker:
         raise error
 
 
-def ended(status: int) -> str:
+def ended(status: int | str) -> str:
     """An exit status in words."""
+    if isinstance(status, str):
+        return status
     return f"died: killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def _status(process: Process) -> int | None:
+def _status(process: Process) -> int | str | None:
     """The exit status of a process that is about to end; so it leaves no zombie."""
     for _ in range(100):
         if (status := process.poll()) is not None:

@@ -33,7 +33,7 @@ from ..distributed.requests import (
     Rejected,
     Submit,
 )
-from ..distributed.tcp import SocketChannel
+from ..distributed.sockets import SocketChannel
 from ..distributed.worker import Patience, Spare, Worker, WorkerSpec, launch_here
 from .line import LoopLine
 

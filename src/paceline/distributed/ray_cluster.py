@@ -1,0 +1,365 @@
+"""Workers on a Ray cluster: Ray starts, places and watches them; what they say goes over groups (`groups`), not Ray.
+
+A `Reservation` is a placement group with a bundle for each worker and one for who asks, on its own host. A worker is an
+actor (`actors`); one that failed is left, and another one is started in the same bundle, wherever Ray has that by then.
+Its death is Ray's to tell; whether it hangs is seen by calls in a concurrency group of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from threading import Thread
+from typing import Any
+from weakref import finalize
+
+from ..core.errors import CapabilityError, ConfigError
+from .channels import Channel, ChannelClosed
+from .clock import Late
+from .frames import Codec
+from .groups import JOIN_S, GroupChannel, Member, Store, join
+from .handshake import LIFE, Beat, Begin
+from .placement import ClusterConfig
+from .worker import LOOK_S, Launch, Launched, WorkerSpec
+
+try:
+    import ray
+    from ray.util import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+    from .actors import WorkerActor, end_stopped
+except ImportError as error:
+    raise CapabilityError("cluster=...", "Ray is not installed", "pip install 'paceline[cluster]'") from error
+
+PROBE_S = 5.0  # for the cluster's head to answer
+RESERVE_S = 60.0  # for bundles that fit to be free
+LAST_WORDS_S = 2.0  # for what a worker said last, on another way than Ray's, to come
+PIN = 0.001  # of a host's own resource: what stays on that host
+PAGE = "docs/cluster.md"
+STOPPED_S = 1.0  # without an answer, after which a process that is to end is taken to be stopped
+_END_STOPPED: Any = ray.remote(num_cpus=0, max_retries=0)(end_stopped)
+_ACTOR: Any = ray.remote(concurrency_groups={"watch": 1})(WorkerActor)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What one process gets of a host."""
+
+    cores: int
+    gpus: int
+
+    def __str__(self) -> str:
+        return f"{self.cores} cores" + (f" and {self.gpus} GPUs" if self.gpus else "")
+
+    def resources(self, host: str = "") -> dict[str, float]:
+        """In Ray's words; on one host, where it is named."""
+        found = {"CPU": float(self.cores), "GPU": float(self.gpus), f"node:{host}": PIN if host else 0.0}
+        return {name: amount for name, amount in found.items() if amount}
+
+
+# -- joining
+
+
+def connect(cluster: ClusterConfig, insecure: bool) -> str:
+    """Join a cluster, or find that this process has; the address of this host in it.
+
+    Raises:
+        ConfigError: no cluster is there, or one of another version of Ray or Python; a token that it does not take.
+        CapabilityError: it asks nobody for a token, or this process has none, unless that is said to be wanted.
+    """
+    asked = f"cluster={cluster.address!r}"
+    if not insecure and os.environ.get("RAY_AUTH_MODE") != "token":
+        wrong = "this process gives no token: RAY_AUTH_MODE is not token"
+        raise CapabilityError(asked, wrong, f"set it as on the hosts ({PAGE}), or say insecure_cluster")
+    address = os.environ.get("RAY_ADDRESS", "auto") if cluster.address == "auto" else cluster.address
+    if address != "auto":
+        _check_head(asked, address, insecure)
+    if not ray.is_initialized():
+        _join(asked, address)
+    if address == "auto":
+        _check_head(asked, ray.get_runtime_context().gcs_address, insecure)
+    host: str = ray.util.get_node_ip_address()
+    return host
+
+
+def _check_head(asked: str, address: str, insecure: bool) -> None:
+    """Whether a cluster's head is there, knows this process's token, and knows nobody without one."""
+    _probe(asked, address, _token())
+    if not insecure and _probe(asked, address, ""):
+        wrong = "it asks nobody for a token: whoever reaches it runs code on all its hosts"
+        raise CapabilityError(asked, wrong, f"start it with RAY_AUTH_MODE=token ({PAGE}), or say insecure_cluster")
+
+
+def _join(asked: str, address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        ray._private.worker._worker_logs_enabled = False  # it prints faults to stdout, where answers go
+    except ray.exceptions.AuthenticationError as error:
+        raise ConfigError(asked, "this process has no token", f"set RAY_AUTH_TOKEN_PATH ({PAGE})") from error
+    except RuntimeError as error:
+        if "ersion" not in str(error):
+            raise ConfigError(asked, " ".join(str(error).split()), f"look at `ray status` ({PAGE})") from error
+        wrong = f"it has another Ray or Python than this process ({' '.join(str(error).split())})"
+        raise ConfigError(asked, wrong, "install the same versions on all hosts (constraints.txt)") from error
+    except (ConnectionError, ValueError, SystemExit) as error:
+        wrong = f"this host has not joined one ({' '.join(str(error).split())})"
+        raise ConfigError(asked, wrong, f"run `ray start` on this host first ({PAGE})") from error
+
+
+def _probe(asked: str, address: str, token: str) -> bool:
+    """Whether a cluster's head answers who gives a token, or none.
+
+    Raises:
+        ConfigError: nobody answers, the token is wrong, or it is another version of Ray.
+    """
+    import grpc
+
+    given = [("authorization", f"Bearer {token}")] if token else None
+    try:
+        with grpc.insecure_channel(address) as channel:
+            alive = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+            said: bytes = alive(b"", timeout=PROBE_S, metadata=given)
+    except grpc.RpcError as error:
+        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+            if not token:
+                return False
+            remedy = f"give all hosts the same one ({PAGE})"
+            raise ConfigError(asked, "it does not take this process's token", remedy) from error
+        wrong = f"nobody answers at {address} ({error.code().name.lower()})"
+        remedy = "start its head (`ray start --head`), check host, port and firewall"
+        raise ConfigError(asked, wrong, remedy) from error
+    version = re.search(rb"\d+\.\d+\.\d+\S*", said)
+    if version is not None and version[0].decode(errors="replace").strip() != ray.__version__:
+        wrong = f"it runs Ray {version[0].decode(errors='replace')}, and this process has {ray.__version__}"
+        raise ConfigError(asked, wrong, "install the same version on all hosts (constraints.txt)")
+    return True
+
+
+def _token() -> str:
+    """This process's, where Ray looks for it; empty: none."""
+    if given := os.environ.get("RAY_AUTH_TOKEN"):
+        return given.strip()
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
+    with suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
+        return file.read().strip()
+    return ""
+
+
+# -- bundles
+
+
+def hosts() -> dict[str, Mapping[str, float]]:
+    """What each host of the cluster has, by Ray's number of it."""
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def even_share(count: int) -> int:
+    """Cores for each of so many processes, if all hosts get as many of them."""
+    found = hosts()
+    each = math.ceil(count / len(found))
+    return max(1, int(min(has.get("CPU", 0) for has in found.values()) // each))
+
+
+def check_fit(asked: str, bundles: Sequence[Mapping[str, float]]) -> None:
+    """Refuse bundles that this cluster never has room for.
+
+    Raises:
+        ConfigError: they do not fit, with what there is.
+    """
+    left = [dict(has) for has in hosts().values()]
+    pinned_first = sorted(bundles, key=lambda bundle: not any(name.startswith("node:") for name in bundle))
+    for wanted in pinned_first:
+        room = [has for has in left if all(has.get(name, 0.0) >= amount for name, amount in wanted.items())]
+        if not room:
+            there = ", ".join(_has(has) for has in hosts().values())
+            wrong = f"it has no room for all of {len(bundles)} processes, this one included; its hosts have {there}"
+            raise ConfigError(asked, wrong, "ask for fewer cores or stages, or let more hosts join")
+        fullest = min(room, key=lambda has: has.get("CPU", 0.0))
+        for name, amount in wanted.items():
+            fullest[name] -= amount
+
+
+def _has(has: Mapping[str, float]) -> str:
+    return str(Bundle(int(has.get("CPU", 0)), int(has.get("GPU", 0))))
+
+
+class Reservation:
+    """Room for a model's workers, one after the other, and for who asks; given back with this object.
+
+    Args:
+        cluster: which, and how workers are placed.
+        workers: how many.
+        bundle: what each gets; this process gets as many cores.
+        host: as of `connect`.
+
+    Raises:
+        ConfigError: there never is that much, or not now.
+    """
+
+    def __init__(self, cluster: ClusterConfig, workers: int, bundle: Bundle, host: str) -> None:
+        asked = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
+        wanted = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
+        check_fit(asked, wanted)
+        self.bundle, self.host = bundle, host
+        self._store, self._name, self._starts = Store(host), secrets.token_hex(8), count()
+        self._group = placement_group(wanted, strategy=cluster.place.upper())
+        finalize(self, _give_back, self._group)
+        if not self._group.wait(RESERVE_S):
+            free = _has(ray.available_resources())
+            wrong = f"others use it: {free} are free in all, for {RESERVE_S:g} s"
+            raise ConfigError(asked, wrong, "wait for them, ask for fewer cores, or let more hosts join")
+
+    def launch(self, index: int) -> Launch:
+        """How the worker of one of the bundles is started."""
+
+        def start(spec: WorkerSpec, beat_s: float) -> Launched:
+            member = self._store.member(f"{self._name}/{index}/{next(self._starts)}", 0, 2)
+            actor = self._actor(index)
+            key = secrets.token_hex(16)
+            done = actor.run.remote(_begin(spec, member, key, beat_s), spec.placement.environment())
+            joining, beats = _Joining(self._store, member, self.host), _Beats(actor, beat_s)
+            process = _Process(actor, done.future(), beats)
+            return Launched(process, beats, key, joining, joining.close)
+
+        return start
+
+    def _actor(self, index: int) -> Any:
+        where = PlacementGroupSchedulingStrategy(self._group, index + 1)
+        sizes = {"num_cpus": self.bundle.cores, "num_gpus": self.bundle.gpus}
+        return _ACTOR.options(**sizes, scheduling_strategy=where).remote()
+
+
+def _give_back(group: Any) -> None:
+    if ray.is_initialized():
+        remove_placement_group(group)
+
+
+# -- a worker
+
+
+def _begin(spec: WorkerSpec, member: Member, key: str, beat_s: float) -> bytes:
+    its = Member(member.host, member.port, member.group, 1, member.size)
+    device = spec.placement.device
+    begin = Begin(spec.name, spec.service, dict(spec.options), f"group:{its}", key, [], device, 0, beat_s)
+    return b"".join(Codec(**LIFE).encode(begin))
+
+
+class _Process:
+    """An actor's, as `Process` says."""
+
+    pid: int | None = None
+
+    def __init__(self, actor: Any, done: Future[int], beats: _Beats) -> None:
+        self._actor, self._done, self._beats = actor, done, beats
+        self._seen = math.inf  # when it was seen to be done
+
+    def poll(self) -> int | str | None:
+        if not self._done.done():
+            return None
+        if (error := self._done.exception()) is not None:
+            return _words(error)
+        now = time.monotonic()
+        self._seen = min(self._seen, now)
+        return self._done.result() if now - self._seen > LAST_WORDS_S else None
+
+    def kill(self) -> None:
+        if not ray.is_initialized():
+            return
+        ray.kill(self._actor)
+        if self._beats.where is not None and time.monotonic() - self._beats.answered > STOPPED_S:
+            host, pid = self._beats.where
+            on_it = NodeAffinitySchedulingStrategy(host, soft=False)
+            _END_STOPPED.options(scheduling_strategy=on_it).remote(pid)
+
+
+def _words(error: BaseException) -> str:
+    """How an actor ended."""
+    text = str(error)
+    if not isinstance(error, ray.exceptions.RayActorError):
+        return f"failed: {text.strip().splitlines()[-1]}"
+    if "node has died" in text or "node is dead" in text:
+        return "died: its host has left the cluster"
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return "cannot be reached"
+    reason = re.search(r"(?:died|dead) because (.*)", text)
+    if "ray.kill" in text:
+        return "was ended"
+    return f"died: {'its process has ended' if reason is None or 'worker process' in reason[1] else reason[1]}"
+
+
+class _Beats:
+    """An actor's signs of life, asked for one by one (see `Life`)."""
+
+    def __init__(self, actor: Any, seconds: float) -> None:
+        self._actor, self._seconds = actor, seconds
+        self._asked: Future[tuple[int, float, tuple[str, int]]] | None = None
+        self._next = self.answered = 0.0  # when
+        self.where: tuple[str, int] | None = None  # Ray's number of its host, and its process's; None: not known yet
+
+    def receive(self, timeout: float) -> Beat:
+        now = time.monotonic()
+        if self._asked is None and now >= self._next:
+            self._asked, self._next = self._actor.beat.remote().future(), now + self._seconds
+        if self._asked is None or not self._asked.done():
+            raise Late("nothing came in time")
+        asked, self._asked = self._asked, None
+        if asked.exception() is not None:
+            raise ChannelClosed("the worker is gone")
+        handled, busy_s, self.where = asked.result()
+        self.answered = now
+        return Beat(handled, busy_s)
+
+    def close(self) -> None:
+        self._asked, self._next = None, math.inf
+
+
+class _Joining:
+    """The way to a worker, once both ends of its group are there: a group is joined in a thread of its own."""
+
+    def __init__(self, store: Store, member: Member, host: str) -> None:
+        self._store, self._member, self._host = store, member, host
+        self._thread: Thread | None = None
+        self._next = 0.0  # when to look
+        self._found: Channel | ChannelClosed | None = None
+        self._closed = False
+
+    def __call__(self) -> Channel:
+        now = time.monotonic()
+        if self._thread is None and now >= self._next:
+            self._next = now + LOOK_S
+            self._look()
+        if self._found is None:
+            raise Late("it is not there yet")
+        if isinstance(self._found, ChannelClosed):
+            raise self._found
+        return self._found
+
+    def _look(self) -> None:
+        """Join once the worker waits for that."""
+        if self._store.waits(self._member.group):
+            self._thread = Thread(target=self._join, daemon=True, name="paceline-join")
+            self._thread.start()
+
+    def _join(self) -> None:
+        try:
+            found = GroupChannel(join(self._member, self._host, JOIN_S), 1)
+        except ChannelClosed as error:
+            self._found = error
+            return
+        self._found = found
+        if self._closed:
+            found.close()
+
+    def close(self) -> None:
+        self._closed = True
+        if isinstance(self._found, GroupChannel):
+            self._found.close()

@@ -1,0 +1,243 @@
+"""A model on a Ray cluster says what one process says; what cannot be is said in words.
+
+All that needs a cluster is one test: it takes ten seconds to start one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from paceline import LLM, CapabilityError, ConfigError, SamplingParams
+from paceline.config import LLMConfig
+from paceline.distributed.placement import ClusterConfig, parse_cluster
+
+if find_spec("ray") is None:
+    pytest.skip("Ray is not installed", allow_module_level=True)
+
+MODEL = "paceline-small"
+SMALL: dict[str, Any] = {"max_model_len": 256, "max_sequences": 4}
+PROMPTS = ["Once upon a time there was a little", "SELECT name FROM players WHERE"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+DRAFTER = "draft_model:paceline-small-draft,depth=4"
+NODE: dict[str, Any] = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+TOKEN = secrets.token_hex(32)  # Ray keeps the first one, and the mode, from when it is imported
+LONG = 120.0  # seconds: an end of waiting that no test comes to
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def cluster(token: None) -> Iterator[Any]:
+    """Two hosts: of one core, and of two with what is said to be a GPU."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **NODE})
+    made.add_node(num_cpus=2, num_gpus=1, **NODE)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def ids(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def on(cluster: Any, **options: Any) -> LLM:
+    return LLM(MODEL, cluster=f"{cluster.address},cores=1", **SMALL, **options)
+
+
+@pytest.mark.timeout(300)
+def test_a_cluster_says_what_one_process_says(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wanted = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
+    what_cannot_be_joined(cluster, monkeypatch)
+    caplog.set_level("CRITICAL", "paceline")  # the record of a fault would keep the frames that it went through
+    for part in (in_stages, ahead_of_the_target, without_its_host, what_a_worker_is_refused_for):
+        part(cluster, wanted)
+        gc.collect()
+    said = capfd.readouterr()
+    assert said.out == ""
+
+
+def what_cannot_be_joined(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    with monkeypatch.context() as changed:
+        changed.setenv("RAY_AUTH_TOKEN", "another")
+        with pytest.raises(ConfigError, match="it does not take this process's token"):
+            on(cluster, pipeline=2)
+    with monkeypatch.context() as changed:
+        changed.setattr(ray, "__version__", "1.0.0")
+        with pytest.raises(ConfigError, match=f"it runs Ray {version('ray')}, and this process has 1.0.0"):
+            on(cluster, pipeline=2)
+    assert not ray.is_initialized()
+    has = "its hosts have . cores.*, . cores"
+    with pytest.raises(ConfigError, match=f"8 workers of 1 cores: it has no room for all of 9 processes, .*{has}"):
+        on(cluster, pipeline=9)
+    with pytest.raises(ConfigError, match=f"1 workers of 1 cores and 2 GPUs: it has no room for all of 2 .*{has}"):
+        LLM(MODEL, pipeline=2, cluster="auto,cores=1,gpus=2", **SMALL)
+
+
+def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
+    """A stage and the source; both are killed while they answer, then the stage is stopped."""
+    llm = on(cluster, pipeline=2, exact=True, drafter=DRAFTER, round="pipeline,source=process")
+    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
+    stage_line, round_ = llm.engine.round.stage_line, llm.engine.round  # type: ignore[attr-defined]
+    (stage,), source = stage_line.workers, round_.source.sessions._worker  # type: ignore[attr-defined]
+    assert stage.host and source.host and len({os.getpid(), stage.pid, source.pid}) == 3
+    sent: list[int] = []
+
+    def kill(ticks: list[Any], number: signal.Signals, workers: list[Any]) -> None:
+        ticks.append(1)
+        if len(ticks) == 8:
+            for worker in workers:
+                sent.append(worker.pid)
+                os.kill(worker.pid, number)
+
+    for number, workers, said in (
+        (signal.SIGKILL, [stage, source], "died: its process has ended"),
+        (signal.SIGSTOP, [stage], "hangs: "),
+    ):
+        ticks: list[Any] = []
+        round_.on_tick = lambda tick, t=ticks, n=number, w=workers: kill(t, n, w)  # type: ignore[attr-defined]
+        assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
+        assert f"worker stage 0 (pid {sent[-len(workers)]} on {stage.host}) {said}" in stage_line.faults[-1]
+    assert len(stage_line.faults) == 2 and round_.failure is None
+    assert f"worker draft (pid {sent[1]} on " in source.faults[0]
+
+
+def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:
+    """The mirror round's drafter there."""
+    llm = on(cluster, drafter=DRAFTER, round="mirror,kappa=2,rollout=process")
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert ids(outputs) == wanted and sum(output.stats.accepted for output in outputs) > 5
+
+
+def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
+    from paceline.assembly import open_source
+    from paceline.cluster import reserve
+    from paceline.distributed.worker import Patience, Worker
+    from paceline.stage_worker import stage_spec
+
+    config = LLMConfig(model=MODEL, pipeline=2, exact=True, cluster="auto,cores=1")
+    places = reserve(config)
+    source = open_source(config, MODEL, "auto")
+    spec = stage_spec(config, 0, {"start": 0, "stop": 6, "slots": 512}, places.placement("cpu", None), source)
+    lacking = {**spec.options, "options": {**spec.options["options"], "model": "/not/on/this/host"}}
+    for changed, error, why in (
+        (replace(spec, options=lacking), ConfigError, r"for stage 0 on \d+\.\d+\.\d+\.\d+: "),
+        (
+            replace(spec, expected=replace(spec.expected, instructions="others")),
+            CapabilityError,
+            r"worker stage 0 on \d.*: its instructions is .*, and others is asked for. Use hosts with the same kind",
+        ),
+    ):
+        worker = Worker(changed, Patience(start_s=LONG), places.stage(0))
+        with pytest.raises(error, match=why):
+            worker.start()
+        worker.stop()
+
+
+def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
+    """The host of a stage leaves, and another one comes."""
+    llm = LLM(MODEL, pipeline=2, exact=True, cluster="auto,cores=1,gpus=1", **SMALL)
+    stage_line: Any = llm.engine.round.stage_line  # type: ignore[attr-defined]
+    (away,) = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
+    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
+    cluster.remove_node(away)
+    cluster.add_node(num_cpus=2, num_gpus=1, **NODE)
+    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
+    assert "died: its host has left the cluster" in stage_line.faults[0] and len(stage_line.faults) == 1
+
+
+# -- without a cluster
+
+
+def test_how_a_cluster_is_written() -> None:
+    assert parse_cluster("auto") == ClusterConfig()
+    asked = parse_cluster("10.0.0.1:6379,place=pack,cores=8,gpus=0")
+    assert asked == ClusterConfig(address="10.0.0.1:6379", place="pack", cores=8, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cluster": ""}, "it is no address"),
+        ({"cluster": "here"}, "address is no address"),
+        ({"cluster": "auto,place=far"}, "place"),
+        ({"cluster": "auto,cores=0"}, "cores must be 1 or more"),
+        ({"cluster": "auto", "pipeline": None}, "neither stages nor a drafter have a process"),
+        ({"cluster": "auto", "pipeline": "2,cores=<0,1>"}, "the cluster's to say"),
+        ({"insecure_cluster": True}, "no cluster is named"),
+    ],
+)
+def test_what_does_not_fit_a_cluster(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLMConfig(model=MODEL, **{"pipeline": 2, **options})
+
+
+def test_a_cluster_without_a_token_is_refused(token: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who gives none, and where nobody is asked for one; nothing is joined."""
+    import grpc
+    import ray
+
+    address, stop = answering_anybody(grpc)
+    options: dict[str, Any] = {"pipeline": 2, "cluster": address, **SMALL}
+    try:
+        with pytest.raises(CapabilityError, match="it asks nobody for a token: whoever reaches it runs code"):
+            LLM(MODEL, **options)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        with pytest.raises(CapabilityError, match="this process gives no token: RAY_AUTH_MODE is not token"):
+            LLM(MODEL, **options)
+    finally:
+        stop()
+    with pytest.raises(ConfigError, match=f"nobody answers at {address}"):
+        LLM(MODEL, insecure_cluster=True, **options)
+    assert not ray.is_initialized()
+
+
+def answering_anybody(grpc: Any) -> tuple[str, Callable[[], None]]:
+    """What a head without tokens answers; its address, and its end."""
+
+    class Head(grpc.GenericRpcHandler):  # type: ignore[misc,name-defined]
+        def service(self, call: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: b"\x12\x06" + version("ray").encode())
+
+    server = grpc.server(futures.ThreadPoolExecutor(1), handlers=[Head()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    return f"127.0.0.1:{port}", lambda: server.stop(None).wait()
+
+
+ALONE = """
+import sys
+from paceline import LLM
+LLM("paceline-small", pipeline=2, max_model_len=64, max_sequences=1).generate("a")
+print("ray" in sys.modules)
+"""
+
+
+def test_nothing_imports_ray_on_one_host() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=LONG, check=True)
+    assert done.stdout.split()[-1] == "False"
