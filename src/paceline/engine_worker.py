@@ -41,7 +41,7 @@ from .distributed.requests import (
 from .drafters import registry
 from .drafters.hybrid import with_parts
 from .engine.live import LiveRequest
-from .llm import LLM, default_drafter
+from .llm import AUTO_DRAFTER, LLM, default_drafter
 from .network import generation
 from .network.gguf import is_gguf
 from .network.loader import load_tokenizer, resolve_folder
@@ -69,7 +69,7 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
 def _filled(options: Mapping[str, Any], device: str) -> dict[str, Any]:
     """The options of an `LLM`: with the server's drafter, where none is named."""
     drafter = options["drafter"]
-    if drafter is None:
+    if drafter in (None, AUTO_DRAFTER):
         asked = options["model"], options.get("applications") or {}, options["offline"], options.get("dtype", "auto")
         chosen = default_drafter(*asked)
         drafter = chosen if chosen == "streams" else with_parts(SERVED, chosen or "suffix")

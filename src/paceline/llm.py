@@ -14,9 +14,11 @@ from .assembly import LoadedModel, Source, build_engine, check_shared, fingerpri
 from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .core.errors import ConfigError
+from .core.model_spec import parse_model
 from .core.options import shown
 from .core.request import RequestOutput
 from .core.sampling import SamplingParams
+from .drafters import adapted
 from .drafters.sessions import GoingSessions
 from .engine.calibration import Fingerprint
 from .engine.engine import LiveRequest
@@ -26,6 +28,7 @@ from .kv.pool import KVPool
 from .network import generation
 from .network.applications import locate
 from .network.decoder import Decoder
+from .network.loader import resolve_folder
 from .network.parallel import Ranks
 from .network.streams import read_config
 from .rounds.base import Place
@@ -33,6 +36,7 @@ from .rounds.pipeline.split import Split
 from .rounds.pipeline.stage_line import StageLine
 
 Message = Mapping[str, Any]  # {"role": .., "content": ..}
+AUTO_DRAFTER = "auto"  # the model's own: see `default_drafter`
 Job = Callable[..., str]  # `Engine.submit` of a request that is all but submitted
 
 
@@ -92,6 +96,9 @@ class LLM:
     """
 
     def __init__(self, model: str, *, share: LLM | None = None, **options: Any) -> None:
+        if options.get("drafter") == AUTO_DRAFTER:
+            given = options.get("applications") or {}, options.get("offline", False), options.get("dtype", "auto")
+            options = {**options, "drafter": default_drafter(model, *given)}
         self.config = _cut(config_of(model, options))
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
@@ -325,11 +332,29 @@ def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
 
 
 def default_drafter(model: str, applications: Mapping[str, str], offline: bool, dtype: str = "auto") -> str | None:
-    """The drafter if none is named: the streams of the applications if they have any, else the zoo's choice.
+    """The drafter if none is named: the streams of the applications if they have any, else the one that was made here
+    for the model (``paceline adapt``), else the zoo's choice.
 
     Applications with streams cannot do without them: their answers depend on them.
     """
-    return needed_drafter(applications, offline) or zoo.default_drafter(model, dtype)
+    needed = needed_drafter(applications, offline)
+    return needed or adapted_drafter(model, dtype) or zoo.default_drafter(model, dtype)
+
+
+def adapted_drafter(model: str, dtype: str = "auto") -> str | None:
+    """The drafter that `paceline adapt` made for the model's weights in this dtype; None: none.
+
+    Raises:
+        ConfigError: one of its files is not the one that was made.
+    """
+    if not adapted.any_made():
+        return None
+    try:
+        folder = resolve_folder(parse_model(model).name, offline=True)
+    except ConfigError:  # whoever loads it says so
+        return None
+    made = adapted.found(folder, dtype)
+    return None if made is None else adapted.named(made)
 
 
 def needed_drafter(applications: Mapping[str, str], offline: bool) -> str | None:

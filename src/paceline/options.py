@@ -15,7 +15,10 @@ BACKENDS = ("sdpa", "reference")  # names as in `attention.BACKENDS`, and so on
 ROUNDS = ("serial", "fused", "mirror", "pipeline")
 VERIFIERS = ("sample_and_match", "rejection", "block", "lossy_stream_rejection")
 AUTO_ROUND = "auto"
-DRAFTER = "the drafter: name (a trained one: with the zoo's weights for the model), name:weights, or with options"
+DRAFTER = (
+    "the drafter: name (a trained one: with the zoo's weights for the model), name:weights, or with options; a folder "
+    "that `paceline adapt` made; or auto: the model's own"
+)
 KERNELS = ("auto", "native", "torch")
 MAX_RANKS = 64
 MAX_SEQUENCES, MAX_BATCH_ROWS = 2**16, 2**20

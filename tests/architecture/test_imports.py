@@ -40,8 +40,12 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "async_llm": {"config", "chunks", "core", "engine", "llm"},
     "bridges": {"core", "network", "drafters"},
     "bench": {*ENGINE, "native", "distributed", "training", "engine", "zoo", "planning", "config", "assembly", "llm"},
+    "adapt": {
+        *{"core", "network", "drafters", "training", "engine", "zoo", "planning", "options", "config", "llm", "bench"}
+    },
     "cli": {
         *ENGINE,
+        "adapt",
         "bridges",
         "distributed",
         "training",

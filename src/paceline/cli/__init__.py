@@ -23,6 +23,7 @@ COMMANDS = {  # name -> what it does; the module has the same name
     "serve": "Serve a model to clients of OpenAI's API.",
     "demo": "Answer plainly and speculatively, compare tokens and speed.",
     "bench": "Measure the speed-up of speculation on this machine.",
+    "adapt": "Make a drafter for a model on this machine, and measure what it is worth.",
     "train": "Train models, draft models, streams and adapters.",
     "export": "Write an EAGLE head as vLLM, SGLang or speculators load it.",
     "plan": "Predict which drafter would pay for a model on a machine.",

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -190,7 +190,7 @@ def answers(
     config: dict[str, Any],
 ) -> None:
     """Generate the target's answers to the data's prompts: the best training data for drafts."""
-    from ..core.sampling import SamplingParams
+    from ..adapt.answering import answerer
     from ..llm import LLM
 
     asked = answering.AnswerConfig(**config)
@@ -203,16 +203,7 @@ def answers(
     path = _answer_file(out)
     llm = LLM(target, max_sequences=batch, max_model_len=length + 8)
 
-    def answer(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int]]:
-        params = [
-            SamplingParams(
-                max_tokens=max(1, length - len(ids)), temperature=temperature, seed=own if temperature else None
-            )
-            for ids, own in zip(prompts, seeds, strict=True)
-        ]
-        outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
+    answer = answerer(llm, length, temperature)
     mark = fingerprint(folder)
     for name in data:
         part = path if len(data) == 1 else path.with_name(f"{path.stem}.{Path(name).name.split('.')[0]}{path.suffix}")

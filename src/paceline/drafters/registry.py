@@ -20,6 +20,7 @@ from ..core.named import NamedConfig, default, hints, made, option_rows, pairs
 from ..core.named import OptionRow as OptionRow
 from ..core.options import MOST_TEXT, shown, suggest
 from ..core.options import option as option
+from . import adapted
 
 if TYPE_CHECKING:
     from .base import Drafter
@@ -202,6 +203,8 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
         raise ConfigError(asked, "neither a name nor a config object", "write drafter='ngram' or NgramConfig(...)")
     if len(spec) > MOST_TEXT:
         raise ConfigError(asked, f"it has {len(spec):,} characters, {MOST_TEXT:,} are the most", "shorten it")
+    if spec not in names() and adapted.is_adapted(spec):
+        return parse(adapted.named(spec))
     match = re.fullmatch(r"\s*([^:,=\s]+)\s*(?::(<[^<>]*>|[^,]*))?(?:,(.*))?", spec, re.DOTALL)
     if match is None:
         raise ConfigError(asked, "no drafter's name", "write name, name:model or name:model,option=value")

@@ -149,9 +149,14 @@ class Trainer:
         )
         self.step, self.tokens = 0, 0  # done, and trained on, over all parts of the run
         self.seconds = 0.0  # of this part
-        self._stop = threading.Event()
+        self._stop, self._told = threading.Event(), False
 
     # -- the run
+
+    def stop(self) -> None:
+        """End the run after the step that is under way, with a checkpoint; for watchers."""
+        self._told = True
+        self._stop.set()
 
     def run(self, stop_after: int | None = None) -> None:
         """Train to the end, to ``stop_after`` steps, or until SIGINT; a checkpoint is left in any case.
@@ -364,8 +369,9 @@ class Trainer:
             return
 
         def stop(number: int, frame: Any) -> None:
-            if self._stop.is_set():
+            if self.interrupted:
                 raise KeyboardInterrupt
+            self._told = False
             self._stop.set()
 
         old = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -383,7 +389,7 @@ class Trainer:
     @property
     def interrupted(self) -> bool:
         """Whether a signal ended the run."""
-        return self._stop.is_set()
+        return self._stop.is_set() and not self._told
 
 
 def _step_of(line: str) -> float:

@@ -1,0 +1,151 @@
+"""What the model answers, to given prompts and to prompts that it draws itself.
+
+A model that was trained on dialogues, given the beginning of a user's turn, goes on with what a user would say (Magpie,
+Xu et al. 2024); a model of texts, given nothing, begins a text. Such prompts cost only time, belong to nobody, and are
+about what the model was trained for: they are learned from beside the given ones, and never judged on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.sampling import SamplingParams
+from ..engine.tokens import chat_ids
+from ..llm import LLM
+from ..training.answers import Answer, AnswerConfig, count_answers, write
+from ..training.data import Encoder, SourceSpec
+from .prompts import write_prompts
+
+PLACE = "\ue000"  # stands for a user's words in a template
+DRAWN_TOKENS = 64  # most, of a prompt that the model draws
+DRAWN_LEAST = 4
+
+
+class TimeUp(Exception):  # noqa: N818  (no error: an end)
+    """No further answers are asked for."""
+
+
+def answerer(llm: LLM, room: int, temperature: float, most: int | None = None) -> Answer:
+    """What answers prompts for `training.answers.write`.
+
+    Args:
+        room: most tokens of prompt and answer together.
+        temperature: 0 is greedy.
+        most: tokens of an answer; None: as many as there is room for.
+    """
+
+    def answer(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                max_tokens=max(1, min(room - len(ids), most or room)),
+                temperature=temperature,
+                seed=own if temperature else None,
+            )
+            for ids, own in zip(prompts, seeds, strict=True)
+        ]
+        outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return answer
+
+
+def answer_file(
+    llm: LLM,
+    prompts: Path,
+    out: Path,
+    config: AnswerConfig,
+    most: int,
+    mark: str,
+    going: Callable[[], bool],
+    told: Callable[[int], None],
+    batch: int = 64,
+) -> int:
+    """Answer a file of prompts as far as there is time; answers that are there are kept.
+
+    Args:
+        most: tokens of an answer.
+        mark: fingerprint of the model.
+        going: whether to ask for more.
+        told: the tokens that each batch brought.
+        batch: prompts asked together.
+
+    Returns:
+        Answers in the file.
+    """
+    encoder, ask = Encoder(llm.tokenizer, config.piece), answerer(llm, config.piece, config.temperature, most)
+
+    def answer(given: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sequence[Sequence[int]]:
+        if not going():
+            raise TimeUp
+        found = ask(given, seeds)
+        told(sum(map(len, found)))
+        return found
+
+    source = SourceSpec(file=str(prompts))
+    try:
+        return write(out, source, encoder, config, answer, mark, batch)
+    except TimeUp:
+        return count_answers(out, []) if out.is_file() else 0
+
+
+def tokens_in(file: Path) -> tuple[int, int]:
+    """Tokens of the answers of a file, and of prompts and answers together."""
+    said = both = 0
+    if file.is_file():
+        for line in file.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            said += len(record["completion_tokens"])
+            both += len(record["prompt_tokens"]) + len(record["completion_tokens"])
+    return said, both
+
+
+# -- prompts that the model draws
+
+
+def draw_prompts(llm: LLM, out: Path, count: int, seed: int, going: Callable[[], bool], batch: int = 64) -> int:
+    """Write ``count`` prompts that the model draws, fewer where time is up, none twice. What is there is kept.
+
+    Returns:
+        Prompts in the file; none is written before all are there.
+    """
+    if out.is_file():
+        return sum(1 for _ in out.open(encoding="utf-8"))
+    begin, ends, whole = _opening(llm)
+    found: dict[tuple[int, ...], None] = {}
+    drawn = 0
+    while len(found) < count and drawn < 3 * count and going():
+        params = [_drawing(seed + drawn + i, ends) for i in range(min(batch, count))]
+        drawn += len(params)
+        for output in llm.generate([{"prompt_token_ids": begin}] * len(params), params):
+            ids = whole([i for i in output.outputs[0].token_ids if i not in ends])
+            if len(output.outputs[0].token_ids) > DRAWN_LEAST:
+                found.setdefault(tuple(ids))
+    if found:
+        write_prompts(out, list(found)[:count], llm.tokenizer)
+    return min(len(found), count)
+
+
+def _drawing(seed: int, ends: Sequence[int]) -> SamplingParams:
+    return SamplingParams(max_tokens=DRAWN_TOKENS, temperature=1.0, top_p=0.95, seed=seed, stop_token_ids=list(ends))
+
+
+def _opening(llm: LLM) -> tuple[list[int], list[int], Callable[[list[int]], list[int]]]:
+    """Ids that a drawn prompt begins behind, ids that end it, and what makes a prompt of its ids."""
+    tokenizer = llm.tokenizer
+    eos = list(llm.engine.limits.eos_ids)
+    if not getattr(tokenizer, "chat_template", None):
+        start = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]
+        return start, eos, lambda ids: [*start, *ids]
+    text = _render(tokenizer, PLACE)
+    before, _, after = text.partition(PLACE)
+    begin = tokenizer(before, add_special_tokens=False)["input_ids"]
+    behind = tokenizer(after, add_special_tokens=False)["input_ids"]
+    return begin, [*dict.fromkeys([*behind[:1], *eos])], lambda ids: [*begin, *ids, *behind]
+
+
+def _render(tokenizer: Any, text: str) -> str:
+    """A conversation of one turn, up to where the answer begins."""
+    return str(chat_ids([{"role": "user", "content": text}], tokenizer, "this model")[1])

@@ -1,0 +1,37 @@
+"""What `paceline adapt` is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.options import check, option
+from ..options import MAX_THREADS
+
+KINDS = ("eagle", "lyanna", "medusa", "draft_model")  # of drafters that are trained; `training.registry` makes them
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptConfig:
+    """For which model, on which prompts, for how long, and where to."""
+
+    model: str = option(help="embedded model, folder or hub name")
+    prompts: Path | None = option(
+        None, help="JSON lines with prompt or turns: what the model will be asked; default: a mix", metavar="FILE"
+    )
+    hours: float = option(2.0, help="how long it may take, all in all", above=0.0, maximum=10_000.0)
+    out: Path | None = option(None, help="folder of all that is made; default: adapted/MODEL", metavar="DIR")
+    kind: str | None = option(
+        None, help=f"kind of drafter: {', '.join(KINDS)}; default: what is expected to pay most", choices=(None, *KINDS)
+    )
+    dtype: str = option("auto", help="what the model computes in when it is served: auto, bfloat16, int8, ..")
+    threads: int | None = option(None, help="CPU threads; default: torch's choice", minimum=1, maximum=MAX_THREADS)
+    seed: int = option(0, help="of prompts, draws and training")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def folder(self) -> Path:
+        """Where it goes."""
+        return self.out or Path("adapted") / Path(self.model).name.removesuffix(".gguf")

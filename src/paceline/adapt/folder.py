@@ -1,0 +1,98 @@
+"""What a run leaves for use: the drafter with its card, and the settings by which `--drafter FOLDER` drafts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..bench.records import PLAIN
+from ..drafters import adapted
+from ..training.files import writing
+from ..zoo import CARD
+from .choice import Forecast
+from .config import AdaptConfig
+from .verdict import Verdict, drafters
+from .work import FULL
+
+
+def leave(
+    config: AdaptConfig,
+    folder: Path,
+    mark: str,
+    target: Path,
+    plan: Forecast,
+    trained: Mapping[str, Any],
+    found: Verdict,
+) -> None:
+    """Copy the drafter to its place, and write card, page and settings; the last of them makes it usable.
+
+    Args:
+        folder: of the run.
+        mark: fingerprint of the model.
+        target: its folder.
+        plan: what was expected.
+        trained: what training gave.
+        found: what it is worth.
+    """
+    weights = folder / adapted.WEIGHTS
+    name = Path(config.model).name
+    with writing(f"--out {folder}", FULL):
+        fresh = folder / f"{adapted.WEIGHTS}.part"
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(folder / trained["result"], fresh)
+        parameters = _parameters(fresh)
+        card: dict[str, Any] = {"role": "head", "description": f"drafts for {name}, made by paceline adapt"}
+        card |= {"parameters": parameters, "target": name, "read_by": plan.kind}
+        if plan.kind == "draft_model":
+            card = {"role": "draft", "description": card["description"], "parameters": parameters}
+        (fresh / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+        (fresh / "README.md").write_text(page(name, plan, trained, found), encoding="utf-8")
+        shutil.rmtree(weights, ignore_errors=True)
+        fresh.replace(weights)
+        text = {PLAIN: "none"}.get(found.chosen) or drafters(plan.kind, adapted.HERE)[found.chosen]
+        settings = {"drafter": text, "target": name, "fingerprint": mark, "dtype": config.dtype}
+        adapted.write(folder, {**settings, "kind": plan.kind, "verdict": found.words})
+    adapted.remember(folder, mark)
+
+
+def _parameters(weights: Path) -> int:
+    """Numbers in the safetensors files of a folder, from their headers."""
+    from ..network.files import stored_tensors
+
+    return sum(stored.numel for stored in stored_tensors(sorted(weights.glob("*.safetensors")), "train it again"))
+
+
+def page(name: str, plan: Forecast, trained: Mapping[str, Any], found: Verdict) -> str:
+    """The card for a reader: data, tokens, checks, figures."""
+    checks = "\n".join(f"| {tokens:,.0f} | {value:.2f} |" for tokens, value in trained["checks"])
+    figures = "\n".join(
+        f"| {method} | {value:.2f} [{low:.2f}, {high:.2f}] | {found.tokens_per_pass.get(method, 1.0):.2f} | "
+        + ", ".join(f"{kind} {own:.2f}" for kind, own in found.by_kind.get(method, {}).items())
+        + " |"
+        for method, (value, low, high) in found.times_plain.items()
+    )
+    early = " It ended early: more would have brought under 1%." if trained["early"] else ""
+    return f"""# A drafter for {name}
+
+Kind: {plan.kind}. Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses.
+
+**{found.words[:1].upper()}{found.words[1:]}.** Expected before: {plan.hybrid:.2f} beside look-ups,
+{plan.alone:.2f} alone.
+
+Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
+given prompts and to prompts that it drew itself.{early} Held-out prompts:
+
+| tokens learned from | accepted of a draft |
+|--:|--:|
+{checks}
+
+On prompts that were put aside, over plain decoding, 95% intervals; ids equal in {found.equal} of
+{found.sequences} sequences:
+
+| method | over plain | tokens a pass | by kind of prompt |
+|:--|--:|--:|:--|
+{figures}
+"""

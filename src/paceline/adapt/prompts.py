@@ -1,0 +1,132 @@
+"""What the model is asked: the user's prompts, or a mix by kind; those to learn from, and those to judge on.
+
+The mix are the packaged samples of the bench (licences: bench/data/SOURCES.md). Those to judge on are the bench's own
+choice by the same seed (`bench.workloads.choose`), so that its report is over prompts that nobody learned from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..bench.encoding import Encoded
+from ..bench.workloads import Prompt, Workload, load
+from ..core.errors import ConfigError
+from ..training.files import writing
+
+MIX = {  # by kind, the packaged workload
+    "chat": "spec_bench",
+    "code": "humaneval",
+    "extraction": "wikisql",
+    "long documents": "books",
+    "maths": "gsm8k",
+}
+LEAST = 20  # prompts
+JUDGED_OF_MIX = 8  # of each kind
+JUDGED_SHARE, JUDGED_MOST = 0.2, 48  # of a user's own
+MARKS = re.compile(r"<\|[A-Za-z0-9_ ]{2,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<</?SYS>>|<\uff5c[^<>]{2,40}\uff5c>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """The prompts of one file or kind."""
+
+    workload: str  # as the bench takes it
+    name: str
+    learned: list[tuple[int, ...]]  # token ids of each prompt
+    judged: list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """All prompts of a run."""
+
+    questions: list[Questions]
+    judged: int  # prompts of each file or kind that are judged on
+
+    @property
+    def workloads(self) -> tuple[str, ...]:
+        """As the bench takes them."""
+        return tuple(q.workload for q in self.questions)
+
+
+def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, seed: int) -> Asked:
+    """Read the prompts and cut them to a length.
+
+    Args:
+        file: the user's; None: the mix.
+        tokenizer: of the model.
+        room: most tokens of prompt and answer.
+        answer_tokens: of an answer.
+        seed: of the choice.
+
+    Raises:
+        ConfigError: fewer than `LEAST` prompts, or some with special tokens of another model.
+    """
+    names = [*MIX.values()] if file is None else [str(file)]
+    loaded = [load(name, seed=seed) for name in names]
+    if file is not None:
+        _check(file, loaded[0], tokenizer)
+    judged = JUDGED_OF_MIX
+    if file is not None:
+        judged = max(4, min(JUDGED_MOST, round(JUDGED_SHARE * len(loaded[0].prompts))))
+    size = {"max_model_len": room, "max_new_tokens": answer_tokens}
+    return Asked(
+        questions=[
+            _split(name, whole, tokenizer, size, judged, seed) for name, whole in zip(names, loaded, strict=True)
+        ],
+        judged=judged,
+    )
+
+
+def _split(name: str, whole: Workload, tokenizer: Any, size: dict[str, int], judged: int, seed: int) -> Questions:
+    aside = {prompt.id for prompt in load(name, limit=judged, seed=seed).prompts}
+    encoded = Encoded(whole, tokenizer, **size).prompts
+    ids = {prompt.id: found.ids for prompt, found in zip(whole.prompts, encoded, strict=True)}
+    return Questions(
+        workload=name,
+        name=whole.name,
+        learned=[own for key, own in ids.items() if key not in aside],
+        judged=[own for key, own in ids.items() if key in aside],
+    )
+
+
+def _check(file: Path, whole: Workload, tokenizer: Any) -> None:
+    """Refuse what cannot be learned from."""
+    asked = f"--prompts {file}"
+    if len(whole.prompts) < LEAST:
+        wrong = f"it has {len(whole.prompts)} prompts, and some are put aside to judge on"
+        raise ConfigError(asked, wrong, f"give {LEAST} or more, or leave --prompts out for a packaged mix")
+    own = tokenizer.get_vocab()
+    for place, prompt in enumerate(whole.prompts, 1):
+        if (mark := _stranger(prompt, own)) is not None:
+            wrong = f"prompt {place} holds {mark}, a special token of another model's tokenizer"
+            raise ConfigError(asked, wrong, "give plain texts: the model's own chat template is put around them")
+
+
+def _stranger(prompt: Prompt, own: dict[str, int]) -> str | None:
+    found = (mark for turn in prompt.turns for mark in MARKS.findall(turn))
+    return next((mark for mark in found if mark not in own), None)
+
+
+# -- as data for `training.answers`
+
+
+def write_prompts(path: Path, prompts: Iterable[Sequence[int]], tokenizer: Any) -> None:
+    """A file of prompts by their token ids, whole or not at all. Each is answered by an end of text, unread."""
+    end = [tokenizer.eos_token_id]
+    lines = [
+        json.dumps(
+            {"prompt": tokenizer.decode(list(ids)), "completion": "", "prompt_tokens": list(ids)}
+            | {"completion_tokens": end}
+        )
+        for ids in prompts
+    ]
+    with writing(f"prompts {path}", "free space there; the same command goes on"):
+        fresh = path.with_suffix(".part")
+        fresh.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        fresh.replace(path)

@@ -1,0 +1,437 @@
+"""`paceline adapt` from beginning to end: survey, choice, answers, training, verdict, and what is left for use.
+
+OUT/adapted.json      how it is drafted with: `drafters.adapted` reads it
+OUT/drafter/          the drafter, with training.json, a card for a zoo, and a page that says what it is
+OUT/report/           the bench's report on prompts that nobody learned from
+OUT/adapt.json        what is done: the same command goes on behind it
+OUT/prompts, answers  token ids; OUT/states what the model said of them; OUT/training checkpoints and logs
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.model_spec import parse_model
+from ..llm import LLM
+from ..network.files import fingerprint, free_bytes
+from ..network.loader import load_tokenizer, read_config, resolve_folder
+from ..planning.models import shape_of
+from ..training.answers import AnswerConfig
+from ..training.data import SourceSpec, sha256
+from ..training.files import writing
+from ..training.trainer import require_accelerate
+from . import answering, survey, verdict
+from .choice import EPOCHS, Forecast, Survey, forecasts
+from .config import KINDS, AdaptConfig
+from .folder import leave
+from .prompts import Asked, collect, write_prompts
+from .training import ROWS, Making, Probe, train
+from .work import FULL, Work
+
+ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
+JUDGING, JUDGING_LEAST_S, JUDGING_MOST_S = 0.12, 5.0, 900.0  # share of the time, and its bounds
+TRYING = 0.06  # share of the time in which kinds are tried
+LEAST_ANSWERS = 2_000  # tokens, below which nothing is learned
+SAMPLE = 48  # prompts that are answered for the survey
+ROUNDS, HEAT = 12, 0.8  # times that a prompt is answered, and the temperature of all but the first time
+GIVEN, DRAWN, HELD = (
+    "given",
+    "own",
+    "held-",
+)  # files of prompts: to learn from, drawn by the model, put aside to judge on
+OWN = 0.4  # least share of the answers that are to prompts that the model draws
+SPARE = 1.5  # steps that are scored for, over those that are expected
+FOOTPRINT = (
+    4.0 + 2.0 + 2.0
+)  # bytes a parameter: the network that trains, the compiled layers that score, those that serve
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run came to."""
+
+    folder: Path
+    forecast: Forecast | None
+    verdict: verdict.Verdict | None  # None: a dry run
+    spent_s: float
+
+
+class Adaptation:
+    """A run.
+
+    Args:
+        config: what is asked for.
+        work: its folder.
+        say: told what goes on, a line each.
+        show: told how far it is, for one line that changes.
+    """
+
+    def __init__(self, config: AdaptConfig, work: Work, say: Say, show: Say, command: str) -> None:
+        self.config, self.work, self.say, self._show, self.command = config, work, say, show, command
+        self.target = resolve_folder(parse_model(config.model).name)
+        self.shape = read_config(self.target)
+        self.room = min(ROOM, self.shape.max_position - 8)
+        self.answer = min(ANSWER, self.room // 3)
+        self.tokenizer = load_tokenizer(self.target)
+        self._llm: LLM | None = None
+
+    @property
+    def reserve_s(self) -> float:
+        """Seconds that are kept for the verdict."""
+        return min(JUDGING_MOST_S, max(JUDGING_LEAST_S, JUDGING * self.work.allowed_s))
+
+    @property
+    def llm(self) -> LLM:
+        """The model, loaded when it is first needed."""
+        if self._llm is None:
+            options: dict[str, Any] = {
+                "dtype": self.config.dtype,
+                "threads": self.config.threads,
+                "max_model_len": self.room + 8,
+            }
+            self._llm = LLM(self.config.model, **options)
+        return self._llm
+
+    def show(self, what: str, text: str = "") -> None:
+        """How far it is."""
+        self.work.tick()
+        left = max(0.0, self.work.left_s)
+        self._show(f"{what}{': ' if text else ''}{text}, {_time(left)} left")
+
+    # -- survey
+
+    @cached_property
+    def asked(self) -> Asked:
+        """The prompts."""
+        return collect(self.config.prompts, self.tokenizer, self.room, self.answer, self.config.seed)
+
+    def survey(self) -> Survey:
+        """What is measured before anything is chosen.
+
+        Raises:
+            ConfigError: it takes longer than there is time.
+        """
+        work = self.work
+        self.show("timing passes")
+        parts = [work.once("costs", lambda: survey.costs(self.llm))]
+        self._in_time("its passes were timed")
+        learned = [ids for q in self.asked.questions for ids in q.learned]
+        few = learned[:: max(1, len(learned) // survey.LOOKED)]
+        parts.append(
+            work.once("look-ups", lambda: survey.look_ups(self.llm, few, lambda: self.show("trying look-ups")))
+        )
+        self._in_time("look-ups were tried")
+        self._write_prompts()
+        parts.append(work.once("answering", self._try_answers))
+        self._in_time("some prompts were answered")
+        parts.append(work.once("kinds", lambda: self._try_kinds(few)))
+        return survey.survey_of(parts)
+
+    def _in_time(self, behind: str) -> None:
+        if self.work.left_s < self.reserve_s:
+            asked, wrong = f"--hours {self.config.hours:g}", f"the time was over when {behind}"
+            raise ConfigError(asked, wrong, f"give {_hours(3 * self.work.spent_s + JUDGING_LEAST_S)} or more")
+
+    def _file(self, *parts: str) -> Path:
+        place = self.work.folder.joinpath(*parts)
+        with writing(f"--out {self.work.folder}", FULL):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def _write_prompts(self) -> None:
+        given = [ids for question in self.asked.questions for ids in question.learned]
+        files = {GIVEN: given, **{f"{HELD}{question.name}": question.judged for question in self.asked.questions}}
+        for name, prompts in files.items():
+            if not (file := self._file("prompts", f"{name}.jsonl")).is_file():
+                write_prompts(file, prompts, self.tokenizer)
+
+    def _try_answers(self) -> dict[str, float]:
+        """Answer a few prompts; how fast that goes, all at once."""
+        spent, tokens = 0.0, 0
+
+        def told(count: int) -> None:
+            nonlocal tokens, spent
+            tokens, spent = tokens + count, monotonic() - began
+            self.show("answering", f"{tokens:,} tokens")
+
+        began = monotonic()
+        self._answer(GIVEN, 0, lambda: not tokens, told, batch=SAMPLE)
+        said, both = answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))
+        return {"answer": tokens / spent if tokens else 1.0, "prompt_share": both / max(1, said)}
+
+    def _try_kinds(self, few: list[tuple[int, ...]]) -> dict[str, Any]:
+        names = [self.config.kind] if self.config.kind else list(KINDS[:3])
+        tried = SourceSpec(file=str(self._file("answers", f"{GIVEN}-0.jsonl")), answer_tokens=self.answer)
+        making = replace(self.making(names[0]), sources=[tried], held_out=())
+        seconds = TRYING * self.work.allowed_s
+        tell = lambda name: self.show("trying", name)  # noqa: E731
+        return survey.kinds(
+            self.llm, names, Probe(making=making, folder=survey.scratch(self.work.folder)), few, seconds, tell
+        )
+
+    # -- choice
+
+    def choose(self, known: Survey) -> list[Forecast]:
+        """The kinds, the one that is made first.
+
+        Raises:
+            ConfigError: the time is too short to learn anything.
+        """
+        seconds = self.work.left_s - self.reserve_s
+        found = forecasts(known, seconds)
+        if not found:
+            wrong = "; ".join(f"{name}: {why}" for name, why in known.missing.items()) or "no kind was measured"
+            raise CapabilityError(f"a drafter for {self.config.model}", wrong, "use look-ups: --drafter suffix")
+        if found[0].answers < LEAST_ANSWERS:
+            each = seconds / max(1, found[0].answers) if seconds > 0 else 1 / known.answer
+            wanted = self.work.spent_s + self.reserve_s + 1.5 * each * LEAST_ANSWERS
+            wrong = f"there is time for {found[0].answers:,} tokens of answers, and {LEAST_ANSWERS:,} are the least"
+            raise ConfigError(f"--hours {self.config.hours:g}", wrong, f"give {_hours(wanted)} or more")
+        return found
+
+    # -- answers
+
+    def answers(self, plan: Forecast, known: Survey) -> dict[str, int]:
+        """Ask for them until there are as many as planned, or their time is over."""
+        wanted, until = plan.answers, monotonic() + 1.15 * plan.answers / known.answer
+        have = 0
+
+        def told(count: int) -> None:
+            nonlocal have
+            have += count
+            self.show("answering", f"{have:,} of {wanted:,} tokens")
+
+        def going(most: float) -> bool:
+            return have < most and monotonic() < until and self.work.left_s > self.reserve_s
+
+        answered = [file for file in (self.work.folder / "answers").glob("*.jsonl") if not file.name.startswith(HELD)]
+        have = sum(answering.tokens_in(file)[0] for file in answered)
+        for question in self.asked.questions:
+            self._answer(f"{HELD}{question.name}", 0, lambda: True, lambda count: None)
+        self._answer(GIVEN, 0, lambda: going(wanted), told)
+        once = max(1, answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))[0])
+        rounds = min(ROUNDS, max(1, int((1 - OWN) * wanted / once)))
+        own = max(0.0, wanted - rounds * once)
+        self._draw(int(own / self.answer / 2) + 1, lambda: going(wanted))
+        for heat in (0, 1, 2):  # greedy, and drawn twice
+            self._answer(DRAWN, heat, lambda: going(wanted - (rounds - 1) * once), told)
+        for heat in range(1, rounds):
+            self._answer(GIVEN, heat, lambda: going(wanted), told)
+        return {"tokens": have}
+
+    def _draw(self, count: int, going: Callable[[], bool]) -> None:
+        self.show("drawing prompts")
+        with writing(f"--out {self.work.folder}", FULL):
+            answering.draw_prompts(self.llm, self._file("prompts", f"{DRAWN}.jsonl"), count, self.config.seed, going)
+
+    def _answer(
+        self, name: str, heat: int, going: Callable[[], bool], told: Callable[[int], None], batch: int = 64
+    ) -> None:
+        prompts, out = self._file("prompts", f"{name}.jsonl"), self._file("answers", f"{name}-{heat}.jsonl")
+        if prompts.is_file():
+            config = AnswerConfig(
+                piece=self.room,
+                text_prompt=1,
+                temperature=HEAT if heat else 0.0,
+                seed=self.config.seed + heat,
+            )
+            answering.answer_file(self.llm, prompts, out, config, self.answer, self.mark, going, told, batch)
+
+    @cached_property
+    def mark(self) -> str:
+        """Fingerprint of the model."""
+        return fingerprint(self.target)
+
+    # -- training
+
+    def making(self, kind: str) -> Making:
+        """What the drafter is made of."""
+        folder = self.work.folder / "answers"
+        users = self.config.prompts is not None
+        sources, held = [], []
+        for file in sorted(folder.glob("*.jsonl")):
+            said, _ = answering.tokens_in(file)
+            if file.name.startswith(HELD):
+                name = file.stem.removeprefix(HELD).rpartition("-")[0]
+                held.append(SourceSpec(file=str(file), domain=name, answer_tokens=self.answer))
+            elif said:
+                weight = said * (2.0 if users and not file.name.startswith(DRAWN) else 1.0)
+                sources.append(SourceSpec(file=str(file), weight=weight, answer_tokens=self.answer))
+        return Making(
+            kind=kind,
+            target=self.target,
+            shape=self.shape,
+            sources=sources,
+            held_out=held,
+            length=self.room,
+            cache=self.work.folder / "states",
+            seed=self.config.seed,
+        )
+
+    def train(self, plan: Forecast) -> dict[str, Any]:
+        """Train the drafter."""
+        self._llm = None  # its memory is the training's now
+        gc.collect()
+        making = self.making(plan.kind)
+        both = sum(answering.tokens_in(Path(source.file))[1] for source in making.sources)
+        steps = self.work.once("steps", lambda: max(20, round(SPARE * EPOCHS * both / (ROWS * making.length))))
+        last = ""
+
+        def tell(part: str, step: int, figures: Mapping[str, float]) -> None:
+            nonlocal last
+            if (value := figures.get("accepted")) is not None:
+                last = f", accepted {value:.2f}"
+            self.show(part, f"{figures['tokens']:,.0f} tokens, loss {figures['loss']:.3f}{last}")
+
+        def said(text: str) -> None:
+            self.show("learning what the model says", text) if text.startswith("cache") else None
+
+        left = lambda: self.work.left_s - self.reserve_s  # noqa: E731
+        return train(making, self.work.folder / "training", steps, left, tell, said)
+
+    # -- verdict
+
+    def judge(self, kind: str, result: str) -> verdict.Verdict:
+        """Measure what it is worth."""
+        made: dict[str, Any] = self.work.once("verdict", lambda: self._judge(kind, result).as_dict())
+        return verdict.Verdict(**made)
+
+    def _judge(self, kind: str, result: str) -> verdict.Verdict:
+        self._llm = None
+        gc.collect()
+        seconds = max(JUDGING_LEAST_S, self.work.left_s)
+
+        def tell(text: str, trials: tuple[int, int] | None) -> None:
+            self.show("judging", text if trials is None else f"{trials[0]} of {trials[1]} trials")
+
+        return verdict.judge(
+            self.config.model,
+            kind,
+            (self.work.folder / result).absolute(),
+            self.asked.workloads,
+            self.asked.judged,
+            self.config.seed,
+            self.work.folder / "report",
+            seconds,
+            tell,
+            dtype=self.config.dtype,
+            threads=self.config.threads,
+            max_new_tokens=self.answer,
+            command=self.command,
+        )
+
+
+# -- the whole
+
+
+def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, command: str = "adapt") -> Outcome:
+    """Make a drafter for a model, or go on with making one.
+
+    Args:
+        config: what is asked for.
+        say, show: see `Adaptation`.
+        dry_run: end behind the choice.
+        command: the command line, for the report.
+
+    Raises:
+        ConfigError: a model that fits neither memory nor time, prompts that cannot be learned from, a folder of
+            something else, a full disk. What was made is kept.
+        KeyboardInterrupt: it was interrupted. What was made is kept.
+    """
+    require_accelerate()
+    target = resolve_folder(parse_model(config.model).name)
+    check_memory(config, target)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    names = ("hours", "kind", "dtype", "seed")
+    facts = {"model": fingerprint(target), **{name: getattr(config, name) for name in names}}
+    facts["prompts"] = None if config.prompts is None else _hash(config.prompts)
+    work = Work(config.folder, facts, config.hours)
+    try:
+        return _adapt(Adaptation(config, work, say, show, command), say, dry_run)
+    finally:
+        work.close()
+
+
+def _adapt(run: Adaptation, say: Say, dry_run: bool) -> Outcome:
+    work = run.work
+    known = run.survey()
+    made = work.once("choice", lambda: [each.as_dict() for each in run.choose(known)])
+    ranked = [Forecast(**each) for each in made]
+    for line in expectation(known, ranked, run):
+        say(line)
+    plan = ranked[0]
+    if dry_run:
+        return Outcome(folder=work.folder, forecast=plan, verdict=None, spent_s=work.spent_s)
+    work.once("answers", lambda: run.answers(plan, known))
+    trained = work.once("training", lambda: run.train(plan))
+    found = run.judge(plan.kind, trained["result"])
+    leave(run.config, work.folder, run.mark, run.target, plan, trained, found)
+    shutil.rmtree(work.folder / "probe", ignore_errors=True)
+    return Outcome(folder=work.folder, forecast=plan, verdict=found, spent_s=work.spent_s)
+
+
+def _hash(file: Path) -> str:
+    if not file.is_file():
+        raise ConfigError(f"--prompts {file}", "there is no such file", "check the path")
+    return sha256(file)
+
+
+def check_memory(config: AdaptConfig, target: Path) -> None:
+    """Refuse a model that training would not fit beside.
+
+    Raises:
+        ConfigError: too little memory, with how much it takes.
+    """
+    sizes = shape_of(read_config(target))
+    needed = FOOTPRINT * (sizes.body_parameters + 2 * sizes.head_parameters)
+    free = free_bytes(torch.device("cpu"))
+    if free is not None and needed > free:
+        wrong = f"learning from it takes about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        remedy = "free memory, take a machine with more, or draft with look-ups, which need none: --drafter suffix"
+        raise ConfigError(f"model {config.model}", wrong, remedy)
+
+
+def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[str]:
+    """What was measured and is expected, in lines."""
+    table, plan = known.costs, ranked[0]
+    one, five = table.chain_ms(1), table.chain_ms(5)
+    lines = [
+        f"a pass of one row takes {one:.2f} ms, of five rows {five / one:.2f} times that; "
+        f"{known.answer:,.0f} tokens/s are answered",
+        f"look-ups on these prompts: {known.lookup_tokens:.2f} tokens a pass, "
+        f"{known.lookup_speed:.2f} times plain decoding",
+    ]
+    for each in ranked:
+        speeds = known.kinds[each.kind]
+        lines.append(
+            f"{each.kind}: {each.hybrid:.2f} times plain expected beside look-ups ({each.alone:.2f} alone): about "
+            f"{each.accepted:.2f} accepted of {each.depth} drafted in "
+            f"{speeds.draft_ms * each.depth / speeds.depth:.2f} ms, "
+            f"after {each.tokens:,} tokens at {speeds.train:,.0f} a second, as reached on {each.source}"
+        )
+    lines += [f"{name}: not considered ({why})" for name, why in known.missing.items()]
+    why = "as asked" if run.config.kind else "it is expected to pay most"
+    lines.append(f"chosen: {plan.kind}, {why}; {plan.answers:,} tokens of answers, done in {_time(run.work.left_s)}")
+    return lines
+
+
+def _hours(seconds: float) -> str:
+    return f"--hours {max(0.01, round(seconds / 3600 + 0.005, 2)):g}"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

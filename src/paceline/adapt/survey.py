@@ -1,0 +1,126 @@
+"""What can be measured before anything is chosen: passes, look-ups on the prompts, and for each kind of drafter how
+fast it is trained and how long it drafts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
+from time import monotonic
+from typing import Any
+
+from ..bench.calibrate import measure
+from ..config import TARGET_OPTIONS
+from ..core.errors import ConfigError
+from ..core.request import RequestOutput
+from ..core.sampling import SamplingParams
+from ..llm import LLM
+from ..planning.models import shape_of
+from .choice import Speeds, Survey
+from .training import Probe, probe
+
+REPEATS, ROWS, BATCHES, CONTEXTS = 5, (1, 2, 3, 4, 6, 8, 16), (1, 4, 8), (128, 512)
+LOOKED, LOOKED_TOKENS = 8, 64  # prompts that look-ups are tried on, and tokens of each answer
+TIMED, TIMED_TOKENS = 3, 24  # prompts that a drafter is timed on
+LOOKUP = "suffix"
+
+
+def costs(llm: LLM) -> dict[str, Any]:
+    """Passes, as `Survey` has them."""
+    table = measure(llm.decoder, repeats=REPEATS, rows=ROWS, batches=BATCHES, contexts=CONTEXTS)
+    sizes = shape_of(llm.decoder.config)
+    heads = 1 if llm.decoder.config.tied else 2
+    return {
+        "chain": table.chain,
+        "plain": table.plain,
+        "context": table.context,
+        "context_ms": table.context_ms,
+        "parameters": int(sizes.body_parameters + heads * sizes.head_parameters),
+    }
+
+
+def look_ups(llm: LLM, prompts: Sequence[Sequence[int]], tell: Callable[[], None]) -> dict[str, float]:
+    """What look-ups are worth on some prompts, beside plain decoding, one after the other."""
+    other = beside(llm, LOOKUP)
+    ratios, passes, emitted = [], 0, 0
+    for ids in prompts[:LOOKED]:
+        plain, looked = (ask(each, ids, LOOKED_TOKENS) for each in (llm, other))
+        ratios.append(log(max(1e-6, plain.stats.elapsed_ms) / max(1e-6, looked.stats.elapsed_ms)))
+        passes, emitted = passes + looked.stats.passes, emitted + looked.stats.emitted
+        tell()
+    return {"lookup_speed": exp(fmean(ratios)), "lookup_tokens": max(1.0, emitted / max(1, passes))}
+
+
+def beside(llm: LLM, drafter: str, **options: Any) -> LLM:
+    """Another engine on the same target, for one request at a time."""
+    same = {name: getattr(llm.config, name) for name in TARGET_OPTIONS}
+    return LLM(**same, share=llm, drafter=drafter, max_sequences=1, **options)
+
+
+def ask(llm: LLM, ids: Sequence[int], most: int) -> RequestOutput:
+    """One greedy answer, for which nothing of an earlier one is found."""
+    llm.forget()
+    return llm.generate({"prompt_token_ids": list(ids)}, SamplingParams(temperature=0, max_tokens=most))[0]
+
+
+def draft_ms(llm: LLM, drafter: str, prompts: Sequence[Sequence[int]], depth: int) -> float:
+    """Milliseconds of a draft of ``depth`` tokens."""
+    other = beside(llm, drafter, budget=depth)
+    found = [ask(other, ids, TIMED_TOKENS).stats for ids in prompts[: TIMED + 1]][1:]  # the first one warms up
+    return sum(s.draft_ms for s in found) / max(1, sum(s.passes for s in found))
+
+
+def kinds(
+    llm: LLM,
+    names: Sequence[str],
+    prepared: Probe,
+    prompts: Sequence[Sequence[int]],
+    seconds: float,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    """Each kind's speeds, as long as there is time (one at the least), and why others have none."""
+    found: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    began = longest = 0.0
+    until = monotonic() + seconds
+    for name in names:
+        if found and monotonic() + longest > until:
+            missing[name] = "there was no time to measure it"
+            continue
+        began = monotonic()
+        tell(name)
+        try:
+            found[name] = asdict(_kind(llm, name, prepared, prompts))
+        except ConfigError as error:
+            missing[name] = f"{error.asked}: {error.wrong}"
+            if len(names) == 1:
+                raise
+        longest = max(longest, monotonic() - began)
+    return {"kinds": found, "missing": missing}
+
+
+def _kind(llm: LLM, name: str, prepared: Probe, prompts: Sequence[Sequence[int]]) -> Speeds:
+    """Train a few steps, and draft with what comes of them."""
+    place = prepared.folder / name
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        made = probe(name, prepared, place)
+        took = draft_ms(llm, f"{name}:{made.result}", prompts, made.depth)
+        return Speeds(score=made.score, train=made.train, draft_ms=took, depth=made.depth, parameters=made.parameters)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def survey_of(parts: Sequence[dict[str, Any]]) -> Survey:
+    """The whole of what its parts measured."""
+    return Survey.of({name: value for part in parts for name, value in part.items()})
+
+
+def scratch(folder: Path) -> Path:
+    """A folder for what is tried."""
+    place = folder / "probe"
+    place.mkdir(parents=True, exist_ok=True)
+    return place

@@ -1,0 +1,337 @@
+"""A drafter trained within a time: at one rate as long as it pays, then while the rate falls to nearly nothing.
+
+How long a run can be is not known before it ends, and a rate that falls with the steps would have to know. So the first
+part has a constant rate and ends where its time is over, or where what is left of it would bring next to nothing; the
+second part goes on from its result, over as many steps as there is time for (a warm-up, a plateau and a fall, as Hu et
+al. 2024 train MiniCPM). Both are ordinary runs of `training.job`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from time import monotonic
+from typing import Any
+
+from ..core.errors import CapabilityError
+from ..network.families import DecoderConfig
+from ..training.data import SourceSpec
+from ..training.job import TrainingJob, finish, prepare
+from ..training.trainer import LOG, Phase, TrainConfig, Trainer
+from .choice import further_gain
+
+TOP = 32  # likeliest tokens that are learned
+ROWS = 4  # of a step
+FALL = 0.2  # of the training's time, in which the rate falls
+LEAST_GAIN = 0.01  # in tokens a pass, below which the first part ends
+CHECKS = 12  # of the first part
+PROBED = 4  # steps that a kind is tried for; the first one is not counted
+MANY_TOKENS = 16_384  # of a vocabulary, from which a quarter is drafted alone
+RATE, WIDTH = 3e-4, 576  # learning rate of a head that begins as the target's last layer, at this width of the target
+FROM_NOTHING = 5.0  # times that, for one that begins at random
+
+
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """What all runs of one drafter share."""
+
+    kind: str
+    target: Path
+    shape: DecoderConfig
+    sources: Sequence[SourceSpec]
+    held_out: Sequence[SourceSpec]
+    length: int  # tokens of a row
+    cache: Path
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)  # beside those that `options_of` chooses
+
+
+def options_of(kind: str, shape: DecoderConfig) -> dict[str, Any]:
+    """The options of a kind for a target of this shape."""
+    hot = {"hot_head": 0.25} if shape.vocab_size >= MANY_TOKENS else {}
+    state = {"depth": 3, "alpha": 0.2, "beta": 1.0, "top": TOP, "anchors": 0.5, "start": "target", **hot}
+    if kind == "eagle":
+        return {**state, "noise": 0.1}
+    if kind == "lyanna":
+        return state
+    if kind == "medusa":
+        return {"heads": 3, "top": TOP, **hot}
+    width = max(64, shape.d_model // 3 // 64 * 64)
+    return {
+        "layers": max(1, shape.num_layers // 8),
+        "d_model": width,
+        "d_ff": 8 * width // 3 // 32 * 32,
+        "heads": width // 32,
+        "kv_heads": width // 32,
+        "vocab_size": shape.vocab_size,
+        "context": shape.max_position,
+        "top": TOP,
+        **hot,
+    }
+
+
+def rate_of(options: Mapping[str, Any], shape: DecoderConfig) -> float:
+    """The highest learning rate: smaller for wider targets, larger for what begins at random."""
+    start = 1.0 if options.get("start") == "target" else FROM_NOTHING
+    return min(3e-3, RATE * start * WIDTH / shape.d_model)
+
+
+def job_of(making: Making, out: Path, config: TrainConfig, init: Path | None = None) -> TrainingJob:
+    """One run."""
+    top = min(TOP, making.shape.vocab_size - 1)
+    options = options_of(making.kind, making.shape) | {"top": top} | dict(making.options)
+    return TrainingJob(
+        kind=making.kind,
+        options=options,
+        config=config,
+        phases=[Phase(rows=ROWS, length=making.length)],
+        sources=making.sources,
+        held_out=making.held_out,
+        target=making.target,
+        init=init,
+        out=out,
+        cache=making.cache,
+    )
+
+
+def config_of(making: Making, steps: int, **changes: Any) -> TrainConfig:
+    """How a run is trained."""
+    options = options_of(making.kind, making.shape) | dict(making.options)
+    common = {"warmup": min(50, max(1, steps // 10)), "weight_decay": 0.02, "seed": making.seed, "log_every": 10}
+    return TrainConfig(**{"steps": steps, "learning_rate": rate_of(options, making.shape), **common, **changes})
+
+
+def trainable(making: Making, out: Path, config: TrainConfig, say: Callable[[str], None]) -> tuple[Making, Trainer]:
+    """A run, ready; where the target's last layer cannot be begun with, one that begins at random."""
+    try:
+        return making, prepare(job_of(making, out, config), (), say)
+    except CapabilityError as error:
+        if not error.asked.startswith("start="):
+            raise
+        other = replace(making, options={**making.options, "start": "random"})
+        changed = replace(config, learning_rate=rate_of({"start": "random"}, making.shape))
+        return other, prepare(job_of(other, out, changed), (), say)
+
+
+# -- what a kind costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What kinds are tried on."""
+
+    making: Making  # its kind is the one that is tried
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What trying a kind gave."""
+
+    result: Path
+    score: float  # tokens a second
+    train: float  # tokens a second
+    depth: int
+    parameters: int
+
+
+class _Timer:
+    """Notes the speed of steps."""
+
+    def __init__(self) -> None:
+        self.speeds: list[float] = []
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """As `Watcher`."""
+        self.speeds.append(figures["tokens_per_s"])
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """As `Watcher`."""
+
+
+class _ScoreTimer:
+    """Reads the speed of scoring off what is said about it."""
+
+    def __init__(self) -> None:
+        self.began, self.tokens, self.seconds = 0.0, 0, 0.0
+
+    def __call__(self, text: str) -> None:
+        words = text.replace(",", "").split()
+        if "to score" in text:
+            self.tokens, self.began = int(words[words.index("tokens") - 1]), monotonic()
+        elif text.startswith("cache: "):
+            self.seconds = monotonic() - self.began
+
+
+def probe(kind: str, given: Probe, out: Path) -> Probed:
+    """Train a kind for a few steps, and write what comes of it."""
+    making = replace(given.making, kind=kind, cache=out / "states")
+    said, timer = _ScoreTimer(), _Timer()
+    making, trainer = trainable(making, out, config_of(making, PROBED, evaluate_every=0), said)
+    trainer.watchers.append(timer)
+    trainer.run()
+    job = job_of(making, out, trainer.config)
+    result = finish(job, trainer)
+    counted = sum(p.numel() for p in trainer.trained.values())
+    options = job.options
+    depth = int(options.get("depth", options.get("heads", 4) if kind == "medusa" else 4))
+    score = said.tokens / max(said.seconds, 1e-3) if said.tokens else float("inf")
+    return Probed(result=result, score=min(score, 1e9), train=median(timer.speeds[1:]), depth=depth, parameters=counted)
+
+
+# -- the run
+
+
+class Pace:
+    """Watches a run: ends it where its time is over or little is left to gain, and tells how it goes.
+
+    Args:
+        left: seconds that the part has left.
+        tokens: that the whole training is expected to learn from.
+        tell: told of each step: the share that is done, and the figures.
+    """
+
+    def __init__(
+        self, left: Callable[[], float], tokens: float, tell: Callable[[int, Mapping[str, float]], None]
+    ) -> None:
+        self.left, self.tokens, self.tell = left, tokens, tell
+        self.checks: list[tuple[float, float]] = []
+        self.trainer: Trainer | None = None
+        self.early = False  # whether it ended since little was left to gain
+        self._seen = 0.0
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """As `Watcher`."""
+        self._seen = figures["tokens"]
+        self.tell(step, figures)
+        if self.left() <= 0:
+            self._end()
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """As `Watcher`."""
+        if (value := accepted_of(figures)) is not None:
+            self.checks.append((self._seen, value))
+            if further_gain(self.checks, self.tokens) < LEAST_GAIN:
+                self.early = True
+                self._end()
+
+    def _end(self) -> None:
+        assert self.trainer is not None
+        self.trainer.stop()
+
+
+def accepted_of(figures: Mapping[str, float]) -> float | None:
+    """Mean accepted tokens of a draft over the held-out domains; None: none was measured."""
+    own = [value for name, value in figures.items() if name.startswith("accepted/")]
+    return fmean(own) if own else None
+
+
+def accepted_in(log: Path) -> list[tuple[float, float]]:
+    """The checks in a run's log: tokens seen, accepted tokens of a draft."""
+    found, tokens = [], 0.0
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
+        figures = json.loads(line)
+        tokens = figures.get("tokens", tokens)
+        if (value := accepted_of(figures)) is not None:
+            found.append((tokens, value))
+    return found
+
+
+def train(
+    making: Making,
+    out: Path,
+    steps: int,
+    left: Callable[[], float],
+    tell: Callable[[str, int, Mapping[str, float]], None],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Both parts, or what of them is not done yet.
+
+    Args:
+        steps: most of the first part, which its data are scored for.
+        left: seconds that are left for both.
+        tell: told of each step: which part, which step, its figures.
+
+    Returns:
+        Where the result is, and how it went; ready for JSON.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it, with a checkpoint.
+        ConfigError: a full disk; a loss that is not finite. What was made is kept.
+    """
+    began = left()
+    first, second = out / "first", out / "second"
+    every = max(1, steps // CHECKS)
+    config = config_of(making, steps, schedule="constant", evaluate_every=every, save_every=max(10, every // 2))
+    making, trainer = trainable(making, first, config, say)
+    config = trainer.config
+    trainer.resume()
+    pace = Pace(lambda: left() - FALL * began, float(steps * ROWS * making.length), lambda s, f: tell("training", s, f))
+    pace.checks = accepted_in(first / LOG)
+    known = _note(out)
+    if not known.get("first"):
+        _run(trainer, pace)
+        result = finish(job_of(making, first, config), trainer)
+        known = _note(out, first=trainer.step, tokens=trainer.tokens, early=pace.early, speed=_speed(first, making))
+    result = first / "result"
+    fall = known.get("steps") or max(
+        5, min(known["first"] // 2, int(left() * 0.9 * known["speed"] / (ROWS * making.length)))
+    )
+    known = _note(out, steps=fall)
+    falling = config_of(making, fall, schedule="linear", final_ratio=0.05, learning_rate=config.learning_rate)
+    falling = replace(falling, warmup=min(5, fall), evaluate_every=fall, save_every=max(10, fall // 4))
+    job = job_of(making, second, falling, init=result)
+    trainer = prepare(job, (), say)
+    trainer.resume()
+    pace = Pace(left, 0.0, lambda s, f: tell("last steps", s, f))
+    if not trainer.finished:
+        _run(trainer, pace)
+    last = finish(job, trainer)
+    checks = accepted_in(first / LOG)
+    final = accepted_in(second / LOG)
+    better = not final or not checks or final[-1][1] >= checks[-1][1]
+    return {
+        "result": str((last if better else result).relative_to(out.parent)),
+        "tokens": known["tokens"] + trainer.tokens,
+        "steps": known["first"] + trainer.step,
+        "early": known["early"],
+        "checks": checks + [(known["tokens"] + n, value) for n, value in final],
+    }
+
+
+def _run(trainer: Trainer, pace: Pace) -> None:
+    """Run to the end, or to where ``pace`` ends it.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it.
+    """
+    pace.trainer = trainer
+    trainer.watchers.append(pace)
+    if pace.left() > 0:
+        trainer.run()
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+
+
+def _speed(out: Path, making: Making) -> float:
+    """Tokens a second of a run's later steps."""
+    log = out / LOG
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    speeds = [json.loads(line).get("tokens_per_s") for line in lines]
+    return median([s for s in speeds if s] or [ROWS * making.length])
+
+
+def _note(out: Path, **facts: Any) -> dict[str, Any]:
+    """What is known of the parts that are done; ``facts`` are added."""
+    file = out / "parts.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if facts:
+        known |= facts
+        fresh = file.with_suffix(".part")
+        fresh.write_text(json.dumps(known) + "\n", encoding="utf-8")
+        fresh.replace(file)
+    values: dict[str, Any] = known
+    return values

@@ -1,0 +1,147 @@
+"""What it is worth: plain decoding, look-ups, the new drafter and both together, on prompts that nobody learned from.
+
+The bench measures them, in turns on the same prompts, and writes its page. What is left for use is the fastest of them
+that is faster than plain decoding, by the interval, and slower on no kind of prompt; where look-ups are as good,
+look-ups, since they cost nothing; where nothing is, nothing.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..bench.config import BenchConfig, Progress
+from ..bench.methods import parse_methods, with_plain
+from ..bench.records import PLAIN, Report
+from ..bench.run import Run
+from ..bench.summary import NEVER_SLOWER, Interval, Summary
+from ..drafters.hybrid import with_parts
+
+LOOK_UPS, NEW, BOTH = "look-ups", "new", "hybrid"
+LOOKUP = "suffix"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Figures, and what is left; ready for JSON."""
+
+    chosen: str  # `LOOK_UPS`, `NEW`, `BOTH` or `PLAIN`
+    words: str
+    times_plain: dict[str, list[float]]  # by method: value, low, high
+    by_kind: dict[str, dict[str, float]]  # by method and workload
+    tokens_per_pass: dict[str, float]
+    sequences: int  # whose ids were compared
+    equal: int  # of them: equal, or explained by a near tie
+    trials: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def drafters(kind: str, folder: str) -> dict[str, str]:
+    """What is compared, by name, as the registry reads it; ``folder`` has the new one's weights."""
+    new = f"{kind}:{folder}"
+    return {LOOK_UPS: LOOKUP, NEW: new, BOTH: with_parts([LOOKUP], new)}
+
+
+def judge(
+    model: str,
+    kind: str,
+    weights: Path,
+    workloads: Sequence[str],
+    prompts: int,
+    seed: int,
+    out: Path,
+    seconds: float,
+    tell: Progress,
+    **settings: Any,
+) -> Verdict:
+    """Measure and decide.
+
+    Args:
+        weights: folder of the new drafter.
+        workloads, prompts, seed: of the prompts that were put aside.
+        out: folder of the report.
+        seconds: after which no trial begins.
+        settings: ``dtype``, ``threads``, and ``max_new_tokens`` of an answer.
+    """
+    methods = parse_methods(
+        [f"{name}={text}" for name, text in drafters(kind, str(weights)).items()], settings["dtype"]
+    )
+    config = BenchConfig(
+        model=model,
+        methods=tuple(with_plain(methods)),
+        workloads=tuple(workloads),
+        prompts=prompts,
+        repeats=1,
+        seed=seed,
+        threads=settings["threads"],
+        max_new_tokens=settings["max_new_tokens"],
+        time_limit_s=max(1.0, seconds),
+        title=f"{Path(model).name}: what the drafter that was made for it is worth",
+    )
+    command = ["paceline", *shlex.split(settings["command"])]
+    report = Run(config, out=out, overwrite=True, command=command, progress=tell).execute()
+    if report.interrupted:
+        raise KeyboardInterrupt
+    return decide(report)
+
+
+def decide(report: Report) -> Verdict:
+    """What a report says."""
+    summary = Summary(report)
+    total = {row.method.name: row for row in summary.total(summary.main)}
+    kinds: dict[str, dict[str, float]] = {}
+    for row in summary.rows:
+        if row.speedup is not None and row.workload is not None:
+            kinds.setdefault(row.method.name, {})[row.workload] = row.speedup.value
+    speedups = {name: row.speedup for name, row in total.items() if row.speedup is not None}
+    chosen = choose(speedups, kinds)
+    passes = {name: row.figures.get("accepted_length") for name, row in total.items()}
+    exact = summary.exact
+    return Verdict(
+        chosen=chosen,
+        words=_words(chosen, speedups),
+        times_plain={name: [own.value, own.low, own.high] for name, own in speedups.items()},
+        by_kind=kinds,
+        tokens_per_pass={name: value for name, value in passes.items() if value is not None},
+        sequences=sum(e.sequences for e in exact),
+        equal=sum(e.sequences - len(e.failures) for e in exact),
+        trials=len(report.trials),
+    )
+
+
+def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> str:
+    """The name of what is left for use."""
+    sure = {
+        name: own.value
+        for name, own in speedups.items()
+        if own.low > 1 and min(kinds.get(name, {}).values(), default=1.0) >= NEVER_SLOWER
+    }
+    best = max(sure, key=lambda name: sure[name], default=PLAIN)
+    looked = speedups.get(LOOK_UPS)
+    if best in (NEW, BOTH) and looked is not None and speedups[best].value <= looked.value:
+        return LOOK_UPS
+    if best == PLAIN and looked is not None and looked.value >= NEVER_SLOWER:
+        return LOOK_UPS
+    return best
+
+
+def _words(chosen: str, speedups: dict[str, Interval]) -> str:
+    """The verdict in a sentence."""
+    if chosen in (NEW, BOTH):
+        what = "the new drafter" if chosen == NEW else "the new drafter beside look-ups"
+        return f"{what} pays: {_times(speedups[chosen])} of plain decoding on prompts it never saw"
+    if chosen == LOOK_UPS:
+        own = speedups[LOOK_UPS]
+        known = f"look-ups alone give {_times(own)} of plain decoding" if own.low > 1 else "nothing surely does"
+        return f"the new drafter pays no more than look-ups, or not on every kind of prompt: {known}. Look-ups are left"
+    return "nothing pays: every drafter is slower than plain decoding on some kind of prompt. Plain decoding is left"
+
+
+def _times(ratio: Interval) -> str:
+    return f"{ratio.value:.2f} times [{ratio.low:.2f}, {ratio.high:.2f}]"

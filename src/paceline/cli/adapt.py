@@ -1,0 +1,89 @@
+"""``paceline adapt``: make a drafter for a model."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from ..adapt.config import AdaptConfig
+from ..adapt.run import Outcome, adapt
+from . import INTERRUPTED
+from .console import note, stderr, stdout
+from .options import takes
+
+app = typer.Typer(add_completion=False)
+LINE_EVERY_S = 30.0  # where no terminal shows a line that changes
+
+
+class Line:
+    """One line that changes, on a terminal; elsewhere a line now and then."""
+
+    def __init__(self) -> None:
+        self.console, self.last = stderr(), 0.0
+        self.status = self.console.status("") if self.console.is_terminal else None
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        note(text)
+
+    def show(self, text: str) -> None:
+        """How far it is."""
+        if self.status is not None:
+            self.status.start()
+            self.status.update(text)
+        elif time.monotonic() - self.last > LINE_EVERY_S:
+            self.last = time.monotonic()
+            note(text)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self.status is not None:
+            self.status.stop()
+
+
+@app.command(name="adapt")
+@takes(config=AdaptConfig, without=("model",))
+def command(
+    model: Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Measure, choose, say what is expected, and stop.")
+    ] = False,
+    *,
+    config: dict[str, Any],
+) -> None:
+    """Make a drafter for a model on this machine, within a time, and measure what it is worth.
+
+    Ctrl-C keeps all that was made, and the same command goes on. The folder is a drafter: --drafter DIR.
+    """
+    asked, line = AdaptConfig(model=model, **config), Line()
+    again = shlex.join(["paceline", *sys.argv[1:]])
+    try:
+        made = adapt(asked, line.say, line.show, dry_run, shlex.join(sys.argv[1:]))
+    except KeyboardInterrupt as stop:
+        line.close()
+        note(f"stopped; what was made is in {asked.folder}, go on: {again}")
+        raise typer.Exit(INTERRUPTED) from stop
+    finally:
+        line.close()
+    _tell(made, model)
+
+
+def _tell(made: Outcome, model: str) -> None:
+    console = stdout()
+    if made.verdict is None:
+        note(f"dry run: {made.spent_s:.0f} s; without --dry-run the same command goes on from here")
+        return
+    console.print(f"{made.verdict.words}.", markup=False)
+    for name, (value, low, high) in made.verdict.times_plain.items():
+        passes = made.verdict.tokens_per_pass.get(name, 1.0)
+        console.print(
+            f"  {name}: {value:.2f} times plain [{low:.2f}, {high:.2f}], {passes:.2f} tokens a pass", markup=False
+        )
+    console.print(f"{made.folder}/report/report.html", markup=False, highlight=False)
+    console.print(
+        f"paceline generate --model {model} --drafter {made.folder} --prompt ..", markup=False, highlight=False
+    )
