@@ -90,7 +90,9 @@ def warm(llm: LLM) -> None:
     """Answer a short prompt, so that the first request does not pay for what is made at first use."""
     limits = llm.engine.limits
     prompt = [min(3, limits.vocab_size - 1)] * min(4, limits.max_model_len - 1)
-    llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=WARM_TOKENS, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=WARM_TOKENS, ignore_eos=True)
+    for _ in llm.stream({"prompt_token_ids": prompt}, params, store=False):
+        pass
     llm.forget()
 
 
@@ -175,6 +177,7 @@ class EngineService:
                 deadline_s=asked.deadline_s,
                 speculation=Speculation(**chosen) if chosen else None,
                 taken=asked.taken,
+                store=asked.store,
             )
         except QueueFull as error:
             return Rejected(asked.id, "a request", str(error), "ask again later", full=True)
@@ -212,7 +215,8 @@ class EngineService:
 
     def _counters(self) -> dict[str, Any]:
         counted = self._engine.snapshot()
-        return {**counted.as_dict(), "speculation": self._engine.describe_speculation()}
+        own = {**self._engine.describe_speculation(), "learning": self._llm.describe_learning()}
+        return {**counted.as_dict(), "speculation": own}
 
 
 def _params(fields: Mapping[str, Any]) -> SamplingParams:

@@ -108,6 +108,7 @@ class LLM:
         self.engine = build_engine(
             self.config, self._target, partial(_serve_apart, places), partial(_start_stages, places)
         )
+        self.learning = None if self.config.learn is None else _learn(self)
 
     def _shared(self, other: Any) -> LoadedModel:
         """Another one's target, if it is what this one's configuration asks for."""
@@ -139,6 +140,13 @@ class LLM:
     def kernels(self) -> str:
         """The kernels of the layers: "native" with the instructions in use, or "torch"."""
         return "torch" if self.decoder.stack is None else f"native ({native.describe()})"
+
+    def describe_learning(self) -> dict[str, Any]:
+        """Whether requests are learned from, and how that stands; ready for JSON."""
+        if self.learning is None:
+            return {"state": "off: nothing of any request is kept, and nothing is learned"}
+        found: dict[str, Any] = self.learning.describe()
+        return found
 
     # -- answers
 
@@ -210,7 +218,7 @@ class LLM:
 
         Args:
             prompt, params, application: as for `generate`.
-            options: ``said``, ``priority``, ``deadline_s`` and ``speculation`` of `Engine.submit`.
+            options: ``said``, ``priority``, ``deadline_s``, ``speculation`` and ``store`` of `Engine.submit`.
 
         Raises:
             ConfigError: the prompt, the parameters or the application cannot be used.
@@ -319,6 +327,13 @@ class LLM:
         answer = chunks()
         next(answer)
         return answer
+
+
+def _learn(llm: LLM) -> Any:
+    """Let the drafter learn; what that takes is imported where it is asked for."""
+    from .learning.begin import begin
+
+    return begin(llm.config, llm._target, llm.engine)
 
 
 def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:

@@ -111,6 +111,12 @@ class LLMOptions:
         metavar="NAME=FOLDER",
         takes='applications are folders by name, such as {"sql": "path/to/folder"}',
     )
+    learn: str | None = option(
+        None,
+        help="folder in which token ids of requests are kept, and the drafter learns from them when cores are idle; "
+        "default: nothing is kept and nothing is learned",
+        metavar="DIR",
+    )
     revision: str | None = option(None, help="branch, tag or commit on the hub")
     offline: bool = option(False, help="fetch nothing from the hub")
     trust_remote_code: bool = option(False, help="refused: Paceline never runs a checkpoint's code", cli=False)

@@ -36,12 +36,14 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "engine_worker": {"chunks", "core", "distributed", "drafters", "engine", "llm", "network"},
     "serve": {"core", "distributed"},
     "chunks": {"core", "engine"},
-    "llm": {*ENGINE, "native", "zoo", "config", "assembly", *WORKERS, "chunks", "engine"},
+    "learning": {"core", "config", "assembly", "network", "drafters", "engine"},
+    "llm": {*ENGINE, "native", "zoo", "config", "assembly", *WORKERS, "learning", "chunks", "engine"},
     "async_llm": {"config", "chunks", "core", "engine", "llm"},
     "bridges": {"core", "network", "drafters"},
     "bench": {*ENGINE, "native", "distributed", "training", "engine", "zoo", "planning", "config", "assembly", "llm"},
     "adapt": {
-        *{"core", "network", "drafters", "training", "engine", "zoo", "planning", "options", "config", "llm", "bench"}
+        *{"core", "network", "drafters", "training", "engine", "zoo", "planning", "options", "config", "llm", "bench"},
+        "learning",
     },
     "cli": {
         *ENGINE,

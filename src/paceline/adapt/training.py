@@ -30,7 +30,7 @@ LEAST_GAIN = 0.01  # in tokens a pass, below which the first part ends
 CHECKS = 12  # of the first part
 PROBED = 4  # steps that a kind is tried for; the first one is not counted
 MANY_TOKENS = 16_384  # of a vocabulary, from which a quarter is drafted alone
-RATE, WIDTH = 3e-4, 576  # learning rate of a head that begins as the target's last layer, at this width of the target
+RATE, WIDTH = 4e-4, 576  # learning rate of a head that begins as the target's last layer, at this width of the target
 FROM_NOTHING = 5.0  # times that, for one that begins at random
 
 

@@ -126,7 +126,7 @@ def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) ->
     looked = speedups.get(LOOK_UPS)
     if best in (NEW, BOTH) and looked is not None and speedups[best].value <= looked.value:
         return LOOK_UPS
-    if best == PLAIN and looked is not None and looked.value >= NEVER_SLOWER:
+    if best == PLAIN and looked is not None and looked.high >= NEVER_SLOWER:  # the budget keeps them from being slower
         return LOOK_UPS
     return best
 
@@ -139,8 +139,8 @@ def _words(chosen: str, speedups: dict[str, Interval]) -> str:
     if chosen == LOOK_UPS:
         own = speedups[LOOK_UPS]
         known = f"look-ups alone give {_times(own)} of plain decoding" if own.low > 1 else "nothing surely does"
-        return f"the new drafter pays no more than look-ups, or not on every kind of prompt: {known}. Look-ups are left"
-    return "nothing pays: every drafter is slower than plain decoding on some kind of prompt. Plain decoding is left"
+        return f"the new drafter pays no more than look-ups, or not on every kind of prompt: {known}; look-ups are left"
+    return "nothing pays: every drafter is slower than plain decoding. Plain decoding is left"
 
 
 def _times(ratio: Interval) -> str:

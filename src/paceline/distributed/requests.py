@@ -53,6 +53,7 @@ class Submit:
     said: list[list[int]] = field(default_factory=list)  # of each sample, by an engine that was lost; not told again
     shows: Literal["", "origins", "steps"] = ""  # what pieces have in `Shown`
     taken: bool = False  # by an engine that was lost: a full queue does not refuse it
+    store: bool = True  # whether it may be learned from, where anybody learns
 
 
 @dataclass(frozen=True, slots=True)

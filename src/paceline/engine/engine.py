@@ -70,6 +70,9 @@ class Engine:
         self.lock = FairLock()
         self._texts = texts
         self.grammars = grammars
+        # Who learns from requests: is told of each that ended, and asked before each step. None: nobody.
+        self.on_leave: Callable[[LiveRequest], None] | None = None
+        self.between: Callable[[], None] | None = None
         self._torn = False  # whether a call is under way, or ended in its middle
         self._cancelled: deque[str] = deque()  # requests that are to be aborted
         self._untold: list[LiveRequest] = []  # may have got tokens in a step that ended in its middle
@@ -93,6 +96,7 @@ class Engine:
         deadline_s: float | None = None,
         speculation: Speculation | None = None,
         taken: bool = False,
+        store: bool = True,
     ) -> str:
         """Check a request and queue it.
 
@@ -110,6 +114,7 @@ class Engine:
             deadline_s: seconds from now after which it ends between two steps with what it has, as "deadline".
             speculation: what is drafted for it; None: as for any.
             taken: whether another engine had taken it before it was lost: a full queue does not refuse it.
+            store: whether it may be learned from, where anybody learns.
 
         Returns:
             Its id.
@@ -158,7 +163,7 @@ class Engine:
             _say_again(sequence, tokens)
         self._begin()
         try:
-            live = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, on_end=on_end)
+            live = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, store=store, on_end=on_end)
             self.live[request_id] = live
             if said:
                 live.said = [(len(s.state.token_ids), s.state.checker.stable_length) for s in sequences]
@@ -253,6 +258,8 @@ class Engine:
         if live.ended is None:
             live.ended = perf_counter()
             self._totals.add(live)
+            if self.on_leave is not None:
+                self.on_leave(live)
         if live.on_end is not None:
             live.on_end(live)
         if self.live.get(live.request.id) is live:  # the id may have been given to another since
@@ -268,6 +275,8 @@ class Engine:
     def step(self) -> list[LiveRequest]:
         """One step of all running sequences. Returns the requests that got tokens or ended; finished ones leave."""
         self._begin()
+        if self.between is not None:
+            self.between()
         if self._timed:
             self._expire()
         try:

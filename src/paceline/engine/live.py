@@ -31,6 +31,7 @@ class LiveRequest:
     deadline: float = inf  # perf_counter seconds
     said: Sequence[tuple[int, int]] = ()  # of each sample, tokens and characters that are not told again; none: all are
     text_prefix: str = ""  # the prompt's text, where it is to be echoed
+    store: bool = True  # whether it may be learned from
     on_end: Callable[[LiveRequest], None] | None = None  # called when its last sample has ended; twice after Ctrl-C
 
     @property

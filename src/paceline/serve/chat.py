@@ -86,6 +86,7 @@ def asked(server: Server, body: ChatRequest, use: ToolUse | None) -> Asked:
         priority=body.priority,
         speculation=speculation or None,
         shows=body.shows(),
+        store=body.store is not False,
     )
 
 

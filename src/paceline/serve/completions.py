@@ -54,6 +54,7 @@ async def _answer(server: Server, body: CompletionRequest) -> Response:
                 priority=body.priority,
                 speculation=body.drafting(),
                 shows=body.shows(),
+                store=body.store is not False,
             )
             answers.append(await refused.enter_async_context(await begin(server, asked)))
         refused.pop_all()

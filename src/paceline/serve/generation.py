@@ -88,6 +88,7 @@ class Asked:
     priority: int = 0  # lower ones first
     speculation: dict[str, Any] | None = None  # fields of `core.speculation.Speculation`
     shows: Literal["", "origins", "steps"] = ""  # see `Submit`
+    store: bool = True  # whether it may be learned from
 
 
 class Answer:
@@ -230,6 +231,7 @@ async def begin(server: Server, asked: Asked) -> Answer:
         priority=asked.priority,
         deadline_s=config.request_s,
         speculation=asked.speculation,
+        store=asked.store,
         shows=asked.shows or ("origins" if config.per_request_spec_decode_metrics == "detailed" else ""),
     )
     try:

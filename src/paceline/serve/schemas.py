@@ -121,11 +121,11 @@ class Sampling(Strict):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    store: bool | None = None  # false: a server that learns does not keep it
     # These change nothing.
     user: Any = None
     metadata: Any = None
     service_tier: Any = None
-    store: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None

@@ -69,7 +69,8 @@ class SourceSpec:
 
 
 def read_documents(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file: ``{"prompt", "completion"}``, or ``{"text"}``; answers bring their token ids along.
+    """Records of a file: ``{"prompt", "completion"}``, or ``{"text"}``; answers bring their token ids along, or are
+    nothing else: ``{"prompt_tokens", "completion_tokens"}``.
 
     Raises:
         ConfigError: a file that is missing, broken, or of neither form.
@@ -110,6 +111,8 @@ def _json_records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _fields(record: Any, path: Path, number: int) -> dict[str, Any]:
     if isinstance(record, dict):
+        if record.keys() == {"prompt_tokens", "completion_tokens"}:
+            record = {"prompt": "", "completion": "", **record}
         if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
             ids = {k: record[k] for k in ("prompt_tokens", "completion_tokens") if k in record}
             if not all(isinstance(v, list) and all(isinstance(i, int) for i in v) for v in ids.values()):
@@ -192,7 +195,8 @@ class Encoder:
 
     def _same_tokenizer(self, record: dict[str, Any]) -> None:
         ids = record["prompt_tokens"]
-        if max(ids, default=0) >= len(self.tokenizer) or self.tokenizer.decode(ids) != record["prompt"]:
+        told = record["prompt"]  # of ids alone nothing is told
+        if max(ids, default=0) >= len(self.tokenizer) or (told and self.tokenizer.decode(ids) != told):
             remedy = "make them again, with this target"
             raise ConfigError("answers with token ids", "another tokenizer made them", remedy)
 

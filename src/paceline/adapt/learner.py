@@ -1,0 +1,164 @@
+"""The process that learns from served requests: ``python -m paceline.adapt.learner FOLDER PARENT``.
+
+It has the lowest priority there is and ends with the process that it learns beside. Each round it puts the newest
+requests aside, trains the drafter that serves on those before them, and checks both on what was put aside. One that is
+better there is offered; the next round learns from what was put aside in this one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import PacelineError
+from ..learning import files
+from ..learning.ring import ANSWER, PROMPT, Ring, Served
+from ..network.hot import FILE as HOT
+from ..network.loader import read_config, resolve_folder
+from ..training.data import SourceSpec
+from ..training.job import finish, prepare
+from .training import Making, accepted_of, config_of, job_of
+
+FRESH, MOST = 96, 512  # requests that a round waits for, and that it learns from
+ASIDE = 0.25  # of the fresh ones, the share that is put aside
+STEPS_A_REQUEST = 0.25
+BETTER = 1.01  # tokens a pass on what was put aside, over those of the one that serves
+LOOK_S, FAULT_S = 1.0, 60.0
+KEPT = 3  # drafters
+
+
+def main(folder: Path, parent: int) -> None:
+    """Learn until the parent is gone."""
+    lowest_priority(parent)
+    os.umask(0o077)
+    torch.set_num_threads(1)
+    task = files.read(folder / files.TASK)
+    ring = Ring(folder / files.RING)
+    seen = int(files.read(folder / "learner-seen.json", 0))
+    while os.getppid() == parent:
+        fresh = ring.read(after=seen)
+        if len(fresh) < FRESH:
+            time.sleep(LOOK_S)
+            continue
+        try:
+            seen = learn(folder, task, ring.read())
+            files.write(folder / "learner-seen.json", seen)
+        except (PacelineError, OSError) as error:  # a full disk, for one: what serves goes on
+            say(folder, error=str(error))
+            time.sleep(FAULT_S)
+
+
+def lowest_priority(parent: int) -> None:
+    """Run where nobody else wants to, and end with the parent."""
+    with suppress(AttributeError, OSError):
+        os.nice(19)
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the parent
+
+
+def serving(folder: Path, task: dict[str, Any]) -> tuple[int, Path]:
+    """Number and weights of the drafter that serves: the last offer that was not refused, else what it began with."""
+    refused = files.read(folder / files.REFUSED, [])
+    offered = int(files.read(folder / files.OFFER, {}).get("number", 0))
+    good = [n for n in range(offered, 0, -1) if n not in refused and (folder / files.DRAFTERS / str(n)).is_dir()]
+    return (good[0], folder / files.DRAFTERS / str(good[0])) if good else (0, Path(task["weights"]))
+
+
+def learn(folder: Path, task: dict[str, Any], served: Sequence[Served]) -> int:
+    """One round. Returns the number of the last request that it was about."""
+    aside = max(8, round(ASIDE * FRESH))
+    learned, held = served[:-aside][-MOST:], served[-aside:]
+    place = folder / "round"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(mode=0o700)
+    write_ids(place / "learned.jsonl", learned)
+    write_ids(place / "held.jsonl", held)
+    try:
+        number, was, now, result = train(folder, task, place, len(learned))
+        better = now == now and 1 + now >= BETTER * (1 + was)
+        say(folder, requests=len(learned), was=was, now=now, offered=better)
+        if better:
+            offer(folder, number, result, {"was": was, "is": now, "requests": len(learned)})
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return served[-aside].number - 1  # what was put aside is learned from next time
+
+
+def train(folder: Path, task: dict[str, Any], place: Path, requests: int) -> tuple[int, float, float, Path]:
+    """Train on what is to be learned.
+
+    Returns:
+        The new drafter's number; accepted tokens of a draft, on what was put aside, of the one that serves and of the
+        new one; the new one's folder.
+    """
+    number, weights = serving(folder, task)
+    target = resolve_folder(task["target"], offline=True)
+    shape = read_config(target)
+    making = Making(
+        kind=task["kind"],
+        target=target,
+        shape=shape,
+        sources=[SourceSpec(file=str(place / "learned.jsonl"))],
+        held_out=[SourceSpec(file=str(place / "held.jsonl"), domain="served")],
+        length=min(PROMPT + ANSWER, shape.max_position),
+        cache=place / "states",
+        seed=number,
+        options={"start": "random", "hot_head": 0.0, **task["options"]},
+    )
+    steps = max(8, round(STEPS_A_REQUEST * requests))
+    config = replace(config_of(making, steps, evaluate_every=0, save_every=steps), schedule="linear", final_ratio=0.1)
+    config = replace(config, learning_rate=task["rate"])
+    job = job_of(making, place / "training", config, init=weights)
+    trainer = prepare(job)
+    was = accepted_of(trainer.evaluate()) or 0.0
+    trainer.run()
+    now = accepted_of(trainer.evaluate()) or 0.0
+    last = max([number, *(int(p.name) for p in (folder / files.DRAFTERS).iterdir() if p.name.isdigit())])
+    result = finish(job, trainer)
+    if (weights / HOT).is_file():  # a round's few requests do not say which tokens are hot
+        shutil.copyfile(weights / HOT, result / HOT)
+    return last + 1, was, now, result
+
+
+def offer(folder: Path, number: int, result: Path, check: dict[str, Any]) -> None:
+    """Put a drafter where the server finds it."""
+    place = folder / files.DRAFTERS
+    fresh = place / f"{number}.part"
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(result, fresh)
+    fresh.replace(place / str(number))
+    files.write(folder / files.OFFER, {"number": number, **check})
+    known = sorted(int(p.name) for p in place.iterdir() if p.name.isdigit())
+    for old in known[:-KEPT]:
+        shutil.rmtree(place / str(old), ignore_errors=True)
+
+
+def write_ids(file: Path, served: Sequence[Served]) -> None:
+    """Requests as data: ids alone."""
+    lines = [json.dumps({"prompt_tokens": one.prompt, "completion_tokens": one.answer}) for one in served]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def say(folder: Path, **facts: Any) -> None:
+    """A line of the learner's log."""
+    with suppress(OSError):
+        print(json.dumps({"time": round(time.time()), **facts}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

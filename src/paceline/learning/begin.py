@@ -1,0 +1,70 @@
+"""From the option ``learn`` to learning: what is learned, and what the learner must know."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..assembly import LoadedModel, drafter_context, drafter_of
+from ..config import LLMConfig
+from ..core.errors import CapabilityError, ConfigError
+from ..core.inference import inference
+from ..drafters import registry
+from ..drafters.fit import TrainedDrafterConfig
+from ..drafters.states.body import StateDrafter
+from ..engine.engine import Engine
+from ..network.files import fingerprint
+from .serving import Learning, learned_part
+
+log = logging.getLogger(__name__)
+DEPTH = 3  # tokens ahead, where a drafter does not say
+RATE, WIDTH = 2e-4, 576  # learning rate at this width of the target: half of what a drafter is made with
+
+
+def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
+    """Learn beside an engine.
+
+    Raises:
+        ConfigError: a drafter that cannot learn, a round that runs it elsewhere, a folder that cannot be used.
+    """
+    asked = f"learn={config.learn}"
+    assert config.learn is not None
+    part = learned_part(getattr(engine.round, "drafter", None), asked)
+    chosen = _chosen(config, part, asked)
+    if engine.round.name != "serial":
+        raise CapabilityError(asked, f"the {engine.round.name} round drafts ahead of its steps", "use round=serial")
+    context = drafter_context(config, target.name, target.folder, target.decoder.dtype)
+    shape = target.decoder.config
+
+    @inference
+    def build(folder: str) -> Any:
+        fresh = registry.build(replace(chosen, path=folder), context)
+        info = target.decoder.info(target.name, target.tokenizer)
+        fresh.bind(info, config.max_sequences, engine.pool.num_tokens, target.decoder.device)
+        return fresh
+
+    task = {
+        "model": config.model,
+        "target": str(target.folder),
+        "fingerprint": fingerprint(target.folder),
+        "kind": chosen.kind,
+        "weights": str(chosen.folder(context)),
+        "options": {"depth": int(getattr(part, "depth", DEPTH))},
+        "rate": min(1e-3, RATE * WIDTH / shape.d_model),
+    }
+    made = Learning(Path(config.learn).absolute(), engine, part, build, task, torch.get_num_threads())
+    log.warning("learning is on: token ids of requests are kept in %s; a request with store: false is not", made.folder)
+    return made
+
+
+def _chosen(config: LLMConfig, part: StateDrafter, asked: str) -> TrainedDrafterConfig:
+    """The configuration of the part that learns."""
+    whole = drafter_of(config)
+    for one in getattr(whole, "chosen", (whole,)):
+        if isinstance(one, TrainedDrafterConfig) and one.kind == part.spec.name:
+            return one
+    raise ConfigError(asked, "the drafter's weights are nowhere to be found", "name them: drafter=eagle:FOLDER")

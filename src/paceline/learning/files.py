@@ -1,0 +1,45 @@
+"""The folder of `--learn`: what the server and the learner tell each other through files.
+
+ring.bin            requests (`ring`)
+learner.json        what the learner is to train for
+drafters/N/         drafters that passed their check
+offer.json          the last one of them, and how it did
+refused.json        numbers of those that did worse at work
+learner.log         what the learner says
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+RING, TASK, OFFER, REFUSED, DRAFTERS, LOG = (
+    "ring.bin",
+    "learner.json",
+    "offer.json",
+    "refused.json",
+    "drafters",
+    "learner.log",
+)
+
+
+def write(file: Path, values: Any) -> None:
+    """Write JSON for the user alone, whole or not at all."""
+    fresh = file.with_name(f"{file.name}.{os.getpid()}")
+    handle = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            opened.write(json.dumps(values) + "\n")
+        fresh.replace(file)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def read(file: Path, default: Any = None) -> Any:
+    """JSON that another process wrote; ``default`` where there is none, or none that can be read."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return default
