@@ -42,6 +42,7 @@ ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what p
 JUDGING, JUDGING_LEAST_S, JUDGING_MOST_S = 0.12, 5.0, 900.0  # share of the time, and its bounds
 TRYING = 0.06  # share of the time in which kinds are tried
 LEAST_ANSWERS = 2_000  # tokens, below which nothing is learned
+MOST_ANSWERS = 8_000_000  # tokens
 SAMPLE = 48  # prompts that are answered for the survey
 ROUNDS, HEAT = 12, 0.8  # times that a prompt is answered, and the temperature of all but the first time
 GIVEN, DRAWN, HELD = (
@@ -205,7 +206,7 @@ class Adaptation:
 
     def answers(self, plan: Forecast, known: Survey) -> dict[str, int]:
         """Ask for them until there are as many as planned, or their time is over."""
-        wanted, until = plan.answers, monotonic() + 1.15 * plan.answers / known.answer
+        wanted, until = min(plan.answers, MOST_ANSWERS), monotonic() + 1.15 * plan.answers / known.answer
         have = 0
 
         def told(count: int) -> None:

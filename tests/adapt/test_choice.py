@@ -1,0 +1,91 @@
+"""Forecasts: what a kind reaches, what it is worth, and whether going on is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.adapt.choice import (
+    EPOCHS,
+    Speeds,
+    Survey,
+    answer_tokens,
+    forecasts,
+    further_gain,
+    nearest,
+    reached,
+    runs,
+)
+from paceline.adapt.config import KINDS
+
+SPEEDS = Speeds(score=1000.0, train=2000.0, draft_ms=1.0, depth=3)
+SURVEY = Survey(
+    chain=[(1, 10.0), (2, 10.2), (4, 11.0), (8, 13.0)],
+    plain=[(1, 10.0), (8, 14.0)],
+    context=128,
+    context_ms=0.5,
+    answer=500.0,
+    lookup_tokens=1.5,
+    lookup_speed=1.4,
+    parameters=134_000_000,
+    prompt_share=1.5,
+    kinds={"eagle": SPEEDS, "medusa": SPEEDS},
+)
+
+
+def test_the_table_has_every_kind_and_its_logs_are_there() -> None:
+    """Each run rises on the whole, and names logs that exist: tools/reached.py would give it again."""
+    assert {run["kind"] for run in runs()} == set(KINDS)
+    recipes = Path(__file__).resolve().parents[2] / "zoo" / "recipes"
+    for run in runs():
+        tokens, values = zip(*run["reached"], strict=True)
+        assert list(tokens) == sorted(tokens) and 0 < values[0] < values[-1] < run["depth"]
+        for log in run["source"].removeprefix("zoo/recipes: ").split(", "):
+            assert (recipes / log).is_file()
+
+
+def test_the_table_is_what_the_tool_makes_of_the_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    import runpy
+
+    root = Path(__file__).resolve().parents[2]
+    runpy.run_path(str(root / "tools" / "reached.py"), run_name="__main__")
+    assert capsys.readouterr().out == (root / "src/paceline/adapt/reached.toml").read_text(encoding="utf-8")
+
+
+def test_what_is_reached_lies_on_the_log_and_goes_on_as_it_rose() -> None:
+    run = nearest("eagle", 135_000_000)
+    assert run["target"] == "smollm2-135m" and nearest("eagle", 30_000_000)["target"] == "paceline-small"
+    tokens, value = run["reached"][4]
+    assert reached(run, tokens) == pytest.approx(value * run["first"])
+    assert reached(run, 10) == 0.0
+    last = run["reached"][-1]
+    assert last[1] * run["first"] < reached(run, 2 * last[0]) <= reached(run, 100 * last[0]) < 3
+
+
+def test_the_time_is_what_answers_scores_and_training_take() -> None:
+    tokens = answer_tokens(SURVEY, SPEEDS, 3600.0)
+    took = tokens / 500 + 1.5 * tokens / 1000 + EPOCHS * 1.5 * tokens / 2000
+    assert took == pytest.approx(3600, rel=1e-3)
+    assert answer_tokens(SURVEY, SPEEDS, -5.0) == 0
+
+
+def test_the_kind_that_is_expected_to_pay_most_comes_first() -> None:
+    """More time, more tokens, more worth; a dearer draft is worth less; no forecast is below look-ups."""
+    first, second = forecasts(SURVEY, 7200.0)
+    assert (first.kind, second.kind) == ("eagle", "medusa") and first.hybrid > second.hybrid >= SURVEY.lookup_speed
+    assert 1 < first.alone < first.hybrid and 0 < first.accepted < first.depth <= 3
+    longer = forecasts(SURVEY, 72_000.0)[0]
+    assert longer.tokens > 5 * first.tokens and longer.hybrid > first.hybrid
+    dear = replace(SURVEY, kinds={"eagle": replace(SPEEDS, draft_ms=30.0)})
+    assert forecasts(dear, 7200.0)[0].hybrid == SURVEY.lookup_speed  # it would be slower, and is left out
+
+
+def test_going_on_is_worth_it_while_checks_rise() -> None:
+    rising = [(1e5 * 2**n, 0.5 + 0.2 * n) for n in range(4)]
+    level = [(1e5 * 2**n, 1.0 + 0.001 * n) for n in range(4)]
+    assert further_gain(rising, 3e6) > 0.05 and further_gain(level, 3e6) < 0.01
+    assert further_gain(rising[:2], 3e6) == math.inf
+    assert further_gain([(n, 2.0 - n / 1e6) for n, _ in rising], 3e6) == 0.0

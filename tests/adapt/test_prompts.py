@@ -1,0 +1,65 @@
+"""Prompts: the mix and a user's own, those to learn from apart from those to judge on; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.adapt.prompts import JUDGED_OF_MIX, LEAST, MIX, collect, write_prompts
+from paceline.bench.workloads import load
+from paceline.core.errors import ConfigError
+from paceline.network.loader import load_tokenizer
+from paceline.training.data import Encoder, SourceSpec, load_source
+
+
+def test_the_mix_has_every_kind_and_judges_on_the_benchs_own_choice(target: Path) -> None:
+    tokenizer = load_tokenizer(target)
+    asked = collect(None, tokenizer, 120, 40, seed=3)
+    assert [q.name for q in asked.questions] == list(MIX.values())
+    for question in asked.questions:
+        assert len(question.judged) == JUDGED_OF_MIX and len(question.learned) == 32
+        assert all(0 < len(ids) <= 80 for ids in (*question.learned, *question.judged))
+        chosen = {p.id for p in load(question.workload, limit=JUDGED_OF_MIX, seed=3).prompts}
+        assert len(chosen) == JUDGED_OF_MIX
+
+
+def test_a_users_prompts_are_split(target: Path, prompts: Path) -> None:
+    asked = collect(prompts, load_tokenizer(target), 120, 40, seed=0)
+    (question,) = asked.questions
+    assert (len(question.learned), len(question.judged), asked.judged) == (20, 5, 5)
+    assert not {*question.learned} & {*question.judged}
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ([f"Question {i}" for i in range(LEAST - 1)], f"it has {LEAST - 1} prompts"),
+        ([f"Question {i}" for i in range(30)] + ["<|im_start|>user\nHello"], r"prompt 31 holds <\|im_start\|>"),
+        ([f"[INST] {i} [/INST]" for i in range(30)], r"prompt 1 holds \[INST\]"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused(target: Path, tmp_path: Path, texts: list[str], words: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        collect(file, load_tokenizer(target), 120, 40, seed=0)
+
+
+def test_prompts_are_data_by_their_ids(target: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(target)
+    given = [(5, 9, 11), (7, 8)]
+    write_prompts(tmp_path / "asked.jsonl", given, tokenizer)
+    read = load_source(SourceSpec(file=str(tmp_path / "asked.jsonl")), Encoder(tokenizer, 64))
+    assert [tuple(e.tokens[: e.prompt].tolist()) for e in read] == given
+
+
+def test_records_of_ids_alone_are_data(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text('{"prompt_tokens": [5, 6], "completion_tokens": [7]}\n', encoding="utf-8")
+    (example,) = load_source(SourceSpec(file=str(file)), Encoder(load_tokenizer(target), 64))
+    assert (example.tokens.tolist(), example.prompt) == ([5, 6, 7], 2)
+    file.write_text('{"prompt_tokens": [5, 6], "completion_tokens": [7], "text": 1}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="neither prompt and completion"):
+        load_source(SourceSpec(file=str(file)), Encoder(load_tokenizer(target), 64))

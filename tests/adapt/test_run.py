@@ -1,0 +1,189 @@
+"""A whole run with a tiny random model: what it leaves, killed at any phase, refused in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit import largest_file
+from typer.testing import CliRunner
+
+from paceline import LLM, SamplingParams
+from paceline.adapt import run as whole
+from paceline.adapt.config import AdaptConfig
+from paceline.adapt.run import adapt
+from paceline.adapt.training import train
+from paceline.adapt.verdict import LOOK_UPS, NEW, choose
+from paceline.adapt.work import STATE, Work
+from paceline.bench.records import PLAIN
+from paceline.bench.report import load_report
+from paceline.bench.summary import Interval
+from paceline.cli import app
+from paceline.core.errors import ConfigError
+from paceline.drafters import adapted
+
+HOURS = 0.006  # 22 seconds, of which little is used: answers are few
+
+
+@pytest.fixture(autouse=True)
+def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for every phase, and no more than a test has time for."""
+    monkeypatch.setattr(whole, "LEAST_ANSWERS", 200)
+    monkeypatch.setattr(whole, "MOST_ANSWERS", 1500)
+    monkeypatch.setattr(whole, "SPARE", 0.2)
+
+
+def config(target: Path, prompts: Path, out: Path, **changes: Any) -> AdaptConfig:
+    given = {"model": str(target), "prompts": prompts, "out": out, "hours": HOURS, "kind": "eagle", "threads": 1}
+    return AdaptConfig(**(given | changes))
+
+
+def quiet(text: str) -> None:
+    """Nobody is told."""
+
+
+def test_a_run_leaves_a_drafter_that_every_command_takes(
+    target: Path, prompts: Path, tmp_path: Path, own_cache: Path
+) -> None:
+    """Dry first, which stops behind the choice; then to the end: folder, card, page, report, `--drafter` and `auto`."""
+    said: list[str] = []
+    asked = config(target, prompts, tmp_path / "out")
+    dry = adapt(asked, said.append, quiet, dry_run=True)
+    assert dry.verdict is None and not adapted.is_adapted(str(tmp_path / "out"))
+    assert any("times plain expected" in line for line in said) and "chosen: eagle, as asked" in said[-1]
+    made = adapt(asked, said.append, quiet)
+    assert made.verdict is not None and made.verdict.trials == 4 * 5 and made.spent_s < 1.1 * HOURS * 3600
+    assert (made.verdict.sequences, made.verdict.equal) == (15, 15)
+    assert {*made.verdict.times_plain} == {"look-ups", "new", "hybrid"}
+    out = tmp_path / "out"
+    card = json.loads((out / "drafter" / "zoo.json").read_text())
+    assert (card["role"], card["read_by"]) == ("head", "eagle") and card["parameters"] > 1000
+    assert "accepted of a draft" in (out / "drafter" / "README.md").read_text()
+    assert json.loads((out / "drafter" / "training.json").read_text())["tokens_seen"] > 0
+    assert len(load_report(out / "report").trials) == 20 and "<html" in (out / "report" / "report.html").read_text()
+    params = SamplingParams(temperature=0, max_tokens=16)
+    plain = LLM(str(target), threads=1)
+    for drafter in (str(out), "auto", f"eagle:{out}/drafter"):
+        llm = LLM(str(target), share=plain, drafter=drafter, threads=1)
+        assert (
+            llm.generate("red", params)[0].outputs[0].token_ids == plain.generate("red", params)[0].outputs[0].token_ids
+        )
+    again = adapt(asked, said.append, quiet)  # all is done
+    assert again.verdict == made.verdict
+
+
+def test_another_models_folder_and_a_second_run_in_one_are_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
+    work = Work(tmp_path / "out", {"model": "another"}, 1.0)
+    with pytest.raises(ConfigError, match="another run is under way"):
+        adapt(config(target, prompts, tmp_path / "out"), quiet, quiet)
+    work.close()
+    with pytest.raises(ConfigError, match="it holds a run of something else: there"):
+        adapt(config(target, prompts, tmp_path / "out"), quiet, quiet)
+    (tmp_path / "out" / STATE).write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        adapt(config(target, prompts, tmp_path / "out"), quiet, quiet)
+    with pytest.raises(ConfigError, match="its path holds ','"):
+        adapt(config(target, prompts, tmp_path / "a,b"), quiet, quiet)
+
+
+def test_too_short_a_time_and_too_large_a_model_are_refused_with_what_would_do(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"the time was over when .* Give --hours 0\.\d+ or more"):
+        adapt(config(target, prompts, tmp_path / "short", hours=0.0001), quiet, quiet)
+    monkeypatch.setattr(whole, "LEAST_ANSWERS", 10**9)
+    with pytest.raises(ConfigError, match=r"there is time for [\d,]+ tokens of answers, .* Give --hours \d+"):
+        adapt(config(target, prompts, tmp_path / "little"), quiet, quiet, dry_run=True)
+    monkeypatch.setattr(whole, "free_bytes", lambda device: 1000)
+    with pytest.raises(ConfigError, match=r"learning from it takes about .* GiB, .* --drafter suffix"):
+        adapt(config(target, prompts, tmp_path / "large"), quiet, quiet)
+
+
+def test_a_full_disk_in_mid_training_loses_nothing(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint does not fit; with room again the same command goes on from its answers."""
+    asked = config(target, prompts, tmp_path / "out")
+
+    def on_a_full_disk(*given: Any) -> Any:
+        with largest_file(40_000):
+            return train(*given)
+
+    monkeypatch.setattr(whole, "train", on_a_full_disk)
+    with pytest.raises(ConfigError, match=r"cannot be written .* the same command goes on"):
+        adapt(asked, quiet, quiet)
+    answers = {f.name: f.read_bytes() for f in (tmp_path / "out" / "answers").glob("*.jsonl")}
+    monkeypatch.setattr(whole, "train", train)
+    assert adapt(asked, quiet, quiet).verdict is not None
+    assert answers == {f.name: f.read_bytes() for f in (tmp_path / "out" / "answers").glob("*.jsonl")}
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from paceline.adapt import run as whole
+whole.LEAST_ANSWERS, whole.MOST_ANSWERS, whole.SPARE = 200, 1500, 0.2
+from paceline.adapt.config import AdaptConfig
+model, prompts, out = sys.argv[1:]
+given = dict(model=model, prompts=Path(prompts), out=Path(out), hours=0.02, kind="eagle", threads=1)
+made = whole.adapt(AdaptConfig(**given), lambda text: None, lambda text: print(text, flush=True))
+print("done", made.verdict.chosen, flush=True)
+"""
+PHASES = ["timing passes", "trying look-ups", "answering", "trying", "learning", "training", "last steps", "judging"]
+
+
+@pytest.mark.parametrize("phases", [["answering", "training"], pytest.param(PHASES, marks=pytest.mark.full)])
+def test_a_run_that_is_killed_goes_on(target: Path, prompts: Path, tmp_path: Path, phases: list[str]) -> None:
+    """kill -9 in each phase, one after the other in one folder; what was answered before stays as it was."""
+    command = [sys.executable, "-c", SCRIPT, str(target), str(prompts), str(tmp_path / "out")]
+    kept: dict[str, bytes] = {}
+    for phase in [*phases, ""]:
+        work = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+        assert work.stdout is not None
+        met = any(phase and line.startswith(phase) for line in work.stdout)
+        if phase and met:
+            work.kill()
+            work.wait()
+        elif not phase:
+            assert work.wait() == 0, work.stderr and work.stderr.read()
+        for name, data in kept.items():
+            assert (tmp_path / "out" / "answers" / name).read_bytes().startswith(data)
+        kept = {f.name: f.read_bytes().rpartition(b"\n")[0] for f in (tmp_path / "out").glob("answers/*.jsonl")}
+        assert met or not phase, f"it never was at {phase!r}"
+    assert adapted.is_adapted(str(tmp_path / "out"))
+
+
+def test_ctrl_c_keeps_everything_and_says_how_to_go_on(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    monkeypatch.setattr(whole, "train", interrupted)
+    arguments = ["adapt", str(target), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "--threads", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--hours", str(HOURS), "--kind", "eagle"])
+    assert done.exit_code == 130 and "what was made is in" in done.output
+    assert json.loads((tmp_path / "out" / STATE).read_text())["done"]["answers"]["tokens"] > 0
+    torch.set_num_threads(1)
+
+
+def test_what_is_left_is_the_fastest_that_is_slower_nowhere() -> None:
+    def ratio(value: float, spread: float = 0.1) -> Interval:
+        return Interval(value=value, low=value - spread, high=value + spread, pairs=9)
+
+    kinds = {"look-ups": {"a": 1.2}, "new": {"a": 1.5, "b": 1.1}, "hybrid": {"a": 1.9, "b": 0.9}}
+    assert choose({"look-ups": ratio(1.2), "new": ratio(1.4), "hybrid": ratio(1.7)}, kinds) == NEW
+    assert choose({"look-ups": ratio(1.5), "new": ratio(1.4)}, kinds) == LOOK_UPS
+    assert choose({"look-ups": ratio(0.97), "new": ratio(0.8)}, kinds) == LOOK_UPS
+    assert choose({"look-ups": ratio(0.7), "new": ratio(0.8)}, kinds) == PLAIN
