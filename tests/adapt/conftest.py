@@ -11,6 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 from toolkit import write_data, write_target
 
+from paceline.drafters import adapted
+
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,7 +29,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing is remembered in the real user's cache, and nothing found there."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def own_pointers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is remembered in the real user's cache, and nothing found there. Compiled kernels stay where they are."""
+    monkeypatch.setattr(adapted, "pointers", lambda: tmp_path / "pointers")

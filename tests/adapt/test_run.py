@@ -50,9 +50,7 @@ def quiet(text: str) -> None:
     """Nobody is told."""
 
 
-def test_a_run_leaves_a_drafter_that_every_command_takes(
-    target: Path, prompts: Path, tmp_path: Path, own_cache: Path
-) -> None:
+def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: Path, tmp_path: Path) -> None:
     """Dry first, which stops behind the choice; then to the end: folder, card, page, report, `--drafter` and `auto`."""
     said: list[str] = []
     asked = config(target, prompts, tmp_path / "out")
@@ -134,6 +132,8 @@ torch.set_num_threads(1)
 from paceline.adapt import run as whole
 whole.LEAST_ANSWERS, whole.MOST_ANSWERS, whole.SPARE = 200, 1500, 0.2
 from paceline.adapt.config import AdaptConfig
+from paceline.drafters import adapted
+adapted.pointers = lambda: None
 model, prompts, out = sys.argv[1:]
 given = dict(model=model, prompts=Path(prompts), out=Path(out), hours=0.5, kind="eagle", threads=1)
 made = whole.adapt(AdaptConfig(**given), lambda text: None, lambda text: print(text, flush=True))

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..attention import make_backend
-from ..attention.rope import RopeTable, rotated
+from ..attention.rope import RopeTable, RopeTables, rotated
 from ..core.errors import CapabilityError, ConfigError
 from ..network.adapters import MLP
 from ..network.decoder import Decoder
@@ -43,19 +43,14 @@ class Network(nn.Module):
         device: where it lies. The parameters are float32 and NaN until loaded or `init_weights`.
         frozen: no gradients.
 
-    Raises:
-        CapabilityError: layers that this forward pass does not compute (Gemma 3, SmolLM3).
     """
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu", frozen: bool = False) -> None:
         super().__init__()
-        if config.ropes or config.post_norms or config.scale != config.head_dim**-0.5 or config.embedding_scale != 1:
-            wrong = "its layers rotate in different ways, have norms behind them, or scale otherwise"
-            raise CapabilityError(f"training with a model of family {config.family}", wrong, "use another target")
         self.config = config
         place = torch.device(device)
         self.decoder = Decoder(config, make_backend("reference", torch.float32), dtype=torch.float32, device=place)
-        self._rope = RopeTable(config.rope, config.max_position, torch.float32, place) if config.rope else None
+        self._ropes = RopeTables(config.rotations, config.max_position, torch.float32, place)
         self.requires_grad_(not frozen)
 
     @classmethod
@@ -94,15 +89,37 @@ class Network(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, T] -> [B, T, d_model]."""
-        hidden = F.embedding(tokens, self.decoder.embedding)
+        hidden = self.words(tokens)
         if self.config.learned_positions:
             table = self.decoder.position_embedding
             hidden = hidden + F.embedding(positions + self.config.position_offset, table)
         return hidden
 
+    def words(self, tokens: Tensor) -> Tensor:
+        """[.., d_model] embeddings of ``tokens`` [..] as the first layer and drafters read them, without positions."""
+        found = F.embedding(tokens, self.decoder.embedding)
+        return found if self.config.embedding_scale == 1 else found * self.config.embedding_scale
+
     def rotation(self, positions: Tensor) -> Rotation:
-        """cos and signed sin [B, T, 1, dim] of ``positions`` [B, T]."""
-        return rotation_of(self._rope, positions)
+        """cos and signed sin [B, T, 1, dim] of ``positions`` [B, T], where all layers have the same.
+
+        Raises:
+            CapabilityError: layers that rotate in different ways (Gemma 3, SmolLM3).
+        """
+        if len({*self.config.rotations}) > 1:
+            asked, wrong = (
+                f"this recipe for a model of family {self.config.family}",
+                "its layers rotate in different ways",
+            )
+            raise CapabilityError(asked, wrong, "train eagle, lyanna, medusa or a draft_model for it")
+        return self._rotations(positions)[0]
+
+    def _rotations(self, positions: Tensor) -> list[Rotation]:
+        """The same of every layer."""
+        shape = (*positions.shape, 1, -1)
+        found = self._ropes.rows(positions.reshape(-1))
+        shaped = [None if pair is None else (pair[0].view(shape), pair[1].view(shape)) for pair in found]
+        return [shaped[table] for table in self._ropes.of_layer]
 
     def qkv(
         self, index: int, hidden: Tensor, rotation: Rotation, delta: Delta | None = None
@@ -134,11 +151,11 @@ class Network(nn.Module):
         Returns:
             [B, T, d_model], and the inputs of every layer run.
         """
-        rotation, masks = self.rotation(batch.positions), self.masks(batch, start, stop)
+        rotations, masks = self._rotations(batch.positions), self.masks(batch, start, stop)
         inputs = []
         for index in range(start, stop):
             inputs.append(hidden)
-            q, k, v = self.qkv(index, hidden, rotation, delta)
+            q, k, v = self.qkv(index, hidden, rotations[index], delta)
             if keep is not None:
                 keep.append((q, k, v))
             hidden = self.finish_layer(index, hidden, attend(q, k, v, masks[index]), delta)
@@ -201,6 +218,8 @@ def project(
     both = linear(layer, "qkv", index, x, delta).unflatten(-1, (-1, c.head_dim))
     q, k, v = both.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
     q, k = head_norm(q, layer.q_norm, c), head_norm(k, layer.k_norm, c)
+    if c.scale != c.head_dim**-0.5:  # attention scales by the head's width
+        q = q * (c.scale * c.head_dim**0.5)
     return rotate(q, rotation), rotate(k, rotation), v
 
 
@@ -208,7 +227,7 @@ def finish(
     layer: Layer, c: DecoderConfig, hidden: Tensor, attended: Tensor, index: int = 0, delta: Delta | None = None
 ) -> Tensor:
     """The rest of a layer, see `Network.finish_layer`: [..., d_model]."""
-    hidden = hidden + linear(layer, "out", index, attended, delta)
+    hidden = hidden + normed(layer.attention_post_norm, linear(layer, "out", index, attended, delta))
     x = normed(layer.mlp_norm, hidden)
     own = None if delta is None else delta(index, MLP, x)
     if own is not None:
@@ -220,7 +239,7 @@ def finish(
         inner = activate(gate) * up
     else:
         inner = activate(inner)
-    return hidden + linear(layer, "down", index, inner, delta)
+    return hidden + normed(layer.mlp_post_norm, linear(layer, "down", index, inner, delta))
 
 
 def normed(norm: nn.Module | None, x: Tensor) -> Tensor:

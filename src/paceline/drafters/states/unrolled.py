@@ -226,8 +226,8 @@ class UnrolledRecipe:
         ] = {}  # by domain: features and likeliest tokens of each batch
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[.., d] the target's embedding table at ``tokens``."""
-        return F.embedding(tokens, self.target.decoder.embedding)
+        """[.., d] the target's embeddings of ``tokens``."""
+        return self.target.words(tokens)
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """Mean over steps of ``alpha MSE + beta CE``, each a mean over its rows; and both parts of each step."""
