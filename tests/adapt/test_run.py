@@ -142,7 +142,9 @@ print("done", made.verdict.chosen, flush=True)
 PHASES = ["timing passes", "trying look-ups", "answering", "trying", "learning", "training", "last steps", "judging"]
 
 
-@pytest.mark.parametrize("phases", [["answering", "training"], pytest.param(PHASES, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "phases", [["answering", "training"], pytest.param(PHASES, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
+)
 def test_a_run_that_is_killed_goes_on(target: Path, prompts: Path, tmp_path: Path, phases: list[str]) -> None:
     """kill -9 in each phase, one after the other in one folder; what was answered before stays as it was."""
     command = [sys.executable, "-c", SCRIPT, str(target), str(prompts), str(tmp_path / "out")]

@@ -43,7 +43,11 @@ class Work:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(folder)
         self._state: dict[str, Any] = {"format": FORMAT, "facts": plain(facts), "spent_s": 0.0, "done": {}}
-        self._state |= self._read(facts)
+        try:
+            self._state |= self._read(facts)
+        except ConfigError:
+            os.close(self._lock)
+            raise
         self._began, self._saved = monotonic() - float(self._state["spent_s"]), monotonic()
 
     def _read(self, facts: Mapping[str, Any]) -> dict[str, Any]:
