@@ -1,11 +1,11 @@
 """What learning while serving is worth: the same requests to an engine that learns and to one that does not, in turns.
 
     python tools/learn_while_serving.py --model paceline-small --drafter eagle --prompts FILE.jsonl --requests 2000
-    python tools/learn_while_serving.py ... --prompts FIRST.jsonl --prompts SECOND.jsonl      # traffic that switches, and back
-    python tools/learn_while_serving.py ... --kills 20                                       # the learner is killed meanwhile
+    .. --prompts FIRST.jsonl --prompts SECOND.jsonl     traffic that switches, and back
+    .. --kills 20                                       the learner is killed meanwhile
 
-``--prompts`` are JSON lines with ``prompt`` or ``turns``. Each line of the table is a hundred requests: tokens a pass of
-both, and the 99th percentile of a request's time over its tokens. Ids of both are compared, whatever happens.
+``--prompts`` are JSON lines with ``prompt`` or ``turns``. Each line of the table is a hundred requests: tokens a pass
+of both, and the 99th percentile of a request's ms a token. Ids of both are compared, whatever happens.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def main() -> None:
     same = {name: getattr(learns.config, name) for name in TARGET_OPTIONS}
     fixed = LLM(**same, share=learns, drafter=asked.drafter, threads=asked.threads, max_sequences=1)
     print(f"{asked.model}, {asked.drafter}, {asked.threads} threads, {os.cpu_count()} cores; {folder}")
-    print(
-        "requests | tokens a pass, fixed | learning | ratio | p99 ms a token, fixed | learning | ratio | drafter | kills"
-    )
+    print("requests | tokens a pass: fixed | learning | ratio | p99 ms: fixed | learning | ratio | drafter, kills")
     differ = kills = 0
     rows: list[tuple[float, ...]] = []
     for number, ids in enumerate(islice(traffic(asked, learns), asked.requests), 1):
@@ -64,9 +62,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="paceline-small")
     parser.add_argument("--drafter", default="eagle", help="with a head of states")
-    parser.add_argument(
-        "--prompts", action="append", required=True, help="several take turns by a third of the requests"
-    )
+    parser.add_argument("--prompts", action="append", required=True, help="several: one behind the other")
     parser.add_argument("--learn", help="folder; default: a fresh one")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
@@ -102,11 +98,9 @@ def say(number: int, rows: list[tuple[float, ...]], told: dict[str, Any], kills:
     """A line of the table."""
     fixed, fixed_ms, own, own_ms = np.array(rows).T
     slow, slow_own = np.percentile(fixed_ms, 99), np.percentile(own_ms, 99)
-    print(
-        f"{number} | {fixed.mean():.2f} | {own.mean():.2f} | {own.mean() / fixed.mean():.2f} | {slow:.2f} | {slow_own:.2f} | "
-        f"{slow_own / slow:.2f} | {told['drafter']} | {kills}",
-        flush=True,
-    )
+    times = f"{slow:.2f} | {slow_own:.2f} | {slow_own / slow:.2f}"
+    means = f"{fixed.mean():.2f} | {own.mean():.2f} | {own.mean() / fixed.mean():.2f}"
+    print(f"{number} | {means} | {times} | {told['drafter']}, {kills}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Make the table of what each kind of drafter reaches after so many tokens of training, from the logs of the zoo's recipes.
+"""Make the table of what each kind of drafter reaches after so many tokens of training, from the zoo's logs.
 
     python tools/reached.py > src/paceline/adapt/reached.toml
 

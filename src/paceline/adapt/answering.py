@@ -129,7 +129,7 @@ def draw_prompts(llm: LLM, out: Path, count: int, seed: int, going: Callable[[],
 
 
 def _drawing(seed: int, ends: Sequence[int]) -> SamplingParams:
-    return SamplingParams(max_tokens=DRAWN_TOKENS, temperature=1.0, top_p=0.95, seed=seed, stop_token_ids=list(ends))
+    return SamplingParams(max_tokens=DRAWN_TOKENS, temperature=0.9, top_p=0.9, seed=seed, stop_token_ids=list(ends))
 
 
 def _opening(llm: LLM) -> tuple[list[int], list[int], Callable[[list[int]], list[int]]]:

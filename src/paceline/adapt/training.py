@@ -173,6 +173,8 @@ def probe(kind: str, given: Probe, out: Path) -> Probed:
     making, trainer = trainable(making, out, config_of(making, PROBED, evaluate_every=0), said)
     trainer.watchers.append(timer)
     trainer.run()
+    if trainer.interrupted:
+        raise KeyboardInterrupt
     job = job_of(making, out, trainer.config)
     result = finish(job, trainer)
     counted = sum(p.numel() for p in trainer.trained.values())
