@@ -19,7 +19,7 @@ from paceline.adapt import run as whole
 from paceline.adapt.config import AdaptConfig
 from paceline.adapt.run import adapt
 from paceline.adapt.training import train
-from paceline.adapt.verdict import LOOK_UPS, NEW, choose
+from paceline.adapt.verdict import LOOK_UPS, NEW, _words, choose
 from paceline.adapt.work import STATE, Work
 from paceline.bench.records import PLAIN
 from paceline.bench.report import load_report
@@ -186,3 +186,6 @@ def test_what_is_left_is_the_fastest_that_is_slower_nowhere() -> None:
     assert choose({"look-ups": ratio(1.5), "new": ratio(1.4)}, kinds) == LOOK_UPS
     assert choose({"look-ups": ratio(0.97), "new": ratio(0.8)}, kinds) == LOOK_UPS
     assert choose({"look-ups": ratio(0.7), "new": ratio(0.8)}, kinds) == PLAIN
+    single = Interval(value=1.7, low=1.7, high=1.7, pairs=2)  # of two kinds, a prompt each
+    assert choose({"look-ups": ratio(1.2), "new": single}, kinds) == LOOK_UPS
+    assert "nothing can be said" in _words(LOOK_UPS, {"new": single}, kinds)

@@ -22,6 +22,7 @@ from ..drafters.hybrid import with_parts
 
 LOOK_UPS, NEW, BOTH = "look-ups", "new", "hybrid"
 LOOKUP = "suffix"
+LEAST_PAIRS = 3  # of each kind of prompt: fewer have no spread that could be believed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def decide(report: Report) -> Verdict:
     exact = summary.exact
     return Verdict(
         chosen=chosen,
-        words=_words(chosen, speedups),
+        words=_words(chosen, speedups, kinds),
         times_plain={name: [own.value, own.low, own.high] for name, own in speedups.items()},
         by_kind=kinds,
         tokens_per_pass={name: value for name, value in passes.items() if value is not None},
@@ -120,7 +121,7 @@ def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) ->
     sure = {
         name: own.value
         for name, own in speedups.items()
-        if own.low > 1 and min(kinds.get(name, {}).values(), default=1.0) >= NEVER_SLOWER
+        if own.low > 1 and enough(own, kinds) and min(kinds.get(name, {}).values(), default=1.0) >= NEVER_SLOWER
     }
     best = max(sure, key=lambda name: sure[name], default=PLAIN)
     looked = speedups.get(LOOK_UPS)
@@ -131,8 +132,16 @@ def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) ->
     return best
 
 
-def _words(chosen: str, speedups: dict[str, Interval]) -> str:
+def enough(ratio: Interval, kinds: dict[str, dict[str, float]]) -> bool:
+    """Whether so many prompts were asked that an interval means something."""
+    return ratio.pairs >= LEAST_PAIRS * max(map(len, kinds.values()), default=1)
+
+
+def _words(chosen: str, speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> str:
     """The verdict in a sentence."""
+    if not all(enough(own, kinds) for own in speedups.values()):
+        asked = max((own.pairs for own in speedups.values()), default=0)
+        return f"nothing can be said: there was time for {asked} prompts alone. Look-ups are left; give it more hours"
     if chosen in (NEW, BOTH):
         what = "the new drafter" if chosen == NEW else "the new drafter beside look-ups"
         return f"{what} pays: {_times(speedups[chosen])} of plain decoding on prompts it never saw"
