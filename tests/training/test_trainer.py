@@ -175,19 +175,21 @@ def test_of_several_processes_the_first_alone_trims_the_log(tmp_path: Path, monk
     assert log.read_text("utf-8") == left[: left.index('{"step": 4}')]
 
 
-def test_a_stop_ends_the_run_after_the_step_under_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_stop_ends_the_run_after_the_step_under_way(signalled: bool, tmp_path: Path) -> None:
+    """A signal's is an interruption, a watcher's is none."""
     run = trainer(tmp_path)
 
     class Stopper:
         def step(self, step: int, figures: Mapping[str, float]) -> None:
             if step == 2:
-                run._stop.set()
+                run._stop.set() if signalled else run.stop()
 
         def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
 
     run.watchers.append(Stopper())
     run.run()
-    assert (run.step, run.finished, run.interrupted) == (2, False, True)
+    assert (run.step, run.finished, run.interrupted) == (2, False, signalled)
     assert (tmp_path / CHECKPOINT).is_file()
 
 

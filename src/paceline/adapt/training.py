@@ -28,6 +28,7 @@ ROWS = 4  # of a step
 FALL = 0.2  # of the training's time, in which the rate falls
 LEAST_GAIN = 0.01  # in tokens a pass, below which the first part ends
 CHECKS = 12  # of the first part
+LEVEL = 2  # checks one behind the other that must say so: one may be an accident
 PROBED = 4  # steps that a kind is tried for; the first one is not counted
 MANY_TOKENS = 16_384  # of a vocabulary, from which a quarter is drafted alone
 RATE, WIDTH = 4e-4, 576  # learning rate of a head that begins as the target's last layer, at this width of the target
@@ -203,7 +204,7 @@ class Pace:
         self.checks: list[tuple[float, float]] = []
         self.trainer: Trainer | None = None
         self.early = False  # whether it ended since little was left to gain
-        self._seen = 0.0
+        self._seen, self._level = 0.0, 0
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
         """As `Watcher`."""
@@ -216,7 +217,8 @@ class Pace:
         """As `Watcher`."""
         if (value := accepted_of(figures)) is not None:
             self.checks.append((self._seen, value))
-            if further_gain(self.checks, self.tokens) < LEAST_GAIN:
+            self._level = self._level + 1 if further_gain(self.checks, self.tokens) < LEAST_GAIN else 0
+            if self._level == LEVEL:
                 self.early = True
                 self._end()
 
