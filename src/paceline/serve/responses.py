@@ -184,7 +184,7 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
                 told[-1].tool_calls.append(call)
             else:
                 told.append(Message(role="assistant", tool_calls=[call]))
-    names = ("temperature", "top_p", "seed", "parallel_tool_calls", "speculation", "priority")
+    names = ("temperature", "top_p", "seed", "parallel_tool_calls", "speculation", "priority", "store")
     fields: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if body.tools is not None:
         fields["tools"] = [
