@@ -25,7 +25,7 @@ from .client import EngineClient, EngineDown, Open, TooMany
 from .config import ServeConfig
 from .histograms import Times
 from .http import APIError
-from .texts import Texts
+from .texts import Texts, renderer
 
 WHOLE_INTERVAL_S = 0.5  # between pieces of an answer that is not streamed: so much is computed again after a failure
 Delta = Piece  # what is new in a sample
@@ -60,6 +60,14 @@ class Server:
         if self._texts is None:
             self._texts = Texts(self.described, self.config.template())
         return self._texts
+
+    async def prepare(self) -> None:
+        """Have at hand what the first chat needs, while the engine loads: it would hold up all others for half a
+        second."""
+        await asyncio.to_thread(renderer)
+        await self.client.described.wait()
+        if self.client.description is not None:
+            await asyncio.to_thread(lambda: self.texts)
 
     def application(self, model: str | None) -> str | None:
         """The application that a request's ``model`` means; None: the base model.
