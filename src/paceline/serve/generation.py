@@ -2,8 +2,7 @@
 
     answer = await begin(server, asked)          # APIError: refused, before a byte was sent
     async with answer:                           # leaving it early ends the request
-        async for deltas in answer:              # what came at once: of each `Delta` text, token_ids, logprobs, ..
-            ...
+        await answer.into(take)                  # take(deltas): what came at once, of each text, token_ids, ...
     answer.stats, answer.usage()                 # afterwards
 
 Everything that may be refused is refused by `begin`, so that a stream's first byte comes after it.
@@ -14,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -125,25 +124,25 @@ class Answer:
         """End the request, if it has not ended."""
         self._server.client.abort(self._one.asked.id)
 
-    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
-        """What comes, all that is there at once.
+    async def into(self, take: Callable[[list[Delta]], object]) -> None:
+        """Have what comes taken, all that is there at once, until the end.
 
         Raises:
             APIError: the request failed, or took too long.
         """
+
+        def taken(deltas: list[Delta]) -> None:
+            for delta in deltas:
+                self._took(delta)
+            take(deltas)
+
         left = max(0.0, self._until - time.monotonic())
-        late = asyncio.get_running_loop().call_later(left, self._one.pieces.put_nowait, TimeoutError())
         try:
-            async for deltas in self._server.client.pieces(self._one):
-                for delta in deltas:
-                    self._took(delta)
-                yield deltas
+            await asyncio.wait_for(self._server.client.follow(self._one, taken), left)
         except TimeoutError as error:
             raise APIError(504, f"the request took longer than {self._server.config.request_s:g} s") from error
         except (EngineDown, ConfigError) as error:
             raise APIError(503, str(error), code="engine_down") from error
-        finally:
-            late.cancel()
 
     def _took(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
