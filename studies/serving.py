@@ -156,7 +156,7 @@ def json_beside_text(ask: argparse.Namespace, server: Server, prompt: str) -> tu
     """Tokens a second of an answer under a schema, and of free ones as long, drafted and plain. All find the prompt's
     keys and values, and the grammar compiled."""
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-    text = {"response_format": {"type": "text"}, "ignore_eos": True}
+    text: dict[str, Any] = {"response_format": {"type": "text"}, "ignore_eos": True}
     server.run([prompt], 1, response_format=schema)
     under = server.run([prompt], ask.tokens, response_format=schema)
     free = server.run([prompt], under.tokens, **text)

@@ -187,7 +187,7 @@ def test_a_stream_without_events_is_kept_alive_by_comments() -> None:
         await asyncio.sleep(60)
 
     stream = EventStream(events, lambda: ended.append(True), keep_alive_s=0.03)
-    asyncio.run(stream({"type": "http", "extensions": {CONNECTION: sent.append}}, receive, send))
+    asyncio.run(stream({"type": "http", "extensions": {CONNECTION: {"write": sent.append}}}, receive, send))
     assert sent[1] == b"data: 1\n\n" and sent[-2:] == [b"data: 2\n\n", b""] and ended == [True]
     assert len(sent) > 4 and {*sent[2:-2]} == {b": keep-alive\n\n"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -103,7 +104,7 @@ class _Reply:
         """Not streamed."""
         samples = [_Sample() for _ in range(self._answer.asked.params.get("n", 1))]
         async with self._answer as answer:
-            await answer.into(lambda deltas: [self._add(samples[delta.index], delta) for delta in deltas])
+            await answer.into(partial(self._add, samples))
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
         found = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._answer.usage()}
         if self._body.return_token_ids:
@@ -112,10 +113,11 @@ class _Reply:
             found["prompt_logprobs"] = prompt_rows(self._answer.prompt_logprobs)
         return found | ends(self._answer)
 
-    def _add(self, sample: _Sample, delta: Delta) -> None:
-        sample.add(delta, self._answer.token_bytes)
-        if self._readers is not None:
-            self._readers[delta.index].read(delta)
+    def _add(self, samples: list[_Sample], deltas: list[Delta]) -> None:
+        for delta in deltas:
+            samples[delta.index].add(delta, self._answer.token_bytes)
+            if self._readers is not None:
+                self._readers[delta.index].read(delta)
 
     def _choice(self, index: int, sample: _Sample) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}

@@ -107,7 +107,12 @@ class _Reply:
         for choice in made:
             choice["text"] = self._echo(answer)
             self._offsets[choice["index"]] = len(choice["text"])
-        await answer.into(lambda deltas: [self._add(made[delta.index], delta) for delta in deltas])
+
+        def take(deltas: list[Delta]) -> None:
+            for delta in deltas:
+                self._add(made[delta.index], delta)
+
+        await answer.into(take)
         for choice in made:
             if self._body.return_token_ids:
                 choice["prompt_token_ids"] = answer.asked.ids

@@ -54,7 +54,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A head is complete."""
         self._end_head()
-        self.scope["extensions"] = {CONNECTION: self._write_part}
+        self.scope["extensions"] = {CONNECTION: {"write": self._write_part}}
         super().on_headers_complete()
 
     def _write_part(self, data: bytes) -> None:

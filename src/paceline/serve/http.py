@@ -131,7 +131,7 @@ async def _gone(receive: Receive) -> None:
 
 
 Write = Callable[[bytes], None]
-CONNECTION = "paceline.connection"  # among a scope's extensions: what writes a part of a body
+CONNECTION = "paceline.connection"  # among a scope's extensions; its "write" writes a part of a body
 
 
 class EventStream(Response):
@@ -155,7 +155,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of them."""
-        connection: Write = scope["extensions"][CONNECTION]
+        connection: Write = scope["extensions"][CONNECTION]["write"]
 
         def write(data: bytes) -> None:
             self._written_at = time.monotonic()
