@@ -191,15 +191,16 @@ def at_rest(ask: argparse.Namespace, server: Server) -> Iterator[list[str]]:
 
 
 def under_load(ask: argparse.Namespace, drafting: Server, plain: Server) -> Iterator[list[str]]:
-    """The server with its own drafter beside one without, by streams at once."""
+    """The server with its own drafter beside one without, by streams at once; a first turn of each number, from which
+    the budget learns what that costs, is not counted."""
     numbers = count(1)
     for at_once in LOADS:
-        asked = [[*islice(prompts(numbers), max(at_once, LEAST_ANSWERS))] for _ in range(ask.repeats)]
+        asked = [[*islice(prompts(numbers), max(at_once, LEAST_ANSWERS))] for _ in range(ask.repeats + 1)]
 
         def run(server: Server, turn: int, at_once: int = at_once, asked: list[list[str]] = asked) -> Run:
             return server.run(asked[turn], ask.tokens, at_once, ignore_eos=True)
 
-        pairs = list(in_turns(ask.repeats, partial(run, drafting), partial(run, plain)))
+        _, *pairs = in_turns(ask.repeats + 1, partial(run, drafting), partial(run, plain))
         speeds = [statistics.median(side.speed for side in both) for both in zip(*pairs, strict=True)]
         found = f"{interval([a.speed / b.speed for a, b in pairs])}; {speeds[0]:.0f} and {speeds[1]:.0f} tokens/s"
         yield [f"own drafter over none, {at_once} at once", found, "0.97"]
@@ -235,7 +236,7 @@ def main() -> None:
     """Measure all, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="paceline-small")
-    parser.add_argument("--drafter", default="hybrid:grammar+prediction+suffix", help="of both sides")
+    parser.add_argument("--drafter", default="hybrid:grammar+prediction+suffix", help="of both sides, but of load")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=9, help="turns of each comparison")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
@@ -266,7 +267,8 @@ def main() -> None:
             }
             warm(*servers.values())
             rows += of_chunks(ask, servers)
-    what = f"{ask.model}, {ask.drafter}, {ask.threads} threads, {ask.repeats} turns of {ask.tokens} tokens"
+    drafter = "" if ask.parts == ["load"] else f", {ask.drafter}"
+    what = f"{ask.model}{drafter}, {ask.threads} threads, {ask.repeats} turns of {ask.tokens} tokens"
     lines = [
         f"`{' '.join(['python', *sys.argv])}` ({what}); {machine()}",
         "",

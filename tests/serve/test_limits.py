@@ -197,6 +197,9 @@ def test_a_request_ends_at_its_deadline_and_a_drain_at_its_own() -> None:
     with live_server("--request-s", "0.4", "--drain-s", "0.1", "--max-logprobs", "2") as server:
         asked = httpx.post(f"{server.url}/v1/completions", json=body | {"logprobs": 3})
         assert asked.status_code == 400 and asked.json()["error"]["param"] == "logprobs"
+        chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 3}
+        asked = httpx.post(f"{server.url}/v1/chat/completions", json=chat)
+        assert asked.status_code == 400 and asked.json()["error"]["param"] == "top_logprobs"
         begin = time.monotonic()
         done = httpx.post(f"{server.url}/v1/completions", json=body).json()
         assert 0.3 < time.monotonic() - begin < 3

@@ -207,9 +207,19 @@ BAD = {
     "too long": (b'{"prompt": [' + b"5," * 5000 + b"5]}", 400),
     "stream options": (b'{"prompt": "a", "stream_options": {}}', 400),
     "streamed prompt": (b'{"prompt": "a", "prompt_logprobs": 1, "stream": true}', 400),
+    "source": (b'{"prompt": "a", "speculation": {"sources": ["nonesuch"]}}', 400),
+    "nodes": (b'{"prompt": "a", "speculation": {"max_nodes": 0}}', 400),
+    "schema": (
+        b'{"prompt": "a", "structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 3}}}',
+        400,
+    ),
     "model": (b'{"prompt": "a", "model": "other"}', 404),
     "large": (b'{"prompt": "' + b"a" * 5_000_000 + b'"}', 413),
 }
+
+
+PARAMS = {"unknown field": "foo", "empty prompt": "prompt", "id": "prompt", "too long": "prompt", "bias": "logit_bias"}
+PARAMS |= {"source": "speculation", "nodes": "speculation.max_nodes", "top_p": "top_p", "schema": None}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -219,8 +229,8 @@ def test_bad_bodies_are_refused_in_words(server: LiveServer, name: str) -> None:
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["message"] and set(error) == {"message", "type", "param", "code"}
-    if name == "unknown field":
-        assert error["param"] == "foo"
+    if name in PARAMS:
+        assert error["param"] == PARAMS[name]
 
 
 def test_other_paths_methods_types_and_hosts(server: LiveServer) -> None:

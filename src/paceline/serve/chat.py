@@ -74,6 +74,9 @@ def asked(server: Server, body: ChatRequest, use: ToolUse | None) -> Asked:
     params["max_tokens"] = most
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
+    if (body.top_logprobs or 0) > server.config.max_logprobs:
+        message = f"top_logprobs must be {server.config.max_logprobs} or less"
+        raise APIError(400, message, "top_logprobs", "invalid_value")
     if body.logprobs:
         params["logprobs"] = body.top_logprobs or 0
     speculation = body.drafting() or {}
@@ -81,6 +84,7 @@ def asked(server: Server, body: ChatRequest, use: ToolUse | None) -> Asked:
         speculation["prediction"] = server.texts.encode(body.prediction.text, special=False)
     return Asked(
         ids=ids,
+        place="messages",
         params=params,
         application=application,
         streams=bool(body.stream),

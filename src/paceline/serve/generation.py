@@ -89,6 +89,7 @@ class Asked:
     """A request, however it came."""
 
     ids: list[int]  # of the prompt
+    place: str = "prompt"  # the field that has it
     params: dict[str, Any]  # fields of `SamplingParams` that were given
     application: str | None = None
     streams: bool = False
@@ -224,7 +225,7 @@ async def begin(server: Server, asked: Asked) -> Answer:
     if len(asked.ids) >= described.max_model_len:
         room = described.max_model_len
         message = f"this model's context is {room} tokens, and the prompt has {len(asked.ids)}: shorten it"
-        raise APIError(400, message, "messages", "context_length_exceeded")
+        raise APIError(400, message, asked.place, "context_length_exceeded")
     check_params(config, asked.params)
     interval = config.stream_interval_ms / 1e3 if asked.streams else WHOLE_INTERVAL_S
     params = {**described.sampling, **asked.params}
@@ -242,8 +243,16 @@ async def begin(server: Server, asked: Asked) -> Answer:
     try:
         return Answer(server, asked, await server.client.submit(submit), begun)
     except ConfigError as error:
-        raise APIError(400, str(error), error.asked.partition("=")[0][:80], "invalid_value") from error
+        raise APIError(400, str(error), _field(asked, error), "invalid_value") from error
     except TooMany as error:
         raise APIError(429, str(error), code="queue_full") from error
     except EngineDown as error:
         raise APIError(503, str(error), code="engine_down") from error
+
+
+def _field(asked: Asked, error: ConfigError) -> str | None:
+    """The field of a request that an error of the engine is about; None: it is about none alone."""
+    name, words = error.asked.partition("=")[0], error.asked.split()
+    if name.isidentifier():
+        return name
+    return asked.place if "prompt" in words else "speculation" if "speculation" in words else None

@@ -77,7 +77,8 @@ async def read(request: Request, kind: type[M], seconds: float) -> M:
 def refusal(error: ValidationError) -> APIError:
     """The first thing that is wrong with a body; of several forms that a value may have, with the one it is nearest."""
     fault = max(error.errors(include_url=False, include_input=False), key=lambda found: len(found["loc"]))
-    place = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "list[", "str", "int"))]
+    forms = ("function-", "list[", "str", "int")  # of a field that has several, beside classes' names
+    place = [part for part in map(str, fault["loc"]) if not part.startswith(forms) and not part[:1].isupper()]
     name = ".".join(place) or None
     if fault["type"] == "extra_forbidden":
         return APIError(400, f"unknown field: {name}", name, "unknown_field")
