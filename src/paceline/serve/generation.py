@@ -11,6 +11,7 @@ Everything that may be refused is refused by `begin`, so that a stream's first b
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import time
 from collections.abc import Callable
@@ -61,12 +62,14 @@ class Server:
         return self._texts
 
     async def prepare(self) -> None:
-        """Have at hand what the first chat needs, while the engine loads: it would hold up all others for half a
-        second."""
+        """Have at hand what the first chat needs, while the engine loads, and later collections of garbage short: the
+        one would hold up all streams for half a second, the others for 60 ms."""
         await asyncio.to_thread(renderer)
         await self.client.described.wait()
         if self.client.description is not None:
             await asyncio.to_thread(lambda: self.texts)
+        gc.collect()
+        gc.freeze()
 
     def application(self, model: str | None) -> str | None:
         """The application that a request's ``model`` means; None: the base model.
