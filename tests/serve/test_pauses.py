@@ -21,6 +21,7 @@ def nothing_frozen():
     gc.unfreeze()
     yield
     gc.unfreeze()
+    gc.freeze()  # as it was
 
 
 def test_collections_of_the_engine_look_at_nothing_old() -> None:
