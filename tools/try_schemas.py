@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,17 @@ def grid(model: str, dtype: str, count: int, at_once: int, drafters: int, nodes:
     plain = LLM(model, **same)
     pairs = [(round_, drafter) for round_, names in GRID.items() for drafter in names.split()]
     found, until = Counter[str](), time.monotonic() + seconds
-    for first in range(seed, seed + count, at_once):
-        if time.monotonic() > until:
-            break
-        draw = random.Random(first)
-        engines = {
-            f"{drafter}, {round_}": LLM(model, **same, share=plain, drafter=drafter, round=round_, budget=nodes)
-            for round_, drafter in draw.sample(pairs, drafters)
-        }
-        found += _batch(plain, engines, [arguments(draw) for _ in range(min(at_once, seed + count - first))], first)
-        print(f"{found['schemas']} schemas", file=sys.stderr, flush=True)
+    with suppress(KeyboardInterrupt):  # it ends with what it has
+        for first in range(seed, seed + count, at_once):
+            if time.monotonic() > until:
+                break
+            draw = random.Random(first)
+            engines = {
+                f"{drafter}, {round_}": LLM(model, **same, share=plain, drafter=drafter, round=round_, budget=nodes)
+                for round_, drafter in draw.sample(pairs, drafters)
+            }
+            found += _batch(plain, engines, [arguments(draw) for _ in range(min(at_once, seed + count - first))], first)
+            print(f"{found['schemas']} schemas", file=sys.stderr, flush=True)
     for name, times in sorted(found.items()):
         print(f"{times:6} {name}")
     return sum(times for name, times in found.items() if name.startswith("WRONG")) + (not found["schemas"])

@@ -256,6 +256,43 @@ def test_a_client_that_leaves_ends_its_request(server: LiveServer, stream: bool)
     until(lambda: load(server) == {"server_load": 0, "running": 0, "waiting": 0}, 1.0)
 
 
+def test_a_client_that_reads_late_gets_all_and_its_next_request_is_answered_behind(server: LiveServer) -> None:
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 30,
+        "n": 16,
+        "ignore_eos": True,
+        "temperature": 1,
+        "seed": 3,
+        "logprobs": 20,
+    }
+    parts = []
+    for more in ({"stream": True, "speculation": {"trace": True}}, {"max_tokens": 1, "n": 1}):
+        data = json.dumps(body | more).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
+        parts.append(f"{head}content-type: application/json\r\n\r\n".encode() + data)
+    whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect((host, int(port)))
+        one.sendall(b"".join(parts))
+        until(lambda: load(server)["running"] > 0)
+        until(lambda: load(server)["running"] == 0, 60.0)
+        one.settimeout(10)
+        said = b""
+        while not said.endswith(b"}") or b"data: [DONE]" not in said:
+            said += one.recv(65536)
+    streamed, _, last = said.partition(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert len(said) > 400_000 and last.startswith(b"HTTP/1.1 200 OK\r\n")
+    texts = dict.fromkeys(range(16), "")
+    for line in streamed.splitlines():
+        if line.startswith(b"data: {"):
+            [choice] = json.loads(line[6:])["choices"]
+            texts[choice["index"]] += choice["text"]
+    assert [*texts.values()] == [choice["text"] for choice in whole["choices"]]
+
+
 def load(server: LiveServer) -> dict[str, int]:
     found: dict[str, int] = httpx.get(f"{server.url}/load").json()
     return found
