@@ -159,8 +159,8 @@ class EventStream(Response):
         connection: Write = scope["extensions"][CONNECTION]["write"]
 
         def write(data: bytes) -> None:
-            self._written_at = time.monotonic()
             if data:
+                self._written_at = time.monotonic()
                 connection(data)
 
         beside = asyncio.ensure_future(self._keep_alive(connection))
