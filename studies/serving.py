@@ -2,16 +2,20 @@
 
     python studies/serving.py --model paceline-small --out build/serving.md
     python studies/serving.py --model smollm2-135m --repeats 9 --tokens 96 --out build/serving-smollm2.md
+    python studies/serving.py --parts load --repeats 5 --tokens 64 --out build/load.md
+    python studies/serving.py --parts chunks --beside OTHER_CHECKOUT --out build/chunks.md
 
-An engine in this process and a server are asked in turns, each prompt once of each; ratios are geometric means over
-the turns, with 95% intervals of a bootstrap. Needs a quiet machine.
+``rest``: idle time, memory, start. ``offline``: speed beside the engine in this process. ``options``: a schema, a
+prediction. ``load``: the server with its own drafter beside one without, by streams at once. ``chunks``: processor time
+of a streamed chunk, where ``--beside`` names another checkout also of that one.
+
+Both sides are asked in turns, each prompt once of each; ratios are geometric means over the turns, with 95% intervals
+of a bootstrap. Needs a quiet machine, but for ``chunks``.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import math
 import os
 import random
@@ -19,18 +23,25 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
+
+from kit.served import Run, Server, serving, timed
 
 from paceline import LLM, SamplingParams
 from paceline.bench.machine import line as machine
 from paceline.bench.workloads import load
 
-START_S = 300.0
+WORKLOADS = ("spec_bench", "gsm8k", "humaneval", "humaneval_x", "mmlu", "wikisql")
+PROMPT_CHARS = 400
+LOADS = (1, 2, 4, 8, 16, 32, 64)  # streams at once
+LEAST_ANSWERS = 8  # of a turn of ``load``
+STREAMS = 16  # of ``chunks``
+SETTLE_S = 3.0  # until a server that is ready has made all that it will need, its spare process, too
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -50,22 +61,6 @@ llm = LLM(sys.argv[1], drafter=sys.argv[2] or None, threads=int(sys.argv[3]))
 llm.generate("Once", SamplingParams(temperature=0, max_tokens=8))
 print(time.monotonic() - began, open("/proc/self/status").read().split("VmRSS:")[1].split()[0])
 """
-
-
-@dataclass
-class Run:
-    """What came of requests that were sent at once."""
-
-    seconds: float = 0.0  # from the first request to the end of the last answer
-    tokens: int = 0
-    first_s: float = math.nan  # to the first token, of a single request
-    gaps_s: list[float] = field(default_factory=list)  # between chunks, of a single request
-    texts: list[str] = field(default_factory=list)
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
 
 
 class Offline:
@@ -88,103 +83,6 @@ class Offline:
         return timed(run, times)
 
 
-class Server:
-    """``paceline serve`` in processes of its own.
-
-    Args:
-        ask: the options of this study.
-    """
-
-    def __init__(self, ask: argparse.Namespace) -> None:
-        self.port = ask.port
-        command = [sys.executable, "-m", "paceline", "serve", ask.model, "--port", str(self.port)]
-        command += ["--threads", str(ask.threads), *(["--drafter", ask.drafter] if ask.drafter else [])]
-        began = time.monotonic()
-        self.process = subprocess.Popen(command)
-        while not self._ready():
-            if self.process.poll() is not None or time.monotonic() - began > START_S:
-                raise SystemExit("the server does not start")
-            time.sleep(0.01)
-        self.ready_s = time.monotonic() - began
-
-    def _ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health") as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-    @property
-    def pids(self) -> tuple[int, int]:
-        """Of the process that speaks HTTP, and of its engine."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return pid, int(children[0])
-
-    def run(self, prompts: Sequence[str], tokens: int, **options: Any) -> Run:
-        """Ask all prompts at once, each as a stream of its own."""
-        bodies = [self.body(prompt, tokens, **options) for prompt in prompts]
-        return asyncio.run(self._all(bodies))
-
-    def body(self, prompt: str, tokens: int, **options: Any) -> dict[str, Any]:
-        """A request: of a chat where its options are those of one."""
-        chat = {"prediction", "response_format"} & {*options}
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        asked |= {"max_tokens": tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-        return asked | options
-
-    async def _all(self, bodies: list[dict[str, Any]]) -> Run:
-        began = time.perf_counter()
-        runs = await asyncio.gather(*map(self._stream, bodies))
-        whole = Run(time.perf_counter() - began, sum(run.tokens for run in runs))
-        whole.texts = [text for run in runs for text in run.texts]
-        if len(runs) == 1:
-            whole.first_s, whole.gaps_s = runs[0].first_s, runs[0].gaps_s
-        return whole
-
-    async def _stream(self, body: dict[str, Any]) -> Run:
-        """A request over a connection of its own, read by hand: the client must cost little beside the server."""
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        data, times = json.dumps(body).encode(), [time.perf_counter()]
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        came: list[tuple[float, bytes]] = []  # read when all is there: that would take its time from the server's
-        async for line in reader:
-            if line.startswith(b"data: {"):
-                came.append((time.perf_counter(), line))
-        writer.close()
-        events: list[dict[str, Any]] = []
-        for now, line in came:
-            events.append(json.loads(line[6:]))
-            if any(one.get("text") or one.get("delta", {}).get("content") for one in events[-1]["choices"]):
-                times.append(now)
-        if not events or "usage" not in events[-1]:
-            raise SystemExit(f"the server did not answer: {events[-1:]}")
-        run = Run(tokens=events[-1]["usage"]["completion_tokens"])
-        choices = [choice for told in events for choice in told["choices"]]
-        run.texts = ["".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)]
-        return timed(run, times)
-
-
-def timed(run: Run, times: list[float]) -> Run:
-    """A run with what the times of its start and of each chunk say."""
-    run.seconds, run.first_s = times[-1] - times[0], times[1] - times[0]
-    run.gaps_s = [after - before for before, after in zip(times[1:], times[2:], strict=False)]
-    return run
-
-
-@contextmanager
-def serving(ask: argparse.Namespace) -> Iterator[Server]:
-    """A server that ends with this."""
-    server = Server(ask)
-    try:
-        yield server
-    finally:
-        server.process.terminate()
-        server.process.wait()
-
-
 # -- what is measured
 
 
@@ -205,12 +103,11 @@ def interval(ratios: Sequence[float]) -> str:
     return f"{math.exp(statistics.mean(logs)):.3f} ({math.exp(means[50]):.3f} to {math.exp(means[1949]):.3f})"
 
 
-def beside_offline(
-    ask: argparse.Namespace, offline: Offline, server: Server, prompts: list[str]
-) -> Iterator[list[str]]:
+def beside_offline(ask: argparse.Namespace, offline: Offline, server: Server) -> Iterator[list[str]]:
     """Speed, first token and time between tokens beside the engine in this process."""
+    numbers = count(1)
     for many, target in ((1, "0.97; 0.98 on SmolLM2"), (16, "0.93; 0.98 on SmolLM2")):
-        some = [prompts[i * many : (i + 1) * many] for i in range(ask.repeats)]
+        some = [[*islice(prompts(numbers), many)] for _ in range(ask.repeats)]
         pairs = list(
             in_turns(
                 ask.repeats,
@@ -223,6 +120,8 @@ def beside_offline(
             interval([s.speed / o.speed for s, o in pairs]),
             target,
         ]
+        taken = statistics.median(s.client_s / s.seconds for s, _ in pairs)
+        yield [f"of a core, taken by the client, {many} at once", f"{100 * taken:.1f}%", ""]
         if many == 1:
             later = statistics.median(1e3 * (s.first_s - o.first_s) for s, o in pairs)
             yield ["first token later by, median", f"{later:.1f} ms", "at most 5 ms"]
@@ -258,7 +157,7 @@ def json_beside_text(ask: argparse.Namespace, server: Server, prompt: str) -> tu
     """Tokens a second of an answer under a schema, and of free ones as long, drafted and plain. All find the prompt's
     keys and values, and the grammar compiled."""
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-    text = {"response_format": {"type": "text"}, "ignore_eos": True}
+    text: dict[str, Any] = {"response_format": {"type": "text"}, "ignore_eos": True}
     server.run([prompt], 1, response_format=schema)
     under = server.run([prompt], ask.tokens, response_format=schema)
     free = server.run([prompt], under.tokens, **text)
@@ -280,14 +179,10 @@ def resident_kb(pid: int) -> int:
 
 def at_rest(ask: argparse.Namespace, server: Server) -> Iterator[list[str]]:
     """Processor time of an idle server, and memory of both processes."""
-
-    def used_s() -> float:
-        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in server.pids]
-        return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
-
-    before = used_s()
+    time.sleep(SETTLE_S)
+    before = sum(server.used_s())
     time.sleep(ask.idle_s)
-    yield ["idle, of a core", f"{100 * (used_s() - before) / ask.idle_s:.2f}%", "at most 0.5%"]
+    yield ["idle, of a core", f"{100 * (sum(server.used_s()) - before) / ask.idle_s:.2f}%", "at most 0.5%"]
     http, engine = (resident_kb(pid) / 1024 for pid in server.pids)
     given = [ask.model, ask.drafter or "", str(ask.threads)]
     done = subprocess.run([sys.executable, "-c", MEMORY, *given], capture_output=True, text=True, check=True)
@@ -297,29 +192,90 @@ def at_rest(ask: argparse.Namespace, server: Server) -> Iterator[list[str]]:
     yield ["ready later than `LLM` with its first answer", f"{server.ready_s - seconds:.2f} s", "at most 1 s"]
 
 
+def under_load(ask: argparse.Namespace, drafting: Server, plain: Server) -> Iterator[list[str]]:
+    """The server with its own drafter beside one without, by streams at once; a first turn of each number, from which
+    the budget learns what that costs, is not counted."""
+    numbers = count(1)
+    for at_once in LOADS:
+        asked = [[*islice(prompts(numbers), max(at_once, LEAST_ANSWERS))] for _ in range(ask.repeats + 1)]
+
+        def run(server: Server, turn: int, at_once: int = at_once, asked: list[list[str]] = asked) -> Run:
+            return server.run(asked[turn], ask.tokens, at_once, ignore_eos=True)
+
+        _, *pairs = in_turns(ask.repeats + 1, partial(run, drafting), partial(run, plain))
+        speeds = [statistics.median(side.speed for side in both) for both in zip(*pairs, strict=True)]
+        found = f"{interval([a.speed / b.speed for a, b in pairs])}; {speeds[0]:.0f} and {speeds[1]:.0f} tokens/s"
+        yield [f"own drafter over none, {at_once} at once", found, "0.97"]
+
+
+def of_chunks(ask: argparse.Namespace, servers: dict[str, Server]) -> Iterator[list[str]]:
+    """Processor time that a streamed chunk takes of each server, where every step streams one of each request: median
+    and least of the turns, as other programs make all of them dearer."""
+    numbers = count(1)
+    asked = [[*islice(prompts(numbers), STREAMS)] for _ in range(ask.repeats)]
+    spent: dict[str, list[tuple[float, float, float]]] = {name: [] for name in servers}
+    for turn, some in enumerate(asked):
+        for name in [*servers][:: -1 if turn % 2 else 1]:
+            before = servers[name].used_s()
+            run = servers[name].run(some, ask.tokens, ignore_eos=True, speculation=False)
+            used = [b - a for a, b in zip(before, servers[name].used_s(), strict=True)]
+            http, engine, client = (1e6 * seconds / run.chunks for seconds in (*used, run.client_s))
+            spent[name].append((http, engine, client))
+    for name, costs in spent.items():
+        parts = zip(("HTTP's process", "the engine's", "the client's"), zip(*costs, strict=True), strict=True)
+        found = [f"{statistics.median(column):.1f} ({min(column):.1f}) us of {part}" for part, column in parts]
+        yield [f"a chunk of {STREAMS} streams, {name}", ", ".join(found), ""]
+    both = zip(*spent.values(), strict=True)
+    if len(spent) == 2:
+        ratio = interval([here[0] / beside[0] for here, beside in both])
+        yield ["a chunk in HTTP's process, here over beside", ratio, ""]
+
+
+def prompts(numbers: Iterator[int]) -> Iterator[str]:
+    """Prompts without end, none like another."""
+    texts = [prompt.turns[0][:PROMPT_CHARS] for name in WORKLOADS for prompt in load(name).prompts]
+    random.Random(0).shuffle(texts)
+    for number in numbers:
+        yield f"{number}. {texts[number % len(texts)]}"
+
+
 def main() -> None:
     """Measure all, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="paceline-small")
-    parser.add_argument("--drafter", default="hybrid:grammar+prediction+suffix", help="of both sides")
+    parser.add_argument("--drafter", default="hybrid:grammar+prediction+suffix", help="of both sides, but of load")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=9, help="turns of each comparison")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--idle-s", type=float, default=20.0)
-    parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument("--port", type=int, default=8765, help="of the first server; another has the next one")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["rest", "offline", "options"])
+    parser.add_argument("--beside", type=Path, help="another checkout, for the part chunks")
     parser.add_argument("--out", type=Path, required=True, help="the table, in Markdown")
     ask = parser.parse_args()
-    prompts = [prompt.turns[0][:400] for prompt in load("spec_bench").prompts]
-    prompts *= -(-16 * ask.repeats // len(prompts))
     rows: list[list[str]] = []
-    with serving(ask) as server:
-        rows += at_rest(ask, server)
-        offline = Offline(ask)
-        for warm in (server, offline):
-            warm.run(prompts[-1:], 8)
-        rows += beside_offline(ask, offline, server, prompts)
-        rows += options_of_requests(ask, server, prompts)
-    what = f"{ask.model}, {ask.drafter}, {ask.threads} threads, {ask.repeats} turns of {ask.tokens} tokens"
+    if {*ask.parts} & {"rest", "offline", "options"}:
+        with serving(ask.model, ask.port, options(ask, ask.drafter)) as server:
+            rows += beside_one(ask, server)
+    if "load" in ask.parts:
+        with (
+            serving(ask.model, ask.port, options(ask)) as own,
+            serving(ask.model, ask.port + 1, options(ask, "none")) as no,
+        ):
+            warm(own, no)
+            rows += under_load(ask, own, no)
+    if "chunks" in ask.parts:
+        with ExitStack() as stack:
+            sides = {"here": None, **({} if ask.beside is None else {"beside": ask.beside})}
+            given = options(ask, ask.drafter)
+            servers = {
+                name: stack.enter_context(serving(ask.model, ask.port + at, given, checkout=checkout))
+                for at, (name, checkout) in enumerate(sides.items())
+            }
+            warm(*servers.values())
+            rows += of_chunks(ask, servers)
+    drafter = "" if ask.parts == ["load"] else f", {ask.drafter}"
+    what = f"{ask.model}{drafter}, {ask.threads} threads, {ask.repeats} turns of {ask.tokens} tokens"
     lines = [
         f"`{' '.join(['python', *sys.argv])}` ({what}); {machine()}",
         "",
@@ -330,6 +286,29 @@ def main() -> None:
     ask.out.parent.mkdir(parents=True, exist_ok=True)
     ask.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
+
+
+def options(ask: argparse.Namespace, drafter: str | None = None) -> list[str]:
+    """Of a server's command line."""
+    return ["--threads", str(ask.threads), *(["--drafter", drafter] if drafter else [])]
+
+
+def warm(*sides: Server | Offline) -> None:
+    """Ask each once, ahead of what is timed."""
+    for side in sides:
+        side.run(["A first prompt"], 8)
+
+
+def beside_one(ask: argparse.Namespace, server: Server) -> Iterator[list[str]]:
+    """The parts for which one server runs."""
+    if "rest" in ask.parts:
+        yield from at_rest(ask, server)
+    if "offline" in ask.parts:
+        offline = Offline(ask)
+        warm(server, offline)
+        yield from beside_offline(ask, offline, server)
+    if "options" in ask.parts:
+        yield from options_of_requests(ask, server, [*islice(prompts(count(1)), ask.repeats)])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ GRID = {
     "pipeline,stages=3": "suffix ngram draft_model:paceline-small-draft",
 }
 GRID_TOKENS = 600  # the longest answer that a random schema may have
-GRID_MEMORY = "160MiB"  # of each engine's K/V; in float64, one request of the longest
+GRID_MIB = (160, 5)  # of each engine's K/V, and for each answer in a batch; in float64, one request of the longest
 ENUM = ["red", "green", "blue", "it's", 'a "b"', "é", "日本", "a\nb"]
 
 
@@ -97,34 +98,38 @@ def arguments(draw: random.Random, deep: int = 2) -> dict[str, Any]:
     return {"type": "object", "properties": own, "required": required, "additionalProperties": False}
 
 
-def grid(model: str, dtype: str, count: int, at_once: int, drafters: int, seed: int, seconds: float) -> int:
+def grid(model: str, dtype: str, count: int, at_once: int, drafters: int, nodes: int, seed: int, seconds: float) -> int:
     """How many answers were wrong; as many batches of schemas as there is time for.
 
     Args:
         model: an embedded one, for which the zoo has all drafters of `GRID`.
-        dtype: of its weights and activations.
+        dtype: of its weights and activations; in float64 rounding is too small to change a token, so that passes are
+            as wide as they come.
         count: schemas.
         at_once: of them in a batch.
         drafters: of `GRID`, drawn anew for each batch; the batch is asked of each.
+        nodes: most of a draft.
         seed: of schemas, drafters and samples.
         seconds: time after which no batch begins.
     """
     from paceline import LLM
 
-    same: dict[str, Any] = {"dtype": dtype, "exact": True, "threads": 1, "kv_memory": GRID_MEMORY}
+    same: dict[str, Any] = {"dtype": dtype, "exact": dtype != "float64", "threads": 1}
+    same["kv_memory"] = f"{GRID_MIB[0] + GRID_MIB[1] * at_once}MiB"
     plain = LLM(model, **same)
     pairs = [(round_, drafter) for round_, names in GRID.items() for drafter in names.split()]
     found, until = Counter[str](), time.monotonic() + seconds
-    for first in range(seed, seed + count, at_once):
-        if time.monotonic() > until:
-            break
-        draw = random.Random(first)
-        engines = {
-            f"{drafter}, {round_}": LLM(model, **same, share=plain, drafter=drafter, round=round_, budget=8)
-            for round_, drafter in draw.sample(pairs, drafters)
-        }
-        found += _batch(plain, engines, [arguments(draw) for _ in range(min(at_once, seed + count - first))], first)
-        print(f"{found['schemas']} schemas", file=sys.stderr, flush=True)
+    with suppress(KeyboardInterrupt):  # it ends with what it has
+        for first in range(seed, seed + count, at_once):
+            if time.monotonic() > until:
+                break
+            draw = random.Random(first)
+            engines = {
+                f"{drafter}, {round_}": LLM(model, **same, share=plain, drafter=drafter, round=round_, budget=nodes)
+                for round_, drafter in draw.sample(pairs, drafters)
+            }
+            found += _batch(plain, engines, [arguments(draw) for _ in range(min(at_once, seed + count - first))], first)
+            print(f"{found['schemas']} schemas", file=sys.stderr, flush=True)
     for name, times in sorted(found.items()):
         print(f"{times:6} {name}")
     return sum(times for name, times in found.items() if name.startswith("WRONG")) + (not found["schemas"])
@@ -218,6 +223,7 @@ def main() -> int:
     of_grid.add_argument("--count", type=int, default=2000)
     of_grid.add_argument("--at-once", type=int, default=AT_ONCE, help="schemas in a batch")
     of_grid.add_argument("--drafters", type=int, default=3, help="of all, drawn for each batch of schemas")
+    of_grid.add_argument("--nodes", type=int, default=8, help="most of a draft")
     of_grid.add_argument("--seed", type=int, default=0, help="of the first schema; another run goes on behind it")
     of_grid.add_argument("--seconds", type=float, default=3600.0, help="time after which no batch begins")
     of_calls = parts.add_parser("calls")
@@ -229,7 +235,7 @@ def main() -> int:
     if asked.part == "suite":
         return int(suite(asked.folder, asked.model) > 0)
     if asked.part == "grid":
-        sizes = (asked.count, asked.at_once, asked.drafters)
+        sizes = (asked.count, asked.at_once, asked.drafters, asked.nodes)
         return int(grid(asked.model, asked.dtype, *sizes, asked.seed, asked.seconds) > 0)
     return int(calls(asked.url, asked.count, asked.seed, asked.seconds) > 0)
 

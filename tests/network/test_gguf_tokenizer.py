@@ -243,6 +243,29 @@ def test_a_chat_begins_with_one_bos(tmp_path: Path) -> None:
     assert load_gguf_tokenizer(bare).apply_chat_template(chat, tokenize=False) == "ab"
 
 
+TEMPLATES = {
+    "bos": "{{- bos_token }}{{ messages[0].content }}",
+    "none": None,
+    "plain": "{{ messages[0].content }}",
+    "set": "{% set x = bos_token %}{{ x }}{{ messages[0].content }}",
+}
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_template_and_roles_are_those_of_transformers_and_mostly_without_it(
+    name: str, begins: bool, tmp_path: Path
+) -> None:
+    made = by_score(tmp_path / "m.gguf", chat_template=TEMPLATES[name], ggml__add_bos_token=begins)
+    tokenizer = load_gguf_tokenizer(made)
+    found = tokenizer.chat_template, tokenizer.special_tokens_map
+    assert ("whole" in vars(tokenizer)) == (begins and name in ("plain", "set"))
+    assert found == (tokenizer.whole.chat_template, tokenizer.whole.special_tokens_map) and found[1]
+    tokenizer.chat_template = "{{ eos_token }}"
+    tokenizer.eos_token = "a"
+    assert tokenizer.chat_template == "{{ eos_token }}" and tokenizer.special_tokens_map["eos_token"] == "a"
+
+
 def test_smollm2s_template_is_rendered() -> None:
     text = load_gguf_tokenizer(read_gguf(weights.smollm2())).apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from paceline.serve.config import ServeConfig
 from paceline.serve.connections import HEAD_BYTES, Connection
 from paceline.serve.generation import check_params
 from paceline.serve.guard import Guard
-from paceline.serve.http import APIError, EventStream, Gone, Strict, read
+from paceline.serve.http import CONNECTION, APIError, EventStream, Gone, Strict, Write, read
 
 HELLO = PlainTextResponse("hello")
 
@@ -175,10 +175,10 @@ def test_the_name_that_a_server_is_called_by(host: str, status: int) -> None:
 def test_a_stream_without_events_is_kept_alive_by_comments() -> None:
     sent, ended = list[bytes](), list[bool]()
 
-    async def events() -> AsyncIterator[bytes]:
-        yield b"data: 1\n\n"
+    async def events(write: Write) -> None:
+        write(b"data: 1\n\n")
         await asyncio.sleep(0.12)
-        yield b"data: 2\n\n"
+        write(b"data: 2\n\n")
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
@@ -186,8 +186,8 @@ def test_a_stream_without_events_is_kept_alive_by_comments() -> None:
     async def receive() -> Any:
         await asyncio.sleep(60)
 
-    stream = EventStream(events(), lambda: ended.append(True), keep_alive_s=0.03)
-    asyncio.run(stream({"type": "http"}, receive, send))
+    stream = EventStream(events, lambda: ended.append(True), keep_alive_s=0.03)
+    asyncio.run(stream({"type": "http", "extensions": {CONNECTION: {"write": sent.append}}}, receive, send))
     assert sent[1] == b"data: 1\n\n" and sent[-2:] == [b"data: 2\n\n", b""] and ended == [True]
     assert len(sent) > 4 and {*sent[2:-2]} == {b": keep-alive\n\n"}
 
@@ -197,6 +197,9 @@ def test_a_request_ends_at_its_deadline_and_a_drain_at_its_own() -> None:
     with live_server("--request-s", "0.4", "--drain-s", "0.1", "--max-logprobs", "2") as server:
         asked = httpx.post(f"{server.url}/v1/completions", json=body | {"logprobs": 3})
         assert asked.status_code == 400 and asked.json()["error"]["param"] == "logprobs"
+        chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 3}
+        asked = httpx.post(f"{server.url}/v1/chat/completions", json=chat)
+        assert asked.status_code == 400 and asked.json()["error"]["param"] == "top_logprobs"
         begin = time.monotonic()
         done = httpx.post(f"{server.url}/v1/completions", json=body).json()
         assert 0.3 < time.monotonic() - begin < 3

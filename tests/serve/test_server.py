@@ -207,9 +207,19 @@ BAD = {
     "too long": (b'{"prompt": [' + b"5," * 5000 + b"5]}", 400),
     "stream options": (b'{"prompt": "a", "stream_options": {}}', 400),
     "streamed prompt": (b'{"prompt": "a", "prompt_logprobs": 1, "stream": true}', 400),
+    "source": (b'{"prompt": "a", "speculation": {"sources": ["nonesuch"]}}', 400),
+    "nodes": (b'{"prompt": "a", "speculation": {"max_nodes": 0}}', 400),
+    "schema": (
+        b'{"prompt": "a", "structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 3}}}',
+        400,
+    ),
     "model": (b'{"prompt": "a", "model": "other"}', 404),
     "large": (b'{"prompt": "' + b"a" * 5_000_000 + b'"}', 413),
 }
+
+
+PARAMS = {"unknown field": "foo", "empty prompt": "prompt", "id": "prompt", "too long": "prompt", "bias": "logit_bias"}
+PARAMS |= {"source": "speculation", "nodes": "speculation.max_nodes", "top_p": "top_p", "schema": None}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -219,8 +229,8 @@ def test_bad_bodies_are_refused_in_words(server: LiveServer, name: str) -> None:
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["message"] and set(error) == {"message", "type", "param", "code"}
-    if name == "unknown field":
-        assert error["param"] == "foo"
+    if name in PARAMS:
+        assert error["param"] == PARAMS[name]
 
 
 def test_other_paths_methods_types_and_hosts(server: LiveServer) -> None:
@@ -244,6 +254,43 @@ def test_a_client_that_leaves_ends_its_request(server: LiveServer, stream: bool)
         one.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
         until(lambda: load(server)["running"] == 1)
     until(lambda: load(server) == {"server_load": 0, "running": 0, "waiting": 0}, 1.0)
+
+
+def test_a_client_that_reads_late_gets_all_and_its_next_request_is_answered_behind(server: LiveServer) -> None:
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 30,
+        "n": 16,
+        "ignore_eos": True,
+        "temperature": 1,
+        "seed": 3,
+        "logprobs": 20,
+    }
+    parts = []
+    for more in ({"stream": True, "speculation": {"trace": True}}, {"max_tokens": 1, "n": 1}):
+        data = json.dumps(body | more).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
+        parts.append(f"{head}content-type: application/json\r\n\r\n".encode() + data)
+    whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect((host, int(port)))
+        one.sendall(b"".join(parts))
+        until(lambda: load(server)["running"] > 0)
+        until(lambda: load(server)["running"] == 0, 60.0)
+        one.settimeout(10)
+        said = b""
+        while not said.endswith(b"}") or b"data: [DONE]" not in said:
+            said += one.recv(65536)
+    streamed, _, last = said.partition(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert len(said) > 400_000 and last.startswith(b"HTTP/1.1 200 OK\r\n")
+    texts = dict.fromkeys(range(16), "")
+    for line in streamed.splitlines():
+        if line.startswith(b"data: {"):
+            [choice] = json.loads(line[6:])["choices"]
+            texts[choice["index"]] += choice["text"]
+    assert [*texts.values()] == [choice["text"] for choice in whole["choices"]]
 
 
 def load(server: LiveServer) -> dict[str, int]:

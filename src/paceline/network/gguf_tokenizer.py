@@ -169,8 +169,8 @@ def load_gguf_tokenizer(model: GGUF) -> Any:
 class GGUFTokenizer:
     """A tokenizer of the ``tokenizers`` package; transformers' own over it does what encoding one text does not need.
 
-    Importing transformers takes half a second: that is done where a chat is written, a batch encoded, or a token's role
-    asked for.
+    Importing transformers takes half a second: that is done where a chat is written, a batch encoded, or a token of a
+    role asked for.
 
     Args:
         backend: a ``tokenizers.Tokenizer``; tokens with a role become special ones, as transformers makes them.
@@ -195,6 +195,17 @@ class GGUFTokenizer:
     def get_vocab(self) -> dict[str, int]:
         """Ids by piece."""
         return dict(self._tokenizer.get_vocab())
+
+    @property
+    def special_tokens_map(self) -> dict[str, Any]:
+        """Tokens by role."""
+        return dict(self.whole.special_tokens_map) if "whole" in vars(self) else dict(self._roles)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Of chats, as `whole` has it."""
+        known = not (self._template and self._begins) or _WRITES_BOS.match(self._template)
+        return self._template if known and "whole" not in vars(self) else self.whole.chat_template
 
     @cached_property
     def whole(self) -> Any:
@@ -228,6 +239,7 @@ class GGUFTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
 
+_WRITES_BOS = re.compile(r"\s*\{\{-?\s*bos_token\s*-?\}\}")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' word: the file's
 
 

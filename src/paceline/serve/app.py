@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,7 +36,9 @@ def make_app(server: Server, config: ServeConfig) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         server.client.start()
+        preparing = asyncio.ensure_future(server.prepare())
         yield
+        preparing.cancel()
         await server.client.close()
 
     app = FastAPI(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,7 +15,7 @@ from ..core.errors import ConfigError
 from ..distributed.requests import LogprobRow
 from .acceptance import shown
 from .generation import Answer, Asked, Delta, Server, begin
-from .http import DONE, APIError, EventStream, event, json_response, read, unless_gone
+from .http import DONE, APIError, EventStream, Write, event, json_response, read, unless_gone
 from .schemas import ChatRequest
 from .tools import CallReader, ToolUse, tool_use
 
@@ -39,7 +40,7 @@ async def _answer(server: Server, body: ChatRequest) -> Response:
     answer = await begin(server, asked(server, body, use))
     reply = _Reply(answer, body.model or server.model, body, use)
     if body.stream:
-        return EventStream(reply.events(), answer.abort)
+        return EventStream(reply.events, answer.abort)
     return json_response(await reply.whole())
 
 
@@ -73,6 +74,9 @@ def asked(server: Server, body: ChatRequest, use: ToolUse | None) -> Asked:
     params["max_tokens"] = most
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
+    if (body.top_logprobs or 0) > server.config.max_logprobs:
+        message = f"top_logprobs must be {server.config.max_logprobs} or less"
+        raise APIError(400, message, "top_logprobs", "invalid_value")
     if body.logprobs:
         params["logprobs"] = body.top_logprobs or 0
     speculation = body.drafting() or {}
@@ -80,6 +84,7 @@ def asked(server: Server, body: ChatRequest, use: ToolUse | None) -> Asked:
         speculation["prediction"] = server.texts.encode(body.prediction.text, special=False)
     return Asked(
         ids=ids,
+        place="messages",
         params=params,
         application=application,
         streams=bool(body.stream),
@@ -104,11 +109,7 @@ class _Reply:
         """Not streamed."""
         samples = [_Sample() for _ in range(self._answer.asked.params.get("n", 1))]
         async with self._answer as answer:
-            async for deltas in answer:
-                for delta in deltas:
-                    samples[delta.index].add(delta, self._answer.token_bytes)
-                    if self._readers is not None:
-                        self._readers[delta.index].read(delta)
+            await answer.into(partial(self._add, samples))
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
         found = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._answer.usage()}
         if self._body.return_token_ids:
@@ -116,6 +117,12 @@ class _Reply:
         if self._answer.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_rows(self._answer.prompt_logprobs)
         return found | ends(self._answer)
+
+    def _add(self, samples: list[_Sample], deltas: list[Delta]) -> None:
+        for delta in deltas:
+            samples[delta.index].add(delta, self._answer.token_bytes)
+            if self._readers is not None:
+                self._readers[delta.index].read(delta)
 
     def _choice(self, index: int, sample: _Sample) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
@@ -131,23 +138,22 @@ class _Reply:
         said |= shown(self._body, sample.pieces)
         return said | ({"token_ids": sample.token_ids} if self._body.return_token_ids else {})
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self, write: Write) -> None:
         """Streamed."""
         options = self._body.stream_options
         try:
             async with self._answer as answer:
                 first = {"role": "assistant", "content": ""}
                 ids = {"prompt_token_ids": answer.asked.ids} if self._body.return_token_ids else {}
-                yield b"".join(self._chunk(i, first, more=ids) for i in range(answer.asked.params.get("n", 1)))
-                async for deltas in answer:
-                    yield b"".join(map(self._event, deltas))
+                write(b"".join(self._chunk(i, first, more=ids) for i in range(answer.asked.params.get("n", 1))))
+                await answer.into(lambda deltas: write(b"".join(map(self._event, deltas))))
         except APIError as error:
-            yield event(error.body())
+            write(event(error.body()))
         else:
             if options is not None and options.include_usage:
                 last = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": answer.usage()}
-                yield event(last | ends(answer))
-        yield DONE
+                write(event(last | ends(answer)))
+        write(DONE)
 
     def _event(self, delta: Delta) -> bytes:
         if self._readers is None:

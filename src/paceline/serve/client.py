@@ -11,9 +11,11 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
@@ -55,11 +57,13 @@ class TooMany(PacelineError):
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A request in flight."""
+    """A request in flight; made on the event loop."""
 
     asked: Submit
-    pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
-    accepted: asyncio.Future[None] | None = None
+    accepted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    take: Callable[[list[Piece]], object] | None = None  # is given what comes; None: nobody asks for that yet
+    early: list[Piece] = field(default_factory=list)  # what came before
     lives: int = 1  # engines that were asked since something came of it
     said: list[list[int]] = field(default_factory=list)  # of each sample
     finished: set[int] = field(default_factory=set)  # samples
@@ -71,7 +75,7 @@ class Open:
         if deadline_s is not None:
             asked = replace(asked, deadline_s=max(LEAST_S, deadline_s - (time.monotonic() - self.since)))
         said = self.said if any(self.said) else []
-        return replace(asked, said=said, taken=self.accepted is not None and self.accepted.done())
+        return replace(asked, said=said, taken=self.accepted.done())
 
     def news(self, piece: Piece) -> Piece | None:
         """What of a piece was not told before; None: nothing."""
@@ -82,6 +86,26 @@ class Open:
         if piece.finish_reason is not None:
             self.finished.add(piece.index)
         return piece
+
+    def tell(self, pieces: list[Piece]) -> None:
+        """Give on what has come at once."""
+        if self.take is None:
+            self.early += pieces
+        elif pieces and not self.ended.done():
+            try:
+                self.take(pieces)
+            except Exception as error:
+                self.fail(error)
+            else:
+                if pieces[-1].ended is not None:
+                    self.ended.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """It ends with an error."""
+        future = self.ended if self.accepted.done() else self.accepted
+        if not future.done():
+            future.set_exception(error)
+            future.exception()  # whether anybody waits for it or not
 
 
 class EngineClient:
@@ -166,7 +190,7 @@ class EngineClient:
     # -- requests
 
     async def submit(self, asked: Submit) -> Open:
-        """Queue a request; `pieces` gives its answer. A seed is chosen where none is given.
+        """Queue a request; `follow` gives its answer. A seed is chosen where none is given.
 
         Raises:
             ConfigError: the engine refuses it.
@@ -178,9 +202,7 @@ class EngineClient:
         if asked.params.get("seed") is None:
             asked = replace(asked, params={**asked.params, "seed": secrets.randbits(63)})
         samples = int(asked.params.get("n", 1))
-        one = Open(asked, said=[[] for _ in range(samples)])
-        one.accepted = asyncio.get_running_loop().create_future()
-        self._open[asked.id] = one
+        one = self._open[asked.id] = Open(asked, said=[[] for _ in range(samples)])
         self._line.send(asked)
         try:
             await one.accepted
@@ -189,29 +211,27 @@ class EngineClient:
             raise
         return one
 
-    async def pieces(self, one: Open) -> AsyncIterator[list[Piece]]:
-        """What comes of a request, all that is there at once. Closing the iterator does not end the request.
+    async def follow(self, one: Open, take: Callable[[list[Piece]], object]) -> None:
+        """Have all that comes of a request taken, as it comes, until it has ended. Leaving this does not end it.
+
+        Args:
+            take: is given what came at once; it is called where the engine's message is read, without a task between,
+                and ends this with what it raises.
 
         Raises:
             EngineDown: no engine can answer it.
-            TimeoutError: its deadline has passed; who waits puts that there.
         """
-        ended = False
-        while not ended:
-            some = [await one.pieces.get()]
-            while not one.pieces.empty():
-                some.append(one.pieces.get_nowait())
-            found = []
-            for piece in some:
-                if isinstance(piece, Exception):
-                    raise piece
-                found.append(piece)
-                ended = ended or piece.ended is not None
-            yield found
+        one.take, early, one.early = take, one.early, []
+        one.tell(early)
+        await one.ended
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is in flight."""
-        if self._open.pop(request_id, None) is not None and self._line is not None:
+        one = self._open.pop(request_id, None)
+        if one is None:
+            return
+        one.ended.cancel()
+        if self._line is not None:
             self._line.send(Abort(request_id))
 
     async def look(self) -> dict[str, Any]:
@@ -236,8 +256,9 @@ class EngineClient:
 
     def _heard(self, message: Any) -> None:
         if isinstance(message, News):
-            for piece in message.pieces:
-                self._tell(piece)
+            for request_id, pieces in groupby(message.pieces, attrgetter("id")):
+                if (one := self._open.get(request_id)) is not None:
+                    self._tell(one, pieces)
         elif isinstance(message, Accepted | Rejected):
             self._answered(message)
         elif isinstance(message, Looked):
@@ -249,29 +270,22 @@ class EngineClient:
         elif isinstance(message, Fault):
             log.error("the engine failed: %s", message.why)
 
-    def _tell(self, piece: Piece) -> None:
-        one = self._open.get(piece.id)
-        if one is None:
-            return
-        news = one.news(piece)
-        if piece.ended is not None:
-            del self._open[piece.id]
-        if news is not None:
-            one.pieces.put_nowait(news)
+    def _tell(self, one: Open, pieces: Iterable[Piece]) -> None:
+        news = [found for piece in pieces if (found := one.news(piece)) is not None]
+        if news and news[-1].ended is not None:
+            del self._open[one.asked.id]
+        one.tell(news)
 
     def _answered(self, message: Accepted | Rejected) -> None:
         one = self._open.get(message.id)
         if one is None:
             return
-        error: PacelineError | None = None
         if isinstance(message, Rejected):
             del self._open[message.id]
             refused = ConfigError(message.asked, message.wrong, message.remedy)
-            error = TooMany(message.wrong) if message.full else refused
-        if one.accepted is not None and not one.accepted.done():
-            one.accepted.set_result(None) if error is None else one.accepted.set_exception(error)
-        elif error is not None:
-            one.pieces.put_nowait(error)
+            one.fail(TooMany(message.wrong) if message.full else refused)
+        elif not one.accepted.done():
+            one.accepted.set_result(None)
 
     # -- its process
 
@@ -317,7 +331,7 @@ class EngineClient:
             one.lives += 1
             if one.lives > MOST_LIVES:
                 del self._open[one.asked.id]
-                self._fail(one, EngineDown(f"{MOST_LIVES} engines have failed while this request was in flight"))
+                one.fail(EngineDown(f"{MOST_LIVES} engines have failed while this request was in flight"))
             else:
                 self._line.send(one.again())
 
@@ -344,10 +358,4 @@ class EngineClient:
     def _fail_all(self, error: Exception) -> None:
         ended, self._open = self._open, {}
         for one in ended.values():
-            self._fail(one, error)
-
-    def _fail(self, one: Open, error: Exception) -> None:
-        if one.accepted is not None and not one.accepted.done():
-            one.accepted.set_exception(error)
-        else:
-            one.pieces.put_nowait(error)
+            one.fail(error)

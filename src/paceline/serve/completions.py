@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..core.errors import ConfigError
 from .acceptance import shown
 from .chat import ends, finish, prompt_rows
 from .generation import Answer, Asked, Delta, Server, begin, usage
-from .http import DONE, APIError, EventStream, event, json_response, read, unless_gone
+from .http import DONE, APIError, EventStream, Write, event, json_response, read, unless_gone
 from .schemas import CompletionRequest
 
 DEFAULT_TOKENS = 16  # as OpenAI has it
@@ -59,7 +58,7 @@ async def _answer(server: Server, body: CompletionRequest) -> Response:
             answers.append(await refused.enter_async_context(await begin(server, asked)))
         refused.pop_all()
     reply = _Reply(server, answers, body.model or server.model, body)
-    return EventStream(reply.events(), reply.abort) if body.stream else json_response(await reply.whole())
+    return EventStream(reply.events, reply.abort) if body.stream else json_response(await reply.whole())
 
 
 def _prompts(server: Server, body: CompletionRequest) -> list[list[int]]:
@@ -109,9 +108,12 @@ class _Reply:
         for choice in made:
             choice["text"] = self._echo(answer)
             self._offsets[choice["index"]] = len(choice["text"])
-        async for deltas in answer:
+
+        def take(deltas: list[Delta]) -> None:
             for delta in deltas:
                 self._add(made[delta.index], delta)
+
+        await answer.into(take)
         for choice in made:
             if self._body.return_token_ids:
                 choice["prompt_token_ids"] = answer.asked.ids
@@ -144,30 +146,32 @@ class _Reply:
             into["text_offset"].append(self._offsets[choice["index"]])
             self._offsets[choice["index"]] += len(text)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self, write: Write) -> None:
         """Streamed: what comes of any prompt, as it comes."""
-        parts = [self._follow(at, answer) for at, answer in enumerate(self._answers)]
         try:
-            async for data in parts[0] if len(parts) == 1 else merged(parts):
-                yield data
+            async with AsyncExitStack() as all_of_them:
+                for answer in self._answers:
+                    await all_of_them.enter_async_context(answer)
+                await asyncio.gather(*(self._follow(*numbered, write) for numbered in enumerate(self._answers)))
         except APIError as error:
-            yield event(error.body())
+            write(event(error.body()))
         else:
             options = self._body.stream_options
             if options is not None and options.include_usage:
                 last = {**self._head, "choices": [], "usage": usage(self._answers)}
-                yield event(last | (ends(self._answers[0]) if len(self._answers) == 1 else {}))
-        yield DONE
+                write(event(last | (ends(self._answers[0]) if len(self._answers) == 1 else {})))
+        write(DONE)
 
-    async def _follow(self, place: int, answer: Answer) -> AsyncIterator[bytes]:
+    async def _follow(self, place: int, answer: Answer, write: Write) -> None:
         first, echo = place * self._samples, self._echo(answer)
         begun: set[int] = set()
-        async with answer:
-            async for deltas in answer:
-                for delta in deltas:
-                    lead = None if delta.index in begun else echo
-                    begun.add(delta.index)
-                    yield self._event(first + delta.index, lead, delta, answer)
+
+        def chunk(delta: Delta) -> bytes:
+            lead = None if delta.index in begun else echo
+            begun.add(delta.index)
+            return self._event(first + delta.index, lead, delta, answer)
+
+        await answer.into(lambda deltas: write(b"".join(map(chunk, deltas))))
 
     def _event(self, index: int, lead: str | None, delta: Delta, answer: Answer) -> bytes:
         """A chunk; ``lead`` is what the first one of a sample has in front, and None later."""
@@ -182,30 +186,3 @@ class _Reply:
         if options is not None and options.continuous_usage_stats:
             found["usage"] = answer.usage()
         return event(found)
-
-
-async def merged(parts: Sequence[AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
-    """What comes of any part, as it comes. One that fails ends all."""
-    came: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
-
-    async def follow(part: AsyncIterator[bytes]) -> None:
-        try:
-            async for data in part:
-                came.put_nowait(data)
-            came.put_nowait(None)
-        except Exception as error:
-            came.put_nowait(error)
-
-    tasks, left = [asyncio.ensure_future(follow(part)) for part in parts], len(parts)
-    try:
-        while left:
-            item = await came.get()
-            if isinstance(item, BaseException):
-                raise item
-            left -= item is None
-            if item is not None:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

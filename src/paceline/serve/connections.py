@@ -1,4 +1,5 @@
-"""Connections: httptools' protocol of uvicorn, with bounds on what comes in front of a request's body."""
+"""Connections: httptools' protocol of uvicorn, with bounds on what comes in front of a request's body, and with a way
+for streams past ASGI."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from .http import APIError
+from .http import CONNECTION, APIError
 
 HEAD_BYTES = 2**16  # of a request's line and headers
 
@@ -53,7 +54,13 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A head is complete."""
         self._end_head()
+        self.scope["extensions"] = {CONNECTION: {"write": self._write_part}}
         super().on_headers_complete()
+
+    def _write_part(self, data: bytes) -> None:
+        """A part of the body of a response whose head is written, and which is sent in chunks."""
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP."""

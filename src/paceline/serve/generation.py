@@ -2,8 +2,7 @@
 
     answer = await begin(server, asked)          # APIError: refused, before a byte was sent
     async with answer:                           # leaving it early ends the request
-        async for deltas in answer:              # what came at once: of each `Delta` text, token_ids, logprobs, ..
-            ...
+        await answer.into(take)                  # take(deltas): what came at once, of each text, token_ids, ...
     answer.stats, answer.usage()                 # afterwards
 
 Everything that may be refused is refused by `begin`, so that a stream's first byte comes after it.
@@ -12,9 +11,10 @@ Everything that may be refused is refused by `begin`, so that a stream's first b
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from .client import EngineClient, EngineDown, Open, TooMany
 from .config import ServeConfig
 from .histograms import Times
 from .http import APIError
-from .texts import Texts
+from .texts import Texts, renderer
 
 WHOLE_INTERVAL_S = 0.5  # between pieces of an answer that is not streamed: so much is computed again after a failure
 Delta = Piece  # what is new in a sample
@@ -61,6 +61,16 @@ class Server:
             self._texts = Texts(self.described, self.config.template())
         return self._texts
 
+    async def prepare(self) -> None:
+        """Have at hand what the first chat needs, while the engine loads, and later collections of garbage short: the
+        one would hold up all streams for half a second, the others for 60 ms."""
+        await asyncio.to_thread(renderer)
+        await self.client.described.wait()
+        if self.client.description is not None:
+            await asyncio.to_thread(lambda: self.texts)
+        gc.collect()
+        gc.freeze()
+
     def application(self, model: str | None) -> str | None:
         """The application that a request's ``model`` means; None: the base model.
 
@@ -82,6 +92,7 @@ class Asked:
     """A request, however it came."""
 
     ids: list[int]  # of the prompt
+    place: str = "prompt"  # the field that has it
     params: dict[str, Any]  # fields of `SamplingParams` that were given
     application: str | None = None
     streams: bool = False
@@ -118,25 +129,25 @@ class Answer:
         """End the request, if it has not ended."""
         self._server.client.abort(self._one.asked.id)
 
-    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
-        """What comes, all that is there at once.
+    async def into(self, take: Callable[[list[Delta]], object]) -> None:
+        """Have what comes taken, all that is there at once, until the end.
 
         Raises:
             APIError: the request failed, or took too long.
         """
+
+        def taken(deltas: list[Delta]) -> None:
+            for delta in deltas:
+                self._took(delta)
+            take(deltas)
+
         left = max(0.0, self._until - time.monotonic())
-        late = asyncio.get_running_loop().call_later(left, self._one.pieces.put_nowait, TimeoutError())
         try:
-            async for deltas in self._server.client.pieces(self._one):
-                for delta in deltas:
-                    self._took(delta)
-                yield deltas
+            await asyncio.wait_for(self._server.client.follow(self._one, taken), left)
         except TimeoutError as error:
             raise APIError(504, f"the request took longer than {self._server.config.request_s:g} s") from error
         except (EngineDown, ConfigError) as error:
             raise APIError(503, str(error), code="engine_down") from error
-        finally:
-            late.cancel()
 
     def _took(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
@@ -218,7 +229,7 @@ async def begin(server: Server, asked: Asked) -> Answer:
     if len(asked.ids) >= described.max_model_len:
         room = described.max_model_len
         message = f"this model's context is {room} tokens, and the prompt has {len(asked.ids)}: shorten it"
-        raise APIError(400, message, "messages", "context_length_exceeded")
+        raise APIError(400, message, asked.place, "context_length_exceeded")
     check_params(config, asked.params)
     interval = config.stream_interval_ms / 1e3 if asked.streams else WHOLE_INTERVAL_S
     params = {**described.sampling, **asked.params}
@@ -237,8 +248,16 @@ async def begin(server: Server, asked: Asked) -> Answer:
     try:
         return Answer(server, asked, await server.client.submit(submit), begun)
     except ConfigError as error:
-        raise APIError(400, str(error), error.asked.partition("=")[0][:80], "invalid_value") from error
+        raise APIError(400, str(error), _field(asked, error), "invalid_value") from error
     except TooMany as error:
         raise APIError(429, str(error), code="queue_full") from error
     except EngineDown as error:
         raise APIError(503, str(error), code="engine_down") from error
+
+
+def _field(asked: Asked, error: ConfigError) -> str | None:
+    """The field of a request that an error of the engine is about; None: it is about none alone."""
+    name, words = error.asked.partition("=")[0], error.asked.split()
+    if name.isidentifier():
+        return name
+    return asked.place if "prompt" in words else "speculation" if "speculation" in words else None

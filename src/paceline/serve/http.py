@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -77,7 +77,8 @@ async def read(request: Request, kind: type[M], seconds: float) -> M:
 def refusal(error: ValidationError) -> APIError:
     """The first thing that is wrong with a body; of several forms that a value may have, with the one it is nearest."""
     fault = max(error.errors(include_url=False, include_input=False), key=lambda found: len(found["loc"]))
-    place = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "list[", "str", "int"))]
+    forms = ("function-", "list[", "str", "int")  # of a field that has several, beside classes' names
+    place = [part for part in map(str, fault["loc"]) if not part.startswith(forms) and not part[:1].isupper()]
     name = ".".join(place) or None
     if fault["type"] == "extra_forbidden":
         return APIError(400, f"unknown field: {name}", name, "unknown_field")
@@ -130,54 +131,57 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
+Write = Callable[[bytes], None]
+CONNECTION = "paceline.connection"  # among a scope's extensions; its "write" writes a part of a body
+
+
 class EventStream(Response):
     """Server-sent events, whose bytes are made by who writes them.
 
+    They go to the connection itself, past the layers of ASGI: these take as long as all else of a chunk.
+
     Args:
-        events: the bytes, one or several whole events at a time; closed when the client leaves.
-        end: called at the end in any case, also where the client left before the first event was asked for.
-        keep_alive_s: after so long without one a comment is sent.
+        events: writes all of them, one or several whole events at a time; cancelled when the client leaves.
+        end: called at the end in any case, also where the client left before anything was written.
+        keep_alive_s: after so long without an event a comment is sent.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], object], keep_alive_s: float = 15.0) -> None:
+    def __init__(
+        self, events: Callable[[Write], Awaitable[None]], end: Callable[[], object], keep_alive_s: float = 15.0
+    ) -> None:
         super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no"}, "text/event-stream")
         del self.headers["content-length"]
         self._events, self._end, self._keep_alive_s = events, end, keep_alive_s
-        self._sent_at = time.monotonic()
+        self._written_at = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of them."""
+        connection: Write = scope["extensions"][CONNECTION]["write"]
+
+        def write(data: bytes) -> None:
+            if data:
+                self._written_at = time.monotonic()
+                connection(data)
+
+        beside = asyncio.ensure_future(self._keep_alive(connection))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await unless_gone(receive, self._send(send))
+            await unless_gone(receive, self._events(write))
+            beside.cancel()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Gone:
             return
         finally:
+            beside.cancel()
             self._end()
 
-    async def _send(self, send: Send) -> None:
-        def body(data: bytes, more: bool = True) -> Awaitable[None]:
-            self._sent_at = time.monotonic()
-            return send({"type": "http.response.body", "body": data, "more_body": more})
-
-        beside = asyncio.ensure_future(self._keep_alive(body))
-        try:
-            async for data in self._events:
-                await body(data)
-            beside.cancel()
-            await body(b"", False)
-        finally:
-            beside.cancel()
-            await asyncio.gather(beside, return_exceptions=True)
-            close: Callable[[], Awaitable[None]] = getattr(self._events, "aclose")  # noqa: B009  (a generator's)
-            await close()
-
-    async def _keep_alive(self, body: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _keep_alive(self, write: Write) -> None:
         """Send a comment where nothing was sent for long."""
         while True:
-            silent = time.monotonic() - self._sent_at
+            silent = time.monotonic() - self._written_at
             if silent >= self._keep_alive_s:
-                await body(b": keep-alive\n\n")
+                self._written_at = time.monotonic()
+                write(b": keep-alive\n\n")
             else:
                 await asyncio.sleep(self._keep_alive_s - silent)
 

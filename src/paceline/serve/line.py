@@ -10,8 +10,6 @@ from typing import Any
 from ..distributed.channels import Incoming, prefix
 from ..distributed.frames import Codec, FrameError
 
-READ_BYTES = 2**18
-
 
 class LoopLine:
     """One end of a connection.
@@ -64,17 +62,15 @@ class LoopLine:
             self._gone()
 
     def _read(self) -> None:
-        """Take what is there, a bounded part of it, so that nobody else waits for long."""
-        taken = 0
+        """Take what is there, up to a whole message: the loop calls again where there is more."""
+        frame = None
         try:
-            while taken < READ_BYTES:
+            while frame is None:
                 count = self._socket.recv_into(self._incoming.room())
                 if not count:
                     return self._gone()
-                taken += count
                 frame = self._incoming.took(count)
-                if frame is not None:
-                    self._heard(self._codec.decode(frame))
+            self._heard(self._codec.decode(frame))
         except BlockingIOError:
             return
         except (OSError, FrameError):

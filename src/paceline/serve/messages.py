@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from .chat import asked
 from .generation import Answer, Delta, Server, begin
 from .http import MESSAGES as PATH
-from .http import APIError, EventStream, Strict, json_response, read, refusing, unless_gone
+from .http import APIError, EventStream, Strict, Write, json_response, read, refusing, unless_gone
 from .schemas import ChatRequest, Function, FunctionName, Message, NamedTool, SpeculationChoice, Tool, ToolName
 from .tools import CallReader, ToolUse, tool_use
 
@@ -196,7 +196,7 @@ async def _answer(server: Server, body: MessagesRequest) -> Response:
     use = _tools(server, chat)
     reply = _Reply(await begin(server, asked(server, chat, use)), body.model or server.model, use)
     if body.stream:
-        return EventStream(reply.events(), reply.abort)
+        return EventStream(reply.events, reply.abort)
     return json_response(await reply.whole())
 
 
@@ -221,15 +221,17 @@ class _Reply:
 
     async def whole(self) -> dict[str, Any]:
         """Not streamed."""
-        text = ""
+        texts: list[str] = []
+
+        def take(delta: Delta) -> None:
+            texts.append(delta.text)
+            if self._reader is not None:
+                self._reader.read(delta)
+            self._ended(delta)
+
         async with self._answer as answer:
-            async for deltas in answer:
-                for delta in deltas:
-                    text += delta.text
-                    if self._reader is not None:
-                        self._reader.read(delta)
-                    self._ended(delta)
-        content = [{"type": "text", "text": text}]
+            await answer.into(lambda deltas: [*map(take, deltas)])
+        content = [{"type": "text", "text": "".join(texts)}]
         if self._reader is not None and self._reader.calls:
             content = [{"type": "text", "text": self._reader.content}] if self._reader.content else []
             content += [_block(call) for call in self._reader.calls]
@@ -244,20 +246,19 @@ class _Reply:
         if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self, write: Write) -> None:
         """Streamed."""
         try:
             async with self._answer as answer:
-                yield _event("message_start", {"message": self._message([])}) + _event("ping", {})
-                async for deltas in answer:
-                    yield b"".join(part for delta in deltas for part in self._delta(delta))
+                write(_event("message_start", {"message": self._message([])}) + _event("ping", {}))
+                await answer.into(lambda deltas: write(b"".join(chain.from_iterable(map(self._delta, deltas)))))
         except APIError as error:
-            yield _event("error", error.body(PATH))
+            write(_event("error", error.body(PATH)))
             return
         end = b"" if self._open < 0 else _event("content_block_stop", {"index": self._open})
         usage = {"input_tokens": self._answer.prompt_tokens, "output_tokens": self._answer.completion_tokens}
-        yield end + _event("message_delta", {"delta": self._stop, "usage": usage, "stats": self._answer.stats})
-        yield _event("message_stop", {})
+        last = _event("message_delta", {"delta": self._stop, "usage": usage, "stats": self._answer.stats})
+        write(end + last + _event("message_stop", {}))
 
     def _delta(self, delta: Delta) -> list[bytes]:
         parts: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []

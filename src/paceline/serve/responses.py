@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -15,7 +14,7 @@ from starlette.responses import Response
 
 from .chat import asked
 from .generation import Answer, Delta, Server, begin
-from .http import APIError, EventStream, Strict, json_response, read, refusing, unless_gone
+from .http import APIError, EventStream, Strict, Write, json_response, read, refusing, unless_gone
 from .schemas import (
     ChatRequest,
     Function,
@@ -164,7 +163,7 @@ async def _answer(server: Server, body: ResponsesRequest) -> Response:
     use = tool_use(chat, server.texts, server.config.tool_parser)
     reply = _Reply(await begin(server, asked(server, chat, use)), body.model or server.model, body, use)
     if body.stream:
-        return EventStream(reply.events(), reply.abort)
+        return EventStream(reply.events, reply.abort)
     return json_response(await reply.whole())
 
 
@@ -263,27 +262,26 @@ class _Reply:
     async def whole(self) -> dict[str, Any]:
         """Not streamed."""
         async with self._answer as answer:
-            async for deltas in answer:
-                for delta in deltas:
-                    self._take(delta)
+            await answer.into(lambda deltas: [*map(self._take, deltas)])
         return self._response()
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self, write: Write) -> None:
         """Streamed."""
         self._say("response.created", response=self._response())
         self._say("response.in_progress", response=self._response())
         try:
             async with self._answer as answer:
-                yield self._said()
-                async for deltas in answer:
-                    for delta in deltas:
-                        self._take(delta)
-                    yield self._said()
+                write(self._said())
+                await answer.into(lambda deltas: write(b"".join(map(self._streamed, deltas))))
         except APIError as error:
             self._say("error", code=error.code, message=error.message, param=error.param)
         else:
             self._say(f"response.{self._status}", response=self._response())
-        yield self._said()
+        write(self._said())
+
+    def _streamed(self, delta: Delta) -> bytes:
+        self._take(delta)
+        return self._said()
 
     def _said(self) -> bytes:
         events, self._events = b"".join(self._events), []

@@ -1,7 +1,7 @@
 """Text to ids and back in a process without torch.
 
 The tokenizer is the engine's own, as the text of its ``tokenizer.json``, so ids cannot differ. Templates are rendered
-by transformers' function, which needs no torch; it is imported where the first template is rendered.
+by transformers' function, which needs no torch.
 """
 
 from __future__ import annotations
@@ -95,11 +95,9 @@ class Texts:
         template = self.template(bool(tools))
         if not template or self._tokenizer is None:
             raise ConfigError("a chat", "the model has no chat template", "use /v1/completions with a plain prompt")
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         given = {**self._special, **(options or {})}
         try:
-            made: Any = render_jinja_template(
+            made: Any = renderer()(
                 conversations=[[dict(message) for message in messages]],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=template,
@@ -112,6 +110,13 @@ class Texts:
                 "these messages", f"the model's template refuses them ({error})", "check roles"
             ) from error
         return str(made[0][0])
+
+
+def renderer() -> Callable[..., Any]:
+    """transformers' ``render_jinja_template``; its import takes half a second."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
 
 
 def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
