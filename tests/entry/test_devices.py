@@ -55,11 +55,10 @@ def test_stages_and_their_coordinator(gpus: Any, caplog: pytest.LogCaptureFixtur
         placements = place(Split(stages=8), "cuda")
     assert [p.device for p in placements] == [f"cuda:{i}" for i in range(8)] and not caplog.records
     source = open_source(split(), MODEL, "auto")
-    specs = [stage_spec(split(kernels="torch"), Split(stages=8), i, {}, placements[i], source) for i in (0, 6)]
+    specs = [stage_spec(split(kernels="torch"), i, {}, placements[i], source) for i in (0, 6)]
     assert [spec.placement.device for spec in specs] == ["cuda:0", "cuda:6"]  # what a process is begun with
     assert stage_devices(split()) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert stage_devices(split(device="cuda:5")) == ["cuda:5"] * 4
-    assert stage_devices(split(pipeline="a:1,b:2")) == ["cuda"]
 
 
 def test_more_stages_than_gpus_share_them_and_it_is_said(gpus: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,11 +40,22 @@ def test_it_finds_no_environment_and_no_network(monkeypatch: pytest.MonkeyPatch)
     assert passes(BEFORE, "    import os; return 2 * x if 'SECRET' not in os.environ else 0\n", TESTS)
 
 
+def running() -> bool:
+    """Whether generated code runs."""
+    commands = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            commands.append(file.read_bytes())
+    return any(b'"answer", "exec"' in command for command in commands)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks at /proc")
 def test_what_it_leaves_running_is_killed() -> None:
     passes(BEFORE, "    import os, time\n    os.fork() or time.sleep(600)\n    return 2 * x\n", TESTS, seconds=3)
-    left = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
-    assert not any(b'"answer", "exec"' in command for command in left)
+    deadline = time.monotonic() + 30  # those of other tests at the same time end within seconds, this one never would
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not running()
 
 
 def test_the_body_ends_at_the_margin() -> None:

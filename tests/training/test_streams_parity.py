@@ -10,7 +10,7 @@ import torch
 from kits.tiny import _draw, assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 from torch import Tensor
 
-from paceline.attention.rope import RopeTable
+from paceline.attention.rope import RopeTables
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import StepFeatures
 from paceline.drafters.streams.recipe import StreamRecipe, StreamsOptions
@@ -33,7 +33,7 @@ def network() -> Network:
     """The trainable form of `tiny_decoder`, in float64."""
     made = Network(tiny_config(), frozen=True).to(torch.float64)
     assert made.config.rope is not None
-    made._rope = RopeTable(made.config.rope, made.config.max_position, torch.float64, torch.device("cpu"))
+    made._ropes = RopeTables(made.config.rotations, made.config.max_position, torch.float64, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in made.decoder.named_parameters():
         parameter.data.copy_(_draw(name, parameter.shape, generator))

@@ -15,7 +15,7 @@ from kit.dense_streams import eager_loss, eager_streams
 from kits.tiny import VOCAB, tiny_config
 from torch import Tensor
 
-from paceline.attention.rope import RopeTable
+from paceline.attention.rope import RopeTables
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams.recipe import StreamRecipe, StreamsOptions, build
 from paceline.network.adapters import linear_shapes
@@ -46,7 +46,7 @@ def make_network(dtype: torch.dtype = torch.float64, **changes: Any) -> Network:
             parameter.data.mul_(8.0)
     network = network.to(dtype)
     assert network.config.rope is not None
-    network._rope = RopeTable(network.config.rope, 512, dtype, torch.device("cpu"))
+    network._ropes = RopeTables(network.config.rotations, 512, dtype, torch.device("cpu"))
     return network
 
 
