@@ -28,7 +28,7 @@ from .frames import FrameError
 from .handshake import Fault
 from .hanging import HangLimit
 from .rank_service import Adapter, Clear, Cleared
-from .worker import Patience, Worker, WorkerFailed
+from .worker import Patience, Worker, lost
 
 LOOK_S = 0.05  # between two looks at ranks that are waited for
 SEND_S = 3.0  # for which a rank may take nothing of what it is sent
@@ -172,13 +172,7 @@ class RankWorkers:
         self._begun, self._clear = False, True
         for index in fallen:
             self._known[index] = len(self.workers[index].faults)
-            self.faults.append(self.workers[index].faults[-1])
-        again, self._lost = self._lost.intersection(fallen), self._lost.union(fallen)
-        if not again:
-            raise PassesLost("; ".join(self.faults[-len(fallen) :]))
-        self._lost.clear()
-        first, second = self.workers[min(again)].faults[-2:]
-        raise WorkerFailed(f"{second}; before that: {first}; two failures in a row end the requests")
+        raise lost(self.workers, fallen, self.faults, self._lost)
 
     def _ready(self) -> None:
         """Wait until all ranks are there, and have them begin an epoch where another one began."""

@@ -28,7 +28,7 @@ from .frames import FrameError
 from .handshake import Fault
 from .hanging import HangLimit
 from .stage_service import Clear, Computed, message_of
-from .worker import Patience, Worker, WorkerFailed
+from .worker import Patience, Worker, lost
 
 LOOK_S = 0.05  # between two looks at stages that are waited for
 SEND_S = 3.0  # for which a stage may take nothing of what it is sent
@@ -180,16 +180,7 @@ class StageWorkers:
         for index in fallen:
             self._known[index], self._owed[index] = len(self.workers[index].faults), 0
         if fallen:
-            self._fail(fallen)
-
-    def _fail(self, fallen: Sequence[int]) -> None:
-        self.faults += [self.workers[index].faults[-1] for index in fallen]
-        again, self._lost = self._lost.intersection(fallen), self._lost.union(fallen)
-        if not again:
-            raise PassesLost("; ".join(self.faults[-len(fallen) :]))
-        self._lost.clear()
-        first, second = self.workers[min(again)].faults[-2:]
-        raise WorkerFailed(f"{second}; before that: {first}; two failures in a row end the requests")
+            raise lost(self.workers, fallen, self.faults, self._lost)
 
     def _ready(self) -> None:
         """Wait until all stages are there, and have them begin the epoch where another one began."""

@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from ..core.errors import CapabilityError, ConfigError, PacelineError
+from ..core.errors import CapabilityError, ConfigError, PacelineError, PassesLost
 from ..core.options import check, option
 from .channels import Channel, ChannelClosed, Line
 from .clock import Clock, Late, RealClock
@@ -424,6 +424,25 @@ class Worker:
         self._refused = error
         self._end()
         raise error
+
+
+def lost(workers: Sequence[Worker], fallen: Sequence[int], faults: list[str], before: set[int]) -> PacelineError:
+    """The error of what was in flight when workers fell: it comes again, or ends where one of them fell twice in a row.
+
+    Args:
+        workers: all of a kind.
+        fallen: which.
+        faults: what happened so far, to which this is added.
+        before: those that fell since something has come through; kept here.
+    """
+    faults += [workers[index].faults[-1] for index in fallen]
+    again = before.intersection(fallen)
+    if not again:
+        before.update(fallen)
+        return PassesLost("; ".join(faults[-len(fallen) :]))
+    before.clear()
+    first, second = workers[min(again)].faults[-2:]
+    return WorkerFailed(f"{second}; before that: {first}; two failures in a row end the requests")
 
 
 def ended(status: int | str) -> str:

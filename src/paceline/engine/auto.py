@@ -357,9 +357,8 @@ class AutoBudget(DraftBudget):
         # Of so many rows as never yet the cost is a guess: go on from what is known.
         limit = nodes if self._blind else min(nodes, max(FIRST_ROWS, 2 * self._size.rows))
         first, measures = not self._size.rows, self._measures(limit)
-        prices = self._priced(limit)[: limit + 1]
-        if measures and first:  # of what was never measured the price means nothing: for now, rows are free
-            prices = array("d", [0.0] * (limit + 1))
+        # Of what was never measured the price means nothing: for now, rows are free.
+        prices = array("d", [0.0] * (limit + 1)) if measures and first else self._priced(limit)[: limit + 1]
         histories, scores = [self._histories[view.key] for view in views], None if self._blind else tree.scores
         found = weigh(self._library, histories, tree, scores, prices, self._blind or measures)
         count = sum(found.counts) - len(views)
@@ -374,10 +373,8 @@ class AutoBudget(DraftBudget):
         return tree.kept(found.kept)
 
     def _measures(self, rows: int) -> bool:
-        """Whether so many rows are checked whatever is expected of them: a table that is wrong would stay so.
-
-        The first rows of a batch size always are; of more the saved time pays for what they seem to cost.
-        """
+        """Whether so many rows are checked whatever is expected of them, lest a table that is wrong stay so: the first
+        ones of a batch size always are, more where the saved time pays for what they seem to cost."""
         if self._blind or not (rows and self.learns) or self.costs.visits(self._batch, rows) >= WINDOW:
             return False
         if self._size.rows:
