@@ -358,16 +358,19 @@ class AutoBudget(DraftBudget):
         limit = nodes if self._blind else min(nodes, max(FIRST_ROWS, 2 * self._size.rows))
         first, measures = not self._size.rows, self._measures(limit)
         # Of what was never measured the price means nothing: for now, rows are free.
-        prices = array("d", [0.0] * (limit + 1)) if measures and first else self._priced(limit)[: limit + 1]
+        prices = array("d", [0.0] * (nodes + 1)) if measures and first else self._priced(nodes)[: nodes + 1]
         histories, scores = [self._histories[view.key] for view in views], None if self._blind else tree.scores
-        found = weigh(self._library, histories, tree, scores, prices, self._blind or measures)
-        count = sum(found.counts) - len(views)
+        found = weigh(self._library, histories, tree, scores, prices, self._blind)
+        gains, count = found.gains, sum(found.counts) - len(views)
+        if measures or count > limit:  # an ask is worth what it will bring once so many rows are known
+            found = weigh(self._library, histories, tree, scores, prices[: limit + 1], self._blind or measures)
+            count = sum(found.counts) - len(views)
         self._choice, self._all = (self._batch, count, found.tokens), 0 < count == nodes and not measures
         if self.learns:
             if self._one:
                 self._asks[0].passes = found.levels if passes is None else passes
             if first or not measures:
-                self._learn_gains(histories, found.gains)
+                self._learn_gains(histories, gains)
         if count in (0, nodes):
             return tree if count else None
         return tree.kept(found.kept)
