@@ -34,8 +34,8 @@ from .distributed.requests import (
     Look,
     Looked,
     News,
-    Piece,
     Rejected,
+    SampleUpdate,
     Shown,
     Submit,
 )
@@ -207,7 +207,7 @@ class EngineService:
         pieces = [piece for stream in due for piece in self._pieces(stream, now)]
         return [*answers, News(pieces)] if pieces else answers
 
-    def _pieces(self, stream: _Stream, now: float) -> Iterator[Piece]:
+    def _pieces(self, stream: _Stream, now: float) -> Iterator[SampleUpdate]:
         request_id = stream.live.request.id
         del self._late[request_id]
         stream.due = now + stream.interval_s
@@ -229,10 +229,10 @@ def _params(fields: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{**fields, **({"logit_bias": {int(k): v for k, v in bias.items()}} if bias else {})})
 
 
-def _piece(request_id: str, chunk: Chunk, live: LiveRequest) -> Piece:
+def _piece(request_id: str, chunk: Chunk, live: LiveRequest) -> SampleUpdate:
     state = live.sequences[chunk.index].state
     output = chunk.output
-    return Piece(
+    return SampleUpdate(
         id=request_id,
         index=chunk.index,
         text=chunk.text,

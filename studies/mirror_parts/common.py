@@ -16,7 +16,7 @@ from paceline import LLM, SamplingParams
 from paceline.bench import workloads
 from paceline.core.options import written
 from paceline.core.request import RequestOutput
-from paceline.rounds.mirror.records import StepTimes, Verdict
+from paceline.rounds.mirror.records import StepTimes, WindowVerdict
 
 CATEGORIES = "spec_bench"  # the workload whose categories are tasks, too
 SIX = "humanities,math,roleplay,stem,coding,math_reasoning"  # of figure 7
@@ -99,8 +99,8 @@ class Heard:
     """What one run said."""
 
     outputs: list[RequestOutput]
-    verdicts: list[Verdict] = field(default_factory=list)
-    steps: list[tuple[StepTimes, list[Verdict]]] = field(default_factory=list)  # with the verdicts of each
+    verdicts: list[WindowVerdict] = field(default_factory=list)
+    steps: list[tuple[StepTimes, list[WindowVerdict]]] = field(default_factory=list)  # with the verdicts of each
     walls: list[float] = field(default_factory=list)  # ms of each, by a clock around the engine's whole step
 
 
@@ -121,7 +121,7 @@ def listen(
     """
     usual = SamplingParams(temperature=temperature, max_tokens=ask.max_new_tokens, ignore_eos=True)
     jobs = [(prompt, replace(usual, seed=1000 * ask.seed + place)) for place, prompt in enumerate(prompts)]
-    heard, pending = Heard([]), list[Verdict]()
+    heard, pending = Heard([]), list[WindowVerdict]()
     round_: Any = llm.engine.round
 
     def step(times: StepTimes) -> None:

@@ -21,7 +21,7 @@ from mirror_parts.modelled import TABLE_1, TASKS, constant, exception, ratios
 from paceline import LLM
 from paceline.core.errors import ConfigError
 from paceline.distributed.clock import VIRTUAL, VirtualClock
-from paceline.rounds.mirror.records import Verdict
+from paceline.rounds.mirror.records import WindowVerdict
 
 COUNTS: dict[str, Any] = {"prompts": 2, "max_new_tokens": 32, "repeats": 1}
 OWN = "sql,spec_bench"
@@ -39,7 +39,7 @@ class Fallbacks:
     mass: np.ndarray[Any, Any]  # [verdicts, widths] the target's own probability of these
 
     @staticmethod
-    def of(verdicts: Sequence[Verdict], widths: Sequence[int]) -> Fallbacks:
+    def of(verdicts: Sequence[WindowVerdict], widths: Sequence[int]) -> Fallbacks:
         """Of a run with the most candidates: fewer are the first of them."""
         told = [v for v in verdicts if v.told]
         missed = [[float(v.said not in v.candidates[:width]) for width in widths] for v in told]
@@ -213,9 +213,9 @@ def unequal_depth(ask: MirrorFlags) -> Iterator[Table | None]:
     )
 
 
-def after_the_verdict(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def after_the_verdict(verdicts: Sequence[WindowVerdict]) -> dict[str, Any]:
     """Fallbacks of a verdict, and levels of the next window: those left after it, and all."""
-    by_key: dict[int, list[Verdict]] = {}
+    by_key: dict[int, list[WindowVerdict]] = {}
     for verdict in verdicts:
         by_key.setdefault(verdict.key, []).append(verdict)
     pairs = [(one, two) for own in by_key.values() for one, two in pairwise(own) if one.told]
@@ -337,7 +337,7 @@ def simulated(ask: MirrorFlags) -> Iterator[Table | None]:
     )
 
 
-def misses(verdicts: Sequence[Verdict], gamma: int) -> list[bool]:
+def misses(verdicts: Sequence[WindowVerdict], gamma: int) -> list[bool]:
     """Of each step with a whole window: whether its outcome was not prepared for."""
     return [not v.reused for v in verdicts if v.told and len(v.window) == gamma]
 

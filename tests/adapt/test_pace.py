@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.adapt.training import LEVEL, Pace
+from paceline.adapt.training import LEVEL, TrainingPace
 
 
 class Trainer:
@@ -16,15 +16,15 @@ class Trainer:
         self.stopped = True
 
 
-def pace(left: float = 100.0) -> tuple[Pace, Trainer]:
+def pace(left: float = 100.0) -> tuple[TrainingPace, Trainer]:
     def tell(step: int, figures: Mapping[str, float]) -> None: ...
 
-    made, trainer = Pace(lambda: left, 1e6, tell), Trainer()
+    made, trainer = TrainingPace(lambda: left, 1e6, tell), Trainer()
     made.trainer = trainer  # type: ignore[assignment]
     return made, trainer
 
 
-def check(made: Pace, tokens: float, accepted: float) -> None:
+def check(made: TrainingPace, tokens: float, accepted: float) -> None:
     made.step(1, {"tokens": tokens, "loss": 1.0})
     made.evaluated(1, {"accepted/a": accepted, "accepted/b": accepted, "ce/a/1": 9.0})
 

@@ -20,7 +20,7 @@ from paceline.adapt.config import AdaptConfig
 from paceline.adapt.run import adapt
 from paceline.adapt.training import train
 from paceline.adapt.verdict import LOOK_UPS, NEW, _words, choose
-from paceline.adapt.work import STATE, Work
+from paceline.adapt.work import STATE, RunFolder
 from paceline.bench.records import PLAIN
 from paceline.bench.report import load_report
 from paceline.bench.summary import Interval
@@ -77,7 +77,7 @@ def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: 
 
 
 def test_another_models_folder_and_a_second_run_in_one_are_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
-    work = Work(tmp_path / "out", {"model": "another"}, 1.0)
+    work = RunFolder(tmp_path / "out", {"model": "another"}, 1.0)
     with pytest.raises(ConfigError, match="another run is under way"):
         adapt(config(target, prompts, tmp_path / "out"), quiet, quiet)
     work.close()

@@ -24,7 +24,7 @@ from paceline.distributed.timeline import Timeline
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
 from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
 from paceline.rounds.base import RoundParts
-from paceline.rounds.mirror.records import Verdict
+from paceline.rounds.mirror.records import WindowVerdict
 from paceline.rounds.mirror.round import MirrorRound
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
@@ -239,10 +239,10 @@ def ids(outputs: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[Verdict]]:
+def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[WindowVerdict]]:
     """What the mirror round says with these sessions, and what became of its windows."""
     engine = assemble(draft_model(noise=0.2, depth=4), round="mirror,kappa=4,exit=2", decoder=TARGET)
-    made, verdicts = engine.round, list[Verdict]()
+    made, verdicts = engine.round, list[WindowVerdict]()
     assert isinstance(made, MirrorRound) and isinstance(sessions, GoingSessions)
     parts = RoundParts(target=made.target, pool=made.pool, drafter=draft_model(noise=0.2, depth=4))
     engine.round = MirrorRound(made.config, parts, made.exit, sessions)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.learning.ring import ANSWER, PROMPT, Ring, Served
+from paceline.learning.ring import ANSWER, PROMPT, Ring, ServedRequest
 
 
 def test_it_keeps_the_last_requests_and_no_more(tmp_path: Path) -> None:
@@ -17,11 +17,11 @@ def test_it_keeps_the_last_requests_and_no_more(tmp_path: Path) -> None:
     for i in range(1, 8):
         ring.add([i, i + 1], [10 * i])
     other = Ring(tmp_path / "ring.bin", slots=4)
-    assert other.read() == [Served(i, [i, i + 1], [10 * i]) for i in (4, 5, 6, 7)]
+    assert other.read() == [ServedRequest(i, [i, i + 1], [10 * i]) for i in (4, 5, 6, 7)]
     assert [one.number for one in other.read(after=5)] == [6, 7]
     assert (tmp_path / "ring.bin").stat().st_size == size
     other.add([1], [2])  # another process goes on behind the last
-    assert ring.read()[-1] == Served(8, [1], [2])
+    assert ring.read()[-1] == ServedRequest(8, [1], [2])
 
 
 def test_long_requests_keep_the_end_of_their_prompt_and_the_beginning_of_their_answer(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from paceline.network.files import fingerprint
 from paceline.network.loader import resolve_folder
 from paceline.rounds import parse_round
 from paceline.rounds.mirror.channel import Message, outcome_chances, overlap, speak
-from paceline.rounds.mirror.records import StepTimes, Verdict
+from paceline.rounds.mirror.records import StepTimes, WindowVerdict
 from paceline.rounds.mirror.rollout import share_rows
 from paceline.rounds.mirror.round import MirrorRound
 
@@ -67,9 +67,9 @@ def drafter(noise: float = 0.05, **options: Any) -> Any:
 
 def mirrored(
     round_: str = MIRROR, noise: float = 0.05, depth: int = 3, **options: Any
-) -> tuple[Engine, MirrorRound, list[Verdict]]:
+) -> tuple[Engine, MirrorRound, list[WindowVerdict]]:
     engine = assemble(drafter(noise, depth=depth), round=round_, decoder=DECODER, **options)
-    verdicts: list[Verdict] = []
+    verdicts: list[WindowVerdict] = []
     assert isinstance(engine.round, MirrorRound)
     engine.round.on_verdict = verdicts.append
     return engine, engine.round, verdicts
@@ -108,7 +108,7 @@ def test_several_drafters_at_once(parts: str) -> None:
     made = hybrid(parts, noise=0.05)
     engine = assemble(made, round=MIRROR, decoder=DECODER, kv_tokens=128, block_size=4, max_batch_rows=20)
     round_: Any = engine.round
-    verdicts: list[Verdict] = []
+    verdicts: list[WindowVerdict] = []
     round_.on_verdict = verdicts.append
     outputs = run(engine, jobs)
     assert ids(outputs) == plain(jobs) and round_.failure is None
@@ -259,7 +259,7 @@ def test_outcomes_come_as_often_as_the_target_says(policy: str) -> None:
     params = [SamplingParams(temperature=1, seed=100 + i, max_tokens=40, ignore_eos=True) for i in range(16)]
     engine, _, verdicts = mirrored(f"{MIRROR},policy={policy},ranks=scores")
     run(engine, [(PROMPTS[i % 4], one) for i, one in enumerate(params)])
-    kinds: dict[str, list[Verdict]] = {"bonus": [], "correction": [], "root": []}
+    kinds: dict[str, list[WindowVerdict]] = {"bonus": [], "correction": [], "root": []}
     for v in verdicts:
         if v.told:
             kinds["root" if not v.window else "bonus" if v.accepted == len(v.window) else "correction"].append(v)

@@ -15,7 +15,7 @@ from paceline.drafters.sessions import Ask, GoingSessions, Grown, Opening
 from paceline.engine.engine import Engine
 from paceline.rounds.base import RoundParts
 from paceline.rounds.mirror import MirrorConfig
-from paceline.rounds.mirror.records import StepTimes, Verdict
+from paceline.rounds.mirror.records import StepTimes, WindowVerdict
 from paceline.rounds.mirror.rollout import Rollout
 from paceline.rounds.mirror.round import MirrorRound
 
@@ -114,7 +114,7 @@ class Going:
 
 def elsewhere(
     pace: int, lost: int = 0, rows: int | None = None, **options: Any
-) -> tuple[Engine, Going, list[Verdict], list[StepTimes]]:
+) -> tuple[Engine, Going, list[WindowVerdict], list[StepTimes]]:
     engine = assemble(drafter(depth=4), round="mirror,kappa=4,exit=2", decoder=DECODER, **options)
     made = engine.round
     assert isinstance(made, MirrorRound)
@@ -124,14 +124,14 @@ def elsewhere(
     parts = RoundParts(target=made.target, pool=made.pool, drafter=drafter(depth=4))
     config = MirrorConfig(kappa=4, exit="2", rows=rows)
     round_ = MirrorRound(config, parts, config.exit_head(made.target), going)
-    verdicts: list[Verdict] = []
+    verdicts: list[WindowVerdict] = []
     times: list[StepTimes] = []
     round_.on_verdict, round_.on_step = verdicts.append, times.append
     engine.round = round_
     return engine, going, verdicts, times
 
 
-def trace(verdicts: Sequence[Verdict]) -> list[Any]:
+def trace(verdicts: Sequence[WindowVerdict]) -> list[Any]:
     return [(v.window, v.accepted, v.said) for v in verdicts]
 
 
@@ -152,7 +152,7 @@ def test_windows_are_the_same_however_late_they_come(name: str) -> None:
 
 def test_what_was_not_prepared_of_a_branch_is_drafted_after_the_verdict() -> None:
     """However late it comes: windows are those of branches that were prepared whole."""
-    verdicts: list[list[Verdict]] = []
+    verdicts: list[list[WindowVerdict]] = []
     for pace, rows in ((99, None), (99, 6), (1, 6), (0, 6)):
         engine, going, own, _ = elsewhere(pace, rows=rows)
         assert ids(run(engine, [(PROMPTS[2], PARAMS["greedy"])])) == plain([(PROMPTS[2], PARAMS["greedy"])])

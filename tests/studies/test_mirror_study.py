@@ -17,7 +17,7 @@ from mirror_parts.forecast import Forecast, Parts, after, others_of, whole
 from mirror_parts.timed import law_of
 
 from paceline.distributed.placement import cores
-from paceline.rounds.mirror.records import Verdict
+from paceline.rounds.mirror.records import WindowVerdict
 
 pytest.importorskip("matplotlib")
 needs_two_cores = pytest.mark.skipif(not {0, 1} <= {*cores()}, reason="needs the cores 0 and 1")
@@ -53,8 +53,8 @@ def test_parameters_are_those_of_one_head(tmp_path: Path) -> None:
 def test_fallbacks_of_fewer_candidates_come_from_one_run() -> None:
     said = {"window": [1], "accepted": 0, "told": True, "reused": False, "prepared": 0}
     said |= {"candidates": [5, 6], "chances": [0.5, 0.2]}
-    verdicts = [Verdict(**{**said, "key": key, "said": token}) for key, token in ((0, 5), (0, 6), (1, 9), (1, 5))]
-    found = Fallbacks.of([*verdicts, Verdict(**{**said, "key": 1, "said": 9, "told": False})], [1, 2])
+    verdicts = [WindowVerdict(**{**said, "key": key, "said": token}) for key, token in ((0, 5), (0, 6), (1, 9), (1, 5))]
+    found = Fallbacks.of([*verdicts, WindowVerdict(**{**said, "key": 1, "said": 9, "told": False})], [1, 2])
     assert found.rates() == [0.5, 0.25] and found.predicted() == pytest.approx([0.5, 0.3])
     for (low, high), mean, mass in zip(found.differences(), (0.0, -0.05), (0.5, 0.7), strict=True):
         assert (low + high) / 2 == pytest.approx(mean)
@@ -65,7 +65,7 @@ def test_levels_that_are_left_after_the_verdict() -> None:
     said = {"accepted": 0, "said": 1, "told": True, "candidates": [], "chances": []}
     rows = [(0, 0, False, 0), (0, 3, True, 2), (1, 3, True, 3), (0, 3, True, 1), (1, 2, True, 1)]
     verdicts = [
-        Verdict(**said, key=key, window=[9] * width, reused=reused, prepared=prepared)
+        WindowVerdict(**said, key=key, window=[9] * width, reused=reused, prepared=prepared)
         for key, width, reused, prepared in rows
     ]
     assert after_the_verdict(verdicts) == pytest.approx(

@@ -24,7 +24,7 @@ import torch
 
 from ..core.errors import PacelineError
 from ..learning import files
-from ..learning.ring import ANSWER, PROMPT, Ring, Served
+from ..learning.ring import ANSWER, PROMPT, Ring, ServedRequest
 from ..network.hot import FILE as HOT
 from ..network.loader import read_config, resolve_folder
 from ..training.data import SourceSpec
@@ -79,7 +79,7 @@ def serving(folder: Path, task: dict[str, Any]) -> tuple[int, Path]:
     return (good[0], folder / files.DRAFTERS / str(good[0])) if good else (0, Path(task["weights"]))
 
 
-def learn(folder: Path, task: dict[str, Any], served: Sequence[Served]) -> int:
+def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -> int:
     """One round. Returns the number of the last request that it was about."""
     aside = max(8, round(ASIDE * FRESH))
     learned, held = served[:-aside][-MOST:], served[-aside:]
@@ -148,7 +148,7 @@ def offer(folder: Path, number: int, result: Path, check: dict[str, Any]) -> Non
         shutil.rmtree(place / str(old), ignore_errors=True)
 
 
-def write_ids(file: Path, served: Sequence[Served]) -> None:
+def write_ids(file: Path, served: Sequence[ServedRequest]) -> None:
     """Requests as data: ids alone."""
     lines = [json.dumps({"prompt_tokens": one.prompt, "completion_tokens": one.answer}) for one in served]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -42,7 +42,7 @@ class Questions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PromptMix:
     """All prompts of a run."""
 
     questions: list[Questions]
@@ -54,7 +54,7 @@ class Asked:
         return tuple(q.workload for q in self.questions)
 
 
-def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, seed: int) -> Asked:
+def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, seed: int) -> PromptMix:
     """Read the prompts and cut them to a length.
 
     Args:
@@ -75,7 +75,7 @@ def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, se
     if file is not None:
         judged = max(4, min(JUDGED_MOST, round(JUDGED_SHARE * len(loaded[0].prompts))))
     size = {"max_model_len": room, "max_new_tokens": answer_tokens}
-    return Asked(
+    return PromptMix(
         questions=[
             _split(name, whole, tokenizer, size, judged, seed) for name, whole in zip(names, loaded, strict=True)
         ],

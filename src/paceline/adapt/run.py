@@ -34,9 +34,9 @@ from . import answering, survey, verdict
 from .choice import EPOCHS, Forecast, Survey, forecasts
 from .config import KINDS, AdaptConfig
 from .folder import leave
-from .prompts import Asked, collect, write_prompts
+from .prompts import PromptMix, collect, write_prompts
 from .training import ROWS, Making, Probe, train
-from .work import FULL, Work
+from .work import FULL, RunFolder
 
 ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
 JUDGING, JUDGING_LEAST_S, JUDGING_MOST_S = 0.12, 5.0, 900.0  # share of the time, and its bounds
@@ -79,7 +79,7 @@ class Adaptation:
         show: told how far it is, for one line that changes.
     """
 
-    def __init__(self, config: AdaptConfig, work: Work, say: Say, show: Say, command: str) -> None:
+    def __init__(self, config: AdaptConfig, work: RunFolder, say: Say, show: Say, command: str) -> None:
         self.config, self.work, self.say, self._show, self.command = config, work, say, show, command
         self.target = resolve_folder(parse_model(config.model).name)
         self.shape = read_config(self.target)
@@ -114,7 +114,7 @@ class Adaptation:
     # -- survey
 
     @cached_property
-    def asked(self) -> Asked:
+    def asked(self) -> PromptMix:
         """The prompts."""
         return collect(self.config.prompts, self.tokenizer, self.room, self.answer, self.config.seed)
 
@@ -359,7 +359,7 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
     names = ("hours", "kind", "dtype", "seed")
     facts = {"model": fingerprint(target), **{name: getattr(config, name) for name in names}}
     facts["prompts"] = None if config.prompts is None else _hash(config.prompts)
-    work = Work(config.folder, facts, config.hours)
+    work = RunFolder(config.folder, facts, config.hours)
     try:
         return _adapt(Adaptation(config, work, say, show, command), say, dry_run)
     finally:

@@ -188,7 +188,7 @@ def probe(kind: str, given: Probe, out: Path) -> Probed:
 # -- the run
 
 
-class Pace:
+class TrainingPace:
     """Watches a run: ends it where its time is over or little is left to gain, and tells how it goes.
 
     Args:
@@ -273,7 +273,9 @@ def train(
     making, trainer = trainable(making, first, config, say)
     config = trainer.config
     trainer.resume()
-    pace = Pace(lambda: left() - FALL * began, float(steps * ROWS * making.length), lambda s, f: tell("training", s, f))
+    pace = TrainingPace(
+        lambda: left() - FALL * began, float(steps * ROWS * making.length), lambda s, f: tell("training", s, f)
+    )
     pace.checks = accepted_in(first / LOG)
     known = _note(out)
     if not known.get("first"):
@@ -290,7 +292,7 @@ def train(
     job = job_of(making, second, falling, init=result)
     trainer = prepare(job, (), say)
     trainer.resume()
-    pace = Pace(left, 0.0, lambda s, f: tell("last steps", s, f))
+    pace = TrainingPace(left, 0.0, lambda s, f: tell("last steps", s, f))
     if not trainer.finished:
         _run(trainer, pace)
     last = finish(job, trainer)
@@ -306,7 +308,7 @@ def train(
     }
 
 
-def _run(trainer: Trainer, pace: Pace) -> None:
+def _run(trainer: Trainer, pace: TrainingPace) -> None:
     """Run to the end, or to where ``pace`` ends it.
 
     Raises:

@@ -24,7 +24,7 @@ SAVE_S = 2.0  # between two times that the clock is written down
 FULL = "free space there; what was made is kept, the same command goes on"
 
 
-class Work:
+class RunFolder:
     """A run's folder, as long as it is open.
 
     Args:

@@ -19,7 +19,7 @@ app = typer.Typer(add_completion=False)
 LINE_EVERY_S = 30.0  # where no terminal shows a line that changes
 
 
-class Line:
+class ProgressLine:
     """One line that changes, on a terminal; elsewhere a line now and then."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def command(
 
     Ctrl-C keeps all that was made, and the same command goes on. The folder is a drafter: --drafter DIR.
     """
-    asked, line = AdaptConfig(model=model, **config), Line()
+    asked, line = AdaptConfig(model=model, **config), ProgressLine()
     again = shlex.join(["paceline", *sys.argv[1:]])
     try:
         made = adapt(asked, line.say, line.show, dry_run, shlex.join(sys.argv[1:]))

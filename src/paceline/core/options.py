@@ -238,7 +238,7 @@ def _plain_name(kind: Any) -> str:
     return known.get(kind) or str(getattr(kind, "__name__", kind))
 
 
-class _Shown(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """A repr that asks no more of a value than a message can show."""
 
     def repr_int(self, value: int, level: int) -> str:
@@ -253,7 +253,7 @@ class _Shown(reprlib.Repr):
             return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
 
 
-_SHOWN = _Shown()
+_SHOWN = _ShortRepr()
 _SHOWN.maxlevel, _SHOWN.maxstring = 4, SHOWN
 
 

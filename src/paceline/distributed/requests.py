@@ -101,7 +101,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SampleUpdate:
     """What is new in a sample of a request."""
 
     id: str
@@ -120,7 +120,7 @@ class Piece:
 class News:
     """What a step brought."""
 
-    pieces: list[Piece]
+    pieces: list[SampleUpdate]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class PredictionConfig(DrafterConfig):
         return PredictionDrafter(self)
 
 
-class _Place:
+class _Progress:
     """Where an answer is in its prediction."""
 
     __slots__ = ("at", "index", "last", "read", "run")
@@ -81,7 +81,7 @@ class PredictionDrafter(Drafter):
     def __init__(self, config: PredictionConfig) -> None:
         self.config = config
         self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False)
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _Progress] = {}
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """A chain for each sequence that has a prediction and is in it."""
@@ -90,7 +90,7 @@ class PredictionDrafter(Drafter):
     def _draft(self, view: SequenceView, budget: int, max_depth: int) -> Proposal:
         place = self._places.get(view.key)
         if place is None:
-            place = self._places[view.key] = _Place(view)
+            place = self._places[view.key] = _Progress(view)
         place.follow(view.tokens, view.prediction)
         depth = min(self.config.depth, budget, max_depth)
         if place.at is None or depth <= 0:

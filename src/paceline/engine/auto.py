@@ -22,6 +22,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any, Self
 
 from .. import native
@@ -178,7 +179,9 @@ class AutoBudget(DraftBudget):
         self._trials = set()
         if self._plain_due():
             return [0] * len(keys)
-        paying = [self._paying(source, histories) for source in range(len(self._asks))]
+        # Where a row costs more than the token that it may bring, what asks brought before says nothing.
+        able = histories if self.row_chance < 1 or not self._size.rows else []
+        paying = [self._paying(source, able) for source in range(len(self._asks))]
         wanted = set().union(*paying, self._explore(histories, paying))
         if not wanted:
             self._next += REST - 1
@@ -218,11 +221,8 @@ class AutoBudget(DraftBudget):
         return min(prices[1], prices[2] / 2, prices[4] / 4, prices[8] / 8) / (1 + MARGIN)
 
     def _plain_due(self) -> bool:
-        """Whether the coming step is to be a plain one, so that what drafts are compared with is measured.
-
-        The first ones come at intervals that double: drafts may seem to pay much because the few plain steps seen were
-        slow.
-        """
+        """Whether the coming step is to be a plain one, to measure what drafts are compared with; intervals double at
+        first, since the few that were seen may have been slow."""
         seen = self.costs.visits(self._batch, 0)
         if seen >= PLAIN_FIRST and self._steps - self._size.plain_at <= min(PLAIN_EVERY, 1 << min(seen, 16)):
             return False
@@ -234,7 +234,7 @@ class AutoBudget(DraftBudget):
         needed from which it pays, where the call is shared by as many."""
         costs, least = self.draft_costs[source], self._asks[source].least
         behind = [self._behind_ms(source, history) for history in histories]
-        if costs.network and costs.usual_calls < PILOT:
+        if histories and costs.network and costs.usual_calls < PILOT:
             first = behind.index(min(behind))
             least[histories[first].view.key] = 0.0
             return {first}
@@ -469,8 +469,7 @@ class AutoBudget(DraftBudget):
     def _gain(self, source: int) -> float:
         """Tokens that an ask brought in the mean, at the present batch size."""
         key = source, bucket(self._batch)
-        known = [kind.gains[key].gain for kind in self._kinds.values() if key in kind.gains]
-        return sum(known) / len(known) if known else 0.0
+        return mean([kind.gains[key].gain for kind in self._kinds.values() if key in kind.gains] or [0.0])
 
     def describe(self) -> dict[str, Any]:
         """The last choice and the figures behind it."""

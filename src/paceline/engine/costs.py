@@ -5,7 +5,8 @@
 
 The table comes from a calibration or from a quick estimate, and gives the shape of the costs: eight rows cost little
 more than one, and every sequence brings work of its own. The correction follows the machine's present load, and covers
-what the table leaves out: sampling, book-keeping, trees.
+what the table leaves out: sampling, book-keeping, trees. Where no step of so many rows was seen, what rows add is the
+table's times a slope, learned from all drafted steps: what eight rows cost tells what sixteen will.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class StepCosts:
         self._machine = 0.0  # log
         self._first: list[float] = []
         self._kinds: dict[tuple[int, int], _Deviation] = {}
-        self._slope, self._seen = 1.0, SURE  # by what rows add, over the table's; how much was seen of it
+        self._slope, self._seen = 1.0, SURE  # what rows add over what the table says; how much was seen of it
+        self._added: deque[float] = deque(maxlen=WINDOW)  # what they added lately beyond that, in plain steps
         self._more: dict[int, list[tuple[float, int]]] = {}  # by batch size: what the table says of 1, 2, .. rows
 
     def predict(self, batch_size: int, extra: int, context: int | None = None) -> float:
@@ -193,12 +195,15 @@ class StepCosts:
         the table says; what a step tells of it grows with the square of its rise, and old steps fade."""
         plain *= math.exp(self._deviation(batch_size, 0, plain, 0.0))
         rise, took = rise / plain, ms / math.exp(self._machine) / plain - 1
-        off = min(DOUBT, took - self._slope * rise)
+        self._added.append(took - self._slope * rise)
+        off = min(DOUBT, median_low(self._added))
+        if off > 0 and len(self._added) < WINDOW:  # by accident, perhaps; then it would stay so
+            return
         self._seen = SURE + SLOPE_MEMORY * (self._seen - SURE) + rise * rise
         self._slope = max(LEAST_SLOPE, self._slope + rise * off / self._seen)
 
     def _deviation(self, batch_size: int, extra: int, plain: float, rise: float) -> float:
-        """Of a kind of steps, as a log; where none was observed that of the nearest plain one, with rows by the slope."""
+        """Of a kind of steps, as a log; where none was observed, of the nearest plain one and the slope."""
         kind = self._kinds.get((bucket(batch_size), bucket(extra)))
         if kind is not None:
             return kind.log

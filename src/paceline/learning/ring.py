@@ -28,7 +28,7 @@ _REMEDY = "name another folder for --learn, or remove the file: what is kept in 
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRequest:
     """A request that was answered."""
 
     number: int
@@ -86,12 +86,12 @@ class Ring:
         self._map[at + 4 : at + 4 + len(rest)] = rest
         self._map[at : at + 4] = struct.pack("<I", crc32(rest))
 
-    def read(self, after: int = 0) -> list[Served]:
+    def read(self, after: int = 0) -> list[ServedRequest]:
         """The requests that are whole, oldest first, with numbers above ``after``."""
         found = [self._read(slot) for slot in range(self.slots)]
         return sorted((one for one in found if one is not None and one.number > after), key=lambda one: one.number)
 
-    def _read(self, slot: int) -> Served | None:
+    def _read(self, slot: int) -> ServedRequest | None:
         at = HEADER.size + slot * self.bytes
         mark, prompt, count, number = SLOT.unpack_from(self._map, at)
         if not number or not prompt <= count <= self.tokens:
@@ -100,7 +100,7 @@ class Ring:
         if crc32(rest) != mark:
             return None
         ids = np.frombuffer(rest, dtype="<u4", offset=SLOT.size - 4).tolist()
-        return Served(number, ids[:prompt], ids[prompt:])
+        return ServedRequest(number, ids[:prompt], ids[prompt:])
 
     def close(self) -> None:
         """Let go of the file."""

@@ -247,7 +247,7 @@ class _Array:
     start: int  # of its first element
 
 
-class Texts(Sequence[str]):
+class FileTexts(Sequence[str]):
     """A list of texts in a file, each of them decoded when it is asked for.
 
     Args:
@@ -303,7 +303,7 @@ _RULES = {
     re.compile(r"tokenizer\.ggml\.add_\w+"): "true or false",
 }
 _FITS: dict[str, Callable[[Any], bool]] = {
-    "a list of texts": lambda value: isinstance(value, Texts),
+    "a list of texts": lambda value: isinstance(value, FileTexts),
     "a list of numbers": lambda value: isinstance(value, _Array),
     "a text": lambda value: isinstance(value, str),
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -340,7 +340,7 @@ class Metadata(Mapping[str, Any]):
             self._file.refuse(f"key {shown(key)} is there twice")
         for pattern, rule in _RULES.items():
             if pattern.fullmatch(key) and not _FITS[rule](value):
-                said = "a list" if isinstance(value, _Array | Texts) else shown(value)
+                said = "a list" if isinstance(value, _Array | FileTexts) else shown(value)
                 self._file.refuse(f"key {shown(key)} is {said}, and must be {rule}")
         self._values[key] = value
 
@@ -433,7 +433,7 @@ class MappedFile:
         self._skip(count * size)
         return _Array(element, count, start)
 
-    def _texts(self) -> Texts:
+    def _texts(self) -> FileTexts:
         count, at, data, size = self._count(8, "texts"), self._at, self.data, struct.Struct("<Q").unpack_from
         starts = array("q", [at]) * (count + 1)  # no room to grow: a list may be as long as the file
         try:
@@ -443,7 +443,7 @@ class MappedFile:
         except (struct.error, OverflowError):
             at = len(data) + 1
         self._skip(at - self._at)
-        return Texts(data, np.frombuffer(starts, np.int64))
+        return FileTexts(data, np.frombuffer(starts, np.int64))
 
     def array(self, place: _Array) -> np.ndarray:
         """An array of numbers."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from ..distributed.requests import Piece
+from ..distributed.requests import SampleUpdate
 from .schemas import Sampling
 
 
@@ -73,7 +73,7 @@ def _acceptance(stats: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def shown(body: Sampling, pieces: Sequence[Piece]) -> dict[str, Any]:
+def shown(body: Sampling, pieces: Sequence[SampleUpdate]) -> dict[str, Any]:
     """What a choice has of where its tokens come from, as far as the request asks for that.
 
     ``provenance``: of each token its text, who drafted it (null: it is the target's own choice) and how deep in the

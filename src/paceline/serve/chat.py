@@ -38,7 +38,7 @@ def router(server: Server) -> APIRouter:
 async def _answer(server: Server, body: ChatRequest) -> Response:
     use = tool_use(body, server.texts, server.config.tool_parser)
     answer = await begin(server, asked(server, body, use))
-    reply = _Reply(answer, body.model or server.model, body, use)
+    reply = _ChatReply(answer, body.model or server.model, body, use)
     if body.stream:
         return EventStream(reply.events, answer.abort)
     return json_response(await reply.whole())
@@ -95,7 +95,7 @@ def asked(server: Server, body: ChatRequest, use: ToolUse | None) -> Asked:
     )
 
 
-class _Reply:
+class _ChatReply:
     """An answer in the form of this endpoint."""
 
     def __init__(self, answer: Answer, model: str, body: ChatRequest, use: ToolUse | None) -> None:

@@ -31,8 +31,8 @@ from ..distributed.requests import (
     Look,
     Looked,
     News,
-    Piece,
     Rejected,
+    SampleUpdate,
     Submit,
 )
 from ..distributed.sockets import SocketChannel
@@ -56,14 +56,14 @@ class TooMany(PacelineError):
 
 
 @dataclass(slots=True, eq=False)
-class Open:
+class OpenRequest:
     """A request in flight; made on the event loop."""
 
     asked: Submit
     accepted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    take: Callable[[list[Piece]], object] | None = None  # is given what comes; None: nobody asks for that yet
-    early: list[Piece] = field(default_factory=list)  # what came before
+    take: Callable[[list[SampleUpdate]], object] | None = None  # is given what comes; None: nobody asks for that yet
+    early: list[SampleUpdate] = field(default_factory=list)  # what came before
     lives: int = 1  # engines that were asked since something came of it
     said: list[list[int]] = field(default_factory=list)  # of each sample
     finished: set[int] = field(default_factory=set)  # samples
@@ -77,7 +77,7 @@ class Open:
         said = self.said if any(self.said) else []
         return replace(asked, said=said, taken=self.accepted.done())
 
-    def news(self, piece: Piece) -> Piece | None:
+    def news(self, piece: SampleUpdate) -> SampleUpdate | None:
         """What of a piece was not told before; None: nothing."""
         if piece.index in self.finished:  # by an engine that was lost
             return None if piece.ended is None else replace(piece, finish_reason=None)
@@ -87,7 +87,7 @@ class Open:
             self.finished.add(piece.index)
         return piece
 
-    def tell(self, pieces: list[Piece]) -> None:
+    def tell(self, pieces: list[SampleUpdate]) -> None:
         """Give on what has come at once."""
         if self.take is None:
             self.early += pieces
@@ -124,7 +124,7 @@ class EngineClient:
         self._codec = Codec(**GREETINGS, **KINDS)
         self._line: LoopLine | None = None
         self._attached: Line | None = None
-        self._open: dict[str, Open] = {}
+        self._open: dict[str, OpenRequest] = {}
         self._looks: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._watch: asyncio.Task[None] | None = None
         self.failed: ConfigError | None = None  # why no engine can be had any more
@@ -189,7 +189,7 @@ class EngineClient:
 
     # -- requests
 
-    async def submit(self, asked: Submit) -> Open:
+    async def submit(self, asked: Submit) -> OpenRequest:
         """Queue a request; `follow` gives its answer. A seed is chosen where none is given.
 
         Raises:
@@ -202,7 +202,7 @@ class EngineClient:
         if asked.params.get("seed") is None:
             asked = replace(asked, params={**asked.params, "seed": secrets.randbits(63)})
         samples = int(asked.params.get("n", 1))
-        one = self._open[asked.id] = Open(asked, said=[[] for _ in range(samples)])
+        one = self._open[asked.id] = OpenRequest(asked, said=[[] for _ in range(samples)])
         self._line.send(asked)
         try:
             await one.accepted
@@ -211,7 +211,7 @@ class EngineClient:
             raise
         return one
 
-    async def follow(self, one: Open, take: Callable[[list[Piece]], object]) -> None:
+    async def follow(self, one: OpenRequest, take: Callable[[list[SampleUpdate]], object]) -> None:
         """Have all that comes of a request taken, as it comes, until it has ended. Leaving this does not end it.
 
         Args:
@@ -270,7 +270,7 @@ class EngineClient:
         elif isinstance(message, Fault):
             log.error("the engine failed: %s", message.why)
 
-    def _tell(self, one: Open, pieces: Iterable[Piece]) -> None:
+    def _tell(self, one: OpenRequest, pieces: Iterable[SampleUpdate]) -> None:
         news = [found for piece in pieces if (found := one.news(piece)) is not None]
         if news and news[-1].ended is not None:
             del self._open[one.asked.id]

@@ -57,7 +57,7 @@ async def _answer(server: Server, body: CompletionRequest) -> Response:
             )
             answers.append(await refused.enter_async_context(await begin(server, asked)))
         refused.pop_all()
-    reply = _Reply(server, answers, body.model or server.model, body)
+    reply = _CompletionReply(server, answers, body.model or server.model, body)
     return EventStream(reply.events, reply.abort) if body.stream else json_response(await reply.whole())
 
 
@@ -70,7 +70,7 @@ def _prompts(server: Server, body: CompletionRequest) -> list[list[int]]:
         raise APIError(400, str(error), "prompt", "invalid_value") from error
 
 
-class _Reply:
+class _CompletionReply:
     """The answers to all prompts in the form of this endpoint."""
 
     def __init__(self, server: Server, answers: list[Answer], model: str, body: CompletionRequest) -> None:

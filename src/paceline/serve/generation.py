@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..core.errors import ConfigError
-from ..distributed.requests import Description, LogprobRow, Piece, Submit
+from ..distributed.requests import Description, LogprobRow, SampleUpdate, Submit
 from .acceptance import speculative_decoding
-from .client import EngineClient, EngineDown, Open, TooMany
+from .client import EngineClient, EngineDown, OpenRequest, TooMany
 from .config import ServeConfig
 from .histograms import Times
 from .http import APIError
-from .texts import Texts, renderer
+from .texts import ServedTexts, renderer
 
 WHOLE_INTERVAL_S = 0.5  # between pieces of an answer that is not streamed: so much is computed again after a failure
-Delta = Piece  # what is new in a sample
+Delta = SampleUpdate  # what is new in a sample
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Server:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     times: Times = field(default_factory=Times)
-    _texts: Texts | None = None
+    _texts: ServedTexts | None = None
 
     @property
     def described(self) -> Description:
@@ -55,10 +55,10 @@ class Server:
         return self.client.description
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> ServedTexts:
         """Its tokenizer and templates; errors as of `described`."""
         if self._texts is None:
-            self._texts = Texts(self.described, self.config.template())
+            self._texts = ServedTexts(self.described, self.config.template())
         return self._texts
 
     async def prepare(self) -> None:
@@ -105,7 +105,7 @@ class Asked:
 class Answer:
     """An answer while it comes; see `begin`."""
 
-    def __init__(self, server: Server, asked: Asked, one: Open, begun: float) -> None:
+    def __init__(self, server: Server, asked: Asked, one: OpenRequest, begun: float) -> None:
         self.asked, self.prompt_tokens = asked, len(asked.ids)
         self.seed: int = one.asked.params["seed"]
         self.completion_tokens = 0

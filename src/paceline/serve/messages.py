@@ -17,7 +17,7 @@ from .chat import asked
 from .generation import Answer, Delta, Server, begin
 from .http import MESSAGES as PATH
 from .http import APIError, EventStream, Strict, Write, json_response, read, refusing, unless_gone
-from .schemas import ChatRequest, Function, FunctionName, Message, NamedTool, SpeculationChoice, Tool, ToolName
+from .schemas import ChatMessage, ChatRequest, Function, FunctionName, NamedTool, SpeculationChoice, Tool, ToolName
 from .tools import CallReader, ToolUse, tool_use
 
 
@@ -129,10 +129,10 @@ def router(server: Server) -> APIRouter:
 @refusing()
 def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
     """The same request in OpenAI's form."""
-    told: list[Message] = []
+    told: list[ChatMessage] = []
     if body.system:
         text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
-        told.append(Message(role="system", content=text))
+        told.append(ChatMessage(role="system", content=text))
     for turn in body.messages:
         told += _turn(turn)
     if body.tools is not None:
@@ -159,10 +159,10 @@ def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
     return ChatRequest.model_validate({"model": body.model, "messages": told, **fields})
 
 
-def _turn(turn: Turn) -> list[Message]:
+def _turn(turn: Turn) -> list[ChatMessage]:
     """A turn as messages: results of tools have their own."""
     if isinstance(turn.content, str):
-        return [Message(role=turn.role, content=turn.content)]
+        return [ChatMessage(role=turn.role, content=turn.content)]
     texts = [block.text for block in turn.content if isinstance(block, TextBlock)]
     calls = [
         {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": json.dumps(b.input)}}
@@ -172,9 +172,9 @@ def _turn(turn: Turn) -> list[Message]:
     results = [block for block in turn.content if isinstance(block, ToolResultBlock)]
     if (calls and turn.role == "user") or (results and turn.role == "assistant"):
         raise APIError(400, "tool_use is the assistant's, tool_result the user's", "messages")
-    found = [Message(role="tool", tool_call_id=one.tool_use_id, content=_result(one)) for one in results]
+    found = [ChatMessage(role="tool", tool_call_id=one.tool_use_id, content=_result(one)) for one in results]
     if texts or calls or not found:
-        found.append(Message(role=turn.role, content="\n".join(texts), tool_calls=calls or None))
+        found.append(ChatMessage(role=turn.role, content="\n".join(texts), tool_calls=calls or None))
     return found
 
 
@@ -194,13 +194,13 @@ async def _answer(server: Server, body: MessagesRequest) -> Response:
     fields = {**given, "max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
     chat = _chat(body, fields)
     use = _tools(server, chat)
-    reply = _Reply(await begin(server, asked(server, chat, use)), body.model or server.model, use)
+    reply = _MessageReply(await begin(server, asked(server, chat, use)), body.model or server.model, use)
     if body.stream:
         return EventStream(reply.events, reply.abort)
     return json_response(await reply.whole())
 
 
-class _Reply:
+class _MessageReply:
     """An answer in the form of this endpoint."""
 
     def __init__(self, answer: Answer, model: str, use: ToolUse | None) -> None:

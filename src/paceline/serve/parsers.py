@@ -25,7 +25,7 @@ _OPEN, _CLOSE, _PYTHON, _CALLS, _ARGS = "<tool_call>", "</tool_call>", "<|python
 Reading = Generator[None, str, None]
 
 
-class Piece(NamedTuple):
+class ParsedPiece(NamedTuple):
     """What a parser says: more content; a call's name, with which it begins; more of the last call's arguments."""
 
     kind: Literal["content", "name", "arguments"]
@@ -44,7 +44,7 @@ class ToolParser:
     """
 
     def __init__(self, family: str) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[ParsedPiece] = []
         self._char = ""  # the one at hand; "": the text is over
         self._raw = ""  # since a call may have begun, the character at hand included; given back if it is none
         self._blank = ""  # white space that is dropped where a call follows
@@ -54,7 +54,7 @@ class ToolParser:
         self._reading = _READINGS[family](self)
         next(self._reading)
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ParsedPiece]:
         """What more text says.
 
         Args:
@@ -67,7 +67,7 @@ class ToolParser:
                 self._reading.send(char)
         return self._take()
 
-    def end(self) -> list[Piece]:
+    def end(self) -> list[ParsedPiece]:
         """What the end of the text says. Call it once, after the last `feed`."""
         with suppress(StopIteration):
             self._reading.send("")
@@ -75,15 +75,15 @@ class ToolParser:
             self._say("content", self._blank)
         return self._take()
 
-    def _take(self) -> list[Piece]:
+    def _take(self) -> list[ParsedPiece]:
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def _say(self, kind: Literal["content", "name", "arguments"], text: str) -> None:
         if text and self._pieces and kind != "name" and self._pieces[-1].kind == kind:
-            self._pieces[-1] = Piece(kind, self._pieces[-1].text + text)
+            self._pieces[-1] = ParsedPiece(kind, self._pieces[-1].text + text)
         elif text:
-            self._pieces.append(Piece(kind, text))
+            self._pieces.append(ParsedPiece(kind, text))
 
     def _content(self, text: str) -> None:
         """Content, but for white space at its end, which waits."""

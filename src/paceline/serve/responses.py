@@ -16,11 +16,11 @@ from .chat import asked
 from .generation import Answer, Delta, Server, begin
 from .http import APIError, EventStream, Strict, Write, json_response, read, refusing, unless_gone
 from .schemas import (
+    ChatMessage,
     ChatRequest,
     Function,
     FunctionName,
     JSONSchema,
-    Message,
     NamedTool,
     ResponseFormat,
     SpeculationChoice,
@@ -30,7 +30,7 @@ from .schemas import (
 from .tools import CallReader, ToolUse, tool_use
 
 
-class Part(Strict):
+class ResponsePart(Strict):
     """A part of a message: text."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -44,7 +44,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[ResponsePart]
     id: str | None = None
     status: str | None = None
     phase: Any = None
@@ -66,7 +66,7 @@ class FunctionOutput(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: str | list[ResponsePart]
     id: str | None = None
     status: str | None = None
 
@@ -161,7 +161,7 @@ async def _answer(server: Server, body: ResponsesRequest) -> Response:
             )
     chat = _chat(body)
     use = tool_use(chat, server.texts, server.config.tool_parser)
-    reply = _Reply(await begin(server, asked(server, chat, use)), body.model or server.model, body, use)
+    reply = _ResponseReply(await begin(server, asked(server, chat, use)), body.model or server.model, body, use)
     if body.stream:
         return EventStream(reply.events, reply.abort)
     return json_response(await reply.whole())
@@ -170,19 +170,19 @@ async def _answer(server: Server, body: ResponsesRequest) -> Response:
 @refusing()
 def _chat(body: ResponsesRequest) -> ChatRequest:
     """The same request as a chat."""
-    told = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
+    told = [] if body.instructions is None else [ChatMessage(role="system", content=body.instructions)]
     for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
         if isinstance(item, InputMessage):
-            told.append(Message(role=item.role, content=_text(item.content)))
+            told.append(ChatMessage(role=item.role, content=_text(item.content)))
         elif isinstance(item, FunctionOutput):
-            told.append(Message(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
+            told.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
         else:
             call: dict[str, Any] = {"id": item.call_id, "type": "function"}
             call |= {"function": {"name": item.name, "arguments": item.arguments}}
             if told and told[-1].tool_calls is not None:
                 told[-1].tool_calls.append(call)
             else:
-                told.append(Message(role="assistant", tool_calls=[call]))
+                told.append(ChatMessage(role="assistant", tool_calls=[call]))
     names = ("temperature", "top_p", "seed", "parallel_tool_calls", "speculation", "priority", "store")
     fields: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if body.tools is not None:
@@ -202,11 +202,11 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
     return ChatRequest(model=body.model, messages=told, max_tokens=body.max_output_tokens, **fields)
 
 
-def _text(content: str | list[Part]) -> str:
+def _text(content: str | list[ResponsePart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class _Reply:
+class _ResponseReply:
     """An answer in the form of this endpoint: items of output, which are written one after the other."""
 
     def __init__(self, answer: Answer, model: str, body: ResponsesRequest, use: ToolUse | None) -> None:

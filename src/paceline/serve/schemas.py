@@ -160,18 +160,18 @@ class Sampling(Strict):
         return found | ({"grammar": grammar} if grammar is not None else {})
 
 
-class Part(Strict):
+class MessagePart(Strict):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Strict):
+class ChatMessage(Strict):
     """A message of a conversation; what clients send back of an answer may be there."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -193,7 +193,7 @@ class Prediction(Strict):
     """OpenAI's predicted output: text that the answer is likely to repeat."""
 
     type: Literal["content"]
-    content: str | list[Part]
+    content: str | list[MessagePart]
 
     @property
     def text(self) -> str:
@@ -240,7 +240,7 @@ class NamedTool(Strict):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -273,7 +273,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False

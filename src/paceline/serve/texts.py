@@ -17,7 +17,7 @@ from ..core.errors import ConfigError
 from ..distributed.requests import Description
 
 
-class Texts:
+class ServedTexts:
     """The texts of what an engine serves.
 
     Args:

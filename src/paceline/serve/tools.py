@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..distributed.requests import Piece
+from ..distributed.requests import SampleUpdate
 from .http import APIError
 from .parsers import ToolParser
 from .schemas import ChatRequest, Function
-from .texts import Texts
+from .texts import ServedTexts
 
 TAGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}  # in front of a call
 ARGUMENTS = {"hermes": "arguments", "mistral": "arguments", "llama3": "parameters"}  # what a call names them
@@ -39,7 +39,7 @@ def family_of(template: str) -> str | None:
     return "llama3" if '"parameters"' in template else "hermes"
 
 
-def tool_use(body: ChatRequest, texts: Texts, parser: str) -> ToolUse | None:
+def tool_use(body: ChatRequest, texts: ServedTexts, parser: str) -> ToolUse | None:
     """What a request's tools mean; None: it has none, or wants none.
 
     Args:
@@ -76,7 +76,7 @@ def tool_use(body: ChatRequest, texts: Texts, parser: str) -> ToolUse | None:
     return ToolUse(family, told, calls(family, [one], False, texts), tag, named=True)
 
 
-def calls(family: str, functions: list[Function], many: bool, texts: Texts) -> dict[str, str]:
+def calls(family: str, functions: list[Function], many: bool, texts: ServedTexts) -> dict[str, str]:
     """The grammar of an answer that is one call, or several."""
     schemas = [_call(family, function) for function in functions]
     schema = json.dumps(_compact({"anyOf": schemas} if len(schemas) > 1 else schemas[0]))
@@ -116,7 +116,7 @@ def bound(family: str, strict: list[Function], special: str | None) -> dict[str,
     return {"kind": "structural_tag", "text": json.dumps({"structures": structures, "triggers": ["<tool_call>"]})}
 
 
-def _literal(text: str, texts: Texts) -> str:
+def _literal(text: str, texts: ServedTexts) -> str:
     """A text in a grammar: a special token by its number."""
     return f"<[{texts.special[text]}]>" if text in texts.special else json.dumps(text)
 
@@ -137,7 +137,7 @@ class CallReader:
     def __post_init__(self) -> None:
         self._parser = ToolParser(self.use.family)
 
-    def read(self, delta: Piece) -> list[dict[str, Any]]:
+    def read(self, delta: SampleUpdate) -> list[dict[str, Any]]:
         """What a piece brings, as ``delta`` of chunks."""
         pieces = self._parser.feed(delta.text)
         if delta.finish_reason is not None:

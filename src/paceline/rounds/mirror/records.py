@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class WindowVerdict:
     """What became of one sequence's window in one pass."""
 
     key: int

@@ -27,7 +27,7 @@ from ..outcome import Emitter, keep
 from ..passes import Pass, decide, embed, lay_out, read_logits
 from ..verification import make_verifier
 from .channel import Message, outcome_chances, overlap, speak
-from .records import StepTimes, Verdict
+from .records import StepTimes, WindowVerdict
 from .rollout import Branch, Chain, Outcome, Rollout, share_rows
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class MirrorRound:
         self.waits = config.policy == "wait"
         vocab = parts.target.config.vocab_size
         self._kappas = [(size, min(k, vocab)) for size, k in sorted(config.kappas.items(), reverse=True)]
-        self.on_verdict: Callable[[Verdict], None] | None = None  # told every verdict, where anybody listens
+        self.on_verdict: Callable[[WindowVerdict], None] | None = None  # told every verdict, where anybody listens
         self.on_step: Callable[[StepTimes], None] | None = None  # told the times of every step
         self._rollout: Rollout | None = None  # the one under way
         self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
@@ -283,7 +283,7 @@ class MirrorRound:
                 found[sequence.view.key, count - 1, said[-1]] = said
         return found
 
-    def _verdicts(self, p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Message]) -> list[Verdict]:
+    def _verdicts(self, p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Message]) -> list[WindowVerdict]:
         """What came out of the windows; taken before tokens are emitted, while samplers stand in front of them."""
         found = []
         for i in p.generating:
@@ -297,10 +297,10 @@ class MirrorRound:
                 chances = overlap(view, window.tokens, accepted, logits, candidates)
             said, drafts_follow = p.tokens[i][accepted], p.works[i].max_depth > accepted + 1
             told = message is not None and drafts_follow
-            found.append(Verdict(view.key, window.tokens, accepted, said, told, False, 0, candidates, chances))
+            found.append(WindowVerdict(view.key, window.tokens, accepted, said, told, False, 0, candidates, chances))
         return found
 
-    def _tell(self, verdicts: Sequence[Verdict], reused: Mapping[Outcome, Branch]) -> None:
+    def _tell(self, verdicts: Sequence[WindowVerdict], reused: Mapping[Outcome, Branch]) -> None:
         """The verdicts, with what became of them."""
         for verdict in verdicts:
             branch = reused.get((verdict.key, verdict.accepted, verdict.said))
