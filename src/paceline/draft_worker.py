@@ -93,6 +93,9 @@ def serve_apart(
     device = draft_device(config, place)
     placement = Placement(cores=place.cores, threads=place.threads, device=device)
     if places is not None:
+        if getattr(_chosen(config), "processes", 1) > 1:
+            wrong = "its tracks are processes of one host, and none are placed over hosts"
+            raise CapabilityError(f"drafter {config.drafter!r} with cluster=..", wrong, "leave processes out")
         placement = places.placement(device, place.threads)
     rest = [core for core in cores() if core not in place.cores]
     if place.cores and not rest:

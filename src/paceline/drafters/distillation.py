@@ -20,8 +20,8 @@ from ..training.data import TokenBatch
 from ..training.features import Features, OnlineFeatures, top_tokens
 from ..training.losses import cross_entropy, distilled
 from ..training.network import Network
-from ..training.tracks import TracksNetwork
 from ..training.target import ModelShape
+from ..training.tracks import TracksNetwork
 
 if TYPE_CHECKING:
     from ..training.registry import BuildContext

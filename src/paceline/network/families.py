@@ -130,11 +130,11 @@ def decoder_config(config: Json) -> DecoderConfig:
     kind = config.get("model_type")
     if isinstance(kind, str) and (missing := unbuilt(kind)):
         raise CapabilityError(f"model_type {shown(kind)}", f"known and not built; it has {missing}", _supported())
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in _READ:
         remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
         raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
     _refuse_other_heads(config)
-    made = FAMILIES[kind](Fields(config))
+    made = _READ[kind](Fields(config))
     if not config.get("quantization_config"):
         return made
     quantised = read_group_quant(Fields(config).mapping("quantization_config"))
@@ -308,12 +308,12 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
     "opt": _opt,
-    "paceline_tracks": _tracks,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "smollm3": _smollm3,
 }
+_READ = FAMILIES | {"paceline_tracks": _tracks}  # the last is no architecture of others
 
 
 def _rotary_family(

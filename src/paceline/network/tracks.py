@@ -8,9 +8,9 @@
     end          one join: all states, side by side, are the row of width G d that final norm and head read
     choice       one join of logits, of which each process has those of a part of the vocabulary
 
-In one process tracks are computed one after the other. In G processes each has a track, as one of several `Ranks`, which
-join through their shared memory, with the same numbers: products are the same, a gather rounds nothing, and sums begin
-with track 0's in both.
+In one process tracks are computed one after the other. In G processes each has a track, as one of several `Ranks`,
+which join through their shared memory, with the same numbers: products are the same, a gather rounds nothing, and sums
+begin with track 0's in both.
 
 Source: Mirror Speculative Decoding, 3.3 and G.2, where the merge is not described; the rules here are ours. After SPD
 (Kim et al. 2025, arXiv 2502.20727), which leaves out joins of a trained model.
@@ -18,7 +18,7 @@ Source: Mirror Speculative Decoding, 3.3 and G.2, where the merge is not describ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -34,8 +34,9 @@ from .decoder import Decoder, likeliest
 from .families import SEGMENTS, DecoderConfig
 from .hot import masked
 from .layers import Norm
-from .linear import Dense, LinearOp, PlainLinear, Quant, make_linear, nan_parameter
+from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
 from .loader import fill_all, memory_for, parse_device, parse_dtype, read_config, read_layout
+from .native_linear import NativeLinear
 from .parallel import Ranks, Share
 from .weights import Piece
 
@@ -46,16 +47,18 @@ def track_share(config: DecoderConfig, rank: int) -> Share:
 
 
 class Track(nn.Module):
-    """One track.
+    """One track, and its part of the head.
 
     Args:
         config: of all tracks together.
+        number: which.
         options: further arguments of `Decoder`.
     """
 
-    def __init__(self, config: DecoderConfig, attention: AttentionBackend, **options: Any) -> None:
+    def __init__(self, config: DecoderConfig, number: int, attention: AttentionBackend, **options: Any) -> None:
         super().__init__()
         own = config.track
+        self.vocabulary = track_share(config, number).vocabulary
         self.body = Decoder(own, attention, **options)
         for parameter in (self.body.embedding, *(() if self.body.norm is None else self.body.norm.parameters())):
             parameter.data.zero_()  # ends that nobody reads
@@ -63,12 +66,21 @@ class Track(nn.Module):
         reads = config.d_model if config.merge == "gather" else own.d_model
         self.merge = Dense(reads, own.d_model, False, dtype, device)
         self.merge_norm = Norm(own, dtype, device)
-        self.product: LinearOp = PlainLinear(self.merge.weight.data, None)  # with bits that no packing changes
+        first, last = self.vocabulary
+        self.head = Dense(config.d_model, last - first, False, dtype, device)
+        self.product: LinearOp  # of the merge
+        self.logits: Callable[[Tensor], Tensor]  # [rows, its vocabulary] of normed states
 
     def finish(self) -> None:
         """See `Decoder.finish`."""
+        merge, head = self.merge.weight.data, self.head.weight.data
+        del self.merge, self.head  # one copy of the weights is enough
         self.body.finish()
         self.merge_norm.finish()
+        if self.body.stack is None:
+            self.product, self.logits = make_linear(merge, None), make_linear(head, None, quant=self.body.quant)
+        else:
+            self.product, self.logits = NativeLinear(merge, None), NativeLinear(head, None, self.body.quant).wide
 
 
 class _Part:
@@ -107,14 +119,11 @@ class Tracks(Decoder):
         own = config.track
         self.here = range(config.tracks) if ranks is None else range(ranks.share.rank, ranks.share.rank + 1)
         self.own = replace(own, num_layers=len(self.here) * own.num_layers)  # whose K and V are here
-        first, last = (0, config.vocab_size) if ranks is None else ranks.share.vocabulary
         self.embedding = nan_parameter((config.vocab_size, len(self.here) * own.d_model), dtype, self.device)
-        self.head = Dense(config.d_model, last - first, False, dtype, self.device)
-        self.norm = Norm(config, dtype, self.device)
+        self.norm: Norm = Norm(config, dtype, self.device)
         given: dict[str, Any] = {"dtype": dtype, "device": device, "quant": quant, "native": native}
-        self.tracks = nn.ModuleDict({str(track): Track(config, attention, **given) for track in self.here})
-        self._each = [self.tracks[str(track)] for track in self.here]
-        self._head: LinearOp | None = None
+        self.tracks = nn.ModuleDict({str(track): Track(config, track, attention, **given) for track in self.here})
+        self._each: list[Any] = [self.tracks[str(track)] for track in self.here]
         self._hot: Tensor | None = None
         self._parts: WeakKeyDictionary[KVCache, list[_Part]] = WeakKeyDictionary()
 
@@ -125,16 +134,11 @@ class Tracks(Decoder):
             return [piece] if int(rest.partition(".")[0]) in self.here else []
         if kind != "embedding":
             return [piece]
-        width, (first, last) = self.config.track.d_model, self._vocabulary
+        width = self.config.track.d_model
         columns = slice(self.here[0] * width, (self.here[-1] + 1) * width)
-        return [
-            replace(piece, take=(slice(None), columns)),
-            replace(piece, into="head.weight", take=(slice(first, last), slice(None))),
-        ]
-
-    @property
-    def _vocabulary(self) -> tuple[int, int]:
-        return (0, self.config.vocab_size) if self.ranks is None else self.ranks.share.vocabulary
+        rows = [(f"tracks.{n}.head.weight", slice(*t.vocabulary)) for n, t in zip(self.here, self._each, strict=True)]
+        parts = [replace(piece, into=into, take=(own, slice(None))) for into, own in rows]
+        return [replace(piece, take=(slice(None), columns)), *parts]
 
     # -- see `Decoder`
 
@@ -144,9 +148,6 @@ class Tracks(Decoder):
         for track in self._each:
             track.finish()
         self.norm.finish()
-        assert self.head is not None, "finished once"
-        self._head = make_linear(self.head.weight.data, None, quant=self.quant)
-        self.head = None
         return self
 
     @property
@@ -224,8 +225,8 @@ class Tracks(Decoder):
         return self._parts[cache]
 
     def _read_own(self, hidden: Tensor) -> Tensor:
-        assert self.norm is not None
-        logits = self.head_product(self.norm(hidden))
+        x = self.norm(hidden)
+        logits = torch.cat([track.logits(x) for track in self._each], dim=1)  # as in processes: the same bits
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def read(self, hidden: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def _of_tracks(c: DecoderConfig) -> list[Piece]:
             pieces += _layer(own, f"{source}.layers.{index}", f"{into}.body.layers.{index}")
         pieces += _norm(own, f"{source}.merge_norm", f"{into}.merge_norm")
         reads = c.d_model if c.merge == "gather" else own.d_model
-        merge = {"source": f"{source}.merge.weight", "into": f"{into}.merge.weight"}
+        merge: dict[str, Any] = {"source": f"{source}.merge.weight", "into": f"{into}.merge.weight"}
         pieces.append(Piece(**merge, shape=(own.d_model, reads)))
     return pieces
 

@@ -44,7 +44,7 @@ class TrackLayer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, mask: Tensor) -> Tensor:
         """[G, B, T, d] of the residual streams of all tracks."""
-        c, parts = self.config, self._parameters
+        c, parts = self.config, dict(self.named_parameters())
         tracks = len(x)
         both = product(gained(x, parts["attention_norm"], c.norm_eps), parts["qkv"]).unflatten(-1, (-1, c.head_dim))
         q, k, v = both.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
