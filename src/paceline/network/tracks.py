@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend, Segment
 from .base import Batch, ForwardState, KVCache, Taps
 from .decoder import Decoder, likeliest
-from .families import SEGMENTS, DecoderConfig
+from .families import SEGMENTS, DecoderConfig, linear_shapes
 from .hot import masked
 from .layers import Norm
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
@@ -157,9 +157,20 @@ class Tracks(Decoder):
         return len(self._each) * layers, heads, width
 
     @property
+    def pass_bytes(self) -> int:
+        """See `Decoder`: of the tracks that are here, with their merges and their parts of the head."""
+        own = self.config.track
+        layer = sum(inputs * outputs for inputs, outputs in linear_shapes(own).values())
+        reads = self.config.d_model if self.config.merge == "gather" else own.d_model
+        head = sum(last - first for first, last in (track.vocabulary for track in self._each)) * self.config.d_model
+        weights = len(self._each) * (self.num_layers * layer + own.d_model * reads) + head
+        return round(self.weight_bytes * weights)
+
+    @property
     def weight_bytes(self) -> float:
         """See `Decoder`."""
-        return 1.0 if self.quant == "int8" else self.dtype.itemsize
+        stack = self._each[0].body.stack
+        return self.dtype.itemsize if self.quant is None or stack is None else float(stack.weight_bytes)
 
     def expect(self, position: int) -> None:
         """See `Decoder`."""

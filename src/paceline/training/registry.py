@@ -97,13 +97,6 @@ KINDS = {
         imitates=lambda options: options.distill > 0,
         cached=True,
     ),
-    "tracks": RecipeKind(
-        "A draft model of tracks, which processes share at two joins a pass (Mirror-SD, 3.3).",
-        "paceline.drafters.distillation",
-        "TracksOptions",
-        imitates=lambda options: options.distill > 0,
-        cached=True,
-    ),
     "streams": RecipeKind(
         "Speculative streams over a frozen target, or adapters for an application.",
         "paceline.drafters.streams.recipe",
@@ -139,6 +132,13 @@ KINDS = {
         "paceline.drafters.spire.recipe",
         "SpireOptions",
         imitates=lambda options: options.loss == "mixed",
+    ),
+    "tracks": RecipeKind(
+        "A draft model of tracks, which processes share at two joins a pass (Mirror-SD, 3.3).",
+        "paceline.drafters.distillation",
+        "TracksOptions",
+        imitates=lambda options: options.distill > 0,
+        cached=True,
     ),
 }
 
