@@ -83,7 +83,7 @@ class Track(nn.Module):
             self.product, self.logits = NativeLinear(merge, None), NativeLinear(head, None, self.body.quant).wide
 
 
-class _Part:
+class _TrackCache:
     """K and V of one track, among those of all."""
 
     def __init__(self, cache: KVCache, start: int, stop: int) -> None:
@@ -125,7 +125,7 @@ class Tracks(Decoder):
         self.tracks = nn.ModuleDict({str(track): Track(config, track, attention, **given) for track in self.here})
         self._each: list[Any] = [self.tracks[str(track)] for track in self.here]
         self._hot: Tensor | None = None
-        self._parts: WeakKeyDictionary[KVCache, list[_Part]] = WeakKeyDictionary()
+        self._parts: WeakKeyDictionary[KVCache, list[_TrackCache]] = WeakKeyDictionary()
 
     def cut_of(self, piece: Piece) -> list[Piece]:
         """What of a checkpoint's tensor is read here; the table is both ends."""
@@ -229,10 +229,10 @@ class Tracks(Decoder):
         """[rows, G d] of all tracks' [rows, d]."""
         return torch.cat(tuple(own), dim=1) if self.ranks is None else self.ranks.joins.gather(own[0].contiguous())
 
-    def _cache(self, cache: KVCache) -> list[_Part]:
+    def _cache(self, cache: KVCache) -> list[_TrackCache]:
         if cache not in self._parts:
             n = self.num_layers
-            self._parts[cache] = [_Part(cache, i * n, (i + 1) * n) for i in range(len(self._each))]
+            self._parts[cache] = [_TrackCache(cache, i * n, (i + 1) * n) for i in range(len(self._each))]
         return self._parts[cache]
 
     def _read_own(self, hidden: Tensor) -> Tensor:
