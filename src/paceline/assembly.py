@@ -28,7 +28,7 @@ from .engine import calibration
 from .engine.auto import AutoBudget
 from .engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
 from .engine.calibration import Fingerprint
-from .engine.costs import CostTable
+from .engine.costs import CostTable, cost_points
 from .engine.engine import Engine, EngineLimits
 from .engine.scheduler import SchedulerConfig, parse_prompt_rows
 from .engine.tokens import texts_of
@@ -57,7 +57,7 @@ from .network.streams import CONFIG_FILE
 from .network.tracks import Tracks, load_tracks
 from .planning import machines
 from .planning.models import shape_of
-from .planning.throughput import ServedModel, cost_points, pass_seconds
+from .planning.throughput import ServedModel, pass_seconds
 from .rounds import make_round, parse_round, round_of
 from .rounds.base import Origin, Place
 from .rounds.pipeline import PipelineConfig
