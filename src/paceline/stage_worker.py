@@ -23,12 +23,13 @@ from .assembly import LoadedModel, Source, compiled_layers, kv_layout, make_atte
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .core.inference import inference
+from .core.model_spec import parse_model
 from .core.options import shown, written
 from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, pin
 from .distributed.stage_service import KINDS, StageService
 from .distributed.stage_workers import PATIENCE, StageWorkers
-from .distributed.worker import Worker, WorkerSpec, launch_here
+from .distributed.worker import Checkpoint, Worker, WorkerSpec, launch_here
 from .kv.pool import KVPool
 from .kv.store import KVStore
 from .network.decoder import Decoder
@@ -228,6 +229,7 @@ def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Pl
         kinds=KINDS,
         expected=_facts(source, config.exact),
         placement=where,
+        checkpoints=[Checkpoint(parse_model(config.model).name, source.folder, (part["start"], part["stop"]))],
     )
 
 

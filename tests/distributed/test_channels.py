@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.distributed import channels, shared
+from paceline.distributed import channels, groups, shared
 from paceline.distributed.channels import Channel, ChannelClosed, Link, LinkedChannel, local_pair
 from paceline.distributed.clock import Late, RealClock, VirtualClock
 from paceline.distributed.frames import FrameError
@@ -252,10 +252,24 @@ def test_a_member_that_is_killed_or_stopped():
         assert channel.ended(LONG)
 
 
-def test_a_group_that_does_not_come_together():
+def test_a_group_that_does_not_come_together(monkeypatch):
+    """Both ends are named, whoever says it."""
     store = Store(LOCALHOST)
-    with pytest.raises(ChannelClosed, match="group alone at 127.0.0.1:.* did not come together"):
+    with pytest.raises(
+        ChannelClosed, match=r"127\.0\.0\.1 waits in group alone at 127\.0\.0\.1:\d+, and the others have not"
+    ):
         join(store.member("alone", 0, 2), LOCALHOST, 0.5)
+    behind = store.member("behind a firewall", 0, 2)
+    groups.dist.PrefixStore(behind.group, store._store).set("here/1", "10.0.0.2")
+    with pytest.raises(ChannelClosed, match=r"127\.0\.0\.1 and 10\.0\.0\.2 do not reach each other: are ports closed"):
+        join(behind, LOCALHOST, 0.5)
+    monkeypatch.setattr(groups, "JOIN_S", 0.2)
+    with socket.create_server((LOCALHOST, 0)) as taken:
+        closed = replace(behind, port=taken.getsockname()[1])
+    with pytest.raises(
+        ChannelClosed, match=rf"127\.0\.0\.2 does not reach the store at 127\.0\.0\.1:{closed.port}: is that"
+    ):
+        join(closed, "127.0.0.2", 0.2)
     with pytest.raises(ConfigError, match="this host cannot listen at it"):
         Store("192.0.2.250")
     if not torch.distributed.is_nccl_available():

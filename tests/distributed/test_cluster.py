@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +17,18 @@ from concurrent import futures
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
 from paceline.config import LLMConfig
+from paceline.core.folders import user_cache
+from paceline.distributed.links import measure_link
 from paceline.distributed.placement import ClusterConfig, parse_cluster
+from paceline.network.files import RECEIVED, fingerprint
+from paceline.network.loader import resolve_folder
 
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -68,7 +74,11 @@ def on(cluster: Any, **options: Any) -> LLM:
 
 @pytest.mark.timeout(300)
 def test_a_cluster_says_what_one_process_says(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    cluster: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     wanted = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
     what_cannot_be_joined(cluster, monkeypatch)
@@ -76,6 +86,11 @@ def test_a_cluster_says_what_one_process_says(
     for part in (in_stages, ahead_of_the_target, without_its_host, what_a_worker_is_refused_for):
         part(cluster, wanted)
         gc.collect()
+    link = measure_link(parse_cluster("auto"), False)
+    assert 1e-6 < link.alpha < 1.0 and 0 <= link.beta < 1e-6 and link.hosts == 2 and link.host
+    with monkeypatch.context() as changed:
+        changed.chdir(tmp_path)
+        with_weights_from_here(tmp_path, wanted)
     said = capfd.readouterr()
     assert said.out == ""
 
@@ -171,13 +186,33 @@ def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
     assert "died: its host has left the cluster" in stage_line.faults[0] and len(stage_line.faults) == 1
 
 
+def with_weights_from_here(folder: Path, wanted: list[list[int]]) -> None:
+    """A checkpoint that this process alone finds: its workers stand in another folder."""
+    shutil.copytree(resolve_folder(MODEL), folder / "mine")
+    options: dict[str, Any] = {"pipeline": 2, "exact": True, **SMALL}
+    with pytest.raises(ConfigError, match=r"model 'mine', for stage 0 on \d.*: not a folder nor an embedded model"):
+        LLM("mine", cluster="auto,cores=1", **options)
+    gc.collect()  # what failed gives its room back
+    cache = user_cache()
+    assert cache is not None
+    kept = cache / "received" / fingerprint(folder / "mine")[:16]
+    shutil.rmtree(kept, ignore_errors=True)
+    try:
+        llm = LLM("mine", cluster="auto,cores=1,weights=broadcast", **options)
+        assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
+        (part,) = kept.iterdir()
+        assert (part / RECEIVED).is_file()
+    finally:
+        shutil.rmtree(kept, ignore_errors=True)
+
+
 # -- without a cluster
 
 
 def test_how_a_cluster_is_written() -> None:
     assert parse_cluster("auto") == ClusterConfig()
-    asked = parse_cluster("10.0.0.1:6379,place=pack,cores=8,gpus=0")
-    assert asked == ClusterConfig(address="10.0.0.1:6379", place="pack", cores=8, gpus=0)
+    asked = parse_cluster("10.0.0.1:6379,place=pack,cores=8,gpus=0,weights=broadcast")
+    assert asked == ClusterConfig(address="10.0.0.1:6379", place="pack", cores=8, gpus=0, weights="broadcast")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +222,7 @@ def test_how_a_cluster_is_written() -> None:
         ({"cluster": "here"}, "address is no address"),
         ({"cluster": "auto,place=far"}, "place"),
         ({"cluster": "auto,cores=0"}, "cores must be 1 or more"),
+        ({"cluster": "auto,weights=torrent"}, "weights"),
         ({"cluster": "auto", "pipeline": None}, "neither stages nor a drafter have a process"),
         ({"cluster": "auto", "pipeline": "2,cores=<0,1>"}, "the cluster's to say"),
         ({"insecure_cluster": True}, "no cluster is named"),

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.planning import machines, models
 from paceline.planning.acceptance import Acceptance
 from paceline.planning.hosts import DRAFT, Hosts, RankedLayout, _Site, rank_layouts
-from paceline.planning.hosts import Layout as Of
+from paceline.planning.hosts import HostLayout as Of
 from paceline.planning.measured import PassLaw
 from paceline.planning.models import ModelSizes
 from paceline.planning.plan import PLAIN, PlanRequest

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..config import LLMConfig
 from ..core.errors import PacelineError
-from ..planning.hosts import DRAFT, Hosts, Layout, RankedLayout, rank_layouts
+from ..planning.hosts import DRAFT, HostLayout, Hosts, RankedLayout, rank_layouts
 from ..planning.plan import PLAIN, PlanRequest
 from .console import note, stdout
 from .plan_view import DTYPES, HowToRun
@@ -164,7 +164,7 @@ def _round(q: PlanRequest, made: RankedLayout) -> str:
     return f"pipeline,width={made.size}" + (",source=process" if layout.apart else "")
 
 
-def _together(q: PlanRequest, layout: Layout) -> int:
+def _together(q: PlanRequest, layout: HostLayout) -> int:
     """Sequences of a part of a replica's batch, of which there are as many parts as stages."""
     batch = math.ceil(q.batch / layout.replicas)
     return math.ceil(batch / min(batch, layout.stages))

@@ -57,7 +57,7 @@ class _Link(NamedTuple):
         return self.alpha + self.beta * message
 
 
-class Layout(NamedTuple):
+class HostLayout(NamedTuple):
     """How a target is divided, and how many processes a host has."""
 
     stages: int
@@ -75,7 +75,7 @@ class Layout(NamedTuple):
 class RankedLayout(NamedTuple):
     """A layout with the draft that serves it best, predicted. Times are in seconds."""
 
-    layout: Layout
+    layout: HostLayout
     drafter: str
     size: int  # tokens of a draft; in stages rows of a level; 0: none
     token: float  # between two tokens of a sequence
@@ -130,7 +130,7 @@ class _Site:
         self.local = _Link(1e-6 * hosts.local_us, 1 / (machine.link or machine.bandwidth))
         self.remote = _Link(1e-6 * hosts.alpha_us, 8e-9 / hosts.gbit)
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[HostLayout]:
         """All that there is room for, spread over the hosts, a process a device, and on as few as can be."""
         target, most = self.q.target, self.count * self.slots
         inner = target.d_ff or (target.experts.d_ff if target.experts else 1)
@@ -140,17 +140,17 @@ class _Site:
                 count = replicas * (stages * each + apart)
                 spread = math.ceil(count / self.count)
                 for per_host in {spread, min(count, max(spread, self.devices)), min(count, self.slots)}:
-                    yield Layout(stages, each, replicas, apart, per_host)
+                    yield HostLayout(stages, each, replicas, apart, per_host)
 
-    def share(self, layout: Layout) -> float:
+    def share(self, layout: HostLayout) -> float:
         """Of a device, that each process has."""
         return min(1.0, self.devices / layout.per_host)
 
-    def link(self, processes: int, layout: Layout) -> _Link:
+    def link(self, processes: int, layout: HostLayout) -> _Link:
         """Between so many that follow each other: those that fit evenly into a host are on one."""
         return self.remote if layout.per_host % processes else self.local
 
-    def seconds(self, shape: ModelSizes, batch: int, rows: int, layout: Layout, ranks: int = 1) -> float:
+    def seconds(self, shape: ModelSizes, batch: int, rows: int, layout: HostLayout, ranks: int = 1) -> float:
         """A pass of one process, with its part of the weights."""
         q, heads = self.q, min(ranks, shape.num_kv_heads)
         part = pass_cost(q.network(shape), batch, q.context, rows).part(ranks, heads)
@@ -164,7 +164,7 @@ class _Site:
         parts = [self.q.target.last_layers(each + (i < over)) for i in range(stages)]
         return [*(replace(part, vocab_size=0) for part in parts[:-1]), parts[-1]]
 
-    def passed(self, layout: Layout, batch: int, rows: int) -> tuple[list[float], list[float], list[float]]:
+    def passed(self, layout: HostLayout, batch: int, rows: int) -> tuple[list[float], list[float], list[float]]:
         """A pass: of each stage its seconds and those of its joins among them, and of each hop."""
         numbers, shapes, ranks = batch * rows * self.q.target.d_model, self.shapes(layout.stages), layout.ranks
         link = self.link(ranks, layout)
@@ -176,7 +176,7 @@ class _Site:
         hops = [link.hop(ACTIVATION_BYTES * numbers) for link in links]
         return [sum(both) for both in zip(own, joins, strict=True)], joins, hops or [0.0]
 
-    def drafted(self, layout: Layout) -> Iterator[RankedLayout]:
+    def drafted(self, layout: HostLayout) -> Iterator[RankedLayout]:
         """A layout with each draft that suits it."""
         q, known, piped = self.q, self.q.assumptions(), layout.stages > 1
         batch = math.ceil(q.batch / layout.replicas)
@@ -191,16 +191,15 @@ class _Site:
             token = token or law(layout, batch, drafter == DRAFT, size, known[drafter])
             draft = held_bytes(q.network(q.drafting), batch, q.context) if drafter == DRAFT else 0.0
             holds = max(held, draft) if layout.apart else held + draft
-            fits = holds <= q.machine.memory * self.share(layout)
-            times = token, q.batch / token, max(stages), max(joins), sum(hops)
-            yield RankedLayout(layout, drafter, size, *times, holds, fits)
+            times = token, q.batch / token, max(stages), max(joins), sum(hops), holds
+            yield RankedLayout(layout, drafter, size, *times, holds <= q.machine.memory * self.share(layout))
 
     def _held(self, shape: ModelSizes, batch: int, ranks: int) -> float:
         """Bytes of a rank of a stage; heads of K/V are repeated where there are more ranks."""
-        weights, all_ = (held_bytes(self.q.network(shape), count, self.q.context) for count in (0, batch))
+        weights, all_ = (held_bytes(self.q.network(shape), n, self.q.context) for n in (0, batch))
         return weights / ranks + (all_ - weights) / min(ranks, shape.num_kv_heads)
 
-    def _round(self, layout: Layout, batch: int, model: bool, depth: int, known: Acceptance) -> float:
+    def _round(self, layout: HostLayout, batch: int, model: bool, depth: int, known: Acceptance) -> float:
         """Of a token, where whole drafts are verified."""
         ((verify,), _, _) = self.passed(layout, batch, 1 + depth)
         chains = max(1, min(8, 64 // batch)) if layout.apart else 1  # kappa, of Mirror's D.1
@@ -210,14 +209,11 @@ class _Site:
         hop = self.link(layout.ranks + 1, layout).hop(batch * chains * depth * ID_BYTES)
         return (verify / 2 + max(verify / 2, draft) + 2 * hop) / known.tokens(depth)
 
-    def _piped(self, layout: Layout, batch: int, model: bool, rows: int, known: Acceptance) -> float:
+    def _piped(self, layout: HostLayout, batch: int, model: bool, rows: int, known: Acceptance) -> float:
         """Of a token, where a level of drafts enters in every tick."""
         stages, _, hops = self.passed(layout, batch, rows)
         level = self.seconds(self.q.drafting, batch, rows, layout) if model else 0.0
-        if layout.apart:
-            hop = self.link(layout.stages * layout.ranks + 1, layout).hop(batch * rows * ID_BYTES)
-            stages.append(level + 2 * hop)
-        else:
-            stages[-1] += level
-        hit, tick = known.any_of(rows), max(stages) + max(hops)
-        return (hit + (1 - hit) * layout.stages) * tick
+        hop = self.link(layout.stages * layout.ranks + 1, layout).hop(batch * rows * ID_BYTES)
+        stages = [*stages, level + 2 * hop] if layout.apart else [*stages[:-1], stages[-1] + level]
+        hit = known.any_of(rows)
+        return (hit + (1 - hit) * layout.stages) * (max(stages) + max(hops))
