@@ -31,6 +31,7 @@ BIN = Path(sys.executable).parent
 PROMPT = "CREATE TABLE players (name, team, number)\nQuestion: Which team does number 21 play for?\nSQL:"
 DRAFTER = "draft_model:paceline-small-draft,depth=4"
 STORE_BYTES = 80 * 2**20
+RAY = str(BIN / "ray"), "start", "--num-cpus", "1", "--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"
 KILL_AT = 8  # ticks of the pipeline
 
 
@@ -86,16 +87,18 @@ def namespaces(count: int, rate: str, delay: str) -> Iterator[dict[str, str]]:
 def start_ray(hosts: dict[str, str], folder: str, env: dict[str, str]) -> str:
     """A cluster of the hosts, of a core each; the address of its head."""
     (first, head), *others = hosts.items()
-    own = ["--num-cpus", "1", "--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"]
-    ray = str(BIN / "ray"), "start", *own
     head_only = "--head", "--port", str(PORT), "--include-dashboard", "false"
     began = time.monotonic()
-    run(*inside(first, *ray, *head_only, "--node-ip-address", head, "--temp-dir", f"{folder}/{first}"), env=env)
+    run(*inside(first, *RAY, *head_only, "--node-ip-address", head, "--temp-dir", f"{folder}/{first}"), env=env)
     for name, address in others:
-        joins = "--address", f"{head}:{PORT}", "--node-ip-address", address, "--temp-dir", f"{folder}/{name}"
-        run(*inside(name, *ray, *joins), env=env)
+        run(*joining(name, address, f"{head}:{PORT}", folder), env=env)
     print(f"ray is up after {time.monotonic() - began:.0f} s", flush=True)
     return f"{head}:{PORT}"
+
+
+def joining(name: str, address: str, head: str, folder: str) -> list[str]:
+    """The command with which a host joins."""
+    return inside(name, *RAY, "--address", head, "--node-ip-address", address, "--temp-dir", f"{folder}/{name}")
 
 
 def generate(asked: argparse.Namespace, prefix: Sequence[str], env: dict[str, str], *options: str) -> list[int]:

@@ -270,5 +270,9 @@ def _receive_all(group: Any, peer: int, came: queue.SimpleQueue[Any], bye: Any) 
         left = max(0, left - PIECE)
         if not left:
             came.put(frame[PREFIX.size :])
-        waits[turn] = group.recv([buffers[turn]], peer, TAG)
+        try:
+            waits[turn] = group.recv([buffers[turn]], peer, TAG)
+        except RuntimeError:  # it has gone since
+            came.put(gone(bool(left)))
+            return
         turn = (turn + 1) % AHEAD

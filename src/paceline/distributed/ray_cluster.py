@@ -29,7 +29,7 @@ from .frames import Codec, FrameError
 from .groups import JOIN_S, GroupChannel, Member, Store, join
 from .handshake import LIFE, Beat, Begin
 from .placement import ClusterConfig
-from .worker import LOOK_S, Checkpoint, Launch, Launched, WorkerSpec
+from .worker import HOST_LEFT, LOOK_S, Checkpoint, Launch, Launched, WorkerSpec
 
 try:
     import ray
@@ -327,7 +327,7 @@ def _words(error: BaseException) -> str:
     if not isinstance(error, ray.exceptions.RayActorError):
         return f"failed: {text.strip().splitlines()[-1]}"
     if "node has died" in text or "node is dead" in text:
-        return "died: its host has left the cluster"
+        return HOST_LEFT
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return "cannot be reached"
     reason = re.search(r"(?:died|dead) because (.*)", text)

@@ -33,6 +33,7 @@ from .sockets import SocketChannel
 
 TELL_S = 0.5  # for a process to take what it is told
 LOOK_S = 0.05  # between two looks at a worker that is well
+HOST_LEFT = "died: its host has left the cluster"
 MOST_SILENT_S = 0.5  # of silence that one look counts: who was held up himself does not know whether there was more
 
 
@@ -371,6 +372,10 @@ class Worker:
     def _wrong(self, launched: Launched, now: float) -> str:
         """What is wrong with it; empty: nothing."""
         status = launched.process.poll()
+        if status == HOST_LEFT and self.line is None and self.faults:
+            self._end()  # the place that it was to come back at has gone with what was wrong: another one is found
+            self._next = now + self.patience.rest_s
+            return ""
         if status is not None:
             return "" if self._explained(launched) else ended(status)
         beat = self._beats(launched.life)

@@ -88,9 +88,7 @@ class RankedLayout(NamedTuple):
 
 
 def rank_layouts(question: PlanRequest, hosts: Hosts) -> list[RankedLayout]:
-    """The best form of each number of stages, ranks and replicas, the fastest first; of equals that with less.
-
-    One process is always there, whether it holds the model or not.
+    """The best form of each number of stages, ranks and replicas, the fastest first; one process is always there.
 
     Raises:
         ConfigError: devices or stages in the question itself, too many processes, or no layout that holds the model.
@@ -153,10 +151,8 @@ class _Site:
     def seconds(self, shape: ModelSizes, batch: int, rows: int, layout: HostLayout, ranks: int = 1) -> float:
         """A pass of one process, with its part of the weights."""
         q, heads = self.q, min(ranks, shape.num_kv_heads)
-        part = pass_cost(q.network(shape), batch, q.context, rows).part(ranks, heads)
-        if q.law is not None:
-            return q.law.of(part, batch * rows, self.share(layout))
-        return part.forward(q.machine.hoi) / q.machine.flops / self.share(layout)
+        part, share = pass_cost(q.network(shape), batch, q.context, rows).part(ranks, heads), self.share(layout)
+        return q.law.of(part, batch * rows, share) if q.law else part.forward(q.machine.hoi) / q.machine.flops / share
 
     def shapes(self, stages: int) -> list[ModelSizes]:
         """Of the stages: the first ones have the layers that are over, the last one the head."""
@@ -184,8 +180,8 @@ class _Site:
         stages, joins, hops = self.passed(layout, math.ceil(batch / parts), 1)
         held = max(self._held(shape, batch, layout.ranks) for shape in self.shapes(layout.stages))
         plain = max(sum(stages) + sum(hops), parts * (max(stages) + max(hops)))
-        fixed, law = (q.width, self._piped) if piped else (q.depth, self._round)
-        sizes = (LEVELS if piped else DEPTHS) if fixed is None else (fixed,)
+        fixed, law, usual = (q.width, self._piped, LEVELS) if piped else (q.depth, self._round, DEPTHS)
+        sizes = usual if fixed is None else (fixed,)
         forms = [] if layout.apart else [(PLAIN, 0, plain), *(("ngram", n, 0.0) for n in sizes)]
         for drafter, size, token in [*forms, *((DRAFT, n, 0.0) for n in sizes)]:
             token = token or law(layout, batch, drafter == DRAFT, size, known[drafter])
