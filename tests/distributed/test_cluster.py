@@ -27,6 +27,7 @@ from paceline.config import LLMConfig
 from paceline.core.folders import user_cache
 from paceline.distributed.links import measure_link
 from paceline.distributed.placement import ClusterConfig, parse_cluster
+from paceline.distributed.worker import HOST_LEFT, WorkerFailed
 from paceline.network.files import RECEIVED, fingerprint
 from paceline.network.loader import resolve_folder
 
@@ -175,15 +176,22 @@ def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
 
 
 def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
-    """The host of a stage leaves, and another one comes."""
+    """The host of a stage leaves: where no other one is left requests end in words, until one comes."""
+    from paceline.distributed import ray_cluster
+
     llm = LLM(MODEL, pipeline=2, exact=True, cluster="auto,cores=1,gpus=1", **SMALL)
     stage_line: Any = llm.engine.round.stage_line  # type: ignore[attr-defined]
     (away,) = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
     assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
-    cluster.remove_node(away)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(ray_cluster, "PLACED_S", 2.0)
+        cluster.remove_node(away)
+        with pytest.raises(WorkerFailed, match="has no host: none is left with 1 cores and 1 GPUs that nobody uses"):
+            llm.generate(PROMPTS, GREEDY)
+    assert stage_line.faults[0].endswith(HOST_LEFT)
     cluster.add_node(num_cpus=2, num_gpus=1, **NODE)
     assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
-    assert "died: its host has left the cluster" in stage_line.faults[0] and len(stage_line.faults) == 1
+    assert all("has no host" in fault for fault in stage_line.faults[1:])
 
 
 def with_weights_from_here(folder: Path, wanted: list[list[int]]) -> None:
