@@ -67,7 +67,6 @@ class Hosts:
 
     def __init__(self, addresses: dict[str, str], head: str, folder: str) -> None:
         self.names, self.head, self.folder = {at: name for name, at in addresses.items()}, head, folder
-        self.count = len(addresses)
 
     def pids(self, name: str, word: str = "") -> list[int]:
         """Processes of a host whose command line has a word."""
@@ -92,7 +91,7 @@ class Hosts:
         self.link(name, "up")
         until(lambda: address not in alive(ray), f"Ray never gave {name} up")
         two_hosts.run(*two_hosts.joining(name, address, self.head, self.folder))
-        until(lambda: len(alive(ray)) == self.count, f"{name} did not join again")
+        until(lambda: address in alive(ray), f"{name} did not join again")
 
 
 def alive(ray: Any) -> set[str]:
