@@ -26,7 +26,9 @@ from .core.inference import inference
 from .core.options import shown, written
 from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, pin
-from .distributed.stage_service import KINDS, StageService
+from .distributed import ways
+from .distributed.messages import KINDS
+from .distributed.stage_service import StageService
 from .distributed.stage_workers import PATIENCE, StageWorkers
 from .distributed.worker import Worker, WorkerSpec, launch_here
 from .kv.pool import KVPool
@@ -83,7 +85,7 @@ def start_stages(
         launch = launch_here if places is None else places.stage(index)
         workers.append(Worker(spec, PATIENCE, launch))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
-    stage_line = StageWorkers(workers, last, target.layers)
+    stage_line = StageWorkers(workers, last, target.layers, _hop(chosen, places))
     finalize(stage_line, _stop, workers)
     _start(workers)
     if placements[-1].cores:
@@ -91,6 +93,18 @@ def start_stages(
     if config.threads is None and placements[-1].num_threads:
         torch.set_num_threads(placements[-1].num_threads)
     return stage_line
+
+
+def _hop(chosen: PipelineConfig, places: Places | None) -> ways.Hop | None:
+    """What makes the ways between stages; None: frames go through the coordinator."""
+    if chosen.frames == "coordinator":
+        return None
+    if places is not None:
+        return places.hop
+    if not ways.possible():
+        log.warning("on this system frames go through the coordinator: processes cannot find each other without files")
+        return None
+    return ways.hop_here
 
 
 def with_cut(config: LLMConfig) -> LLMConfig:

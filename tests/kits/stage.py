@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from paceline.distributed.handshake import GREETINGS, Facts
 from paceline.distributed.serving import serve
 from paceline.distributed.stage_service import StageService
 from paceline.distributed.stage_workers import StageWorkers
+from paceline.distributed.ways import hop_here
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
@@ -68,7 +70,8 @@ class Stand:
     """A worker whose service is in a thread; it comes back ``rest`` looks after it was lost."""
 
     def __init__(self, name: str, make: Callable[[], Any], rest: int = 2) -> None:
-        self.name, self.make, self.rest = name, make, rest
+        self.name, self.make, self.rest, self.host = name, make, rest, ""
+        self.spec = SimpleNamespace(name=name)
         self.faults: list[str] = []
         self.line: Line | None = None
         self.service: Any = None
@@ -131,7 +134,8 @@ def engine_over(
 ) -> tuple[Engine, StageWorkers, list[Tick]]:
     """An engine whose pipeline round runs over workers and, last, ``decoder``."""
     config = PipelineConfig(stages=len(workers) + 1, **options)
-    stage_line = StageWorkers(workers, Stage(decoder, 0, decoder.num_layers, pool.tensors), LAYERS)
+    last = Stage(decoder, 0, decoder.num_layers, pool.tensors)
+    stage_line = StageWorkers(workers, last, LAYERS, hop_here if config.frames == "straight" else None)
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), 64, pool.num_tokens, decoder.device)
     round_ = config.over(RoundParts(target=decoder, pool=pool, drafter=drafter), stage_line)

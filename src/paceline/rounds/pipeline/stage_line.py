@@ -24,6 +24,11 @@ class StageLine(Protocol):
         """
         ...
 
+    def rest(self) -> bool:
+        """After a tick from which nothing came: wait about as long as one takes, so that a level which is late may
+        still enter with the next one. False: ticks last as long as they take, and nobody has waited."""
+        ...
+
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
         """A verdict, to all stages; see `Stage.tell`."""
         ...
