@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.frames import Codec
+from paceline.distributed.groups import Store
 from paceline.distributed.handshake import GREETINGS
 from paceline.distributed.hanging import HANG_S, SLACK
 from paceline.distributed.messages import KINDS, frame_of, message_of
@@ -78,6 +80,24 @@ def test_on_compiled_layers_probabilities_too() -> None:
     assert said.outputs[0].token_ids == expected.outputs[0].token_ids
     assert said.outputs[0].logprobs == expected.outputs[0].logprobs
     assert said.prompt_logprobs == expected.prompt_logprobs and sum(tick.hits for tick in ticks) > 3
+
+
+def test_ways_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups in place of shared memory; after a fault there are others."""
+    store, numbers = Store("127.0.0.1"), count()
+    monkeypatch.setattr("paceline.distributed.hanging.HANG_S", 30.0)
+
+    def hop(giver: str, taker: str) -> tuple[str, str]:
+        name = f"hop/{next(numbers)}"
+        one, other = (f"group:127.0.0.1/{store.member(name, rank, 2)}" for rank in (0, 1))
+        return one, other
+
+    jobs = [(PROMPTS[1], GREEDY)]
+    engine, stage_line, ticks = over_threads(3, drafter(), hop=hop)
+    broken(stage_line, ticks, 1, (9,))
+    assert ids(run(engine, jobs)) == plain(jobs)
+    assert next(numbers) == 6 and stage_line.faults == ["worker stage 1 failed: OSError: out of order"]
+    stage_line.stop()
 
 
 def broken(stage_line: Any, ticks: list[Any], stage: int, at: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from paceline.distributed.handshake import GREETINGS, Facts
 from paceline.distributed.serving import serve
 from paceline.distributed.stage_service import StageService
 from paceline.distributed.stage_workers import StageWorkers
-from paceline.distributed.ways import hop_here
+from paceline.distributed.ways import Hop, hop_here
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
@@ -130,12 +130,13 @@ def engine_over(
     decoder: Decoder,
     pool: KVPool,
     max_batch_rows: int = 64,
+    hop: Hop = hop_here,
     **options: Any,
 ) -> tuple[Engine, StageWorkers, list[Tick]]:
-    """An engine whose pipeline round runs over workers and, last, ``decoder``."""
+    """An engine whose pipeline round runs over workers and, last, ``decoder``; ``hop``: makes the ways of frames."""
     config = PipelineConfig(stages=len(workers) + 1, **options)
     last = Stage(decoder, 0, decoder.num_layers, pool.tensors)
-    stage_line = StageWorkers(workers, last, LAYERS, hop_here if config.frames == "straight" else None)
+    stage_line = StageWorkers(workers, last, LAYERS, hop if config.frames == "straight" else None)
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), 64, pool.num_tokens, decoder.device)
     round_ = config.over(RoundParts(target=decoder, pool=pool, drafter=drafter), stage_line)

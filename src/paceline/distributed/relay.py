@@ -65,7 +65,7 @@ class Relay:
             message: Compute = into.receive()
             began = time.monotonic()
             self.since, self.rows = began, max(1, sum(len(part.nodes) for part in message.parts))
-            frame = self.stage.run(frame_of(message, device))
+            frame = self.stage.pruned(self.stage.run(frame_of(message, device)))  # by what was said meanwhile
             took = max(message.seconds, time.monotonic() - began)
             out.send(replace(message_of(frame), seconds=took))
             self.rows = 0

@@ -81,13 +81,10 @@ class StageWorkers:
         return out
 
     def rest(self) -> bool:
-        """See `StageLine`; raises as `tick`."""
-        if self._ring is None:
-            return False
-        try:
-            return self._ring.rest()
-        except (ChannelClosed, FrameError) as error:
-            self._broken(f"the way of frames broke: {error}")
+        """See `StageLine`."""
+        left = 0.0 if self._ring is None else self._ring.in_flight.rest_s()
+        time.sleep(left)
+        return left > 0
 
     # -- through here
 

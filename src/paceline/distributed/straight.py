@@ -15,17 +15,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
 from ..network.stages import Frame
 from .channels import Channel, Line
-from .clock import Late
 from .frames import Codec
 from .messages import FRAMES, Compute, frame_of, message_of
 
 RECENT = 16  # frames whose time from stage to stage is looked at
+FIRST_S = 0.05  # in its place, where none has come yet
+LOOKS = 8  # for a late level, in a tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,13 @@ class InFlight:
         """The last stage has it."""
         self._took.append((self._now() - sent.at) / self._hops)
 
-    def rest_s(self) -> float | None:
-        """What is left of the tick, if it lasts as long as frames take from stage to stage; None: none is under way."""
-        if not any(self._sent) or not self._took:
-            return None
-        return max(0.0, self._began + median(self._took) - self._now())
+    def rest_s(self) -> float:
+        """Seconds until a late level is to be looked for again, if a tick lasts as long as frames take from stage to
+        stage; 0: it is over, or none is under way."""
+        if not any(self._sent):
+            return 0.0
+        hop = median(self._took) if self._took else FIRST_S
+        return max(0.0, min(hop / LOOKS, self._began + hop - self._now()))
 
 
 class Ring:
@@ -81,7 +83,6 @@ class Ring:
     def __init__(self, out: Channel, into: Channel, count: int) -> None:
         self._out, self._into = Line(out, Codec(**FRAMES)), Line(into, Codec(**FRAMES))
         self.in_flight = InFlight(count)
-        self._early: Compute | None = None  # it came before its tick
 
     def send(self, frame: Frame, seconds: float) -> None:
         """Send a frame whose tokens are embedded; errors as of `Channel.send`."""
@@ -89,20 +90,9 @@ class Ring:
 
     def receive(self, sent: Sent, seconds: float, device: torch.device) -> tuple[Frame, float]:
         """What is left of a frame, and the most that it took a stage; errors as of `Channel.receive`."""
-        message, self._early = self._early or self._into.receive(seconds), None
+        message: Compute = self._into.receive(seconds)
         found = frame_of(message, device)
         return Frame(found.epoch, found.parts, found.hidden, found.moves, sent.frame.ended), message.seconds
-
-    def rest(self) -> bool:
-        """Wait for what is left of the tick, or until a frame comes; errors as of `Channel.receive`."""
-        left = self.in_flight.rest_s()
-        if left is None or self._early is not None:
-            return False
-        try:
-            self._early = self._into.receive(left)
-        except Late:
-            pass
-        return True
 
     def close(self) -> None:
         """The stages hear of it one after the other."""

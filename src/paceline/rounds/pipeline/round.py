@@ -166,7 +166,7 @@ class PipelineRound:
         out = self.stage_line.tick(frame)
         said, hits = self._decide(out)
         waits = self._guard is not None and self._guard.there and not self._asked(self._take)
-        if waits and out is None and self.stage_line.rest():
+        while waits and (out is None or not out.rows) and self.stage_line.rest():
             waits = not self._asked(self._take)
         verdicts, self._verdicts = self._verdicts, []
         if self.widths is not None:

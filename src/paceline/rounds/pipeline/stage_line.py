@@ -25,8 +25,8 @@ class StageLine(Protocol):
         ...
 
     def rest(self) -> bool:
-        """After a tick from which nothing came: wait about as long as one takes, so that a level which is late may
-        still enter with the next one. False: ticks last as long as they take, and nobody has waited."""
+        """After a tick from which no row came: wait for a moment, so that a level which is late may still enter with
+        the next one. False: the tick is over, and nobody has waited."""
         ...
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
