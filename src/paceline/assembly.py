@@ -77,8 +77,16 @@ class LoadedModel:
     layers: int  # of the whole target, of which the decoder may have the last ones alone
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a process, or all ranks of one, have of a target."""
+
+    layers: tuple[int, int] | None = None  # the first, and one past the last; None: all
+    ends: bool = True  # whether embedding, final norm and head are there, too
+
+
 # Starts the processes of a target's ranks: rank 0, with the line to the others.
-StartRanks = Callable[[LLMConfig, "Source"], Ranks]
+StartRanks = Callable[[LLMConfig, "Source", Part], Ranks]
 
 
 def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedModel:
@@ -92,20 +100,27 @@ def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedMod
     drafter_of(config)
     _pool_tokens(config, *kv_layout(config, source.shape, source.dtype), _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
+    layers = own_layers(config, source.shape)
     if config.tensor_parallel > 1:
         share_of(config, source, 0)
         assert start is not None, "nobody starts the other ranks"
         tokenizer = source.tokenizer()
-        ranks = start(config, source)
-        decoder = load_share(config, source, ranks)
-        assert ranks.line is not None, "rank 0 has the line to the others"
-        ranks.line.start()
+        decoder = load_ranks(config, source, Part(layers), start)
         return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
-    return _load(config, source, config.exact, own_layers(config, source.shape))
+    return _load(config, source, config.exact, layers)
 
 
-def share_of(config: LLMConfig, source: Source, rank: int) -> Share:
-    """What one rank has of the target.
+def load_ranks(config: LLMConfig, source: Source, part: Part, start: StartRanks) -> Decoder:
+    """Rank 0's share of a part of the target, while the other ranks load theirs; errors as of `load_model`."""
+    ranks = start(config, source, part)
+    decoder = load_share(config, source, ranks, part)
+    assert ranks.line is not None, "rank 0 has the line to the others"
+    ranks.line.start()
+    return decoder
+
+
+def share_of(config: LLMConfig, source: Source, rank: int, part: Part = Part()) -> Share:  # noqa: B008  # frozen
+    """What one rank has of the target, or of a part of it.
 
     Raises:
         ConfigError: ranks that cannot share it.
@@ -119,11 +134,14 @@ def share_of(config: LLMConfig, source: Source, rank: int) -> Share:
     if is_gguf(source.folder):
         wrong = "a GGUF file's weights are in blocks, which are not cut at ranks"
         raise CapabilityError(f"tensor_parallel={count} with {source.name}", wrong, "use the original checkpoint")
-    return Share(source.shape, rank, count, by_outputs(config.exact, source.quant))
+    shape = source.shape if part.layers is None else source.shape.part(*part.layers, part.ends)
+    if not part.ends:
+        shape = replace(shape, vocab_size=count)  # of which nobody has a use
+    return Share(shape, rank, count, by_outputs(config.exact, source.quant))
 
 
-def load_share(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
-    """A rank's share of the target; errors as of `load_model`."""
+def load_share(config: LLMConfig, source: Source, ranks: Ranks, part: Part) -> Decoder:
+    """A rank's share of a part of the target; errors as of `load_model`."""
     return load_model(
         source.folder,
         attention=make_attention(config, source.dtype, config.exact),
@@ -133,6 +151,8 @@ def load_share(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
         native=compiled_layers(config, source.shape, source.dtype),
         stretch=source.shape.stretch,
         ranks=ranks,
+        layers=part.layers,
+        ends=part.ends,
     )
 
 

@@ -272,7 +272,9 @@ def decode(
     decoder, together = target(ask).decoder, together or len(jobs)
     own_s = coordinator_of(together) if coordinator_s is None else coordinator_s
     with VirtualClock() as clock:
-        stage_line = VirtualStages(clock, config.cut(decoder, pool), [stage_s] * config.stages, link, hosts, own_s, frames)
+        stage_line = VirtualStages(
+            clock, config.cut(decoder, pool), [stage_s] * config.stages, link, hosts, own_s, frames
+        )
         round_ = config.over(
             RoundParts(target=decoder, pool=pool, drafter=drafter),
             stage_line,

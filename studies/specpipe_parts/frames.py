@@ -10,7 +10,19 @@ from kit.study import Table
 
 from paceline.distributed.channels import Link
 from paceline.distributed.clock import VIRTUAL
-from specpipe_parts.common import HOW, Evenly, PipeFlags, decode, draft_of, greedy, levels, nothing, plain, prompts, study
+from specpipe_parts.common import (
+    HOW,
+    Evenly,
+    PipeFlags,
+    decode,
+    draft_of,
+    greedy,
+    levels,
+    nothing,
+    plain,
+    prompts,
+    study,
+)
 
 STAGE_S, LINK, STAGES = 4e-3, Link(latency_ms=1.0), 4
 DRAFT_S = 1e-3  # a level: the source is never late

@@ -14,8 +14,8 @@ import torch
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
 from paceline.assembly import load_target, open_source
 from paceline.config import LLMConfig
-from paceline.distributed.placement import Placement, cores
 from paceline.distributed.messages import message_of
+from paceline.distributed.placement import Placement, cores
 from paceline.kv.pool import KVPool
 from paceline.network.stages import Frame, Stage, StageRows
 from paceline.rounds import parse_round

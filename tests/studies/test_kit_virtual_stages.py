@@ -133,7 +133,9 @@ def test_a_link_lengthens_every_tick_by_its_way(answer: list[int]) -> None:
 
 def test_one_row_crosses_the_link_twice_for_each_far_stage(answer: list[int]) -> None:
     with VirtualClock() as clock:
-        said, seconds, _, stage_line = decode(clock, None, tokens=4, link=Link(latency_ms=250.0), hosts=[1] * 3 + [0] * 5)
+        said, seconds, _, stage_line = decode(
+            clock, None, tokens=4, link=Link(latency_ms=250.0), hosts=[1] * 3 + [0] * 5
+        )
     assert said == answer[len(PROMPT) :][:4] and seconds == 4 * (STAGES + 3 * 0.5)
     assert {s.who for s in stage_line.timeline.spans if s.what == "transmit"} == {"stage 0", "stage 1", "stage 2"}
 

@@ -1,6 +1,7 @@
 """What stages and their coordinator say to each other.
 
-    Clear      another epoch begins; says by which ways frames go. Has no answer
+    Clear      another epoch begins; says by which ways frames go. Has no answer, and what follows waits until the stage
+               has its ranks
     Compute    a frame: from the coordinator, answered by `Computed` where it has rows, or from stage to stage
     Verdicts   what the target said, where frames go from stage to stage; has no answer
     Look       what a stage is at; is answered by `Looked`

@@ -46,6 +46,9 @@ class StageService:
             self.stage.end(message.ended)
         elif isinstance(message, Clear):
             self.stage.forget(message.epoch)
+            ranks = self.stage.decoder.ranks
+            if ranks is not None and ranks.line is not None:
+                ranks.line.back()
             if message.into:
                 self._relay = Relay(self.stage, message.into, message.out, self._relay)
         elif isinstance(message, Look):

@@ -35,6 +35,7 @@ from .worker import Patience, Worker, WorkerFailed, lost
 
 LOOK_S = 0.05  # between two looks at stages that are waited for
 SEND_S = 3.0  # for which a stage may take nothing of what it is sent
+RANKS_S = 2.0  # a stage of ranks is waited for so much longer: it is to name one that hangs first, and end it
 PATIENCE = Patience(start_s=600.0, stuck_s=3600.0)  # a stage's work is timed here, by its rows
 
 
@@ -64,6 +65,8 @@ class StageWorkers:
         self._sending: int | None = None  # to which stage
         self._lost: set[int] = set()  # stages, since a frame has come through
         self._clear = True  # whether the stages are to be told the epoch
+        self._ranks_s = 0.0 if last.decoder.ranks is None else RANKS_S
+        self._away: set[int] = set()  # stages that come back by themselves
 
     def tick(self, entering: Frame | None) -> Frame | None:
         """See `StageLine`.
@@ -148,7 +151,7 @@ class StageWorkers:
                 self._broken(f"the way of frames broke: {error}")
             self._look()
             waited = time.monotonic() - began
-            if waited > limit.seconds(due.rows):
+            if waited > limit.seconds(due.rows) + self._ranks_s:
                 self._broken(f"no stage gives {due.rows} rows for {waited:.1f} s", hangs=True)
         ring.in_flight.came(due)
         limit.note(due.rows, max(time.monotonic() - began, most_s * len(self.workers)))
@@ -185,6 +188,7 @@ class StageWorkers:
 
     def _dropped(self, index: int, why: str) -> NoReturn:
         """A stage lost its K/V, and comes back by itself."""
+        self._away.add(index)
         self.faults.append(f"worker {self.workers[index].spec.name}: {why}")
         raise PassesLost(self.faults[-1])
 
@@ -254,7 +258,7 @@ class StageWorkers:
             began: when its answer began to be waited for.
             rows: of the frame.
         """
-        limit = self._limits[index].seconds(rows)
+        limit = self._limits[index].seconds(rows) + self._ranks_s
         while True:
             message = self._message(index)
             if isinstance(message, Computed) and self._owed[index] == rows == len(message.hidden):
@@ -319,6 +323,7 @@ class StageWorkers:
         for index in range(len(self.workers)):
             self._drain(index)
             self._line(index).send(Clear(self.last.epoch, *ways[index]), SEND_S)
+        self._until_back()
         if self._opening is not None:
             self._opening.begin()
             try:
@@ -326,6 +331,21 @@ class StageWorkers:
             except ChannelClosed as error:
                 self._broken(f"the way of frames does not come about: {error}")
         self._clear = False
+
+    def _until_back(self) -> None:
+        """Wait until the stages that lost K/V have all that they need; no frame's time is theirs."""
+        began = time.monotonic()
+        for index in sorted(self._away):
+            self._line(index).send(Look(self.last.epoch), SEND_S)
+            said: Any = None
+            while not isinstance(said, Looked) or said.epoch != self.last.epoch:
+                said = self._message(index)
+                if isinstance(said, Fault):
+                    self.workers[index].failed(f"failed: {said.why}")
+                elif time.monotonic() - began > PATIENCE.start_s:
+                    self.workers[index].failed("does not come back")
+                self._look()
+        self._away.clear()
 
     def _ways(self) -> list[tuple[str, str]]:
         """On which each stage takes frames, and on which it gives them; those of the coordinator are begun."""

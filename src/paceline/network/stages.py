@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..attention.base import slot_indices
 from ..core.errors import ConfigError
+from ..kv.ledger import SlotStore
 from ..kv.store import KVStore
 from .applications import Application, adapter_ranges
 from .base import ForwardState
@@ -160,6 +161,9 @@ class Stage:
             asked = f"a stage of {depth} layers over a store of {len(self.store.k)}"
             raise ConfigError(asked, "each layer has K and V of its own", "give it a store of as many layers")
         self._cache = _Cache(self.store, self.start * stretch, self.decoder.cache_shape[0])
+        ranks = self.decoder.ranks
+        line = None if ranks is None else ranks.line
+        self._moved: SlotStore = self.store if line is None else line.followed(self.store, self._cache)
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
         """A verdict: of the request's rows that had entered before it, only these nodes are of use."""
@@ -185,7 +189,7 @@ class Stage:
         if frame.epoch != self.epoch:
             return Frame(frame.epoch, ())
         for sources, targets in frame.moves:
-            self.store.copy_slots(sources, targets)
+            self._moved.copy_slots(sources, targets)
         frame = self.pruned(frame)
         self.end(frame.ended)
         if not frame.rows:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...core.errors import PassesLost
 from ...core.inference import inference
 from ...drafters.base import DraftRule, SequenceView
 from ...drafters.sessions import Opening
@@ -428,6 +429,8 @@ class PipelineRound:
             return
         try:
             record_prompt(sequence, part.positions[0], hidden, self.target)
+        except PassesLost:  # of a rank: nothing of the request's own
+            raise
         except Exception as error:
             sequence.view.fault = error
 
