@@ -7,9 +7,10 @@
 Each namespace runs `ray start` with a token, as a host does (docs/cluster.md). On the first one `paceline generate`
 runs a pipeline with a stage a host, then one whose drafter is on another host, then the mirror round with its drafter
 there. `--kill` ends a worker in the middle of an answer. `--frames` times answers of a pipeline with a stage a host
-instead, whose frames go straight from stage to stage, and through the coordinator. Links are virtual devices at a bridge, shaped on their way
-out: by netem where the kernel has it, else by a token bucket, which has a rate and no delay. Exit status 1: ids differ
-from those of one process. All namespaces are removed at the end, with what runs there.
+instead, whose frames go straight from stage to stage, and through the coordinator. Links are virtual devices at a
+bridge, shaped on their way out: by netem where the kernel has it, else by a token bucket, which has a rate and no
+delay. Exit status 1: ids differ from those of one process. All namespaces are removed at the end, with what runs
+there.
 """
 
 from __future__ import annotations

@@ -58,8 +58,17 @@ if TYPE_CHECKING:
     from .cluster import Places
 
 # What a stage's process must know of the options; the rest is the engine's.
-OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
-OPTIONS += ("tensor_parallel",)
+OPTIONS = (
+    "model",
+    "dtype",
+    "kv_cache_dtype",
+    "exact",
+    "kernels",
+    "attention",
+    "revision",
+    "offline",
+    "tensor_parallel",
+)
 SERVICE = f"{__name__}:service"
 TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: tokens in front, passes of which the median counts
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from kit.clock import VIRTUAL, VirtualClock
+from kit.links import Link
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Options, Study, asked
+from kit.timeline import Span
 from kit.virtual_stages import Frames, VirtualSessions, VirtualStages
 
 from paceline.assembly import drafter_context
 from paceline.bench import workloads
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.channels import Link
-from paceline.distributed.clock import VIRTUAL, VirtualClock
-from paceline.distributed.timeline import Span
 from paceline.drafters import registry
 from paceline.drafters.base import DrafterSpec, SequenceView
 from paceline.drafters.text_sessions import LookUp

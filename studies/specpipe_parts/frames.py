@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
+from kit.clock import VIRTUAL
+from kit.links import Link
 from kit.study import Table
+from kit.virtual_stages import Frames
 
-from paceline.distributed.channels import Link
-from paceline.distributed.clock import VIRTUAL
 from specpipe_parts.common import (
     HOW,
     Evenly,
@@ -28,7 +29,7 @@ STAGE_S, LINK, STAGES = 4e-3, Link(latency_ms=1.0), 4
 DRAFT_S = 1e-3  # a level: the source is never late
 RATE = 0.95
 WANTED = 1.15
-WAYS = ("straight", "coordinator")
+WAYS: tuple[Frames, ...] = ("straight", "coordinator")
 
 
 @study.table(takes=("draft", "width", "children"), tasks="sql,e2e,gsm8k", prompts=2, max_new_tokens=48)
@@ -43,7 +44,7 @@ def frames(ask: PipeFlags) -> Iterator[Table | None]:
     given: dict[str, Any] = {"stage_s": lambda rows: STAGE_S, "draft_s": lambda rows: DRAFT_S, "link": LINK}
     given |= {"coordinator_s": nothing, "hosts": range(STAGES)}
     for name in ("nothing", f"synthetic, P = {RATE}", ask.draft):
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        times: dict[Frames, list[float]] = {way: [] for way in WAYS}
         hits: list[float] = []
         for prompt in found:
             jobs = [(prompt, greedy(tokens))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,11 @@ import torch
 
 from kits.tiny import TOY_TEXTS, tiny_config, tiny_weights
 from paceline.attention import make_backend
-from paceline.distributed.channels import Line, local_pair
-from paceline.distributed.clock import RealClock
+from paceline.distributed.channels import Line
 from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS, Facts
 from paceline.distributed.serving import serve
+from paceline.distributed.sockets import SocketChannel
 from paceline.distributed.stage_service import StageService
 from paceline.distributed.stage_workers import StageWorkers
 from paceline.distributed.ways import Hop, hop_here
@@ -86,7 +88,7 @@ class Stand:
         return self.line is not None
 
     def start(self) -> None:
-        own, other = local_pair(RealClock())
+        own, other = map(SocketChannel, socket.socketpair())
         with torch.inference_mode(False):  # of the engine, whose step this may be: a process would know nothing of it
             made = self.service = self.make()
         codec = Codec(**GREETINGS, **made.kinds)
@@ -99,7 +101,7 @@ class Stand:
             except Exception:
                 other.close()
 
-        RealClock().start(self.name, live)
+        Thread(target=live, name=self.name, daemon=True).start()
 
     def failed(self, why: str) -> None:
         if self.line is not None:

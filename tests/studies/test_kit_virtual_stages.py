@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kit.clock import VirtualClock
+from kit.links import Link
 from kit.virtual_stages import ROW_BYTES, VirtualSessions, VirtualStages
 from kits.tiny import TOY_TEXTS, VOCAB, assemble, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.channels import Link
-from paceline.distributed.clock import VirtualClock
 from paceline.drafters.base import DrafterSpec, SequenceView
 from paceline.drafters.text_sessions import TextSessions
 from paceline.engine.budget import FixedBudget
