@@ -24,10 +24,10 @@ from ..core.errors import PassesLost
 from ..network.stages import Frame, Stage
 from .channels import ChannelClosed, Line
 from .clock import Late
-from .frames import FrameError
+from .frames import Codec, FrameError
 from .handshake import Fault
 from .hanging import HANG_S, HangLimit
-from .messages import Clear, Computed, Dropped, Look, Looked, Verdicts, message_of
+from .messages import KINDS, Clear, Computed, Dropped, Look, Looked, Verdicts, message_of
 from .relay import Opening
 from .straight import Ring, Sent
 from .ways import Hop
@@ -62,6 +62,7 @@ class StageWorkers:
         self._known = [len(worker.faults) for worker in workers]
         self._owed = [0] * len(workers)  # rows of the frame whose answer is still to come; 0: none is
         self._limits = [HangLimit() for _ in workers]
+        self._codec = Codec(**KINDS)
         self._sending: int | None = None  # to which stage
         self._lost: set[int] = set()  # stages, since a frame has come through
         self._clear = True  # whether the stages are to be told the epoch
@@ -127,7 +128,7 @@ class StageWorkers:
         due = ring.in_flight.tick(entering if carries else None)
         if entering is not None and carries:
             try:
-                ring.send(self._embedded(entering), self._limits[0].seconds(entering.rows))
+                ring.send(self._embedded(entering), self._limits[0].seconds(ring.in_flight.rows))
             except ChannelClosed:
                 self._broken("the first stage takes no frame")
         if due is None:
@@ -194,12 +195,13 @@ class StageWorkers:
 
     def _say(self, message: Any) -> None:
         """Tell all stages the same; of one that is gone is heard with the next frame."""
+        parts = self._codec.encode(message)
         for index, worker in enumerate(self.workers):
             if worker.line is None:
                 continue
             self._sending = index
             try:
-                worker.line.send(message, SEND_S)
+                worker.line.channel.send(parts, SEND_S)
             except ChannelClosed:
                 worker.lost()
             self._sending = None

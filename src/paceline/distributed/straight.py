@@ -55,9 +55,13 @@ class InFlight:
     def tick(self, entering: Frame | None) -> Sent | None:
         """A tick begins: what enters now, or nothing; returns what the last stage has in it."""
         self._began = self._now()
-        before = [sent.rows for sent in self._sent if sent is not None]
-        self._sent.append(None if entering is None else Sent(entering, self._began, max([1, entering.rows, *before])))
+        self._sent.append(None if entering is None else Sent(entering, self._began, max(entering.rows, self.rows)))
         return self._sent.popleft()
+
+    @property
+    def rows(self) -> int:
+        """The most of a frame that is under way."""
+        return max((sent.rows for sent in self._sent if sent is not None), default=1)
 
     def came(self, sent: Sent) -> None:
         """The last stage has it."""
