@@ -78,7 +78,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TargetPart:
     """What a process, or all ranks of one, have of a target."""
 
     layers: tuple[int, int] | None = None  # the first, and one past the last; None: all
@@ -86,7 +86,7 @@ class Part:
 
 
 # Starts the processes of a target's ranks: rank 0, with the line to the others.
-StartRanks = Callable[[LLMConfig, "Source", Part], Ranks]
+StartRanks = Callable[[LLMConfig, "Source", TargetPart], Ranks]
 
 
 def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedModel:
@@ -105,12 +105,12 @@ def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedMod
         share_of(config, source, 0)
         assert start is not None, "nobody starts the other ranks"
         tokenizer = source.tokenizer()
-        decoder = load_ranks(config, source, Part(layers), start)
+        decoder = load_ranks(config, source, TargetPart(layers), start)
         return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
     return _load(config, source, config.exact, layers)
 
 
-def load_ranks(config: LLMConfig, source: Source, part: Part, start: StartRanks) -> Decoder:
+def load_ranks(config: LLMConfig, source: Source, part: TargetPart, start: StartRanks) -> Decoder:
     """Rank 0's share of a part of the target, while the other ranks load theirs; errors as of `load_model`."""
     ranks = start(config, source, part)
     decoder = load_share(config, source, ranks, part)
@@ -119,7 +119,7 @@ def load_ranks(config: LLMConfig, source: Source, part: Part, start: StartRanks)
     return decoder
 
 
-def share_of(config: LLMConfig, source: Source, rank: int, part: Part = Part()) -> Share:  # noqa: B008  # frozen
+def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = TargetPart()) -> Share:  # noqa: B008  # frozen
     """What one rank has of the target, or of a part of it.
 
     Raises:
@@ -140,7 +140,7 @@ def share_of(config: LLMConfig, source: Source, rank: int, part: Part = Part()) 
     return Share(shape, rank, count, by_outputs(config.exact, source.quant))
 
 
-def load_share(config: LLMConfig, source: Source, ranks: Ranks, part: Part) -> Decoder:
+def load_share(config: LLMConfig, source: Source, ranks: Ranks, part: TargetPart) -> Decoder:
     """A rank's share of a part of the target; errors as of `load_model`."""
     return load_model(
         source.folder,

@@ -13,7 +13,7 @@ from weakref import finalize
 
 import torch
 
-from .assembly import Part, Source, compiled_layers, kv_layout, load_share, open_source, share_of
+from .assembly import Source, TargetPart, compiled_layers, kv_layout, load_share, open_source, share_of
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .distributed.handshake import Facts
@@ -30,7 +30,7 @@ from .rounds.pipeline.split import Split, parse_split
 OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
 
 
-def start_ranks(config: LLMConfig, source: Source, part: Part) -> Ranks:
+def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     """Rank 0, and the processes of the others, which load their shares while it loads its own.
 
     They end with the line that is returned. Each has as many threads, so that together they use once the cores that
@@ -67,7 +67,7 @@ def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
 
 
 def rank_spec(
-    config: LLMConfig, source: Source, rank: int, memory: RankMemory, part: Part, where: Placement
+    config: LLMConfig, source: Source, rank: int, memory: RankMemory, part: TargetPart, where: Placement
 ) -> WorkerSpec:
     """A worker with a rank.
 
@@ -107,14 +107,14 @@ def service(
         options: those of `LLMConfig` that it must know.
         rank, count: which of how many.
         memory: that the ranks share.
-        layers, ends: as of `Part`.
+        layers, ends: as of `TargetPart`.
 
     Raises:
         ConfigError: a checkpoint that cannot be used, too little memory.
     """
     config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
     source = open_source(config, config.model, config.dtype)
-    part = Part(None if layers is None else (layers[0], layers[1]), ends)
+    part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
     ranks = Ranks(share_of(config, source, rank, part), Joins.opened(memory, rank, count))
     decoder = load_share(config, source, ranks, part)
     layout, kind = kv_layout(config, decoder.own, source.dtype)

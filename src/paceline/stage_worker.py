@@ -21,8 +21,8 @@ import torch
 from . import native
 from .assembly import (
     LoadedModel,
-    Part,
     Source,
+    TargetPart,
     compiled_layers,
     kv_layout,
     load_ranks,
@@ -286,7 +286,7 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
         raise ConfigError(asked, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
     if config.tensor_parallel > 1:  # they share the threads that this process was given
         own = replace(config, threads=max(1, torch.get_num_threads() // config.tensor_parallel))
-        decoder = load_ranks(own, source, Part((start, stop), ends=False), start_ranks)
+        decoder = load_ranks(own, source, TargetPart((start, stop), ends=False), start_ranks)
     else:
         decoder = load_part(config, source, (start, stop), ends=False)
     shape, kind = kv_layout(config, decoder.own, source.dtype)

@@ -4,7 +4,7 @@
                has its ranks
     Compute    a frame: from the coordinator, answered by `Computed` where it has rows, or from stage to stage
     Verdicts   what the target said, where frames go from stage to stage; has no answer
-    Look       what a stage is at; is answered by `Looked`
+    AskStage   what a stage is at; is answered by `StageState`
     Dropped    in place of an answer: the stage lost its K/V, and comes back by itself
 
 States go in and come out: who embeds tokens and reads the last states is the coordinator (`stage_workers`).
@@ -81,14 +81,14 @@ class Verdicts:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class AskStage:
     """What are you at?"""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class StageState:
     """What a stage is at."""
 
     epoch: int
@@ -110,8 +110,8 @@ KINDS: dict[str, type[Any]] = FRAMES | {
     "computed": Computed,
     "clear": Clear,
     "verdicts": Verdicts,
-    "look": Look,
-    "looked": Looked,
+    "ask_stage": AskStage,
+    "stage_state": StageState,
     "dropped": Dropped,
 }
 

@@ -71,7 +71,7 @@ class Relay:
             self.rows = 0
 
 
-class Opening:
+class CoordinatorEnds:
     """Both ends of the coordinator, which a thread opens; the one where frames come in is there from the start.
 
     Args:

@@ -16,7 +16,7 @@ from ..core.errors import PassesLost
 from ..core.inference import inference
 from ..network.stages import Stage
 from .handshake import Facts
-from .messages import KINDS, Clear, Compute, Computed, Dropped, Look, Looked, Verdicts, frame_of
+from .messages import KINDS, AskStage, Clear, Compute, Computed, Dropped, StageState, Verdicts, frame_of
 from .relay import Relay
 
 
@@ -51,7 +51,7 @@ class StageService:
                 ranks.line.back()
             if message.into:
                 self._relay = Relay(self.stage, message.into, message.out, self._relay)
-        elif isinstance(message, Look):
+        elif isinstance(message, AskStage):
             return [self._looked(message.epoch)]
         return ()
 
@@ -64,15 +64,15 @@ class StageService:
             return [Dropped(message.epoch, str(error))]
         return () if frame.hidden is None else (Computed(frame.epoch, frame.hidden, time.monotonic() - began),)
 
-    def _looked(self, epoch: int) -> Looked:
+    def _looked(self, epoch: int) -> StageState:
         """What it is at; raises what its relay failed at."""
         relay = self._relay
         if relay is None:
-            return Looked(epoch, 0, 0.0, "")
+            return StageState(epoch, 0, 0.0, "")
         if relay.error is not None:
             raise relay.error
         rows = relay.rows
-        return Looked(epoch, rows, time.monotonic() - relay.since if rows else 0.0, relay.dropped)
+        return StageState(epoch, rows, time.monotonic() - relay.since if rows else 0.0, relay.dropped)
 
     def work(self) -> None:
         """Nothing is left behind a frame."""

@@ -27,9 +27,9 @@ from .clock import Late
 from .frames import Codec, FrameError
 from .handshake import Fault
 from .hanging import HANG_S, HangLimit
-from .messages import KINDS, Clear, Computed, Dropped, Look, Looked, Verdicts, message_of
-from .relay import Opening
-from .straight import Ring, Sent
+from .messages import KINDS, AskStage, Clear, Computed, Dropped, StageState, Verdicts, message_of
+from .relay import CoordinatorEnds
+from .straight import FrameWays, Sent
 from .ways import Hop
 from .worker import Patience, Worker, WorkerFailed, lost
 
@@ -53,8 +53,8 @@ class StageWorkers:
     def __init__(self, workers: Sequence[Worker], last: Stage, layers: int, hop: Hop | None = None) -> None:
         self.workers, self.last, self.layers = workers, last, layers
         self._hop = hop if len(workers) > 1 else None
-        self._ring: Ring | None = None
-        self._opening: Opening | None = None
+        self._ring: FrameWays | None = None
+        self._opening: CoordinatorEnds | None = None
         self._broke = 0  # how often the ways broke, and no stage was at fault, since a frame came through
         self.count = len(workers) + 1
         self.faults: list[str] = []  # each names a stage and its process
@@ -123,7 +123,7 @@ class StageWorkers:
 
     # -- straight
 
-    def _straight(self, ring: Ring, entering: Frame | None) -> Frame | None:
+    def _straight(self, ring: FrameWays, entering: Frame | None) -> Frame | None:
         carries = entering is not None and bool(entering.rows or entering.moves or entering.ended)
         due = ring.in_flight.tick(entering if carries else None)
         if entering is not None and carries:
@@ -139,7 +139,7 @@ class StageWorkers:
             self._say(Verdicts(ended=[*frame.ended]))
         return out
 
-    def _arrived(self, ring: Ring, due: Sent) -> Frame:
+    def _arrived(self, ring: FrameWays, due: Sent) -> Frame:
         """A frame, once it comes out of the stages before the last one."""
         began, limit = time.monotonic(), self._limits[0]
         while True:
@@ -160,13 +160,13 @@ class StageWorkers:
 
     def _broken(self, why: str, hangs: bool = False) -> NoReturn:
         """Find out which stage it is: raises as `tick`."""
-        said: dict[int, Looked] = {}
-        self._say(Look(self.last.epoch))
+        said: dict[int, StageState] = {}
+        self._say(AskStage(self.last.epoch))
         began = time.monotonic()
         for index, worker in enumerate(self.workers):
             while worker.line is not None and index not in said:
                 message = self._message(index)
-                if isinstance(message, Looked) and message.epoch == self.last.epoch:
+                if isinstance(message, StageState) and message.epoch == self.last.epoch:
                     said[index] = message
                 elif isinstance(message, Fault):
                     worker.failed(f"failed: {message.why}")
@@ -329,7 +329,7 @@ class StageWorkers:
         if self._opening is not None:
             self._opening.begin()
             try:
-                self._ring = Ring(*self._opening.wait(self._look, LOOK_S / 10), self.count)
+                self._ring = FrameWays(*self._opening.wait(self._look, LOOK_S / 10), self.count)
             except ChannelClosed as error:
                 self._broken(f"the way of frames does not come about: {error}")
         self._clear = False
@@ -338,9 +338,9 @@ class StageWorkers:
         """Wait until the stages that lost K/V have all that they need; no frame's time is theirs."""
         began = time.monotonic()
         for index in sorted(self._away):
-            self._line(index).send(Look(self.last.epoch), SEND_S)
+            self._line(index).send(AskStage(self.last.epoch), SEND_S)
             said: Any = None
-            while not isinstance(said, Looked) or said.epoch != self.last.epoch:
+            while not isinstance(said, StageState) or said.epoch != self.last.epoch:
                 said = self._message(index)
                 if isinstance(said, Fault):
                     self.workers[index].failed(f"failed: {said.why}")
@@ -356,7 +356,7 @@ class StageWorkers:
         self._leave()
         hosts = ["", *(worker.host for worker in self.workers), ""]
         hops = [self._hop(a, b) for a, b in zip(hosts[:-1], hosts[1:], strict=True)]
-        self._opening = Opening(hops[0][0], hops[-1][1])
+        self._opening = CoordinatorEnds(hops[0][0], hops[-1][1])
         return [(into, out) for (_, into), (out, _) in zip(hops[:-1], hops[1:], strict=True)]
 
     def _drain(self, index: int) -> None:

@@ -76,7 +76,7 @@ class InFlight:
         return max(0.0, min(hop / LOOKS, self._began + hop - self._now()))
 
 
-class Ring:
+class FrameWays:
     """The coordinator's ends of the ways that frames go.
 
     Args:
