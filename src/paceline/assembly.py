@@ -54,6 +54,7 @@ from .network.native import unsupported
 from .network.padding import cache_shape, packed_shape
 from .network.parallel import Ranks, Share, by_outputs
 from .network.streams import CONFIG_FILE
+from .network.tracks import Tracks, load_tracks
 from .planning import machines
 from .planning.models import shape_of
 from .planning.throughput import ServedModel, cost_points, pass_seconds
@@ -88,6 +89,9 @@ class TargetPart:
 # Starts the processes of a target's ranks: rank 0, with the line to the others.
 StartRanks = Callable[[LLMConfig, "Source", TargetPart], Ranks]
 
+# Starts the processes of a draft's tracks, likewise.
+StartTracks = Callable[[LLMConfig, "Source"], Ranks]
+
 
 def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedModel:
     """The target. Everything that can be checked without the weights is checked before they are read.
@@ -97,6 +101,9 @@ def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedMod
         start: starts its other ranks, where it has some.
     """
     source = open_source(config, config.model, config.dtype)
+    if source.shape.tracks > 1:
+        wrong = "it is a draft of tracks, which no target is"
+        raise CapabilityError(f"model {config.model!r}", wrong, f"draft with it: drafter='draft_model:{config.model}'")
     drafter_of(config)
     _pool_tokens(config, *kv_layout(config, source.shape, source.dtype), _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
@@ -257,6 +264,10 @@ def _load(
     attention = make_attention(config, kind, exact)
     # Before the weights: what is wrong with it is said at once.
     tokenizer = source.tokenizer(texts)
+    if source.shape.tracks > 1:
+        own: dict[str, Any] = {"dtype": source.quant or kind, "device": stage_devices(config)[-1], "native": compiled}
+        tracks = load_tracks(folder, attention=attention, **own)
+        return LoadedModel(source.name, tracks, tokenizer, folder, source.shape.num_layers)
     decoder = load_model(
         folder,
         attention=attention,
@@ -268,6 +279,13 @@ def _load(
         layers=layers,
     )
     return LoadedModel(source.name, decoder, tokenizer, folder, source.shape.num_layers)
+
+
+def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Tracks:
+    """The track of one of several processes; errors as of `load_model`."""
+    kind = source.dtype
+    how: dict[str, Any] = {"dtype": source.quant or kind, "native": compiled_layers(config, source.shape, kind)}
+    return load_tracks(source.folder, attention=make_attention(config, kind, False), ranks=ranks, **how)
 
 
 def make_attention(config: LLMConfig, dtype: torch.dtype, exact: bool) -> AttentionBackend:
@@ -332,13 +350,18 @@ StartStages = Callable[[LLMConfig, Split, LoadedModel, KVPool], StageLine]
 
 
 def build_engine(
-    config: LLMConfig, target: LoadedModel, serve: ServeApart | None = None, start: StartStages | None = None
+    config: LLMConfig,
+    target: LoadedModel,
+    serve: ServeApart | None = None,
+    start: StartStages | None = None,
+    tracks: StartTracks | None = None,
 ) -> Engine:
     """Drafter, pool, budget, round and engine over a loaded target.
 
     Args:
         serve: starts a drafter's own process, where the round asks for one.
         start: starts the stages' processes, where the target is split.
+        tracks: starts those of a draft's tracks, where each has one.
 
     Raises:
         ConfigError: a part that is not available, or parts that do not fit together.
@@ -347,7 +370,7 @@ def build_engine(
     folders = locate(config.applications or {}, config.offline)
     applications = load_applications(folders, decoder, target.name, target.folder)
     streams = max([0, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])  # of a row
-    drafter = build_drafter(config, target, streams)
+    drafter = build_drafter(config, target, streams, tracks)
     if decoder.ranks is not None:
         _check_beside_ranks(config.tensor_parallel, drafter, applications)
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
@@ -403,10 +426,40 @@ def _check_beside_ranks(count: int, drafter: Drafter | None, applications: Mappi
         raise CapabilityError(f"tensor_parallel={count} with drafter {spec.name!r}", wrong, remedy)
 
 
-def _load_drafts(config: LLMConfig, texts: bool, auto: torch.dtype, name: str, dtype: str) -> LoadedModel:
-    """A model that a drafter runs, loaded as the target was; ``auto``: what dtype "auto" means."""
+def _load_drafts(
+    config: LLMConfig,
+    texts: bool,
+    auto: torch.dtype,
+    start: StartTracks | None,
+    name: str,
+    dtype: str,
+    processes: int = 1,
+) -> LoadedModel:
+    """A model that a drafter runs, loaded as the target was; ``auto``: what dtype "auto" means.
+
+    Args:
+        processes: that share it; ``start`` starts all but this one.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has another number of tracks.
+        CapabilityError: tracks in processes for a drafter on a GPU, or where nobody starts them.
+    """
     wanted = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
-    return _load(config, open_source(config, name, wanted), exact=False, texts=texts)
+    source = open_source(config, name, wanted)
+    if processes == 1:
+        return _load(config, source, exact=False, texts=texts)
+    asked = f"drafter='draft_model:{name}' with processes={processes}"
+    if source.shape.tracks != processes:
+        wrong = f"its tracks are {source.shape.tracks}" if source.shape.tracks > 1 else "it is no draft of tracks"
+        raise ConfigError(asked, wrong, "give as many processes as tracks, or leave processes out")
+    if start is None or parse_device(config.device).type != "cpu":
+        wrong = "processes share a draft's tracks on CPUs, beside an engine"
+        raise CapabilityError(asked, wrong, "leave processes out")
+    tokenizer, ranks = source.tokenizer(texts), start(config, source)
+    decoder = load_track(config, source, ranks)
+    assert ranks.line is not None, "rank 0 has the line to the others"
+    ranks.line.start()
+    return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
 
 
 def drafter_of(config: LLMConfig) -> DrafterConfig | None:
@@ -432,30 +485,40 @@ def _of_the_zoo(model: str, kind: str) -> str:
     return found
 
 
-def build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Drafter | None:
+def build_drafter(
+    config: LLMConfig, target: LoadedModel, streams: int, tracks: StartTracks | None = None
+) -> Drafter | None:
     """The drafter that the configuration names; None: it names none.
 
     Args:
         streams: most streams that a row of the applications beside it carries.
+        tracks: starts the processes of a draft's tracks.
     """
     chosen = drafter_of(config)
     if chosen is None:
         return None
     source = target.name, target.folder, target.decoder.dtype
-    return registry.build(chosen, drafter_context(config, *source, streams))
+    return registry.build(chosen, drafter_context(config, *source, streams, tracks=tracks))
 
 
 def drafter_context(
-    config: LLMConfig, name: str, folder: Path, dtype: torch.dtype, streams: int = 0, texts: bool = True
+    config: LLMConfig,
+    name: str,
+    folder: Path,
+    dtype: torch.dtype,
+    streams: int = 0,
+    texts: bool = True,
+    tracks: StartTracks | None = None,
 ) -> DrafterContext:
     """What a drafter may use while it is built, for a target of this name, folder and dtype.
 
     Args:
         streams: most streams that a row of the applications beside it carries.
         texts: whether texts are read and written here; else of tokenizers their vocabulary is enough.
+        tracks: starts the processes of a draft's tracks.
     """
     return DrafterContext(
-        load_model=partial(_load_drafts, config, texts, dtype),
+        load_model=partial(_load_drafts, config, texts, dtype, tracks),
         dtype=dtype,
         device=parse_device(stage_devices(config)[-1]),
         find=partial(resolve_folder, offline=config.offline),

@@ -29,6 +29,7 @@ from .drafters.registry import DrafterConfig
 from .network.decoder import TargetInfo
 from .network.files import fingerprint
 from .network.loader import parse_device, resolve_folder
+from .rank_worker import start_tracks
 from .rounds.base import Place
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ def serve_apart(
     device = draft_device(config, place)
     placement = Placement(cores=place.cores, threads=place.threads, device=device)
     if places is not None:
+        if getattr(_chosen(config), "processes", 1) > 1:
+            wrong = "its tracks are processes of one host, and none are placed over hosts"
+            raise CapabilityError(f"drafter {config.drafter!r} with cluster=..", wrong, "leave processes out")
         placement = places.placement(device, place.threads)
     rest = [core for core in cores() if core not in place.cores]
     if place.cores and not rest:
@@ -119,7 +123,7 @@ def service(
     config = LLMConfig(**{**options, "device": device})
     chosen, source = _chosen(config), open_source(config, config.model, config.dtype)
     of_target = source.name, source.folder, source.dtype
-    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False))
+    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False, tracks=start_tracks))
     if not drafter.spec.ahead:
         wrong = "it cannot draft below tokens that are not decided on"
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")

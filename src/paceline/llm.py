@@ -70,6 +70,13 @@ def _start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     return start_ranks(config, source, part)
 
 
+def _start_tracks(config: LLMConfig, source: Source) -> Ranks:
+    """The tracks of a draft in processes of their own, likewise."""
+    from .rank_worker import start_tracks
+
+    return start_tracks(config, source)
+
+
 def _cut(config: LLMConfig) -> LLMConfig:
     """With a cut into stages that is measured, where one is asked for; likewise."""
     if config.pipeline is None:
@@ -106,7 +113,7 @@ class LLM:
         self._target = load_target(self.config, _start_ranks) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
         self.engine = build_engine(
-            self.config, self._target, partial(_serve_apart, places), partial(_start_stages, places)
+            self.config, self._target, partial(_serve_apart, places), partial(_start_stages, places), _start_tracks
         )
         self.learning = None if self.config.learn is None else _learn(self)
 

@@ -1,11 +1,12 @@
-"""Ranks of a target in processes of their own: from the options of an `LLM` to workers and the line to them.
+"""Ranks of a target, and tracks of a draft, in processes of their own: from the options of an `LLM` to workers and the
+line to them.
 
-Each process reads its share of the checkpoint and nothing else. Rank 0's is the engine's process.
+Each process reads its share of the checkpoint and nothing else. Rank 0's is the engine's process, or the drafter's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +14,16 @@ from weakref import finalize
 
 import torch
 
-from .assembly import Source, TargetPart, compiled_layers, kv_layout, load_share, open_source, share_of
+from .assembly import (
+    Source,
+    TargetPart,
+    compiled_layers,
+    kv_layout,
+    load_share,
+    load_track,
+    open_source,
+    share_of,
+)
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .distributed.handshake import Facts
@@ -23,7 +33,8 @@ from .distributed.rank_workers import PATIENCE, RankWorkers
 from .distributed.worker import Worker, WorkerSpec
 from .network.files import fingerprint
 from .network.joins import Joins, RankMemory
-from .network.parallel import Ranks
+from .network.parallel import Ranks, Share
+from .network.tracks import track_share
 from .rounds.pipeline.split import Split, parse_split
 
 # What a rank's process must know of the options; the rest is the engine's.
@@ -41,13 +52,31 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
         CapabilityError: no compiled code, or a system without such memory.
     """
     share = share_of(config, source, 0, part)
-    memory = RankMemory(share.count)
     split = Split(stages=1) if config.pipeline is None else parse_split(config.pipeline)
     named = split.cores[-(len(split.cores) // split.stages) :] if split.cores else ()  # the last stage's are this one's
     bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
     usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
     where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
-    specs = [rank_spec(config, source, rank, memory, part, where) for rank in range(1, share.count)]
+    ranks = _started(share, lambda rank, memory: rank_spec(config, source, rank, memory, part, where))
+    torch.set_num_threads(where.threads or 1)
+    return ranks
+
+
+def start_tracks(config: LLMConfig, source: Source) -> Ranks:
+    """The same for a draft of tracks, a track a process. They have memory of their own, whatever ranks the target has.
+
+    Raises:
+        CapabilityError: as of `start_ranks`.
+    """
+    share = track_share(source.shape, 0)
+    threads = max(1, len(cores()) // share.count)
+    return _started(share, lambda rank, memory: _track_spec(config, source, rank, memory, threads))
+
+
+def _started(share: Share, spec: Callable[[int, RankMemory], WorkerSpec]) -> Ranks:
+    """Rank 0, and the processes of the others."""
+    memory = RankMemory(share.count)
+    specs = [spec(rank, memory) for rank in range(1, share.count)]
     workers = [Worker(spec, PATIENCE) for spec in specs]
     joins = memory.joins()
     line = RankWorkers(workers, joins)
@@ -55,7 +84,6 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     for worker in workers:
         with suppress(ConfigError):  # said again where it is waited for
             worker.poll()
-    torch.set_num_threads(where.threads or 1)
     return Ranks(share, joins, line)
 
 
@@ -89,6 +117,32 @@ def rank_spec(
         expected=_facts(source),
         placement=where,
     )
+
+
+def _track_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
+    options = {name: getattr(config, name) for name in OPTIONS}
+    options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"
+    dtype = source.quant or str(source.dtype).removeprefix("torch.")
+    whose = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path}
+    return WorkerSpec(
+        name=f"track {rank}",
+        service=f"{__name__}:track_service",
+        options={"options": options, **whose},
+        kinds=KINDS,
+        expected=_facts(source),
+        placement=Placement(threads=min(threads, len(cores()))),
+    )
+
+
+def track_service(
+    device: str, options: Mapping[str, Any], name: str, dtype: str, rank: int, memory: str
+) -> RankService:
+    """What such a worker of a track makes; arguments as of `service`, and the draft's folder and dtype."""
+    config = LLMConfig(**{**options, "device": device})
+    source = open_source(config, name, dtype)
+    share = track_share(source.shape, rank)
+    decoder = load_track(config, source, Ranks(share, Joins.opened(memory, rank, share.count)))
+    return RankService(decoder, decoder.cache_shape, decoder.dtype, _facts(source))
 
 
 def service(

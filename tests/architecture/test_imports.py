@@ -30,7 +30,10 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "config": {"options", "distributed", "core", "network", "attention", "drafters", "rounds", "engine", "planning"},
     "assembly": {"config", *ENGINE, "engine", "grammar", "planning", "zoo"},
     "cluster": {"config", "core", "distributed", "rounds"},
-    "draft_worker": {"cluster", "config", "assembly", "distributed", "core", "network", "drafters", "rounds"},
+    "draft_worker": {
+        *{"cluster", "config", "assembly", "distributed", "core", "network", "drafters", "rounds"},
+        "rank_worker",
+    },
     "stage_worker": {"cluster", "rank_worker", "config", "assembly", "distributed", "native", *ENGINE - {"attention"}},
     "rank_worker": {"config", "assembly", "distributed", "core", "network", "rounds"},
     "engine_worker": {"chunks", "core", "distributed", "drafters", "engine", "llm", "network"},

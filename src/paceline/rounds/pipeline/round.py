@@ -174,8 +174,9 @@ class PipelineRound:
             self._adapt(self.widths, frame, self.now() - began)
         added, self._added = self._added, (0, 0)
         if self.on_tick is not None:
-            rows = 0 if frame is None else frame.rows
-            self.on_tick(Tick(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
+            self.on_tick(
+                Tick(0 if frame is None else frame.rows, sum(n for _, n in said), hits, waits, verdicts, *added)
+            )
         return said
 
     def _adapt(self, widths: Widths, frame: Frame | None, seconds: float) -> None:
@@ -235,8 +236,7 @@ class PipelineRound:
         return parts
 
     def _text(self, running: Running, work: Work) -> StageRows:
-        """Rows of a text; the last one is the root, where the text ends with them. Those before it are committed: what
-        enters later finds them written, at every stage."""
+        """Rows of a text; its last one is the root. Those before are committed: what enters later finds them written."""
         if self._tree and work.rows == 1 and work.generates and running.flight is not None:
             return self._whole_tree(running)
         sequence, cache = running.sequence, running.cache
@@ -438,9 +438,7 @@ class PipelineRound:
         """What the target says behind the root, where its row is among these, and behind what becomes the root."""
         count = hits = 0
         flight, sequence = running.flight, running.sequence
-        while (
-            flight is not None and sequence.view.fault is None and not sequence.finished and flight.root in part.nodes
-        ):
+        while flight is not None and not (sequence.view.fault or sequence.finished) and flight.root in part.nodes:
             row = part.nodes.index(flight.root)
             logits = self.target.read(hidden[row : row + 1])
             token = self._choose(sequence.view, flight, logits)
