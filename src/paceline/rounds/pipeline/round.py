@@ -174,9 +174,8 @@ class PipelineRound:
             self._adapt(self.widths, frame, self.now() - began)
         added, self._added = self._added, (0, 0)
         if self.on_tick is not None:
-            self.on_tick(
-                Tick(0 if frame is None else frame.rows, sum(n for _, n in said), hits, waits, verdicts, *added)
-            )
+            rows = 0 if frame is None else frame.rows
+            self.on_tick(Tick(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
         return said
 
     def _adapt(self, widths: Widths, frame: Frame | None, seconds: float) -> None:
@@ -236,7 +235,7 @@ class PipelineRound:
         return parts
 
     def _text(self, running: Running, work: Work) -> StageRows:
-        """Rows of a text; its last one is the root. Those before are committed: what enters later finds them written."""
+        """Rows of a text; its last one is the root. Those before it are committed: what comes later finds them."""
         if self._tree and work.rows == 1 and work.generates and running.flight is not None:
             return self._whole_tree(running)
         sequence, cache = running.sequence, running.cache
@@ -305,8 +304,7 @@ class PipelineRound:
         return bool(flight.tips(min(farthest, flight.place + len(self._tree))))
 
     def _wait(self, source: Source) -> bool:
-        found = source.take(wait=True)
-        self._extend(found)
+        self._extend(found := source.take(wait=True))
         return bool(found)
 
     def _room(self, running: Running) -> int:
