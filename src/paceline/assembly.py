@@ -78,8 +78,19 @@ class LoadedModel:
     layers: int  # of the whole target, of which the decoder may have the last ones alone
 
 
-# Starts the processes of a target's ranks, or of a draft's tracks: rank 0, with the line to the others.
-StartRanks = Callable[[LLMConfig, "Source"], Ranks]
+@dataclass(frozen=True, slots=True)
+class TargetPart:
+    """What a process, or all ranks of one, have of a target."""
+
+    layers: tuple[int, int] | None = None  # the first, and one past the last; None: all
+    ends: bool = True  # whether embedding, final norm and head are there, too
+
+
+# Starts the processes of a target's ranks: rank 0, with the line to the others.
+StartRanks = Callable[[LLMConfig, "Source", TargetPart], Ranks]
+
+# Starts the processes of a draft's tracks, likewise.
+StartTracks = Callable[[LLMConfig, "Source"], Ranks]
 
 
 def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedModel:
@@ -96,20 +107,27 @@ def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedMod
     drafter_of(config)
     _pool_tokens(config, *kv_layout(config, source.shape, source.dtype), _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
+    layers = own_layers(config, source.shape)
     if config.tensor_parallel > 1:
         share_of(config, source, 0)
         assert start is not None, "nobody starts the other ranks"
         tokenizer = source.tokenizer()
-        ranks = start(config, source)
-        decoder = load_share(config, source, ranks)
-        assert ranks.line is not None, "rank 0 has the line to the others"
-        ranks.line.start()
+        decoder = load_ranks(config, source, TargetPart(layers), start)
         return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
-    return _load(config, source, config.exact, own_layers(config, source.shape))
+    return _load(config, source, config.exact, layers)
 
 
-def share_of(config: LLMConfig, source: Source, rank: int) -> Share:
-    """What one rank has of the target.
+def load_ranks(config: LLMConfig, source: Source, part: TargetPart, start: StartRanks) -> Decoder:
+    """Rank 0's share of a part of the target, while the other ranks load theirs; errors as of `load_model`."""
+    ranks = start(config, source, part)
+    decoder = load_share(config, source, ranks, part)
+    assert ranks.line is not None, "rank 0 has the line to the others"
+    ranks.line.start()
+    return decoder
+
+
+def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = TargetPart()) -> Share:  # noqa: B008  # frozen
+    """What one rank has of the target, or of a part of it.
 
     Raises:
         ConfigError: ranks that cannot share it.
@@ -123,11 +141,14 @@ def share_of(config: LLMConfig, source: Source, rank: int) -> Share:
     if is_gguf(source.folder):
         wrong = "a GGUF file's weights are in blocks, which are not cut at ranks"
         raise CapabilityError(f"tensor_parallel={count} with {source.name}", wrong, "use the original checkpoint")
-    return Share(source.shape, rank, count, by_outputs(config.exact, source.quant))
+    shape = source.shape if part.layers is None else source.shape.part(*part.layers, part.ends)
+    if not part.ends:
+        shape = replace(shape, vocab_size=count)  # of which nobody has a use
+    return Share(shape, rank, count, by_outputs(config.exact, source.quant))
 
 
-def load_share(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
-    """A rank's share of the target; errors as of `load_model`."""
+def load_share(config: LLMConfig, source: Source, ranks: Ranks, part: TargetPart) -> Decoder:
+    """A rank's share of a part of the target; errors as of `load_model`."""
     return load_model(
         source.folder,
         attention=make_attention(config, source.dtype, config.exact),
@@ -137,6 +158,8 @@ def load_share(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
         native=compiled_layers(config, source.shape, source.dtype),
         stretch=source.shape.stretch,
         ranks=ranks,
+        layers=part.layers,
+        ends=part.ends,
     )
 
 
@@ -331,7 +354,7 @@ def build_engine(
     target: LoadedModel,
     serve: ServeApart | None = None,
     start: StartStages | None = None,
-    tracks: StartRanks | None = None,
+    tracks: StartTracks | None = None,
 ) -> Engine:
     """Drafter, pool, budget, round and engine over a loaded target.
 
@@ -407,7 +430,7 @@ def _load_drafts(
     config: LLMConfig,
     texts: bool,
     auto: torch.dtype,
-    start: StartRanks | None,
+    start: StartTracks | None,
     name: str,
     dtype: str,
     processes: int = 1,
@@ -463,7 +486,7 @@ def _of_the_zoo(model: str, kind: str) -> str:
 
 
 def build_drafter(
-    config: LLMConfig, target: LoadedModel, streams: int, tracks: StartRanks | None = None
+    config: LLMConfig, target: LoadedModel, streams: int, tracks: StartTracks | None = None
 ) -> Drafter | None:
     """The drafter that the configuration names; None: it names none.
 
@@ -485,7 +508,7 @@ def drafter_context(
     dtype: torch.dtype,
     streams: int = 0,
     texts: bool = True,
-    tracks: StartRanks | None = None,
+    tracks: StartTracks | None = None,
 ) -> DrafterContext:
     """What a drafter may use while it is built, for a target of this name, folder and dtype.
 

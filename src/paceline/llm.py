@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import native, zoo
-from .assembly import LoadedModel, Source, build_engine, check_shared, fingerprint, load_target
+from .assembly import LoadedModel, Source, TargetPart, build_engine, check_shared, fingerprint, load_target
 from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .core.errors import ConfigError
@@ -63,11 +63,11 @@ def _reserve(config: LLMConfig) -> Any:
     return reserve(config)
 
 
-def _start_ranks(config: LLMConfig, source: Source) -> Ranks:
+def _start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     """The target's other ranks in processes of their own, likewise."""
     from .rank_worker import start_ranks
 
-    return start_ranks(config, source)
+    return start_ranks(config, source, part)
 
 
 def _start_tracks(config: LLMConfig, source: Source) -> Ranks:

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 from weakref import finalize
 
 import torch
 
-from .assembly import Source, compiled_layers, kv_layout, load_share, load_track, open_source, share_of
+from .assembly import (
+    Source,
+    TargetPart,
+    compiled_layers,
+    kv_layout,
+    load_share,
+    load_track,
+    open_source,
+    share_of,
+)
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .distributed.handshake import Facts
-from .distributed.placement import Placement, cores
+from .distributed.placement import Placement, cores, parse_cluster
 from .distributed.rank_service import KINDS, RankService
 from .distributed.rank_workers import PATIENCE, RankWorkers
 from .distributed.worker import Worker, WorkerSpec
@@ -25,25 +35,30 @@ from .network.files import fingerprint
 from .network.joins import Joins, RankMemory
 from .network.parallel import Ranks, Share
 from .network.tracks import track_share
+from .rounds.pipeline.split import Split, parse_split
 
 # What a rank's process must know of the options; the rest is the engine's.
 OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
 
 
-def start_ranks(config: LLMConfig, source: Source) -> Ranks:
+def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     """Rank 0, and the processes of the others, which load their shares while it loads its own.
 
-    They end with the line that is returned. Each has as many threads, so that together they use the cores once, where
-    the options name no other number for each.
+    They end with the line that is returned. Each has as many threads, so that together they use once the cores that
+    this process has, or its stage, where the options name no other number for each.
 
     Raises:
         ConfigError: ranks that cannot share the target.
         CapabilityError: no compiled code, or a system without such memory.
     """
-    share = share_of(config, source, 0)
-    threads = config.threads or max(1, len(cores()) // share.count)
-    ranks = _started(share, lambda rank, memory: rank_spec(config, source, rank, memory, threads))
-    torch.set_num_threads(threads)
+    share = share_of(config, source, 0, part)
+    split = Split(stages=1) if config.pipeline is None else parse_split(config.pipeline)
+    named = split.cores[-(len(split.cores) // split.stages) :] if split.cores else ()  # the last stage's are this one's
+    bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
+    usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
+    where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
+    ranks = _started(share, lambda rank, memory: rank_spec(config, source, rank, memory, part, where))
+    torch.set_num_threads(where.threads or 1)
     return ranks
 
 
@@ -79,7 +94,9 @@ def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
     joins.watch(())
 
 
-def rank_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
+def rank_spec(
+    config: LLMConfig, source: Source, rank: int, memory: RankMemory, part: TargetPart, where: Placement
+) -> WorkerSpec:
     """A worker with a rank.
 
     Args:
@@ -87,17 +104,18 @@ def rank_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, 
         source: the target.
         rank: which.
         memory: that the ranks share.
-        threads: of its layers.
+        part: of the target, which the ranks share.
+        where: it runs.
     """
     options = {name: getattr(config, name) for name in OPTIONS}
     options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
     return WorkerSpec(
         name=f"rank {rank}",
         service=f"{__name__}:service",
-        options={"options": options, "rank": rank, "count": memory.count, "memory": memory.path},
+        options={"options": options, "rank": rank, "count": memory.count, "memory": memory.path, **asdict(part)},
         kinds=KINDS,
         expected=_facts(source),
-        placement=Placement(threads=min(threads, len(cores()))),
+        placement=where,
     )
 
 
@@ -127,7 +145,15 @@ def track_service(
     return RankService(decoder, decoder.cache_shape, decoder.dtype, _facts(source))
 
 
-def service(device: str, options: Mapping[str, Any], rank: int, count: int, memory: str) -> RankService:
+def service(
+    device: str,
+    options: Mapping[str, Any],
+    rank: int,
+    count: int,
+    memory: str,
+    layers: Sequence[int] | None = None,
+    ends: bool = True,
+) -> RankService:
     """What such a worker makes, in its own process.
 
     Args:
@@ -135,14 +161,16 @@ def service(device: str, options: Mapping[str, Any], rank: int, count: int, memo
         options: those of `LLMConfig` that it must know.
         rank, count: which of how many.
         memory: that the ranks share.
+        layers, ends: as of `TargetPart`.
 
     Raises:
         ConfigError: a checkpoint that cannot be used, too little memory.
     """
     config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
     source = open_source(config, config.model, config.dtype)
-    ranks = Ranks(share_of(config, source, rank), Joins.opened(memory, rank, count))
-    decoder = load_share(config, source, ranks)
+    part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
+    ranks = Ranks(share_of(config, source, rank, part), Joins.opened(memory, rank, count))
+    decoder = load_share(config, source, ranks, part)
     layout, kind = kv_layout(config, decoder.own, source.dtype)
     return RankService(decoder, layout, kind, _facts(source))
 

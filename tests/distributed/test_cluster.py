@@ -84,7 +84,7 @@ def test_a_cluster_says_what_one_process_says(
     wanted = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
     what_cannot_be_joined(cluster, monkeypatch)
     caplog.set_level("CRITICAL", "paceline")  # the record of a fault would keep the frames that it went through
-    for part in (in_stages, ahead_of_the_target, without_its_host, what_a_worker_is_refused_for):
+    for part in (in_stages, straight, ahead_of_the_target, without_its_host, what_a_worker_is_refused_for):
         part(cluster, wanted)
         gc.collect()
     link = measure_link(parse_cluster("auto"), False)
@@ -141,6 +141,21 @@ def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
         assert f"worker stage 0 (pid {sent[-len(workers)]} on {stage.host}) {said}" in stage_line.faults[-1]
     assert len(stage_line.faults) == 2 and round_.failure is None
     assert f"worker draft (pid {sent[1]} on " in source.faults[0]
+
+
+def straight(cluster: Any, wanted: list[list[int]]) -> None:
+    """Frames from stage to stage, over groups, each stage in two ranks; a stage is killed."""
+    llm = on(cluster, pipeline=3, tensor_parallel=2, exact=True)
+    stage_line, ticks = llm.engine.round.stage_line, list[Any]()  # type: ignore[attr-defined]
+
+    def on_tick(tick: Any) -> None:
+        ticks.append(tick)
+        if len(ticks) == 8:
+            os.kill(stage_line.workers[1].pid, signal.SIGKILL)
+
+    llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
+    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
+    assert stage_line._ring is not None and len(stage_line.faults) == 1 and "worker stage 1" in stage_line.faults[0]
 
 
 def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 from distributed_services import KINDS, About, Count, Echo, Say
+from kit.clock import VirtualClock
+from kits.channels import RealTime, local_pair
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.distributed.channels import Channel, ChannelClosed, Line, local_pair
-from paceline.distributed.clock import Late, RealClock, VirtualClock
+from paceline.distributed.channels import Channel, ChannelClosed, Line
+from paceline.distributed.clock import Late
 from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS, LIFE, Beat, Facts, Fault, Hello, Refused
 from paceline.distributed.placement import Placement, cores, share_cores
@@ -460,7 +462,7 @@ def test_the_same_loop_in_virtual_time_and_a_message_calls_off_what_is_left():
 
 
 def test_a_service_that_fails_says_so_last():
-    line, raised = served(RealClock(), Echo())
+    line, raised = served(RealTime(), Echo())
     assert say(line, "fail") == Fault("ValueError: no such thing", True)
     with pytest.raises(ChannelClosed):
         line.receive(LONG)

@@ -252,6 +252,13 @@ class Reservation:
         there = ", ".join(_has(has) for has in hosts().values())
         return f"has no host: none is left with {self.bundle} that nobody uses; those that are there have {there}"
 
+    def hop(self, giver: str, taker: str) -> tuple[str, str]:
+        """Addresses of a way between two hosts, of which an empty one is this; see `ways`."""
+        group = f"{self._name}/hop/{next(self._starts)}"
+        ends = [self._store.member(group, rank, 2) for rank in (0, 1)]
+        out, into = (f"group:{host or self.host}/{end}" for host, end in zip((giver, taker), ends, strict=True))
+        return out, into
+
     def _actor(self, index: int) -> Any:
         where = PlacementGroupSchedulingStrategy(self._group, index + 1)
         sizes = {"num_cpus": self.bundle.cores, "num_gpus": self.bundle.gpus}
