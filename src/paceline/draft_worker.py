@@ -14,7 +14,8 @@ from weakref import finalize
 
 import torch
 
-from .assembly import Source, draft_device, drafter_context, drafter_of, open_source
+from .assembly.drafting import drafter_context, drafter_of
+from .assembly.models import Source, draft_device, open_source
 from .config import LLMConfig
 from .core.errors import CapabilityError, ConfigError
 from .core.model_spec import parse_model

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from . import native, zoo
-from .assembly import LoadedModel, Source, TargetPart, build_engine, check_shared, fingerprint, load_target
+from .assembly.drafting import fingerprint
+from .assembly.engine import build_engine, check_shared, load_target
+from .assembly.models import LoadedModel, Source, TargetPart
 from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .core.errors import ConfigError

@@ -9,21 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from weakref import finalize
 
 import torch
 
-from .assembly import (
-    Source,
-    TargetPart,
-    compiled_layers,
-    kv_layout,
-    load_share,
-    load_track,
-    open_source,
-    share_of,
-)
+from .assembly.memory import kv_layout
+from .assembly.models import Source, TargetPart, compiled_layers, load_share, load_track, open_source, share_of
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .distributed.handshake import Facts
@@ -32,6 +25,7 @@ from .distributed.rank_service import KINDS, RankService
 from .distributed.rank_workers import PATIENCE, RankWorkers
 from .distributed.worker import Worker, WorkerSpec
 from .network.files import fingerprint
+from .network.hub import RECEIVED
 from .network.joins import Joins, RankMemory
 from .network.parallel import Ranks, Share
 from .network.tracks import track_share
@@ -112,7 +106,8 @@ def rank_spec(
     return WorkerSpec(
         name=f"rank {rank}",
         service=f"{__name__}:service",
-        options={"options": options, "rank": rank, "count": memory.count, "memory": memory.path, **asdict(part)},
+        options={"options": options, "rank": rank, "count": memory.count, "memory": memory.path, **asdict(part)}
+        | {"received": {name: str(place) for name, place in RECEIVED.items()}},
         kinds=KINDS,
         expected=_facts(source),
         placement=where,
@@ -153,6 +148,7 @@ def service(
     memory: str,
     layers: Sequence[int] | None = None,
     ends: bool = True,
+    received: Mapping[str, str] | None = None,
 ) -> RankService:
     """What such a worker makes, in its own process.
 
@@ -162,10 +158,12 @@ def service(
         rank, count: which of how many.
         memory: that the ranks share.
         layers, ends: as of `TargetPart`.
+        received: where checkpoints are that came to rank 0 from another host, by name.
 
     Raises:
         ConfigError: a checkpoint that cannot be used, too little memory.
     """
+    RECEIVED.update({name: Path(place) for name, place in (received or {}).items()})
     config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
     source = open_source(config, config.model, config.dtype)
     part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)

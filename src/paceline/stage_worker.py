@@ -19,12 +19,12 @@ from weakref import finalize
 import torch
 
 from . import native
-from .assembly import (
+from .assembly.memory import kv_layout
+from .assembly.models import (
     LoadedModel,
     Source,
     TargetPart,
     compiled_layers,
-    kv_layout,
     load_ranks,
     make_attention,
     open_source,

@@ -15,7 +15,7 @@ from kit.study import Options, Study, asked
 from kit.timeline import Span
 from kit.virtual_stages import Frames, VirtualSessions, VirtualStages
 
-from paceline.assembly import drafter_context
+from paceline.assembly.drafting import drafter_context
 from paceline.bench import workloads
 from paceline.core.sampling import SamplingParams
 from paceline.drafters import registry

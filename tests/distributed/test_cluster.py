@@ -166,7 +166,7 @@ def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:
 
 
 def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
-    from paceline.assembly import open_source
+    from paceline.assembly.models import open_source
     from paceline.cluster import reserve
     from paceline.distributed.worker import Patience, Worker
     from paceline.stage_worker import stage_spec

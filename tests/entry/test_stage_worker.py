@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
-from paceline.assembly import load_target, open_source
+from paceline.assembly.engine import load_target
+from paceline.assembly.models import open_source
 from paceline.config import LLMConfig
 from paceline.distributed.messages import message_of
 from paceline.distributed.placement import Placement, cores

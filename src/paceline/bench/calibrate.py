@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from ..assembly import draft_key
+from ..assembly.drafting import draft_key
 from ..drafters import registry
 from ..drafters.registry import DrafterConfig
 from ..engine import calibration

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from ..assembly import draft_key
+from ..assembly.drafting import draft_key
 from ..engine.costs import CostTable, cost_points
 from ..llm import LLM
 from ..planning.measured import PassLaw, Timed, errors, fit
