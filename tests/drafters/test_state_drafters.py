@@ -32,6 +32,7 @@ from paceline.drafters.states.head import layer_json
 from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import Chances
 from paceline.engine.costs import CostTable
+from paceline.learning.serving import learned_part
 from paceline.network import native_drafts
 from paceline.network.decoder import Decoder
 from paceline.network.native_drafts import TreeStart
@@ -314,6 +315,12 @@ def write_eagle3(folder: Path, **changes: Any) -> Path:
 def eagle3(folder: Path, **options: Any) -> EagleDrafter:
     config = EagleConfig(**{"path": str(folder), "topk": 8, "nodes": 40, "depth": 3} | options)
     return EagleDrafter(config, load_head(folder), 3)
+
+
+def test_a_head_of_three_layers_cannot_learn_beside_an_engine(tmp_path: Path) -> None:
+    drafter = eagle3(write_eagle3(tmp_path / "head"))
+    with pytest.raises(CapabilityError, match="reads other states of the target than its last one"):
+        learned_part(drafter, "learn=there")
 
 
 def eagle3_logits(folder: Path, decoder: Decoder, tokens: list[int], path: list[int]) -> torch.Tensor:

@@ -26,6 +26,7 @@ from typing import Any
 from ..core.errors import CapabilityError, ConfigError
 from ..drafters.base import Drafter
 from ..drafters.states.body import StateDrafter
+from ..drafters.states.network import LAST
 from ..engine.engine import Engine
 from ..engine.live import LiveRequest
 from . import files
@@ -241,4 +242,9 @@ def learned_part(drafter: Drafter | None, asked: str) -> StateDrafter:
         raise CapabilityError(
             asked, wrong, "draft with eagle or lyanna, as paceline adapt makes them, or leave learn out"
         )
+    if found.spec.taps != (LAST,):
+        wrong = (
+            "the drafter reads other states of the target than its last one, which alone training keeps (as EAGLE-3)"
+        )
+        raise CapabilityError(asked, wrong, "draft with an eagle or lyanna head of the last state, or leave learn out")
     return found
