@@ -244,7 +244,7 @@ def learned_part(drafter: Drafter | None, asked: str) -> StateDrafter:
         )
     if found.spec.taps != (LAST,):
         wrong = (
-            "the drafter reads other states of the target than its last one, which alone training keeps (as EAGLE-3)"
+            "the drafter reads other states of the target than its last one, which alone is kept"
         )
         raise CapabilityError(asked, wrong, "draft with an eagle or lyanna head of the last state, or leave learn out")
     return found
