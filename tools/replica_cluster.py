@@ -1,4 +1,4 @@
-"""A Ray cluster of this host with a server of replicas on it, for `replicas.py`: started, and ended with all it began."""
+"""A Ray cluster of this host with a server of replicas on it, for `replicas.py`: started and ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path

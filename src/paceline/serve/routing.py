@@ -15,7 +15,7 @@ from hashlib import blake2b
 BLOCK = 64  # characters of a prompt that are known together: about 16 tokens, as many as a page of K/V has
 MOST_BLOCKS = 512  # that are looked at
 MOST_KNOWN = 2**17  # beginnings that are remembered
-EVEN, FEW = 1.25, 4.0  # a replica gets at most so many times the mean in flight, or so many
+EVEN, FEW = 1.25, 16.0  # a replica gets at most so many times the mean, or so many: some have ended, untold yet
 PARTS = ("system", "instructions", "tools", "messages", "prompt", "input")  # of a body, in the order of its prompt
 
 
