@@ -13,10 +13,10 @@ Source: SpecPipe: Accelerating Pipeline Parallelism-based LLM Inference with Spe
 
 from __future__ import annotations
 
-from specpipe_parts import costs, memory, rates, real, requests, single
+from specpipe_parts import costs, frames, memory, rates, real, requests, single
 from specpipe_parts.common import study
 
-PARTS = (single, rates, requests, memory, real, costs)  # imported: each adds its tables and figures
+PARTS = (single, rates, requests, frames, memory, real, costs)  # imported: each adds its tables and figures
 
 if __name__ == "__main__":
     study.main()

@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Studies are scripts: here they, and their kit, are imported by name, as a process that they start imports them.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))
 
 import pytest
 import torch

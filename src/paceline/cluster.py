@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .config import LLMConfig
 from .distributed.placement import Placement, parse_cluster
 from .distributed.ray_cluster import Bundle, Reservation, connect, even_share
+from .distributed.ways import Hop
 from .distributed.worker import Launch
 from .rounds import parse_round
 from .rounds.pipeline.split import parse_split
@@ -27,6 +28,11 @@ class Places:
     def drafter(self) -> Launch:
         """How the drafter's is; behind the stages."""
         return self.reservation.launch(self.stages)
+
+    @property
+    def hop(self) -> Hop:
+        """How ways between stages are made."""
+        return self.reservation.hop
 
     def placement(self, device: str, threads: int | None) -> Placement:
         """Of a worker in its bundle: as many threads as cores, unless another number is asked for."""

@@ -80,14 +80,17 @@ class LLMConfig(LLMOptions):
         """Refuse what ranks do not do.
 
         Raises:
-            CapabilityError: stages, a cluster, or a device other than the CPU, beside ranks.
+            CapabilityError: stages of this process, a cluster without stages, or a device other than the CPU, beside
+                ranks.
         """
         asked = f"tensor_parallel={self.tensor_parallel}"
-        if self.pipeline is not None or isinstance(parse_round(self.round), PipelineConfig):
-            raise CapabilityError(f"{asked} with stages", "a stage has no ranks", "leave out one of the two")
-        if self.cluster is not None:
+        if self.pipeline is None and isinstance(parse_round(self.round), PipelineConfig):
+            wrong = "stages of one process share its ranks, which know no stages"
+            raise CapabilityError(f"{asked} with round={shown(self.round)}", wrong, "give pipeline=STAGES, too")
+        if self.cluster is not None and self.pipeline is None:
             wrong = "ranks are processes of one host, which share its memory"
-            raise CapabilityError(f"{asked} with cluster={shown(self.cluster)}", wrong, "leave out one of the two")
+            remedy = "leave out one of the two, or give pipeline=STAGES: each stage then has its ranks on its host"
+            raise CapabilityError(f"{asked} with cluster={shown(self.cluster)}", wrong, remedy)
         if parse_device(self.device).type != "cpu":
             wrong = "ranks share the memory of a host, and add in it"
             raise CapabilityError(f"{asked} with device={shown(self.device)}", wrong, "use device='cpu'")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
 
-from .assembly import Source, draft_device, drafter_context, drafter_of, open_source
+from .assembly.drafting import drafter_context, drafter_of
+from .assembly.models import Source, draft_device, open_source
 from .config import LLMConfig
 from .core.errors import CapabilityError, ConfigError
 from .core.model_spec import parse_model
@@ -22,13 +24,14 @@ from .distributed.drafts import KINDS, DraftService, RemoteSessions
 from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, pin
 from .distributed.shared import SPIN_US
-from .distributed.worker import Patience, Worker, WorkerSpec, launch_here
+from .distributed.worker import Checkpoint, Patience, Worker, WorkerSpec, launch_here
 from .drafters import registry
 from .drafters.fit import tokenizer_mark
 from .drafters.registry import DrafterConfig
 from .network.decoder import TargetInfo
 from .network.files import fingerprint
 from .network.loader import parse_device, resolve_folder
+from .rank_worker import start_tracks
 from .rounds.base import Place
 
 if TYPE_CHECKING:
@@ -60,13 +63,17 @@ def draft_worker(
     """
     chosen = _chosen(config)
     options = {name: getattr(config, name) for name in OPTIONS} | {"drafter": named(chosen)}
+    source, draft = open_source(config, config.model, config.dtype), _draft_folder(config, chosen)
+    checkpoints = [Checkpoint(parse_model(config.model).name, source.folder, (0, 0))]
+    checkpoints += [] if draft is None else [Checkpoint(*draft)]
     return WorkerSpec(
         name="draft",
         service=f"{__name__}:service",
         options={"options": options, "rows": rows, "pool_tokens": pool_tokens, "level_ms": level_ms},
         kinds=KINDS,
-        expected=_facts(config, chosen, open_source(config, config.model, config.dtype)),
+        expected=_facts(config, chosen, source),
         placement=placement,
+        checkpoints=checkpoints,
         spin_us=SPIN_OWN_US if placement.cores else SPIN_US,
     )
 
@@ -92,6 +99,9 @@ def serve_apart(
     device = draft_device(config, place)
     placement = Placement(cores=place.cores, threads=place.threads, device=device)
     if places is not None:
+        if getattr(_chosen(config), "processes", 1) > 1:
+            wrong = "its tracks are processes of one host, and none are placed over hosts"
+            raise CapabilityError(f"drafter {config.drafter!r} with cluster=..", wrong, "leave processes out")
         placement = places.placement(device, place.threads)
     rest = [core for core in cores() if core not in place.cores]
     if place.cores and not rest:
@@ -119,7 +129,7 @@ def service(
     config = LLMConfig(**{**options, "device": device})
     chosen, source = _chosen(config), open_source(config, config.model, config.dtype)
     of_target = source.name, source.folder, source.dtype
-    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False))
+    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False, tracks=start_tracks))
     if not drafter.spec.ahead:
         wrong = "it cannot draft below tokens that are not decided on"
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")
@@ -143,12 +153,20 @@ def _chosen(config: LLMConfig) -> DrafterConfig:
     return chosen
 
 
+def _draft_folder(config: LLMConfig, chosen: DrafterConfig) -> tuple[str, Path] | None:
+    """The draft's name and checkpoint, where it has any."""
+    given = getattr(chosen, "model", None)
+    if given is None:
+        return None
+    name = parse_model(given).name
+    return name, resolve_folder(name, offline=config.offline)
+
+
 def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
     """The draft's weights, where it has any, and the target's vocabulary and dtype."""
-    name = getattr(chosen, "model", None)
-    folder = None if name is None else resolve_folder(parse_model(name).name, offline=config.offline)
+    draft = _draft_folder(config, chosen)
     return Facts(
-        weights="" if folder is None else fingerprint(folder),
+        weights="" if draft is None else fingerprint(draft[1]),
         vocabulary=tokenizer_mark(source.tokenizer(texts=False)),
         dtype=str(source.dtype).removeprefix("torch."),
         torch=torch.__version__,

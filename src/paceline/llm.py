@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from . import native, zoo
-from .assembly import LoadedModel, Source, build_engine, check_shared, fingerprint, load_target
+from .assembly.drafting import fingerprint
+from .assembly.engine import build_engine, check_shared, load_target
+from .assembly.models import LoadedModel, Source, TargetPart
 from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .core.errors import ConfigError
@@ -63,11 +65,18 @@ def _reserve(config: LLMConfig) -> Any:
     return reserve(config)
 
 
-def _start_ranks(config: LLMConfig, source: Source) -> Ranks:
+def _start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     """The target's other ranks in processes of their own, likewise."""
     from .rank_worker import start_ranks
 
-    return start_ranks(config, source)
+    return start_ranks(config, source, part)
+
+
+def _start_tracks(config: LLMConfig, source: Source) -> Ranks:
+    """The tracks of a draft in processes of their own, likewise."""
+    from .rank_worker import start_tracks
+
+    return start_tracks(config, source)
 
 
 def _cut(config: LLMConfig) -> LLMConfig:
@@ -106,7 +115,7 @@ class LLM:
         self._target = load_target(self.config, _start_ranks) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
         self.engine = build_engine(
-            self.config, self._target, partial(_serve_apart, places), partial(_start_stages, places)
+            self.config, self._target, partial(_serve_apart, places), partial(_start_stages, places), _start_tracks
         )
         self.learning = None if self.config.learn is None else _learn(self)
 

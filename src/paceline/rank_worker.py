@@ -1,47 +1,76 @@
-"""Ranks of a target in processes of their own: from the options of an `LLM` to workers and the line to them.
+"""Ranks of a target, and tracks of a draft, in processes of their own: from the options of an `LLM` to workers and the
+line to them.
 
-Each process reads its share of the checkpoint and nothing else. Rank 0's is the engine's process.
+Each process reads its share of the checkpoint and nothing else. Rank 0's is the engine's process, or the drafter's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from weakref import finalize
 
 import torch
 
-from .assembly import Source, compiled_layers, kv_layout, load_share, open_source, share_of
+from .assembly.memory import kv_layout
+from .assembly.models import Source, TargetPart, compiled_layers, load_share, load_track, open_source, share_of
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .distributed.handshake import Facts
-from .distributed.placement import Placement, cores
+from .distributed.placement import Placement, cores, parse_cluster
 from .distributed.rank_service import KINDS, RankService
 from .distributed.rank_workers import PATIENCE, RankWorkers
 from .distributed.worker import Worker, WorkerSpec
 from .network.files import fingerprint
+from .network.hub import RECEIVED
 from .network.joins import Joins, RankMemory
-from .network.parallel import Ranks
+from .network.parallel import Ranks, Share
+from .network.tracks import track_share
+from .rounds.pipeline.split import Split, parse_split
 
 # What a rank's process must know of the options; the rest is the engine's.
 OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
 
 
-def start_ranks(config: LLMConfig, source: Source) -> Ranks:
+def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     """Rank 0, and the processes of the others, which load their shares while it loads its own.
 
-    They end with the line that is returned. Each has as many threads, so that together they use the cores once, where
-    the options name no other number for each.
+    They end with the line that is returned. Each has as many threads, so that together they use once the cores that
+    this process has, or its stage, where the options name no other number for each.
 
     Raises:
         ConfigError: ranks that cannot share the target.
         CapabilityError: no compiled code, or a system without such memory.
     """
-    share = share_of(config, source, 0)
+    share = share_of(config, source, 0, part)
+    split = Split(stages=1) if config.pipeline is None else parse_split(config.pipeline)
+    named = split.cores[-(len(split.cores) // split.stages) :] if split.cores else ()  # the last stage's are this one's
+    bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
+    usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
+    where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
+    ranks = _started(share, lambda rank, memory: rank_spec(config, source, rank, memory, part, where))
+    torch.set_num_threads(where.threads or 1)
+    return ranks
+
+
+def start_tracks(config: LLMConfig, source: Source) -> Ranks:
+    """The same for a draft of tracks, a track a process. They have memory of their own, whatever ranks the target has.
+
+    Raises:
+        CapabilityError: as of `start_ranks`.
+    """
+    share = track_share(source.shape, 0)
+    threads = max(1, len(cores()) // share.count)
+    return _started(share, lambda rank, memory: _track_spec(config, source, rank, memory, threads))
+
+
+def _started(share: Share, spec: Callable[[int, RankMemory], WorkerSpec]) -> Ranks:
+    """Rank 0, and the processes of the others."""
     memory = RankMemory(share.count)
-    threads = config.threads or max(1, len(cores()) // share.count)
-    specs = [rank_spec(config, source, rank, memory, threads) for rank in range(1, share.count)]
+    specs = [spec(rank, memory) for rank in range(1, share.count)]
     workers = [Worker(spec, PATIENCE) for spec in specs]
     joins = memory.joins()
     line = RankWorkers(workers, joins)
@@ -49,7 +78,6 @@ def start_ranks(config: LLMConfig, source: Source) -> Ranks:
     for worker in workers:
         with suppress(ConfigError):  # said again where it is waited for
             worker.poll()
-    torch.set_num_threads(threads)
     return Ranks(share, joins, line)
 
 
@@ -60,7 +88,9 @@ def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
     joins.watch(())
 
 
-def rank_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
+def rank_spec(
+    config: LLMConfig, source: Source, rank: int, memory: RankMemory, part: TargetPart, where: Placement
+) -> WorkerSpec:
     """A worker with a rank.
 
     Args:
@@ -68,21 +98,58 @@ def rank_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, 
         source: the target.
         rank: which.
         memory: that the ranks share.
-        threads: of its layers.
+        part: of the target, which the ranks share.
+        where: it runs.
     """
     options = {name: getattr(config, name) for name in OPTIONS}
     options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
     return WorkerSpec(
         name=f"rank {rank}",
         service=f"{__name__}:service",
-        options={"options": options, "rank": rank, "count": memory.count, "memory": memory.path},
+        options={"options": options, "rank": rank, "count": memory.count, "memory": memory.path, **asdict(part)}
+        | {"received": {name: str(place) for name, place in RECEIVED.items()}},
+        kinds=KINDS,
+        expected=_facts(source),
+        placement=where,
+    )
+
+
+def _track_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
+    options = {name: getattr(config, name) for name in OPTIONS}
+    options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"
+    dtype = source.quant or str(source.dtype).removeprefix("torch.")
+    whose = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path}
+    return WorkerSpec(
+        name=f"track {rank}",
+        service=f"{__name__}:track_service",
+        options={"options": options, **whose},
         kinds=KINDS,
         expected=_facts(source),
         placement=Placement(threads=min(threads, len(cores()))),
     )
 
 
-def service(device: str, options: Mapping[str, Any], rank: int, count: int, memory: str) -> RankService:
+def track_service(
+    device: str, options: Mapping[str, Any], name: str, dtype: str, rank: int, memory: str
+) -> RankService:
+    """What such a worker of a track makes; arguments as of `service`, and the draft's folder and dtype."""
+    config = LLMConfig(**{**options, "device": device})
+    source = open_source(config, name, dtype)
+    share = track_share(source.shape, rank)
+    decoder = load_track(config, source, Ranks(share, Joins.opened(memory, rank, share.count)))
+    return RankService(decoder, decoder.cache_shape, decoder.dtype, _facts(source))
+
+
+def service(
+    device: str,
+    options: Mapping[str, Any],
+    rank: int,
+    count: int,
+    memory: str,
+    layers: Sequence[int] | None = None,
+    ends: bool = True,
+    received: Mapping[str, str] | None = None,
+) -> RankService:
     """What such a worker makes, in its own process.
 
     Args:
@@ -90,14 +157,18 @@ def service(device: str, options: Mapping[str, Any], rank: int, count: int, memo
         options: those of `LLMConfig` that it must know.
         rank, count: which of how many.
         memory: that the ranks share.
+        layers, ends: as of `TargetPart`.
+        received: where checkpoints are that came to rank 0 from another host, by name.
 
     Raises:
         ConfigError: a checkpoint that cannot be used, too little memory.
     """
+    RECEIVED.update({name: Path(place) for name, place in (received or {}).items()})
     config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
     source = open_source(config, config.model, config.dtype)
-    ranks = Ranks(share_of(config, source, rank), Joins.opened(memory, rank, count))
-    decoder = load_share(config, source, ranks)
+    part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
+    ranks = Ranks(share_of(config, source, rank, part), Joins.opened(memory, rank, count))
+    decoder = load_share(config, source, ranks, part)
     layout, kind = kv_layout(config, decoder.own, source.dtype)
     return RankService(decoder, layout, kind, _facts(source))
 

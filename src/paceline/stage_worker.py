@@ -19,16 +19,29 @@ from weakref import finalize
 import torch
 
 from . import native
-from .assembly import LoadedModel, Source, compiled_layers, kv_layout, make_attention, open_source, stage_devices
+from .assembly.memory import kv_layout
+from .assembly.models import (
+    LoadedModel,
+    Source,
+    TargetPart,
+    compiled_layers,
+    load_ranks,
+    make_attention,
+    open_source,
+    stage_devices,
+)
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .core.inference import inference
+from .core.model_spec import parse_model
 from .core.options import shown, written
+from .distributed import ways
 from .distributed.handshake import Facts
+from .distributed.messages import KINDS
 from .distributed.placement import Placement, cores, pin
-from .distributed.stage_service import KINDS, StageService
+from .distributed.stage_service import StageService
 from .distributed.stage_workers import PATIENCE, StageWorkers
-from .distributed.worker import Worker, WorkerSpec, launch_here
+from .distributed.worker import Checkpoint, Worker, WorkerSpec, launch_here
 from .kv.pool import KVPool
 from .kv.store import KVStore
 from .network.decoder import Decoder
@@ -36,6 +49,7 @@ from .network.devices import ALL_GPUS, share_devices
 from .network.files import fingerprint
 from .network.loader import load_model, parse_device
 from .network.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
+from .rank_worker import start_ranks
 from .rounds import parse_round
 from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.config import MEASURED
@@ -45,7 +59,17 @@ if TYPE_CHECKING:
     from .cluster import Places
 
 # What a stage's process must know of the options; the rest is the engine's.
-OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
+OPTIONS = (
+    "model",
+    "dtype",
+    "kv_cache_dtype",
+    "exact",
+    "kernels",
+    "attention",
+    "revision",
+    "offline",
+    "tensor_parallel",
+)
 SERVICE = f"{__name__}:service"
 TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: tokens in front, passes of which the median counts
 
@@ -83,14 +107,26 @@ def start_stages(
         launch = launch_here if places is None else places.stage(index)
         workers.append(Worker(spec, PATIENCE, launch))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
-    stage_line = StageWorkers(workers, last, target.layers)
+    stage_line = StageWorkers(workers, last, target.layers, _hop(chosen, places))
     finalize(stage_line, _stop, workers)
     _start(workers)
     if placements[-1].cores:
         pin(placements[-1].cores)
     if config.threads is None and placements[-1].num_threads:
-        torch.set_num_threads(placements[-1].num_threads)
+        torch.set_num_threads(max(1, placements[-1].num_threads // config.tensor_parallel))
     return stage_line
+
+
+def _hop(chosen: PipelineConfig, places: Places | None) -> ways.Hop | None:
+    """What makes the ways between stages; None: frames go through the coordinator."""
+    if chosen.frames == "coordinator":
+        return None
+    if places is not None:
+        return places.hop
+    if not ways.possible():
+        log.warning("on this system frames go through the coordinator: processes cannot find each other without files")
+        return None
+    return ways.hop_here
 
 
 def with_cut(config: LLMConfig) -> LLMConfig:
@@ -228,6 +264,7 @@ def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Pl
         kinds=KINDS,
         expected=_facts(source, config.exact),
         placement=where,
+        checkpoints=[Checkpoint(parse_model(config.model).name, source.folder, (part["start"], part["stop"]))],
     )
 
 
@@ -249,8 +286,12 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     if not 0 <= start < stop <= layers:
         asked = f"a stage of layers {start} to {stop - 1} of {config.model}"
         raise ConfigError(asked, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
-    decoder = load_part(config, source, (start, stop), ends=False)
-    shape, kind = kv_layout(config, decoder.config, source.dtype)
+    if config.tensor_parallel > 1:  # they share the threads that this process was given
+        own = replace(config, threads=max(1, torch.get_num_threads() // config.tensor_parallel))
+        decoder = load_ranks(own, source, TargetPart((start, stop), ends=False), start_ranks)
+    else:
+        decoder = load_part(config, source, (start, stop), ends=False)
+    shape, kind = kv_layout(config, decoder.own, source.dtype)
     store = KVStore(*shape, slots, kind, where)
     return StageService(Stage(decoder, 0, stop - start, store), _facts(source, config.exact))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from kit import figures
+from kit.clock import VIRTUAL, VirtualClock
 from kit.figures import Panel, Series
 from kit.study import Table
 
@@ -20,7 +21,6 @@ from mirror_parts.modelled import HALF as BEHIND
 from mirror_parts.modelled import TABLE_1, TASKS, constant, exception, ratios
 from paceline import LLM
 from paceline.core.errors import ConfigError
-from paceline.distributed.clock import VIRTUAL, VirtualClock
 from paceline.rounds.mirror.records import WindowVerdict
 
 COUNTS: dict[str, Any] = {"prompts": 2, "max_new_tokens": 32, "repeats": 1}

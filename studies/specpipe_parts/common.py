@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from kit.clock import VIRTUAL, VirtualClock
+from kit.links import Link
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Options, Study, asked
+from kit.timeline import Span
+from kit.virtual_stages import Frames, VirtualSessions, VirtualStages
 
-from paceline.assembly import drafter_context
+from paceline.assembly.drafting import drafter_context
 from paceline.bench import workloads
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.channels import Link
-from paceline.distributed.clock import VIRTUAL, VirtualClock
-from paceline.distributed.stages import VirtualSessions, VirtualStages
-from paceline.distributed.timeline import Span
 from paceline.drafters import registry
 from paceline.drafters.base import DrafterSpec, SequenceView
 from paceline.drafters.text_sessions import LookUp
@@ -188,7 +188,8 @@ def two_hosts(ask: PipeFlags) -> dict[str, Any]:
     decoder = target(ask).decoder
     row = decoder.config.d_model * decoder.dtype.itemsize
     link = replace(ETHERNET, gbit_per_s=ETHERNET.gbit_per_s * row / ROW)
-    return {"link": link, "far": range(ask.stages // 2)}
+    half = ask.stages // 2
+    return {"link": link, "hosts": [1] * half + [0] * (ask.stages - half)}
 
 
 def beyond_ms(rows: int) -> float:
@@ -247,7 +248,8 @@ def decode(
     draft_s: Callable[[int], float] = lambda rows: DRAFT_MS * 1e-3,
     coordinator_s: Callable[[int], float] | None = None,
     link: Link = FREE,
-    far: Collection[int] = (),
+    hosts: Sequence[int] | None = None,
+    frames: Frames = "coordinator",
     widths: Widths | None = None,
 ) -> PipelineRun:
     """Requests through a pipeline in virtual time.
@@ -261,15 +263,18 @@ def decode(
         stage_s: seconds of a stage by rows.
         draft_s: seconds of a level by nodes that are expanded.
         coordinator_s: seconds of the coordinator in a tick by rows in flight; None: as measured.
-        link: of the coordinator's host.
-        far: stages on another one.
+        link: of every host.
+        hosts: of each stage; None: all are on one.
+        frames: the way that they go.
         widths: told what is said.
     """
     pool = pool_of(ask, jobs, drafter)
     decoder, together = target(ask).decoder, together or len(jobs)
     own_s = coordinator_of(together) if coordinator_s is None else coordinator_s
     with VirtualClock() as clock:
-        stage_line = VirtualStages(clock, config.cut(decoder, pool), [stage_s] * config.stages, link, far, own_s)
+        stage_line = VirtualStages(
+            clock, config.cut(decoder, pool), [stage_s] * config.stages, link, hosts, own_s, frames
+        )
         round_ = config.over(
             RoundParts(target=decoder, pool=pool, drafter=drafter),
             stage_line,

@@ -13,7 +13,7 @@ import torch
 from kit.study import Table
 
 from paceline.distributed.frames import Codec
-from paceline.distributed.stage_service import KINDS, Computed, frame_of, message_of
+from paceline.distributed.messages import KINDS, Computed, frame_of, message_of
 from paceline.network.stages import Frame, StagesInTurn
 from paceline.rounds.base import RoundParts
 from specpipe_parts.common import (

@@ -7,10 +7,10 @@ from statistics import fmean
 from typing import Any
 
 from kit import figures
+from kit.clock import VIRTUAL
 from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.distributed.clock import VIRTUAL
 from paceline.drafters.sessions import ROOT, Ask, Opening
 from paceline.rounds.pipeline.flight import NONE
 from specpipe_parts.common import (

@@ -18,7 +18,8 @@ from kit.grid import apart
 from kit.study import Table
 
 from paceline import LLM
-from paceline.assembly import load_target, open_source
+from paceline.assembly.engine import load_target
+from paceline.assembly.models import open_source
 from paceline.config import LLMConfig
 from paceline.core.errors import CapabilityError
 from paceline.core.inference import inference

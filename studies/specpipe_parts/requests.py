@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from kit import figures
+from kit.clock import VIRTUAL
 from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.distributed.clock import VIRTUAL
 from paceline.rounds.pipeline import PipelineConfig
 from specpipe_parts.common import (
     ASSUMED,

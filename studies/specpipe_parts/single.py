@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from kit import figures, timeline
+from kit.clock import VIRTUAL
 from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.distributed.clock import VIRTUAL
 from paceline.rounds.pipeline import PipelineConfig
 from specpipe_parts.common import (
     ASSUMED,

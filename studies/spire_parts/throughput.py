@@ -28,11 +28,11 @@ from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.spire.model import read_shape as read_draft
-from paceline.engine.costs import CostTable
+from paceline.engine.costs import ROWS, CostTable, cost_points
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 from paceline.planning.models import read_shape, shape_of
-from paceline.planning.throughput import ROWS, ServedModel, cost_points
+from paceline.planning.throughput import ServedModel
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,

@@ -160,10 +160,33 @@ def test_the_law_and_its_errors_are_shown(capsys: pytest.CaptureFixture[str], mo
     }
     rows = errors_of(law, passes)
     found = MeasuredLaw(law=law, fitted=rows[:1], held_out=rows)
-    plan_view.show_law(found, law.machine("a test", 8e9))
+    plan_view.show_law(found, law.machine("a test", 8e9, 2))
     told = capsys.readouterr()
     assert "weights 10.0 GB/s, products 160 GFLOP/s, K/V at no cost, attention beside its reads" in told.out
     assert "-20%" in told.out and "not fitted to: median 0%, largest 20%; of the others: median 0%" in told.out
+
+
+def test_layouts_over_hosts_and_the_command_of_the_best(run: Any) -> None:
+    """It names options that `serve` has, and one process where that is the fastest."""
+    alone, many = run(*SMALL, "--hosts", "2"), run(*SMALL, "--hosts", "2", "--batch", "16", "--json")
+    assert alone.exit_code == 0, alone.output
+    lines = alone.stdout.splitlines()
+    assert "2 hosts of 2 cores" in lines[0] and "158 us a hop between hosts, 10 Gbit/s (assumed" in lines[1]
+    assert lines[3].split()[:4] == ["1"] * 4 and "one process is best" in alone.stdout
+    assert "to run it: paceline serve paceline-small --drafter ngram,depth=7" in alone.stdout
+    found = json.loads(many.stdout)
+    assert [found["layouts"][0][name] for name in ("stages", "ranks", "replicas", "per_host")] == [1, 1, 2, 1]
+    assert found["layouts"][0]["command"].endswith("--replicas 2 --cluster auto")
+    assert found["layouts"][0]["tokens_per_s"] > found["one_process"]["tokens_per_s"]
+
+
+def test_layouts_name_the_cluster_and_say_what_does_not_run(run: Any) -> None:
+    large = "--target", "stretch:paceline-small,times=64", "--machine", "cpu", "--context", "256", "--hosts", "4"
+    found = json.loads(run(*large, "--each", "1", "--gbit", "400", "--alpha-us", "0", "--json").stdout)
+    (piped,) = [made for made in found["layouts"] if (made["stages"], made["ranks"]) == (4, 1)]
+    assert found["links"] == "given" and "--pipeline 4" in piped["command"] and "auto,cores=1" in piped["command"]
+    (ranks,) = [made for made in found["layouts"] if (made["stages"], made["ranks"]) == (1, 2)]
+    assert ranks["missing"] == "ranks of a stage are processes of one host" and ranks["command"] is None
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
@@ -193,6 +216,16 @@ def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
         (("--draft", "nobody"), "no such model"),
         (("--plot", "plan.pdf"), "End it in .svg or .png"),
         (("--measured",), "--machine with --measured"),
+        (("--hosts", "0"), "hosts must be 1 or more"),
+        (("--hosts", "2", "--gbit", "0"), "gbit must be above 0"),
+        (("--hosts", "300", "--each", "8"), "1,024 in all are planned for"),
+        (("--hosts", "1"), "no layout holds it"),
+        (("--each", "8"), "--each: they are of hosts, and it is not said how many"),
+        (("--cluster", "auto"), "--cluster: they are of hosts"),
+        (("--hosts", "2", "--devices", "2"), "--devices with --hosts"),
+        (("--hosts", "2", "--cluster", "auto", "--gbit", "1"), "--gbit with --cluster: the link is measured there"),
+        (("--hosts", "2", "--cluster", "here"), "address is no address"),
+        (("--hosts", "2", "--insecure-cluster"), "no cluster is named"),
     ],
 )
 def test_mistakes_end_in_one_line(run: Any, args: tuple[str, ...], wrong: str) -> None:

@@ -21,11 +21,14 @@ from typing import Any
 
 import pytest
 import torch
+from kit.clock import VirtualClock
+from kit.links import Link
+from kits.channels import LinkedChannel, RealTime, local_pair
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.distributed import channels, shared
-from paceline.distributed.channels import Channel, ChannelClosed, Link, LinkedChannel, local_pair
-from paceline.distributed.clock import Late, RealClock, VirtualClock
+from paceline.distributed import channels, groups, shared
+from paceline.distributed.channels import Channel, ChannelClosed
+from paceline.distributed.clock import Late
 from paceline.distributed.frames import FrameError
 from paceline.distributed.groups import GroupChannel, Member, Store, join
 from paceline.distributed.shared import SharedChannel, SharedEnd, shared_pair
@@ -63,7 +66,7 @@ def by_group() -> Pair:
 
 
 KINDS: dict[str, Callable[[], Pair]] = {
-    "local": lambda: local_pair(RealClock()),
+    "local": lambda: local_pair(RealTime()),
     "sockets": by_sockets,
     "parked": by_memory,
     "spinning": lambda: by_memory(500),
@@ -252,10 +255,24 @@ def test_a_member_that_is_killed_or_stopped():
         assert channel.ended(LONG)
 
 
-def test_a_group_that_does_not_come_together():
+def test_a_group_that_does_not_come_together(monkeypatch):
+    """Both ends are named, whoever says it."""
     store = Store(LOCALHOST)
-    with pytest.raises(ChannelClosed, match="group alone at 127.0.0.1:.* did not come together"):
+    with pytest.raises(
+        ChannelClosed, match=r"127\.0\.0\.1 waits in group alone at 127\.0\.0\.1:\d+, and the others have not"
+    ):
         join(store.member("alone", 0, 2), LOCALHOST, 0.5)
+    behind = store.member("behind a firewall", 0, 2)
+    groups.dist.PrefixStore(behind.group, store._store).set("here/1", "10.0.0.2")
+    with pytest.raises(ChannelClosed, match=r"127\.0\.0\.1 and 10\.0\.0\.2 do not reach each other: are ports closed"):
+        join(behind, LOCALHOST, 0.5)
+    monkeypatch.setattr(groups, "JOIN_S", 0.2)
+    with socket.create_server((LOCALHOST, 0)) as taken:
+        closed = replace(behind, port=taken.getsockname()[1])
+    with pytest.raises(
+        ChannelClosed, match=rf"127\.0\.0\.2 does not reach the store at 127\.0\.0\.1:{closed.port}: is that"
+    ):
+        join(closed, "127.0.0.2", 0.2)
     with pytest.raises(ConfigError, match="this host cannot listen at it"):
         Store("192.0.2.250")
     if not torch.distributed.is_nccl_available():
@@ -370,14 +387,14 @@ def test_a_link_takes_its_time():
 
 
 def test_a_link_in_real_time_and_one_that_cannot_be():
-    one, other = linked(RealClock(), Link(latency_ms=5.0))
+    one, other = linked(RealTime(), Link(latency_ms=5.0))
     began = time.perf_counter()
     one.send([b"x"])
     assert other.receive(LONG) == b"x" and time.perf_counter() - began >= 0.005
     for bad in ({"latency_ms": -1.0}, {"gbit_per_s": 0.0}):
         with pytest.raises(ConfigError, match="link "):
             Link(**bad)
-    ends = local_pair(RealClock())
+    ends = local_pair(RealTime())
     ends[0].send([b"bare"])
     with pytest.raises(FrameError, match="both ends must be linked"):
-        LinkedChannel(ends[1], Link(), RealClock()).receive(0)
+        LinkedChannel(ends[1], Link(), RealTime()).receive(0)

@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from concurrent import futures
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -25,7 +27,12 @@ from kits.server import live_server
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
 from paceline.config import LLMConfig
+from paceline.core.folders import user_cache
+from paceline.distributed.links import measure_link
 from paceline.distributed.placement import ClusterConfig, parse_cluster
+from paceline.distributed.worker import HOST_LEFT, WorkerFailed
+from paceline.network.files import RECEIVED, fingerprint
+from paceline.network.loader import resolve_folder
 
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -71,14 +78,23 @@ def on(cluster: Any, **options: Any) -> LLM:
 
 @pytest.mark.timeout(300)
 def test_a_cluster_says_what_one_process_says(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    cluster: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     wanted = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
     what_cannot_be_joined(cluster, monkeypatch)
     caplog.set_level("CRITICAL", "paceline")  # the record of a fault would keep the frames that it went through
-    for part in (in_stages, ahead_of_the_target, as_replicas, without_its_host, what_a_worker_is_refused_for):
+    for part in (in_stages, straight, ahead_of_the_target, without_its_host, what_a_worker_is_refused_for):
         part(cluster, wanted)
         gc.collect()
+    link = measure_link(parse_cluster("auto"), False)
+    assert 1e-6 < link.alpha < 1.0 and 0 <= link.beta < 1e-6 and link.hosts == 2 and link.host
+    with monkeypatch.context() as changed:
+        changed.chdir(tmp_path)
+        with_weights_from_here(tmp_path, wanted)
     said = capfd.readouterr()
     assert said.out == ""
 
@@ -128,6 +144,21 @@ def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
         assert f"worker stage 0 (pid {sent[-len(workers)]} on {stage.host}) {said}" in stage_line.faults[-1]
     assert len(stage_line.faults) == 2 and round_.failure is None
     assert f"worker draft (pid {sent[1]} on " in source.faults[0]
+
+
+def straight(cluster: Any, wanted: list[list[int]]) -> None:
+    """Frames from stage to stage, over groups, each stage in two ranks; a stage is killed."""
+    llm = on(cluster, pipeline=3, tensor_parallel=2, exact=True)
+    stage_line, ticks = llm.engine.round.stage_line, list[Any]()  # type: ignore[attr-defined]
+
+    def on_tick(tick: Any) -> None:
+        ticks.append(tick)
+        if len(ticks) == 8:
+            os.kill(stage_line.workers[1].pid, signal.SIGKILL)
+
+    llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
+    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
+    assert stage_line._ring is not None and len(stage_line.faults) == 1 and "worker stage 1" in stage_line.faults[0]
 
 
 def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:
@@ -196,7 +227,7 @@ def kill_replica(name: str) -> None:
 
 
 def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
-    from paceline.assembly import open_source
+    from paceline.assembly.models import open_source
     from paceline.cluster import reserve
     from paceline.distributed.worker import Patience, Worker
     from paceline.stage_worker import stage_spec
@@ -221,15 +252,42 @@ def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
 
 
 def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
-    """The host of a stage leaves, and another one comes."""
+    """The host of a stage leaves: where no other one is left requests end in words, until one comes."""
+    from paceline.distributed import ray_cluster
+
     llm = LLM(MODEL, pipeline=2, exact=True, cluster="auto,cores=1,gpus=1", **SMALL)
     stage_line: Any = llm.engine.round.stage_line  # type: ignore[attr-defined]
     (away,) = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
     assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
-    cluster.remove_node(away)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(ray_cluster, "PLACED_S", 2.0)
+        cluster.remove_node(away)
+        with pytest.raises(WorkerFailed, match="has no host: none is left with 1 cores and 1 GPUs that nobody uses"):
+            llm.generate(PROMPTS, GREEDY)
+    assert stage_line.faults[0].endswith(HOST_LEFT)
     cluster.add_node(num_cpus=2, num_gpus=1, **NODE)
     assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
-    assert "died: its host has left the cluster" in stage_line.faults[0] and len(stage_line.faults) == 1
+    assert all("has no host" in fault for fault in stage_line.faults[1:])
+
+
+def with_weights_from_here(folder: Path, wanted: list[list[int]]) -> None:
+    """A checkpoint that this process alone finds: its workers stand in another folder."""
+    shutil.copytree(resolve_folder(MODEL), folder / "mine")
+    options: dict[str, Any] = {"pipeline": 2, "exact": True, **SMALL}
+    with pytest.raises(ConfigError, match=r"model 'mine', for stage 0 on \d.*: not a folder nor an embedded model"):
+        LLM("mine", cluster="auto,cores=1", **options)
+    gc.collect()  # what failed gives its room back
+    cache = user_cache()
+    assert cache is not None
+    kept = cache / "received" / fingerprint(folder / "mine")[:16]
+    shutil.rmtree(kept, ignore_errors=True)
+    try:
+        llm = LLM("mine", cluster="auto,cores=1,weights=broadcast", **options)
+        assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
+        (part,) = kept.iterdir()
+        assert (part / RECEIVED).is_file()
+    finally:
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 # -- without a cluster
@@ -237,8 +295,8 @@ def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
 
 def test_how_a_cluster_is_written() -> None:
     assert parse_cluster("auto") == ClusterConfig()
-    asked = parse_cluster("10.0.0.1:6379,place=pack,cores=8,gpus=0")
-    assert asked == ClusterConfig(address="10.0.0.1:6379", place="pack", cores=8, gpus=0)
+    asked = parse_cluster("10.0.0.1:6379,place=pack,cores=8,gpus=0,weights=broadcast")
+    assert asked == ClusterConfig(address="10.0.0.1:6379", place="pack", cores=8, gpus=0, weights="broadcast")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +306,7 @@ def test_how_a_cluster_is_written() -> None:
         ({"cluster": "here"}, "address is no address"),
         ({"cluster": "auto,place=far"}, "place"),
         ({"cluster": "auto,cores=0"}, "cores must be 1 or more"),
+        ({"cluster": "auto,weights=torrent"}, "weights"),
         ({"cluster": "auto", "pipeline": None}, "neither stages nor a drafter have a process"),
         ({"cluster": "auto", "pipeline": "2,cores=<0,1>"}, "the cluster's to say"),
         ({"insecure_cluster": True}, "no cluster is named"),

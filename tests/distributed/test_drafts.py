@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 from distributed_drafts import bound
+from kit.clock import VirtualClock
+from kit.links import Link
+from kits.channels import InProcess, LinkedChannel, RealTime
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.channels import Link, LinkedChannel
-from paceline.distributed.clock import RealClock, VirtualClock
-from paceline.distributed.drafts import KINDS, DraftService, DraftsLost, Grew, InProcess, Open, Part, RemoteSessions
+from paceline.distributed.drafts import KINDS, DraftService, DraftsLost, Grew, Open, Part, RemoteSessions
 from paceline.distributed.handshake import Facts, Fault
 from paceline.distributed.placement import Placement
-from paceline.distributed.timeline import Timeline
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
 from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
 from paceline.rounds.base import RoundParts
@@ -38,7 +38,7 @@ def opening(key: int = 0, length: int = 21, params: SamplingParams = WARM) -> Op
 
 def beside() -> tuple[Any, RemoteSessions, InProcess]:
     """Sessions here, and the same ones behind a channel."""
-    served = InProcess(DraftService(bound(), Facts()), RealClock())
+    served = InProcess(DraftService(bound(), Facts()), RealTime())
     return bound(), RemoteSessions(served, LONG), served
 
 
@@ -126,8 +126,7 @@ class Timed:
         self.clock = clock
         service = DraftService(bound(), Facts(), clock, self.seconds)
         self.served = InProcess(service, clock, lambda end: LinkedChannel(end, link, clock))
-        self.timeline = Timeline(clock)
-        self.sessions = RemoteSessions(self.served, LONG, self.timeline)
+        self.sessions = RemoteSessions(self.served, LONG)
         self.sessions.open(opening())
 
     def seconds(self, rows: int) -> float:
@@ -151,9 +150,7 @@ def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Ti
     sessions.wait(growing)
     assert len(growing.levels) == 5 and growing.levels[4] == {}
     assert clock.now() == pytest.approx(0.009) and timed.rows == [3, 3, 3, 3]
-    assert [(s.who, s.what, s.arguments["rows"]) for s in timed.timeline.spans] == [("draft", "level", 3)] * 4
-    ends = [span.ended for span in timed.timeline.spans]
-    assert ends == pytest.approx([0.0025, 0.0045, 0.0065, 0.0085]) and ends == [end for _, end in growing.times[:4]]
+    assert [end for _, end in growing.times[:4]] == pytest.approx([0.0025, 0.0045, 0.0065, 0.0085])
     again = sessions.begin([Ask(0, [], [n for n in growing.levels[3][0].nodes if n][:1])])
     clock.sleep_until(0.1)
     sessions.drop(again)
@@ -195,7 +192,7 @@ def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
         def work(self) -> None:
             return None
 
-    served = InProcess(Liar(), RealClock())
+    served = InProcess(Liar(), RealTime())
     sessions = RemoteSessions(served, LONG)
     sessions.open(opening())
     with pytest.raises(DraftsLost, match=why):
@@ -208,7 +205,7 @@ def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
 @pytest.mark.parametrize("virtual", [False, True])
 def test_one_that_fails_is_given_up(virtual: bool):
     with VirtualClock() as computed:
-        clock = computed if virtual else RealClock()
+        clock = computed if virtual else RealTime()
         served = InProcess(DraftService(bound(), Facts(), clock), clock)
         sessions = RemoteSessions(served, LONG)
         with pytest.raises(DraftsLost, match="failed: KeyError"):
@@ -221,7 +218,7 @@ def test_one_that_is_late_is_given_up():
         def work(self) -> Any:
             return None
 
-    served = InProcess(Sleeper(bound(), Facts()), RealClock())
+    served = InProcess(Sleeper(bound(), Facts()), RealTime())
     sessions = RemoteSessions(served, 0.05)
     sessions.open(opening())
     with pytest.raises(DraftsLost, match="answered nothing for 0.05 s"):

@@ -16,8 +16,8 @@ from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.handshake import Facts
+from paceline.distributed.messages import KINDS
 from paceline.distributed.placement import Placement, cores
-from paceline.distributed.stage_service import KINDS
 from paceline.distributed.stage_workers import PATIENCE, StageWorkers
 from paceline.distributed.worker import Worker, WorkerSpec
 

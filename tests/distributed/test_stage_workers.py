@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.frames import Codec
+from paceline.distributed.groups import Store
 from paceline.distributed.handshake import GREETINGS
 from paceline.distributed.hanging import HANG_S, SLACK
-from paceline.distributed.stage_service import KINDS, frame_of, message_of
+from paceline.distributed.messages import KINDS, frame_of, message_of
 from paceline.distributed.worker import WorkerFailed
 from paceline.network.stages import Frame, StageRows
 
@@ -25,6 +27,7 @@ DECODER = tiny_decoder(CONFIG)
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 WARM = SamplingParams(temperature=1, seed=3, max_tokens=30)
+WAYS = pytest.mark.parametrize("frames", ["straight", "coordinator"])
 
 
 def drafter(noise: float = 0.03, **shape: Any) -> Any:
@@ -39,13 +42,14 @@ def plain(jobs: Sequence[Any], decoder: Any = DECODER) -> list[list[int]]:
     return ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int) -> None:
+@pytest.mark.parametrize(("stages", "frames"), [*((n, "straight") for n in (1, 2, 3, 4, 8)), (3, "coordinator")])
+def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int, frames: str) -> None:
     hits = 0
     for params in (GREEDY, WARM):
         jobs = [(PROMPTS[1], params)]
-        engine, stage_line, ticks = over_threads(stages, drafter())
+        engine, stage_line, ticks = over_threads(stages, drafter(), frames=frames)
         assert ids(run(engine, jobs)) == plain(jobs)
+        assert (stage_line._ring is not None) == (frames == "straight" and stages > 2)
         here = assemble(drafter(), round=f"pipeline,stages={stages}", decoder=DECODER)
         others: list[Any] = []
         here.round.on_tick = others.append  # type: ignore[attr-defined]
@@ -57,9 +61,10 @@ def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int) -> None
     assert hits > 5 or stages == 1
 
 
-def test_a_batch_with_chunks_and_preemption() -> None:
+@WAYS
+def test_a_batch_with_chunks_and_preemption(frames: str) -> None:
     jobs = [(prompt, SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)) for prompt in PROMPTS]
-    engine, _, ticks = over_threads(4, drafter(), tokens=96, block_size=4, max_batch_rows=20)
+    engine, _, ticks = over_threads(4, drafter(), tokens=96, block_size=4, max_batch_rows=20, frames=frames)
     outputs = run(engine, jobs)
     assert ids(outputs) == plain(jobs)
     assert sum(o.stats.preemptions for o in outputs) and sum(tick.hits for tick in ticks) > 5
@@ -77,21 +82,39 @@ def test_on_compiled_layers_probabilities_too() -> None:
     assert said.prompt_logprobs == expected.prompt_logprobs and sum(tick.hits for tick in ticks) > 3
 
 
+def test_ways_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups in place of shared memory; after a fault there are others."""
+    store, numbers = Store("127.0.0.1"), count()
+    monkeypatch.setattr("paceline.distributed.hanging.HANG_S", 30.0)
+
+    def hop(giver: str, taker: str) -> tuple[str, str]:
+        name = f"hop/{next(numbers)}"
+        one, other = (f"group:127.0.0.1/{store.member(name, rank, 2)}" for rank in (0, 1))
+        return one, other
+
+    jobs = [(PROMPTS[1], GREEDY)]
+    engine, stage_line, ticks = over_threads(3, drafter(), hop=hop)
+    broken(stage_line, ticks, 1, (9,))
+    assert ids(run(engine, jobs)) == plain(jobs)
+    assert next(numbers) == 6 and stage_line.faults == ["worker stage 1 failed: OSError: out of order"]
+    stage_line.stop()
+
+
 def broken(stage_line: Any, ticks: list[Any], stage: int, at: Sequence[int]) -> None:
     """A stage raises at some ticks."""
     left, stand = [*at], stage_line.workers[stage]
     start = stand.start
 
     def breaking() -> None:
-        whole = stand.service.handle
+        whole = stand.service.stage.run
 
-        def handle(message: Any) -> Any:
+        def computing(frame: Frame) -> Frame:
             if left and len(ticks) >= left[0]:
                 left.pop(0)
                 raise OSError("out of order")
-            return whole(message)
+            return whole(frame)
 
-        stand.service.handle = handle
+        stand.service.stage.run = computing
 
     def started() -> None:
         start()
@@ -101,9 +124,10 @@ def broken(stage_line: Any, ticks: list[Any], stage: int, at: Sequence[int]) -> 
     breaking()
 
 
-def test_a_stage_that_is_lost_is_named_and_no_token_changes() -> None:
+@WAYS
+def test_a_stage_that_is_lost_is_named_and_no_token_changes(frames: str) -> None:
     jobs = [(prompt, params) for prompt in PROMPTS[:3] for params in (GREEDY, WARM)]
-    engine, stage_line, ticks = over_threads(4, drafter())
+    engine, stage_line, ticks = over_threads(4, drafter(), frames=frames)
     broken(stage_line, ticks, 1, (1, 9, 20))
     broken(stage_line, ticks, 2, (15,))
     assert ids(run(engine, jobs)) == plain(jobs)
@@ -113,8 +137,9 @@ def test_a_stage_that_is_lost_is_named_and_no_token_changes() -> None:
     assert ids(run(engine, jobs)) == plain(jobs)  # prefixes that are found again are right
 
 
-def test_a_second_failure_in_a_row_ends_the_requests_with_its_words() -> None:
-    engine, stage_line, ticks = over_threads(3, drafter())
+@WAYS
+def test_a_second_failure_in_a_row_ends_the_requests_with_its_words(frames: str) -> None:
+    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
     broken(stage_line, ticks, 0, (6, 6))
     with pytest.raises(WorkerFailed, match="worker stage 0 failed: OSError: out of order; before that: worker stage 0"):
         run(engine, [(PROMPTS[1], GREEDY)])
@@ -123,17 +148,19 @@ def test_a_second_failure_in_a_row_ends_the_requests_with_its_words() -> None:
     assert ids(run(engine, [(PROMPTS[2], GREEDY)])) == plain([(PROMPTS[2], GREEDY)])
 
 
-def test_a_tick_that_is_interrupted_changes_no_token() -> None:
-    engine, stage_line, ticks = over_threads(3, drafter())
-    whole, left = stage_line._receive, [9, 14]
+@WAYS
+def test_a_tick_that_is_interrupted_changes_no_token(frames: str) -> None:
+    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
+    waits = "_arrived" if frames == "straight" else "_receive"
+    whole, left = getattr(stage_line, waits), [9, 14]
 
-    def interrupted(index: int, began: float, rows: int) -> Any:
-        if left and len(ticks) == left[0] and index == 1:
+    def interrupted(*given: Any) -> Any:
+        if left and len(ticks) == left[0] and given[0] != 0:
             left.pop(0)
             raise KeyboardInterrupt
-        return whole(index, began, rows)
+        return whole(*given)
 
-    stage_line._receive = interrupted  # type: ignore[method-assign]
+    setattr(stage_line, waits, interrupted)
     jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
     with pytest.raises(KeyboardInterrupt):
         run(engine, jobs)
@@ -147,28 +174,30 @@ def test_a_tick_that_is_interrupted_changes_no_token() -> None:
     assert not left and stage_line.faults == []
 
 
-def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, stage_line, ticks = over_threads(3, drafter())
+@WAYS
+def test_a_stage_that_hangs_is_named(frames: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
     monkeypatch.setattr("paceline.distributed.hanging.HANG_S", 0.2)
     stage, silent = stage_line.workers[0], []
-    whole = stage.service.handle
+    whole = stage.service.stage.run
 
-    def handle(message: Any) -> Any:
+    def computing(frame: Frame) -> Frame:
         if len(ticks) == 10:
-            silent.append(message)
-            return ()
+            silent.append(frame)
+            time.sleep(2.5)
         time.sleep(0.7 if not ticks else 0)  # as a first frame may take: no later one is waited for any longer
-        return whole(message)
+        return whole(frame)
 
-    stage.service.handle = handle
+    stage.service.stage.run = computing
     assert ids(run(engine, [(PROMPTS[0], GREEDY)])) == plain([(PROMPTS[0], GREEDY)])
     assert silent and len(stage_line.faults) == 1
     said = re.fullmatch(r"worker stage 0 hangs: at \d+ rows for ([\d.]+) s", stage_line.faults[0])
-    assert said is not None and 0.2 <= float(said[1]) < 2
+    assert said is not None and 0.2 <= float(said[1]) < 2.5
 
 
-def test_what_the_last_stage_takes_is_not_charged_to_the_others() -> None:
-    engine, stage_line, ticks = over_threads(3, drafter())
+@WAYS
+def test_what_the_last_stage_takes_is_not_charged_to_the_others(frames: str) -> None:
+    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
     whole = stage_line.last.run
 
     def slow(frame: Frame) -> Frame:

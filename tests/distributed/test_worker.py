@@ -14,15 +14,17 @@ from typing import Any
 
 import pytest
 from distributed_services import KINDS, About, Count, Echo, Say
+from kit.clock import VirtualClock
+from kits.channels import RealTime, local_pair
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.distributed.channels import Channel, ChannelClosed, Line, local_pair
-from paceline.distributed.clock import Late, RealClock, VirtualClock
+from paceline.distributed.channels import Channel, ChannelClosed, Line
+from paceline.distributed.clock import Late
 from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS, LIFE, Beat, Facts, Fault, Hello, Refused
 from paceline.distributed.placement import Placement, cores, share_cores
 from paceline.distributed.serving import Progress, serve
-from paceline.distributed.worker import Launched, Patience, Spare, Worker, WorkerFailed, WorkerSpec, ended
+from paceline.distributed.worker import HOST_LEFT, Launched, Patience, Spare, Worker, WorkerFailed, WorkerSpec, ended
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 LAZY = Patience(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01)
@@ -372,6 +374,47 @@ def test_one_on_another_host_is_named_with_it(hand: Hand):
         worker.poll()
 
 
+def test_a_host_that_leaves_is_one_failure(hand: Hand):
+    """A cut link is named first; that Ray then gives up the host, where it was to come back, is no second failure."""
+    worker = watched(hand)
+    hand.hello()
+    hand.pass_time(worker, 1.0)
+    hand.pass_time(worker, 4.0, beats=False)
+    assert len(worker.faults) == 1 and "no sign of life" in worker.faults[0] and len(hand.began) == 2
+    hand.status = HOST_LEFT
+    hand.pass_time(worker, 1.0)
+    assert len(worker.faults) == 1 and len(hand.began) == 3
+    hand.hello()
+    hand.pass_time(worker, 1.0)
+    assert worker.line is not None
+    hand.status = HOST_LEFT
+    hand.pass_time(worker, 0.2)
+    assert worker.faults[1].endswith(HOST_LEFT)
+
+
+def test_a_host_that_leaves_while_starting_is_named(hand: Hand):
+    worker = watched(hand)
+    hand.status = HOST_LEFT
+    hand.pass_time(worker, 0.2)
+    assert worker.faults == ["worker echo (pid 7) died: its host has left the cluster"]
+
+
+def test_a_worker_that_gets_its_weights_is_starting_for_as_long(hand: Hand):
+    served: list[float] = []
+
+    def launch(spec: WorkerSpec, beat_s: float) -> Launched:
+        return replace(hand.launch(spec, beat_s), served=lambda: served[-1])
+
+    served.append(0.0)
+    worker = Worker(SPEC, Patience(start_s=5.0), launch, hand.clock)
+    for _ in range(8):
+        served.append(hand.clock.now())
+        hand.pass_time(worker, 1.0)
+    assert not worker.faults
+    hand.pass_time(worker, 6.0)
+    assert len(worker.faults) == 1 and "is not ready" in worker.faults[0]
+
+
 def test_a_refusal_after_a_restart_is_final(hand: Hand):
     worker = watched(hand)
     hand.lines[-1][1].send(Refused("key", "draft x", "its file is gone", "put it back", ""))
@@ -419,7 +462,7 @@ def test_the_same_loop_in_virtual_time_and_a_message_calls_off_what_is_left():
 
 
 def test_a_service_that_fails_says_so_last():
-    line, raised = served(RealClock(), Echo())
+    line, raised = served(RealTime(), Echo())
     assert say(line, "fail") == Fault("ValueError: no such thing", True)
     with pytest.raises(ChannelClosed):
         line.receive(LONG)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.assembly import draft_device, load_target, open_source, stage_devices
+from paceline.assembly.engine import load_target
+from paceline.assembly.models import draft_device, open_source, stage_devices
 from paceline.config import LLMConfig
 from paceline.core.errors import ConfigError
 from paceline.network.devices import share_devices
@@ -55,7 +56,10 @@ def test_stages_and_their_coordinator(gpus: Any, caplog: pytest.LogCaptureFixtur
         placements = place(Split(stages=8), "cuda")
     assert [p.device for p in placements] == [f"cuda:{i}" for i in range(8)] and not caplog.records
     source = open_source(split(), MODEL, "auto")
-    specs = [stage_spec(split(kernels="torch"), i, {}, placements[i], source) for i in (0, 6)]
+    specs = [
+        stage_spec(split(kernels="torch"), i, {"start": 0, "stop": 1, "slots": 8}, placements[i], source)
+        for i in (0, 6)
+    ]
     assert [spec.placement.device for spec in specs] == ["cuda:0", "cuda:6"]  # what a process is begun with
     assert stage_devices(split()) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert stage_devices(split(device="cuda:5")) == ["cuda:5"] * 4
@@ -116,8 +120,8 @@ def test_this_process_loads_onto_the_last_device(gpus: Any, monkeypatch: pytest.
         seen.append(device)
         raise ConfigError("a load", "it is seen", "go on")
 
-    monkeypatch.setattr("paceline.assembly.load_model", load)
-    monkeypatch.setattr("paceline.assembly.free_bytes", lambda device: seen.append(str(device)))
+    monkeypatch.setattr("paceline.assembly.models.load_model", load)
+    monkeypatch.setattr("paceline.assembly.memory.free_bytes", lambda device: seen.append(str(device)))
     with pytest.raises(ConfigError, match="it is seen"):
         load_target(split())
     assert seen == ["cuda:3", "cuda:3"]

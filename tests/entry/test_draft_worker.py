@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.assembly import build_drafter, load_target
+from paceline.assembly.drafting import build_drafter
+from paceline.assembly.engine import load_target
 from paceline.config import LLMConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams

@@ -6,16 +6,18 @@ import json
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
-from paceline.assembly import load_target, open_source
+from paceline.assembly.engine import load_target
+from paceline.assembly.models import open_source
 from paceline.config import LLMConfig
+from paceline.distributed.messages import message_of
 from paceline.distributed.placement import Placement, cores
-from paceline.distributed.stage_service import message_of
 from paceline.kv.pool import KVPool
 from paceline.network.stages import Frame, Stage, StageRows
 from paceline.rounds import parse_round
@@ -146,6 +148,29 @@ def test_processes_give_the_answers_of_one() -> None:
         LLM(MODEL, share=llm, pipeline=2, **SMALL)
     with pytest.raises(ConfigError, match="the shared target was loaded with"):
         LLM(MODEL, share=llm, **SMALL)
+
+
+@pytest.mark.timeout(600)
+def test_stages_of_ranks_give_the_answers_of_one_process() -> None:
+    """Bit for bit; a rank of a stage is killed while they answer, and its stage goes on."""
+    expected = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
+    llm = LLM(MODEL, pipeline=2, tensor_parallel=2, drafter="ngram", exact=True, **SMALL)
+    stage_line: Any = llm.engine.round.stage_line  # type: ignore[attr-defined]
+    ticks: list[Any] = []
+
+    def on_tick(tick: Any) -> None:
+        ticks.append(tick)
+        if len(ticks) == 8:
+            (rank,) = (
+                Path(f"/proc/{stage_line.workers[0].pid}/task/{stage_line.workers[0].pid}/children").read_text().split()
+            )
+            os.kill(int(rank), signal.SIGKILL)
+
+    llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
+    assert ids(llm.generate(PROMPTS, GREEDY)) == expected
+    (fault,) = stage_line.faults
+    assert fault.startswith("worker stage 0: worker rank 1 ") and "killed by SIGKILL" in fault
+    assert stage_line.workers[0].starts == 1
 
 
 def test_a_cut_is_measured_where_it_is_asked_for() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM, AsyncLLM, SamplingParams, zoo
-from paceline.assembly import drafter_of
+from paceline.assembly.drafting import drafter_of
 from paceline.bench.measure import Builder
 from paceline.bench.methods import parse_method
 from paceline.config import LLMConfig

@@ -76,13 +76,13 @@ class Killed:
 
     Args:
         draw: of requests, moments, processes and signals.
-        options: of the pipeline, beside `OPTIONS`.
+        options: of the pipeline, beside `OPTIONS` or in their place.
     """
 
     def __init__(self, draw: random.Random, **options: Any) -> None:
         self.draw, self.found = draw, Found()
         self.plain = LLM(MODEL, threads=1, kv_memory="64MiB", max_sequences=4)
-        self.split = LLM(MODEL, **OPTIONS, **options)
+        self.split = LLM(MODEL, **{**OPTIONS, **options})
         self.round: Any = self.split.engine.round
         self.round.on_tick = self._note
         self.said: list[float] = []  # when tokens were said ..

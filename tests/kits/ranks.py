@@ -1,10 +1,11 @@
-"""The tiny target in ranks, each but the first in a process of its own."""
+"""The tiny target, or some of its layers, in ranks, each but the first in a process of its own."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from paceline.distributed.rank_service import KINDS, RankService
 from paceline.distributed.rank_workers import PATIENCE, RankWorkers
 from paceline.distributed.worker import Worker, WorkerSpec
 from paceline.network.decoder import Decoder
+from paceline.network.families import DecoderConfig
 from paceline.network.joins import Joins, RankMemory
 from paceline.network.parallel import ROWWISE, Ranks, Share, weight_of
 
@@ -26,15 +28,37 @@ WIDE = {"vocab_size": 250, "d_model": 128, "d_ff": 256, "num_heads": 8, "num_kv_
 GEMMA = WIDE | {"qk_norm": True, "post_norms": True, "activation": "gelu_tanh", "embedding_scale": 8.0}
 
 
-def made(ranks: Ranks, dtype: str, compiled: bool) -> Decoder:
-    """A rank's share of the tiny target, with the weights that they have in it."""
+Layers = tuple[int, int]
+
+
+def share_of(config: DecoderConfig, layers: Layers, rank: int, count: int, by_outputs: bool) -> Share:
+    """Of some layers, which have embedding and head where the last one is among them."""
+    ends = layers[1] == config.num_layers
+    own = config.part(*layers, ends)
+    return Share(own if ends else replace(own, vocab_size=count), rank, count, by_outputs)
+
+
+def made(
+    ranks: Ranks | None, config: DecoderConfig, layers: Layers, dtype: str, compiled: bool, exact: bool = False
+) -> Decoder:
+    """A rank's share of the tiny target's layers, with the weights that they have in it; None: all of them."""
     kind: torch.dtype = getattr(torch, dtype)
-    attention = make_backend("reference" if kind == torch.float64 else "sdpa", kind)
-    config = ranks.share.config
+    attention, ends = (
+        make_backend("reference" if kind == torch.float64 else "sdpa", kind),
+        layers[1] == config.num_layers,
+    )
     whole = tiny_weights(Decoder(config, attention, dtype=kind))
-    decoder = Decoder(config, attention, dtype=kind, native=compiled, exact=ranks.share.by_outputs, ranks=ranks)
+    own = config.part(*layers, ends)
+    decoder = Decoder(own, attention, dtype=kind, native=compiled, exact=exact, ranks=ranks)
     for name, parameter in decoder.named_parameters():
-        parameter.data.copy_(part(ranks.share, name, whole[name].data))
+        head, _, rest = name.partition(".")
+        if head == "layers":
+            index, _, rest = rest.partition(".")
+            name = f"layers.{int(index) + layers[0]}.{rest}"
+        elif not ends:
+            parameter.data.zero_()
+            continue
+        parameter.data.copy_(whole[name].data if ranks is None else part(ranks.share, name, whole[name].data))
     return decoder.finish()
 
 
@@ -50,12 +74,21 @@ def part(share: Share, name: str, whole: Tensor) -> Tensor:
 
 
 def service(
-    device: str, rank: int, count: int, memory: str, shape: Mapping[str, Any], by_outputs: bool, **how: Any
+    device: str,
+    rank: int,
+    count: int,
+    memory: str,
+    shape: Mapping[str, Any],
+    by_outputs: bool,
+    layers: list[int],
+    **how: Any,
 ) -> RankService:
     """What a worker makes."""
     torch.set_num_threads(1)
-    share = Share(tiny_config(**shape), rank, count, by_outputs)
-    decoder = made(Ranks(share, Joins.opened(memory, rank, count)), **how)
+    config, own = tiny_config(**shape), (layers[0], layers[1])
+    share = share_of(config, own, rank, count, by_outputs)
+    ranks = Ranks(share, Joins.opened(memory, rank, count))
+    decoder = made(ranks, config, own, **how, exact=by_outputs)
     return RankService(decoder, decoder.cache_shape, decoder.dtype, Facts(weights="tiny"))
 
 
@@ -66,11 +99,22 @@ def ranked(
     by_outputs: bool = False,
     dtype: str = "float64",
     compiled: bool = False,
+    layers: Layers | None = None,
 ) -> Iterator[Decoder]:
-    """The tiny target in so many ranks, of which this is the first; ``shape``: of `tiny_config`."""
-    shape, memory = shape or {}, RankMemory(count)
-    how: dict[str, Any] = {"dtype": dtype, "compiled": compiled}
-    given = {"count": count, "memory": memory.path, "shape": shape, "by_outputs": by_outputs, **how}
+    """The tiny target in so many ranks, of which this is the first; one: without ranks.
+
+    Args:
+        shape: of `tiny_config`.
+        layers: of it; None: all.
+    """
+    config = tiny_config(**(shape or {}))
+    own, how = layers or (0, config.num_layers), {"dtype": dtype, "compiled": compiled}
+    if count == 1:
+        yield made(None, config, own, dtype, compiled, by_outputs)
+        return
+    memory = RankMemory(count)
+    given = {"count": count, "memory": memory.path, "shape": shape or {}, "by_outputs": by_outputs, **how}
+    given |= {"layers": [*own]}
     here = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     workers = []
     with patch.dict(os.environ, PYTHONPATH=here):
@@ -81,8 +125,9 @@ def ranked(
             workers[-1].poll()
         joins = memory.joins()
         try:
-            share = Share(tiny_config(**shape), 0, count, by_outputs)
-            yield made(Ranks(share, joins, RankWorkers(workers, joins)), **how)
+            share = share_of(config, own, 0, count, by_outputs)
+            line = RankWorkers(workers, joins)
+            yield made(Ranks(share, joins, line), config, own, dtype, compiled, by_outputs)
         finally:
             for worker in workers:
                 worker.stop()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from kits.tiny import TOY_TEXTS, tiny_config, tiny_weights
 from paceline.attention import make_backend
-from paceline.distributed.channels import Line, local_pair
-from paceline.distributed.clock import RealClock
+from paceline.distributed.channels import Line
 from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS, Facts
 from paceline.distributed.serving import serve
+from paceline.distributed.sockets import SocketChannel
 from paceline.distributed.stage_service import StageService
 from paceline.distributed.stage_workers import StageWorkers
+from paceline.distributed.ways import Hop, hop_here
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
@@ -68,7 +72,8 @@ class Stand:
     """A worker whose service is in a thread; it comes back ``rest`` looks after it was lost."""
 
     def __init__(self, name: str, make: Callable[[], Any], rest: int = 2) -> None:
-        self.name, self.make, self.rest = name, make, rest
+        self.name, self.make, self.rest, self.host = name, make, rest, ""
+        self.spec = SimpleNamespace(name=name)
         self.faults: list[str] = []
         self.line: Line | None = None
         self.service: Any = None
@@ -83,7 +88,7 @@ class Stand:
         return self.line is not None
 
     def start(self) -> None:
-        own, other = local_pair(RealClock())
+        own, other = map(SocketChannel, socket.socketpair())
         with torch.inference_mode(False):  # of the engine, whose step this may be: a process would know nothing of it
             made = self.service = self.make()
         codec = Codec(**GREETINGS, **made.kinds)
@@ -96,7 +101,7 @@ class Stand:
             except Exception:
                 other.close()
 
-        RealClock().start(self.name, live)
+        Thread(target=live, name=self.name, daemon=True).start()
 
     def failed(self, why: str) -> None:
         if self.line is not None:
@@ -127,11 +132,13 @@ def engine_over(
     decoder: Decoder,
     pool: KVPool,
     max_batch_rows: int = 64,
+    hop: Hop = hop_here,
     **options: Any,
 ) -> tuple[Engine, StageWorkers, list[Tick]]:
-    """An engine whose pipeline round runs over workers and, last, ``decoder``."""
+    """An engine whose pipeline round runs over workers and, last, ``decoder``; ``hop``: makes the ways of frames."""
     config = PipelineConfig(stages=len(workers) + 1, **options)
-    stage_line = StageWorkers(workers, Stage(decoder, 0, decoder.num_layers, pool.tensors), LAYERS)
+    last = Stage(decoder, 0, decoder.num_layers, pool.tensors)
+    stage_line = StageWorkers(workers, last, LAYERS, hop if config.frames == "straight" else None)
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), 64, pool.num_tokens, decoder.device)
     round_ = config.over(RoundParts(target=decoder, pool=pool, drafter=drafter), stage_line)

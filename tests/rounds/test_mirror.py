@@ -30,7 +30,7 @@ from kits.tiny import (
 )
 
 from paceline import LLM
-from paceline.assembly import make_budget
+from paceline.assembly.drafting import make_budget
 from paceline.config import LLMConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams

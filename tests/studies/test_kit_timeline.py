@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kit.timeline import draw
+from kit.timeline import Span, draw
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.timeline import Span
 
 
 def test_the_picture(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ def test_parameters_are_those_of_one_head(tmp_path: Path) -> None:
     for name in ("Qwen3-14B", "Qwen3-32B"):
         assert round(100 * targets[name]["share"], 2) == pytest.approx(targets[name]["stated"], abs=0.005)
     assert targets["paceline-small"]["head"] == targets["paceline-small"]["d_model"] ** 2
+
+
+def test_tracks_join_twice_and_choose_where_ranks_join_twice_a_layer(tmp_path: Path) -> None:
+    """What is computed is measured; a pass is that and its joins, alpha log2 G + beta M each."""
+    found = run(tmp_path, "tracks_law")
+    for tracks in (2, 4):
+        own, ranks, *alone = [way for way in found["ways"] if (way["tracks"], way["rows"]) == (tracks, 1)]
+        assert (own["joins"], ranks["joins"], [way["joins"] for way in alone]) == (3, 2 * 2 + 2, [0, 0])
+        assert 0.98 < own["parameters"] / ranks["parameters"] < 1.02
+        for way in (own, ranks):
+            slope = (way["ms"][-1] - way["ms"][0]) / (found["alphas_ms"][-1] - found["alphas_ms"][0])
+            assert slope == pytest.approx(way["joins"] * math.log2(tracks)) and way["ms"][0] > way["compute_ms"] > 0
 
 
 def test_fallbacks_of_fewer_candidates_come_from_one_run() -> None:

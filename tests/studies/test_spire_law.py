@@ -10,11 +10,11 @@ import pytest
 from spire_parts import law
 
 from paceline import zoo
-from paceline.engine.costs import CostTable
+from paceline.engine.costs import CostTable, cost_points
 from paceline.planning import models
 from paceline.planning.measured import errors, fit
 from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import ServedModel, cost_points
+from paceline.planning.throughput import ServedModel
 
 HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
 TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512

@@ -11,16 +11,15 @@ from statistics import median
 import numpy as np
 import torch
 
-from ..assembly import draft_key
+from ..assembly.drafting import draft_key
 from ..drafters import registry
 from ..drafters.registry import DrafterConfig
 from ..engine import calibration
 from ..engine.calibration import Calibration, KVLayout, PassTimer
-from ..engine.costs import CostTable
+from ..engine.costs import ROWS, CostTable
 from ..kv.pool import KVPool
 from ..llm import LLM
 from ..network.decoder import Decoder
-from ..planning.throughput import ROWS
 from .config import StepConfig
 from .multiply import multiplications, peak
 

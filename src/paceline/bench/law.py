@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from ..assembly import draft_key
-from ..engine.costs import CostTable
+from ..assembly.drafting import draft_key
+from ..engine.costs import CostTable, cost_points
 from ..llm import LLM
 from ..planning.measured import PassLaw, Timed, errors, fit
-from ..planning.throughput import ServedModel, cost_points
+from ..planning.throughput import ServedModel
 from .calibrate import store, time_passes
 
 REPEATS = 9  # of each pass; medians count

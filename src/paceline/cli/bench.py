@@ -12,7 +12,8 @@ import typer
 from rich.table import Table
 
 from .. import zoo
-from ..assembly import drafter_of, kv_layout
+from ..assembly.drafting import drafter_of
+from ..assembly.memory import kv_layout
 from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +15,14 @@ from ..bench import law
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import named_values, shown, suggest
+from ..distributed.placement import cores, parse_cluster
 from ..engine.calibration import processor
 from ..llm import LLM
 from ..planning import acceptance, machines, models
+from ..planning.hosts import Hosts
 from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
-from . import plan_view
+from . import plan_hosts, plan_view
 from .console import note
 from .options import takes
 from .session import counting
@@ -30,6 +32,7 @@ app = typer.Typer(add_completion=False)
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its folder; stretch:MODEL,times=N, too."
 RUNNABLE = ("float32", "bfloat16", "int8")  # of weights: what this engine runs
+DEVICES = ("devices", "stages")  # of one host, whose drafters are ranked
 ASSUMED_BYTES = 8e9  # of memory, where the system does not tell
 STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 
@@ -37,6 +40,8 @@ STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 @app.command()
 @takes(
     question=PlanRequest,
+    site=Hosts,
+    defaults={"hosts": None},
     without={"target", "machine", "draft", "weight_bytes", "kv_bytes", "acceptance", "law"},
 )
 def plan(
@@ -76,21 +81,32 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Draw multipliers by batch and by context (.svg or .png).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="auto|HOST:PORT", help="With --hosts: measure a link of this Ray cluster (alpha, beta)."),
+    ] = None,
+    insecure_cluster: Annotated[
+        bool, typer.Option("--insecure-cluster", help="Take a cluster that asks nobody for a token.")
+    ] = False,
     *,
     question: dict[str, Any],
+    site: dict[str, Any],
 ) -> None:
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
     The model is a roofline: a pass takes as long as its arithmetic or its reads, whichever takes longer
     (docs/planning.md). With --measured a law that is fitted to passes of this machine takes its place.
     How often drafts are accepted is known of pairs that were measured, else assumed, and said; --tau takes your own.
+    With --hosts stages, ranks and replicas are ranked in place of drafters.
     """
+    links = dict[str, Any](cluster=cluster, insecure=insecure_cluster)
+    _refuse_beside_hosts(site, links, {"--plot": plot, **{f"--{name}": question[name] > 1 for name in DEVICES}})
     shape = resolve(target)
     if measured:
         given = {
             "--machine": machine,
             "--kv": kv,
-            **{f"--{name}": question[name] > 1 for name in ("devices", "stages")},
+            **{f"--{name}": question[name] > 1 for name in DEVICES},
         }
         _refuse_beside_measured(given)
         kv = "float32" if weights == "float32" else "bfloat16"
@@ -111,19 +127,55 @@ def plan(
         with counting("timing passes", law.REPEATS + 1) as progress:
             here = law.measure_law(llm, network, progress)
         found = asdict(here) | {"file": str(law.store_law(llm, network, here.law, other))}
-        asked = replace(asked, machine=here.law.machine(processor("cpu"), _memory()), law=here.law)
-    ranked, draft_named = rank(asked), _runnable(drafting) if drafting else None
+        asked = replace(asked, machine=here.law.machine(processor("cpu"), _memory(), len(cores())), law=here.law)
+    draft_named = _runnable(drafting) if drafting else None
+    if here is not None and not as_json:
+        plan_view.show_law(here, asked.machine)
+        note(f"written to {found['file']}, where the automatic budget finds it")
+    if site["hosts"] is not None:
+        plan_hosts.show_layouts(asked, *_linked(site, **links), own, draft_named, as_json)
+        return
+    ranked = rank(asked)
     ways = [plan_view.how_to_run(asked, made, own, draft_named) for made in ranked]
     file = None if plot is None else plan_view.draw(asked, plot)
     if as_json:
         plan_view.print_json(asked, ranked, ways, found)
     else:
-        if here is not None:
-            plan_view.show_law(here, asked.machine)
-            note(f"written to {found['file']}, where the automatic budget finds it")
         plan_view.show(asked, ranked, ways)
     if file is not None:
         note(f"drawn: {file}")
+
+
+def _refuse_beside_hosts(site: Mapping[str, Any], links: Mapping[str, Any], others: Mapping[str, object]) -> None:
+    """Options of hosts without them, and of drafters alone beside them."""
+    usual = {spec.name: spec.default for spec in fields(Hosts)}
+    alone = [name for name, value in site.items() if name != "hosts" and value != usual[name]]
+    flags = [f"--{name.replace('_', '-')}" for name in [*alone, *(["cluster"] if links["cluster"] else [])]]
+    if site["hosts"] is None and flags:
+        raise ConfigError(", ".join(flags), "they are of hosts, and it is not said how many", "add --hosts N")
+    useless = [flag for flag, value in others.items() if value and site["hosts"] is not None]
+    if useless:
+        raise ConfigError(
+            f"{', '.join(useless)} with --hosts", "they rank drafters on one host", "leave one of them out"
+        )
+    given = [flag for flag in flags if flag in ("--alpha-us", "--gbit")]
+    if links["cluster"] and given:
+        raise ConfigError(f"{', '.join(given)} with --cluster", "the link is measured there", "leave one of them out")
+    if links["insecure"] and not links["cluster"]:
+        raise ConfigError("--insecure-cluster", "no cluster is named", "leave it out, or name one: --cluster auto")
+
+
+def _linked(site: Mapping[str, Any], cluster: str | None, insecure: bool) -> tuple[Hosts, str]:
+    """The hosts, and where the figures of their links are from."""
+    hosts = Hosts(**site)
+    if cluster is None:
+        usual = all(site[spec.name] == spec.default for spec in fields(Hosts) if spec.name in ("alpha_us", "gbit"))
+        return hosts, "assumed: --alpha-us, --gbit or --cluster say otherwise" if usual else "given"
+    from ..distributed.links import measure_link
+
+    link = measure_link(parse_cluster(cluster), insecure)
+    found = replace(hosts, alpha_us=round(1e6 * link.alpha, 1), gbit=round(8e-9 / max(link.beta, 8e-15), 3))
+    return found, f"measured: this host and {link.host}, of {link.hosts} hosts"
 
 
 def _refuse_beside_measured(given: Mapping[str, object]) -> None:

@@ -10,7 +10,6 @@ calls off the levels that are left of it, so that a rollout ends with the verdic
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,14 +23,10 @@ from ..core.sampling import SamplingParams
 from ..drafters.local_sessions import LocalGrowing
 from ..drafters.sessions import Ask, DraftSessions, Grown, Opening
 from ..drafters.sessions import Growing as AnyGrowing
-from .channels import ChannelClosed, Line, local_pair
+from .channels import ChannelClosed, Line
 from .clock import Clock, Late, Pace, RealClock
-from .frames import Codec, FrameError
-from .handshake import GREETINGS, Facts, Fault
-from .serving import serve
-from .timeline import Span, Timeline
-
-log = logging.getLogger(__name__)
+from .frames import FrameError
+from .handshake import Facts, Fault
 
 LOOK_S = 0.25  # between two looks at a worker that is waited for
 
@@ -270,11 +265,10 @@ class RemoteSessions:
     Args:
         worker: that serves a `DraftService`.
         patience_s: how long a level is waited for.
-        timeline: where levels are noted, as the work of "draft"; its clock and the worker's must be one.
     """
 
-    def __init__(self, worker: Served, patience_s: float = 5.0, timeline: Timeline | None = None) -> None:
-        self._worker, self._patience_s, self._timeline = worker, patience_s, timeline
+    def __init__(self, worker: Served, patience_s: float = 5.0) -> None:
+        self._worker, self._patience_s = worker, patience_s
         self._tickets = count(1)
         self._growing: dict[int, Growing] = {}
 
@@ -396,9 +390,6 @@ class RemoteSessions:
         ):
             self._give_up("gives an answer of another form than its question")
         growing.times.append((message.began, message.ended))
-        if self._timeline is not None and parts:
-            rows = sum(len(set(part.parents)) for part in parts)
-            self._timeline.add([Span("draft", "level", message.began, message.ended, {"rows": rows})])
         growing.levels.append({p.key: Grown(p.given, p.parents, p.nodes, p.tokens, p.log_q) for p in parts})
         if message.last:
             growing.done = True
@@ -429,47 +420,3 @@ def _fits(part: Part, given: Mapping[int, int], first: bool) -> bool:
     lists = part.parents, part.nodes, part.tokens, part.log_q
     even = len({len(one) for one in lists}) == 1
     return even and part.key in given and len(part.given) == (given[part.key] if first else 0)
-
-
-class InProcess:
-    """A service beside who asks, in the same process: a thread, or an activity of virtual time.
-
-    Args:
-        service: what it serves.
-        clock: real or virtual.
-        link: makes an emulated link of each end of its channel; None: messages take no time.
-    """
-
-    def __init__(self, service: Any, clock: Clock, link: Any = None) -> None:
-        own, other = local_pair(clock)
-        if link is not None:
-            own, other = link(own), link(other)
-        codec = Codec(**GREETINGS, **service.kinds)
-        self.line: Line | None = Line(own, codec)
-        self.faults: list[str] = []
-        clock.start("service", lambda: _serve(service, Line(other, codec)))
-
-    def poll(self) -> bool:
-        """Whether it is there."""
-        return self.line is not None
-
-    def failed(self, why: str) -> None:
-        """It is not used any more."""
-        self.faults.append(why)
-        if self.line is not None:
-            self.line.close()
-        self.line = None
-
-    def lost(self) -> None:
-        """It is not there any more."""
-        self.failed("closed its line")
-
-
-def _serve(service: Any, line: Line) -> None:
-    """As a process would: a service that fails has said so, and is gone."""
-    try:
-        serve(service, line)
-    except Exception as error:
-        log.error("a service failed", exc_info=error)
-    finally:
-        line.close()

@@ -115,15 +115,29 @@ def join(member: Member, address: str, seconds: float | None = None, device: str
     on_cpu = torch.device(device).type == "cpu"
     if not on_cpu and not dist.is_nccl_available():
         raise CapabilityError(f"a group on {device}", "this torch has no NCCL", "install torch with CUDA")
+    store = None
     try:
         store = dist.PrefixStore(member.group, _store(member.host, member.port))
-        store.set(_HERE.format(member.rank), "")
+        store.set(_HERE.format(member.rank), address)
         if on_cpu:
             return _gloo(store, member, address, EVER if seconds is None else timedelta(seconds=seconds))
         return _nccl(store, member, device)
     except (RuntimeError, ValueError) as error:
-        wrong = f"group {member.group} at {member.host}:{member.port} did not come together as seen by {address}"
-        raise ChannelClosed(f"{wrong}: {str(error).splitlines()[0]}") from error
+        why = _why_not(store, member, address)
+        raise ChannelClosed(f"{why}: {str(error).splitlines()[0]}") from error
+
+
+def _why_not(store: dist.Store | None, member: Member, address: str) -> str:
+    """Why a group did not come together, with both ends."""
+    if store is None:
+        return f"{address} does not reach the store at {member.host}:{member.port}: is that port closed between them?"
+    others = [rank for rank in range(member.size) if rank != member.rank]
+    with suppress(RuntimeError):
+        came = [rank for rank in others if store.check([_HERE.format(rank)])]
+        if len(came) == len(others):
+            there = ", ".join(store.get(_HERE.format(rank)).decode() for rank in came)
+            return f"{address} and {there} do not reach each other: are ports closed between them?"
+    return f"{address} waits in group {member.group} at {member.host}:{member.port}, and the others have not come"
 
 
 def _gloo(store: dist.Store, member: Member, address: str, limit: timedelta) -> Any:
@@ -256,5 +270,9 @@ def _receive_all(group: Any, peer: int, came: queue.SimpleQueue[Any], bye: Any) 
         left = max(0, left - PIECE)
         if not left:
             came.put(frame[PREFIX.size :])
-        waits[turn] = group.recv([buffers[turn]], peer, TAG)
+        try:
+            waits[turn] = group.recv([buffers[turn]], peer, TAG)
+        except RuntimeError:  # it has gone since
+            came.put(gone(bool(left)))
+            return
         turn = (turn + 1) % AHEAD

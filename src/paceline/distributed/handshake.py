@@ -7,7 +7,7 @@ hello, and then whatever its service says.
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .. import __version__
@@ -42,11 +42,11 @@ def compare(who: str, expected: Facts, found: Facts) -> None:
     Raises:
         CapabilityError: the first fact that differs.
     """
-    for field in fields(Facts):
-        mine, theirs = getattr(expected, field.name), getattr(found, field.name)
+    for fact in fields(Facts):
+        mine, theirs = getattr(expected, fact.name), getattr(found, fact.name)
         if mine and mine != theirs:
-            wrong = f"its {field.name} is {theirs or 'not said'}, and {mine} is asked for"
-            raise CapabilityError(f"worker {who}", wrong, _REMEDIES[field.name])
+            wrong = f"its {fact.name} is {theirs or 'not said'}, and {mine} is asked for"
+            raise CapabilityError(f"worker {who}", wrong, _REMEDIES[fact.name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class Begin:
     device: str
     spin_us: int
     beat_s: float  # between two beats
+    checkpoints: list[str] = field(default_factory=list)  # names of those that the worker can get from who asks ..
+    weights: str = ""  # .. over this group
     waits: bool = False  # a spare one: it calls ``service`` to get ready, and the `Begin` of its work comes later
 
 

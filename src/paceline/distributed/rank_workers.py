@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 from ..core.errors import PacelineError, PassesLost
+from ..kv.ledger import SlotStore
 from ..kv.pool import KVPool
 from ..kv.store import KVStore
 from ..network.adapters import AdapterRange, LowRank
@@ -67,6 +69,13 @@ class RankWorkers:
             self.stop()
             raise
 
+    def back(self) -> None:
+        """See `RankLine`."""
+        while any(worker.line is None for worker in self.workers):
+            time.sleep(LOOK_S / 10)
+            with suppress(PassesLost):  # one that is lost meanwhile: what is in flight does not count anyway
+                self._look()
+
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
         """See `RankLine`; a run that was begun and broken off is lost, too."""
         if self._begun:
@@ -115,8 +124,12 @@ class RankWorkers:
         return PassesLost("a rank was lost")
 
     def follow(self, pool: KVPool) -> None:
-        """Have the ranks move what the pool moves."""
-        pool.store = _Followed(pool.tensors, self, self._number(pool))
+        """See `RankLine`."""
+        pool.store = self.followed(pool.tensors, pool)
+
+    def followed(self, store: KVStore, cache: KVCache) -> SlotStore:
+        """See `RankLine`."""
+        return _Followed(store, self, self._number(cache))
 
     def stop(self) -> None:
         """End the workers."""
@@ -180,9 +193,7 @@ class RankWorkers:
         if not self._clear:
             return
         self.joins.begin(lost=1)  # whoever is still at a run gives it up
-        while any(worker.line is None for worker in self.workers):
-            time.sleep(LOOK_S / 10)
-            self._look()
+        self.back()
         self._epoch += 1
         self._moves, self._dropped = [], []
         self._adapters.clear()

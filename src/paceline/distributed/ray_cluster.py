@@ -13,35 +13,38 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from threading import Thread
 from typing import Any
 from weakref import finalize
 
-from ..core.errors import CapabilityError, ConfigError
-from .channels import Channel, ChannelClosed
+from ..core.errors import CapabilityError, ConfigError, PacelineError
+from .channels import Channel, ChannelClosed, Line
 from .clock import Late
-from .frames import Codec
+from .frames import Codec, FrameError
 from .groups import JOIN_S, GroupChannel, Member, Store, join
 from .handshake import LIFE, Beat, Begin
 from .placement import ClusterConfig
-from .worker import LOOK_S, Launch, Launched, WorkerSpec
+from .worker import HOST_LEFT, LOOK_S, Checkpoint, Launch, Launched, WorkerSpec
 
 try:
     import ray
-    from ray.util import placement_group, remove_placement_group
+    from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
     from .actors import WorkerActor, end_stopped
 except ImportError as error:
     raise CapabilityError("cluster=...", "Ray is not installed", "pip install 'paceline[cluster]'") from error
 
+log = logging.getLogger(__name__)
+
 PROBE_S = 5.0  # for the cluster's head to answer
 RESERVE_S = 60.0  # for bundles that fit to be free
+PLACED_S = 15.0  # for a host that leaves to be replaced by another one
 LAST_WORDS_S = 2.0  # for what a worker said last, on another way than Ray's, to come
 PIN = 0.001  # of a host's own resource: what stays on that host
 PAGE = "docs/cluster.md"
@@ -215,7 +218,7 @@ class Reservation:
         asked = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
         wanted = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
         check_fit(asked, wanted)
-        self.bundle, self.host = bundle, host
+        self.bundle, self.host, self._broadcast = bundle, host, cluster.weights == "broadcast"
         self._store, self._name, self._starts = Store(host), secrets.token_hex(8), count()
         self._group = placement_group(wanted, strategy=cluster.place.upper())
         finalize(self, _give_back, self._group)
@@ -231,12 +234,36 @@ class Reservation:
             member = self._store.member(f"{self._name}/{index}/{next(self._starts)}", 0, 2)
             actor = self._actor(index)
             key = secrets.token_hex(16)
-            done = actor.run.remote(_begin(spec, member, key, beat_s), spec.placement.environment())
             joining, beats = _Joining(self._store, member, self.host), _Beats(actor, beat_s)
-            process = _Process(actor, done.future(), beats)
-            return Launched(process, beats, key, joining, joining.close)
+            weights = self._store.member(f"{member.group}/weights", 0, 2) if self._broadcast else None
+            begin = _begin(spec, member, weights, key, beat_s)
+            done = actor.run.remote(begin, spec.placement.environment())
+            process = _Process(actor, done.future(), beats, self._room)
+            if weights is None:
+                return Launched(process, beats, key, joining, joining.close)
+            giving = _Giving(_Joining(self._store, weights, self.host), spec.checkpoints)
+
+            def close() -> None:
+                joining.close()
+                giving.close()
+
+            return Launched(process, beats, key, joining, close, giving.served)
 
         return start
+
+    def _room(self) -> str:
+        """What is wrong with the bundles' places; empty: nothing. A host that left may have had one of them."""
+        if placement_group_table(self._group)["state"] == "CREATED":
+            return ""
+        there = ", ".join(_has(has) for has in hosts().values())
+        return f"has no host: none is left with {self.bundle} that nobody uses; those that are there have {there}"
+
+    def hop(self, giver: str, taker: str) -> tuple[str, str]:
+        """Addresses of a way between two hosts, of which an empty one is this; see `ways`."""
+        group = f"{self._name}/hop/{next(self._starts)}"
+        ends = [self._store.member(group, rank, 2) for rank in (0, 1)]
+        out, into = (f"group:{host or self.host}/{end}" for host, end in zip((giver, taker), ends, strict=True))
+        return out, into
 
     def _actor(self, index: int) -> Any:
         where = PlacementGroupSchedulingStrategy(self._group, index + 1)
@@ -252,10 +279,21 @@ def _give_back(group: Any) -> None:
 # -- a worker
 
 
-def _begin(spec: WorkerSpec, member: Member, key: str, beat_s: float) -> bytes:
-    its = Member(member.host, member.port, member.group, 1, member.size)
-    device = spec.placement.device
-    begin = Begin(spec.name, spec.service, dict(spec.options), f"group:{its}", key, [], device, 0, beat_s)
+def _begin(spec: WorkerSpec, member: Member, weights: Member | None, key: str, beat_s: float) -> bytes:
+    its = replace(member, rank=1)
+    begin = Begin(
+        name=spec.name,
+        service=spec.service,
+        options=dict(spec.options),
+        way=f"group:{its}",
+        key=key,
+        cores=[],
+        device=spec.placement.device,
+        spin_us=0,
+        beat_s=beat_s,
+        checkpoints=[one.name for one in spec.checkpoints],
+        weights="" if weights is None else str(replace(weights, rank=1)),
+    )
     return b"".join(Codec(**LIFE).encode(begin))
 
 
@@ -264,18 +302,27 @@ class _Process:
 
     pid: int | None = None
 
-    def __init__(self, actor: Any, done: Future[int], beats: _Beats) -> None:
-        self._actor, self._done, self._beats = actor, done, beats
+    def __init__(self, actor: Any, done: Future[int], beats: _Beats, room: Callable[[], str]) -> None:
+        self._actor, self._done, self._beats, self._room = actor, done, beats, room
         self._seen = math.inf  # when it was seen to be done
+        self._next = time.monotonic() + PLACED_S  # when to ask whether it has a place
 
     def poll(self) -> int | str | None:
         if not self._done.done():
-            return None
+            return self._placed()
         if (error := self._done.exception()) is not None:
             return _words(error)
         now = time.monotonic()
         self._seen = min(self._seen, now)
         return self._done.result() if now - self._seen > LAST_WORDS_S else None
+
+    def _placed(self) -> str | None:
+        """That it has no place, some seconds after it was started; None: it has one."""
+        now = time.monotonic()
+        if self._beats.where is not None or now < self._next:
+            return None
+        self._next = now + PLACED_S
+        return self._room() or None
 
     def kill(self) -> None:
         if not ray.is_initialized():
@@ -293,7 +340,7 @@ def _words(error: BaseException) -> str:
     if not isinstance(error, ray.exceptions.RayActorError):
         return f"failed: {text.strip().splitlines()[-1]}"
     if "node has died" in text or "node is dead" in text:
-        return "died: its host has left the cluster"
+        return HOST_LEFT
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return "cannot be reached"
     reason = re.search(r"(?:died|dead) because (.*)", text)
@@ -326,6 +373,54 @@ class _Beats:
 
     def close(self) -> None:
         self._asked, self._next = None, math.inf
+
+
+class _Giving:
+    """Sends a worker what of its checkpoints its host lacks, in a thread of its own.
+
+    Args:
+        joining: the way to it.
+        checkpoints: that it may ask for.
+    """
+
+    def __init__(self, joining: _Joining, checkpoints: Sequence[Checkpoint]) -> None:
+        self._joining, self._checkpoints = joining, checkpoints
+        self._served, self._closed = 0.0, False
+        Thread(target=self._give, daemon=True, name="paceline-weights").start()
+
+    def served(self) -> float:
+        """When the last piece was sent."""
+        return self._served
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        self._closed = True
+        self._joining.close()
+
+    def _moved(self) -> None:
+        self._served = time.monotonic()
+
+    def _channel(self) -> Channel | None:
+        """The way to the worker; None: there is none yet. Raises `ChannelClosed` where none will be."""
+        if self._closed:
+            raise ChannelClosed("the worker is left")
+        with suppress(Late):
+            return self._joining()
+        return None
+
+    def _give(self) -> None:
+        from .weights import KINDS, give
+
+        try:
+            while (channel := self._channel()) is None:
+                time.sleep(LOOK_S)
+            give(Line(channel, Codec(**KINDS)), self._checkpoints, self._moved)
+        except (ChannelClosed, Late, FrameError):  # the worker itself says what it misses
+            pass
+        except PacelineError as error:
+            log.warning("weights for a worker: %s", error)
+        finally:
+            self._joining.close()
 
 
 class _Joining:

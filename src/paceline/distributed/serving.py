@@ -116,7 +116,13 @@ def main(asked: Begin, life: SocketChannel) -> int:
     return answer(asked, _opened(asked), progress)
 
 
-def answer(asked: Begin, channel: Channel, progress: Progress, host: str = "") -> int:
+def answer(
+    asked: Begin,
+    channel: Channel,
+    progress: Progress,
+    host: str = "",
+    prepare: Callable[[], None] = lambda: None,
+) -> int:
     """Build the service, say hello, serve until the other end is gone; an exit status.
 
     Args:
@@ -124,8 +130,10 @@ def answer(asked: Begin, channel: Channel, progress: Progress, host: str = "") -
         channel: to who asks.
         progress: told what it is at.
         host: where it runs; empty: where who asks does.
+        prepare: called before the service is built; what it raises is told likewise.
     """
     try:
+        prepare()
         service = built(asked)
     except ConfigError as error:
         Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy, host))

@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..core.errors import CapabilityError, ConfigError, PacelineError, PassesLost
@@ -31,6 +33,7 @@ from .sockets import SocketChannel
 
 TELL_S = 0.5  # for a process to take what it is told
 LOOK_S = 0.05  # between two looks at a worker that is well
+HOST_LEFT = "died: its host has left the cluster"
 MOST_SILENT_S = 0.5  # of silence that one look counts: who was held up himself does not know whether there was more
 
 
@@ -53,6 +56,15 @@ class Patience:
         check(self, "patience ")
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a worker reads of a checkpoint; its host may lack it."""
+
+    name: str  # by which the worker knows it
+    folder: Path  # on the host that asks
+    layers: tuple[int, int] | None = None  # whose weights are read, the first and one past the last; None: all weights
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
     """What a worker is to be."""
@@ -63,6 +75,7 @@ class WorkerSpec:
     kinds: Mapping[str, type[Any]] = field(default_factory=dict)  # the messages of its service
     expected: Facts = Facts()
     placement: Placement = field(default_factory=Placement)
+    checkpoints: Sequence[Checkpoint] = ()
     channel: Literal["shared", "socket"] = "shared"  # "socket": for an event loop, and where memory cannot be shared
     prepare: str = ""  # likewise, what a spare process calls ahead; see `Spare`
     spin_us: int = SPIN_US
@@ -106,6 +119,7 @@ class Launched:
     key: str
     connect: Callable[[], Channel]  # an end of the way to it; raises `Late` while there is none
     close: Callable[[], None]  # of what waits for a connection, or of that end
+    served: Callable[[], float] = lambda: 0.0  # when it was last sent a part of its weights, on the clock
 
 
 Launch = Callable[[WorkerSpec, float], Launched]  # of a worker, and the seconds between two of its beats
@@ -159,7 +173,7 @@ class _Child:
         spec, where = self._spec, self._spec.placement
         given = spec.name, service, dict(spec.options), self._way.address, self._key, [*where.cores], where.device
         with suppress(ChannelClosed):
-            self._life.send(Begin(*given, spec.spin_us, beat_s, waits), timeout=TELL_S)
+            self._life.send(Begin(*given, spec.spin_us, beat_s, waits=waits), timeout=TELL_S)
 
     def end(self) -> None:
         """End it before it was told to be a worker."""
@@ -284,7 +298,7 @@ class Worker:
             ConfigError: it cannot serve any more what it is asked to; it is not started again.
         """
         if self._refused is not None:
-            raise self._refused
+            raise copy(self._refused)
         now = self._clock.now()
         if self._stopped or (self.line is not None and now - self._looked < LOOK_S):
             return self.line is not None
@@ -358,6 +372,10 @@ class Worker:
     def _wrong(self, launched: Launched, now: float) -> str:
         """What is wrong with it; empty: nothing."""
         status = launched.process.poll()
+        if status == HOST_LEFT and self.line is None and self.faults:
+            self._end()  # the place that it was to come back at has gone with what was wrong: another one is found
+            self._next = now + self.patience.rest_s
+            return ""
         if status is not None:
             return "" if self._explained(launched) else ended(status)
         beat = self._beats(launched.life)
@@ -365,7 +383,8 @@ class Worker:
             return f"hangs: no sign of life for {self._silent_s:.1f} s"
         if beat is not None and beat.busy_s > self.patience.stuck_s:
             return f"hangs: at one piece of work for {beat.busy_s:.1f} s"
-        if self.line is None and now - self._since > self.patience.start_s:
+        idle_s = now - max(self._since, launched.served())
+        if self.line is None and idle_s > self.patience.start_s:
             return f"is not ready {now - self._since:.1f} s after its start"
         return ""
 
@@ -421,7 +440,7 @@ class Worker:
         self.line, self._greeted, self._there, self._since = line, None, said, self._clock.now()
 
     def _refuse(self, error: ConfigError) -> None:
-        self._refused = error
+        self._refused = copy(error)  # what is raised holds the frames that it goes through, and they hold this worker
         self._end()
         raise error
 

@@ -1,4 +1,4 @@
-"""The recipe ``draft_model``: a small model of the same tokenizer, distilled from the target."""
+"""The recipes ``draft_model`` and ``tracks``: a small model of the same tokenizer, distilled from the target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
-from ..network.families import decoder_config
+from ..network.families import Merge, decoder_config
 from ..network.hot import hot_share
 from ..network.loader import load_weights
 from ..training.ahead import argmax
@@ -21,6 +21,7 @@ from ..training.features import Features, OnlineFeatures, top_tokens
 from ..training.losses import cross_entropy, distilled
 from ..training.network import Network
 from ..training.target import ModelShape
+from ..training.tracks import TracksNetwork
 
 if TYPE_CHECKING:
     from ..training.registry import BuildContext
@@ -45,6 +46,21 @@ class DraftModelOptions(ModelShape):
             raise ConfigError(f"top={self.top}", wrong, "take fewer, or all of them (top=0)")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TracksOptions(DraftModelOptions):
+    """A draft of tracks; widths and heads are those of all tracks together."""
+
+    tracks: int = option(4, help="parts without traffic between two merges, each for a process of its own", minimum=2)
+    merge: Merge = option(
+        "gather", help="between two segments: gather (a track reads all states) or sum (all read one)"
+    )
+
+    def config(self, bos: int, eos: int, pad: int | None) -> dict[str, Any]:
+        """See `ModelShape`."""
+        own = {"architectures": ["PacelineTracksForCausalLM"], "model_type": "paceline_tracks"}
+        return {**super().config(bos, eos, pad), **own, "num_tracks": self.tracks, "merge": self.merge}
+
+
 class DraftModelRecipe:
     """distill * KL(p || q) + (1 - distill) * CE, with p of the frozen target (Hinton et al. 2015; Zhou et al. 2023).
 
@@ -61,7 +77,7 @@ class DraftModelRecipe:
 
     def __init__(
         self,
-        network: Network,
+        network: Network | TracksNetwork,
         target: Network,
         options: DraftModelOptions,
         config: Mapping[str, Any],
@@ -145,9 +161,12 @@ def build(options: DraftModelOptions, context: BuildContext) -> DraftModelRecipe
     target, _ = context.subject()
     tokenizer = context.tokenizer
     config = options.config(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    network = Network(decoder_config(config), context.device)
-    if context.init is not None:
-        load_weights(network.decoder, context.init)
-    else:
+    made = decoder_config(config)
+    network = Network(made, context.device) if made.tracks == 1 else TracksNetwork(made, context.device)
+    if context.init is None:
         network.init_weights(context.seed)
+    elif isinstance(network, TracksNetwork):
+        network.load_weights(context.init)
+    else:
+        load_weights(network.decoder, context.init)
     return DraftModelRecipe(network, target, options, config, context.held_out, context.features)

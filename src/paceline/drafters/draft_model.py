@@ -71,6 +71,9 @@ class DraftModelConfig(DrafterConfig):
         "",
         help="trained set of streams of the draft model itself: the same chains in fewer passes of it (Mirror-SD, 3.2)",
     )
+    processes: int = option(
+        1, help="of this host that share a draft of tracks: 1, or one a track (Mirror-SD, 3.3)", minimum=1, maximum=64
+    )
 
     def validate(self) -> None:
         """Refuse shapes that contradict each other."""
@@ -115,7 +118,8 @@ class DraftModelConfig(DrafterConfig):
             raise CapabilityError(
                 f"drafter {self.kind}:{self.model}", "no model loader was given", "build it through LLM(...)"
             )
-        loaded = context.load_model(self.model, self.dtype)
+        apart = (self.processes,) if self.processes > 1 else ()
+        loaded = context.load_model(self.model, self.dtype, *apart)
         if not self.streams:  # which ride in passes whose choices are over all tokens
             loaded.decoder.cut(load_hot(loaded.folder, loaded.decoder.config.vocab_size))
         return DraftModel(self, loaded, _own_streams(self, loaded, context) if self.streams else None)
@@ -125,6 +129,8 @@ def _own_streams(config: DraftModelConfig, loaded: Any, context: DrafterContext)
     """The streams of the draft model."""
     folder = Path(config.streams) if context.find is None else Path(context.find(config.streams))
     asked = f"drafter={config.kind}:{config.model} with streams={config.streams}"
+    if loaded.decoder.config.tracks > 1:
+        raise CapabilityError(asked, "it is a draft of tracks, whose layers run whole", "leave streams out")
     shape = read_config(folder)
     if shape.mode != "lossless":
         raise ConfigError(asked, "the set was trained in shared mode, which changes what the model says", "use another")
@@ -209,6 +215,8 @@ class DraftModel(Drafter):
         scratch = gamma * min(sequences * rows, MAX_CARRIERS)
         shape = self.decoder.cache_shape
         pool = KVPool(*shape, tokens + sequences * room, self.decoder.dtype, device, scratch_slots=scratch)
+        if self.decoder.ranks is not None and self.decoder.ranks.line is not None:
+            self.decoder.ranks.line.follow(pool)
         given = self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled"
         return ModelSessions(*given) if self.streams is None else StreamingSessions(self.streams, *given)
 

@@ -22,8 +22,10 @@ from torch.nn.functional import pad
 from ..core.errors import PoolFullError
 from ..core.inference import inference
 from ..kv.pool import KVPool, SequenceCache
+from ..network.base import Batch
 from ..network.decoder import Decoder
 from ..network.packing import RowPacker
+from ..network.parallel import LOGITS, NOTHING
 from .base import SequenceView
 from .proposal import Proposal
 from .sessions import ROOT, Ask, Grown
@@ -214,7 +216,9 @@ class ModelSessions(TreeSessions[Session]):
                 session.cache.reserve(PREFILL_ROWS)
                 packer = RowPacker(self.decoder, self.decoder.device)
                 self._pack(packer, session, PREFILL_ROWS, [])
-                self._run(packer)
+                batch = packer.batch()
+                with self.decoder.whole_run(batch, self.pool, NOTHING, ()):
+                    self._run(batch)
                 self.pool.settle([(session.cache, range(PREFILL_ROWS), PREFILL_ROWS)])
                 session.cache.publish(session.view.tokens)
             session.cache.reserve(session.pending + rows)
@@ -231,7 +235,9 @@ class ModelSessions(TreeSessions[Session]):
     def compute(self, parts: Sequence[Expansion]) -> Tensor:
         """[wanted nodes of all, V] logits; every sequence has just the rows of this pass reserved."""
         packer, rows = self._lay_out(parts)
-        logits = self._logits(self._run(packer), rows)
+        batch = packer.batch()
+        with self.decoder.whole_run(batch, self.pool, LOGITS, rows):
+            logits = self._logits(self._run(batch), rows)
         for one in parts:
             self._entered(one.session, one.computed)
         return logits
@@ -309,9 +315,9 @@ class ModelSessions(TreeSessions[Session]):
             self.pool.settle([(cache, range(cache.ahead), pending)])
             cache.publish(session.view.tokens)
 
-    def _run(self, packer: RowPacker) -> Tensor:
+    def _run(self, batch: Batch) -> Tensor:
         """[rows, d_model] states behind the last layer."""
-        state = self.decoder.embed(packer.batch())
+        state = self.decoder.embed(batch)
         return self.decoder.run_layers(state, 0, self.decoder.num_layers, self.pool).hidden
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:

@@ -53,7 +53,8 @@ _registered: dict[str, type[DrafterConfig]] = {}
 class DrafterContext:
     """What a drafter may use while it is built: how to load models, and where the target runs."""
 
-    load_model: Callable[..., Any] | None = None  # (name, dtype) -> a model of its own, for drafters that run one
+    # (name, dtype[, processes]) -> a model of its own, for drafters that run one
+    load_model: Callable[..., Any] | None = None
     dtype: Any = None  # torch.dtype of the target
     device: Any = None  # torch.device of the target
     find: Callable[[str], Any] | None = None  # name of an embedded, local or hub folder -> its path

@@ -179,8 +179,7 @@ class AutoBudget(DraftBudget):
         self._trials = set()
         if self._plain_due():
             return [0] * len(keys)
-        # Where a row costs more than the token that it may bring, what asks brought before says nothing.
-        able = histories if self.row_chance < 1 or not self._size.rows else []
+        able = [] if self._size.rows and self.row_chance >= 1 else histories  # rows cost more than they may bring
         paying = [self._paying(source, able) for source in range(len(self._asks))]
         wanted = set().union(*paying, self._explore(histories, paying))
         if not wanted:

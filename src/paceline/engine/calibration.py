@@ -201,7 +201,7 @@ class PassTimer:
         sequences: most sequences in a pass.
         context: committed tokens of each.
         rows: most rows of a sequence.
-        layout: shape and type of the K/V cache (`assembly.kv_layout`); None: as the activations are.
+        layout: shape and type of the K/V cache (`assembly.memory.kv_layout`); None: as the activations are.
     """
 
     def __init__(

@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from statistics import mean, median_low
+from typing import Any
 
 from ..core.errors import ConfigError
 
@@ -36,6 +37,12 @@ RIDGE = 0.05  # variance of passes that the guess of a pass's cost is worth
 LEVELS = 6  # passes that a draft takes, before any was seen
 NEAR = 16  # tokens a sequence; a drafter that is further behind catches up, which is priced apart
 FEW = 64  # tokens to catch up with, of which a call tells half of what they tell it of many
+# Of tables that are predicted:
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences of one row each
+CONTEXT = 128  # committed tokens of each
+FURTHER = 1024  # tokens beyond it, to see how costs grow
+Seconds = Callable[[int, float, int], float]  # of a pass: sequences, tokens that each has, rows of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,3 +326,23 @@ class DraftCosts:
             self.usual_calls += 1
             self._passes += max(DEPTH_RATE, 1 / self.usual_calls) * (passes - self._passes)
             self._known.setdefault(bucket(sequences), _Calls(sequences, passes, ms)).learn(sequences, passes, ms)
+
+
+# -- tables that are predicted
+
+
+def cost_points(seconds: Seconds, max_position: int) -> dict[str, Any]:
+    """Milliseconds of passes, the fields of `CostTable`.
+
+    Args:
+        seconds: what passes are predicted to take.
+        max_position: of the model.
+    """
+    context = max(0, min(CONTEXT, max_position - ROWS[-1]))
+    grown = 1e6 * (seconds(1, context + FURTHER, 1) - seconds(1, context, 1)) / FURTHER
+    return {
+        "chain": [[rows, 1e3 * seconds(1, context, rows)] for rows in ROWS],
+        "plain": [[batch, 1e3 * seconds(batch, context, 1)] for batch in BATCHES],
+        "context": context,
+        "context_ms": max(0.0, grown),
+    }

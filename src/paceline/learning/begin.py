@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..assembly import LoadedModel, drafter_context, drafter_of
+from ..assembly.drafting import drafter_context, drafter_of
+from ..assembly.models import LoadedModel
 from ..config import LLMConfig
 from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference

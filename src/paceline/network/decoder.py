@@ -267,7 +267,8 @@ class Decoder(nn.Module):
         def run() -> Run:
             state = ForwardState(batch.tokens, batch.positions, batch.slots, batch.attn)
             given: dict[str, Any] = {"tokens": batch.tokens, "positions": batch.positions, "state": state}
-            return run_of(**given, layers=(0, self.num_layers), read=read, wanted=torch.tensor(wanted))
+            rows = torch.tensor([*wanted], dtype=torch.int64)
+            return run_of(**given, layers=(0, self.num_layers), read=read, wanted=rows)
 
         return self.ranks.together(run, cache, adapters)
 

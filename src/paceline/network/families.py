@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from ..attention.rope import RopeConfig
 from ..core.errors import CapabilityError, ConfigError
@@ -18,7 +18,9 @@ from .quant_config import GroupQuant, read_group_quant
 from .rotations import Rope, read_layered_ropes, read_rope
 
 MAX_HEAD_DIM = 2**16
+SEGMENTS = 2  # of a draft of tracks
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
+Merge = Literal["gather", "sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,8 @@ class DecoderConfig:
     first_norm: bool = True  # whether the first layer's attention has a norm before it; EAGLE's has none
     gathered: int = 1  # ranks whose heads and MLP's inside `out` and `down` read; each has so many times fewer outputs
     stretch: int = 1  # each layer is followed by so many less one that add zero; see `decoder.Decoder`
+    tracks: int = 1  # that the layers consist of; widths and heads are those of all tracks together; see `tracks`
+    merge: Merge = "gather"  # what tracks give each other between two segments
 
     @property
     def depth(self) -> int:
@@ -86,6 +90,15 @@ class DecoderConfig:
         """
         kept = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
         return kept if ends else replace(kept, vocab_size=1, tied=True, learned_positions=0)
+
+    @property
+    def track(self) -> DecoderConfig:
+        """The layers of one of its tracks, without ends."""
+        widths = {name: getattr(self, name) // self.tracks for name in _SHARED}
+        return replace(self.part(0, self.num_layers, ends=False), family="llama", tracks=1, **widths)
+
+
+_SHARED = ("d_model", "d_ff", "num_heads", "num_kv_heads")  # what tracks divide among them
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -117,11 +130,11 @@ def decoder_config(config: Json) -> DecoderConfig:
     kind = config.get("model_type")
     if isinstance(kind, str) and (missing := unbuilt(kind)):
         raise CapabilityError(f"model_type {shown(kind)}", f"known and not built; it has {missing}", _supported())
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in _READ:
         remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
         raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
     _refuse_other_heads(config)
-    made = FAMILIES[kind](Fields(config))
+    made = _READ[kind](Fields(config))
     if not config.get("quantization_config"):
         return made
     quantised = read_group_quant(Fields(config).mapping("quantization_config"))
@@ -166,6 +179,23 @@ def _refuse_other_heads(config: Json) -> None:
 def _llama(f: Fields) -> DecoderConfig:
     bias = f.flag("attention_bias", False)
     return _rotary_family(f, qkv_bias=bias, out_bias=bias, mlp_bias=f.flag("mlp_bias", False))
+
+
+def _tracks(f: Fields) -> DecoderConfig:
+    """A draft of tracks, as `paceline train tracks` writes one."""
+    made = _rotary_family(f, tied=True)
+    tracks, merge = f.integer("num_tracks"), f.text("merge") or ""
+    uneven = [name for name in _SHARED if getattr(made, name) % tracks]
+    if tracks < 2 or uneven:
+        wrong = "there must be two or more, which divide hidden_size, intermediate_size and heads"
+        raise bad("num_tracks", tracks, wrong)
+    if made.num_layers % SEGMENTS:
+        raise bad("num_hidden_layers", made.num_layers, f"it must be divided by {SEGMENTS} segments")
+    if merge not in get_args(Merge):
+        raise bad("merge", merge, f"it must be one of: {', '.join(get_args(Merge))}")
+    if not made.tied:
+        raise CapabilityError("tie_word_embeddings = false", "a draft of tracks has one table", "train it so")
+    return replace(made, tracks=tracks, merge=cast("Merge", merge))
 
 
 def _mistral(f: Fields) -> DecoderConfig:
@@ -283,6 +313,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "qwen3": _qwen3,
     "smollm3": _smollm3,
 }
+_READ = FAMILIES | {"paceline_tracks": _tracks}  # the last is no architecture of others
 
 
 def _rotary_family(

@@ -11,6 +11,7 @@ from .files import is_file
 from .gguf_layout import gguf_of
 
 # All that is fetched from the hub: no code, and no weights in formats that can run code.
+RECEIVED: dict[str, Path] = {}  # checkpoints that this process got from another host, by the names that they have there
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from .gguf import is_gguf, read_gguf
 from .gguf_layout import read_gguf_config, read_pieces
 from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
 from .group_quant import take_groups
-from .hub import env_offline, first_line, from_hub, local
+from .hub import RECEIVED, env_offline, first_line, from_hub, local
 from .linear import QUANTS, Quant
 from .parallel import Ranks
 from .stored_blocks import BlockTensor, InBlocks
@@ -87,10 +87,9 @@ def load_model(
     if layers is not None:
         layout, config = _part(layout, layers, ends), config.part(*layers, ends)
     if ranks is not None:
-        pieces = [(part, tensor) for piece, tensor in layout.pieces for part in ranks.share.cut(piece)]
-        layout = Layout(pieces)
+        layout = layout.cut(ranks.share.cut)
     blocks = layout.blocks(config) if quant == "stored" else None
-    with _memory_for(folder, layout, config, kind, place, blocks):
+    with memory_for(folder, layout, config, kind, place, blocks):
         given: dict[str, Any] = {"exact": exact, "quant": quant, "native": native, "ranks": ranks}
         decoder = Decoder(config, attention, dtype=kind, device=place, **given)
         decoder.allocate(blocks or {})
@@ -100,7 +99,7 @@ def load_model(
         if not ends:
             for parameter in (decoder.embedding, *(() if decoder.norm is None else decoder.norm.parameters())):
                 parameter.data.zero_()
-        _fill_all(decoder, layout, blocks or {})
+        fill_all(decoder, layout, blocks or {})
         return decoder.finish(blocks)
 
 
@@ -117,7 +116,7 @@ def _part(layout: Layout, layers: tuple[int, int], ends: bool) -> Layout:
 
 
 @contextmanager
-def _memory_for(
+def memory_for(
     folder: Path,
     layout: Layout,
     config: DecoderConfig,
@@ -221,6 +220,10 @@ class Layout:
     pieces: Sequence[tuple[Piece, StoredTensor | BlockTensor]]
     heads: Sequence[StoredTensor] = ()  # stored beside a tied embedding, of which they must be copies
 
+    def cut(self, part: Callable[[Piece], Iterable[Piece]]) -> Layout:
+        """What of each tensor is read, where that is not all."""
+        return Layout([(own, tensor) for piece, tensor in self.pieces for own in part(piece)])
+
     def blocks(self, config: DecoderConfig) -> InBlocks:
         """The parameters that stay in blocks."""
         plain = {piece.into: tensor for piece, tensor in self.pieces if isinstance(tensor, StoredTensor)}
@@ -298,10 +301,10 @@ def load_weights(decoder: Decoder, folder: Path, layers_only: bool = False) -> N
     Raises:
         ConfigError: as `read_layout`.
     """
-    _fill_all(decoder, read_layout(folder, decoder.config, layers_only))
+    fill_all(decoder, read_layout(folder, decoder.config, layers_only))
 
 
-def _fill_all(decoder: Decoder, layout: Layout, blocks: Collection[str] = ()) -> None:
+def fill_all(decoder: Decoder, layout: Layout, blocks: Collection[str] = ()) -> None:
     parameters = {name: value.data for name, value in decoder.named_parameters()}
     for piece, tensor in layout.pieces:
         if not isinstance(tensor, StoredTensor) and piece.into not in blocks:
@@ -406,6 +409,8 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
     if name.startswith(STRETCH):
         wrong = "a stretched model is no folder: it is made as it is loaded, to be a target"
         raise ConfigError(f"model {shown(name)}", wrong, "name the model itself here")
+    if name in RECEIVED:
+        return RECEIVED[name]
     found = zoo.find(name) or local(name)
     if found is None and is_gguf(name):
         raise ConfigError(f"model {shown(name)}", "there is no such file", "check the path")
@@ -473,4 +478,5 @@ def _plain_tokenizer(folder: Path) -> bool:
     said, model = (read_json(folder / name, _RESTORE) for name in files)
     if not isinstance(said, dict) or not isinstance(model, dict) or "auto_map" in said or "auto_map" in model:
         return False
-    return (said.get("tokenizer_class"), model.get("model_type")) == ("TokenizersBackend", "llama")
+    kinds = "llama", "paceline_tracks"
+    return said.get("tokenizer_class") == "TokenizersBackend" and model.get("model_type") in kinds

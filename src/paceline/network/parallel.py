@@ -300,6 +300,10 @@ class RankLine(Protocol):
         """Wait until they are there; raises ConfigError or WorkerFailed where one cannot be had."""
         ...
 
+    def back(self) -> None:
+        """Wait until those that were lost are there again; raises WorkerFailed where one cannot be had."""
+        ...
+
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
         """Have them do a run.
 
@@ -314,6 +318,10 @@ class RankLine(Protocol):
 
     def follow(self, pool: Any) -> None:
         """Have the others move what a pool of K and V (`kv.pool.KVPool`) moves."""
+        ...
+
+    def followed(self, store: Any, cache: KVCache) -> Any:
+        """A store (`kv.store.KVStore`) whose moves the others make, too, in what runs name as ``cache``."""
         ...
 
     def lost(self) -> Exception:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..attention.base import slot_indices
 from ..core.errors import ConfigError
+from ..kv.ledger import SlotStore
 from ..kv.store import KVStore
 from .applications import Application, adapter_ranges
 from .base import ForwardState
@@ -93,25 +94,31 @@ class Survivors:
     """What a stage knows of a request's verdicts, which may come late and in any order: the newest one tells all.
 
     A node that a later verdict left was left by the earlier ones, so an older verdict that comes after a newer one
-    says nothing new. Nodes that entered after a verdict are none of its business.
+    says nothing new. Nodes that entered after a verdict are none of its business. One thread may tell while another
+    looks at rows: a verdict's version and nodes are taken as one.
     """
 
     def __init__(self) -> None:
-        self.version = 0
-        self._alive: frozenset[int] = frozenset()
+        self._newest: tuple[int, frozenset[int]] = (0, frozenset())
+
+    @property
+    def version(self) -> int:
+        """Of the newest verdict."""
+        return self._newest[0]
 
     def tell(self, version: int, alive: frozenset[int]) -> bool:
         """Take a verdict. False: a newer one is known."""
         if version <= self.version:
             return False
-        self.version, self._alive = version, alive
+        self._newest = version, alive
         return True
 
     def rows(self, version: int, nodes: Sequence[int]) -> list[int]:
         """Indices of the nodes that are left, of those that entered after so many verdicts; text always is."""
-        if version >= self.version:
+        newest, alive = self._newest
+        if version >= newest:
             return [*range(len(nodes))]
-        return [row for row, node in enumerate(nodes) if node == TEXT or node in self._alive]
+        return [row for row, node in enumerate(nodes) if node == TEXT or node in alive]
 
 
 class _Cache:
@@ -154,6 +161,9 @@ class Stage:
             asked = f"a stage of {depth} layers over a store of {len(self.store.k)}"
             raise ConfigError(asked, "each layer has K and V of its own", "give it a store of as many layers")
         self._cache = _Cache(self.store, self.start * stretch, self.decoder.cache_shape[0])
+        ranks = self.decoder.ranks
+        line = None if ranks is None else ranks.line
+        self._moved: SlotStore = self.store if line is None else line.followed(self.store, self._cache)
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
         """A verdict: of the request's rows that had entered before it, only these nodes are of use."""
@@ -164,6 +174,12 @@ class Stage:
         self._told.pop(request, None)
         self._closed.add(request)
 
+    def end(self, requests: Iterable[int]) -> None:
+        """No frame of these comes any more: what was told of them is of no use."""
+        for request in requests:
+            self._told.pop(request, None)
+            self._closed.discard(request)
+
     def forget(self, epoch: int) -> None:
         """Begin a new epoch: frames of others are nothing, and no request is known."""
         self.epoch, self._told, self._closed = epoch, {}, set()
@@ -173,11 +189,9 @@ class Stage:
         if frame.epoch != self.epoch:
             return Frame(frame.epoch, ())
         for sources, targets in frame.moves:
-            self.store.copy_slots(sources, targets)
+            self._moved.copy_slots(sources, targets)
         frame = self.pruned(frame)
-        for request in frame.ended:
-            self._told.pop(request, None)
-            self._closed.discard(request)
+        self.end(frame.ended)
         if not frame.rows:
             return replace(frame, hidden=None)
         state = self._state(frame)
@@ -310,6 +324,10 @@ class StagesInTurn:
         done = self.compute(self._held)
         self._held = [None, *done[:-1]]
         return done[-1]
+
+    def rest(self) -> bool:
+        """See `rounds.pipeline.stage_line.StageLine`."""
+        return False
 
     def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
         """What each stage makes of what it holds."""

@@ -75,6 +75,8 @@ _TOPS = {
 def weight_map(config: DecoderConfig) -> list[Piece]:
     """Every checkpoint tensor that the decoder reads, and where it goes."""
     c, top = config, _TOPS.get(config.family, _LLAMA_TOP)
+    if c.tracks > 1:
+        return _of_tracks(c)
     pieces = [Piece(source=top["embedding"], into="embedding", shape=(c.vocab_size, c.d_model))]
     if c.learned_positions:
         table = (c.learned_positions, c.d_model)
@@ -84,6 +86,21 @@ def weight_map(config: DecoderConfig) -> list[Piece]:
         pieces.append(Piece(source="lm_head.weight", into="head.weight", shape=(c.vocab_size, c.d_model)))
     for index in range(c.num_layers):
         pieces += _layer(c, f"{top['layers']}.{index}", f"layers.{index}")
+    return pieces
+
+
+def _of_tracks(c: DecoderConfig) -> list[Piece]:
+    """One table for both ends, and of every track its layers and what it reads of the others."""
+    own, table = c.track, (c.vocab_size, c.d_model)
+    pieces = [Piece(source="embed_tokens.weight", into="embedding", shape=table), *_norm(c, "norm", "norm")]
+    for track in range(c.tracks):
+        source = into = f"tracks.{track}"
+        for index in range(c.num_layers):
+            pieces += _layer(own, f"{source}.layers.{index}", f"{into}.body.layers.{index}")
+        pieces += _norm(own, f"{source}.merge_norm", f"{into}.merge_norm")
+        reads = c.d_model if c.merge == "gather" else own.d_model
+        merge: dict[str, Any] = {"source": f"{source}.merge.weight", "into": f"{into}.merge.weight"}
+        pieces.append(Piece(**merge, shape=(own.d_model, reads)))
     return pieces
 
 

@@ -24,6 +24,7 @@ class Machine:
     bandwidth: float = option(help="of its memory, bytes/s", above=0)
     memory: float = option(help="bytes of its memory", above=0)
     link: float = option(0.0, help="to the other devices, bytes/s in one direction; 0: there is no link", minimum=0)
+    cores: int = option(0, help="of its processor, where that computes; 0: another kind of device", minimum=0)
     device: str = option("", help="cuda or cpu: what this engine calls it; empty: it does not run there")
     about: str = option("", help="its full name")
     source: str = option("", help="where the figures are published")

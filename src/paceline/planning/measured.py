@@ -10,15 +10,16 @@ rows x keys, is apart: on a CPU its rate is far from that of products.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import ConfigError
 from .machines import Machine
-from .throughput import ServedModel, pass_cost
+from .throughput import Cost, ServedModel, pass_cost
 
 LEAST_POINTS = 8  # timed passes that a law of six figures is fitted to
 INTENSITIES = tuple(2 ** (n / 4) for n in range(41))  # FLOPs a byte that are tried: 1 to 1,024
@@ -42,14 +43,22 @@ class PassLaw:
 
     def seconds(self, network: ServedModel, batch: int, context: float, rows: int = 1) -> float:
         """A pass over ``rows`` rows of each of ``batch`` sequences with ``context`` tokens in front of them."""
-        parts = _parts(network, batch, context, rows, self.hoi)
+        return self.of(pass_cost(network, batch, context, rows), batch * rows)
+
+    def of(self, cost: Cost, rows: int, share: float = 1.0) -> float:
+        """A pass over so many rows in all that costs this, with a share of the machine."""
+        parts = _parts(cost, rows, self.hoi) / np.array([1.0, *[share] * 4])
         return float(parts @ np.array([self.host, self.row, self.weight, self.kv, self.attention]))
 
-    def machine(self, about: str, memory: float) -> Machine:
+    def with_cores(self, times: float) -> PassLaw:
+        """With so many times the cores: rows and arithmetic go faster, reads and the host do not."""
+        return replace(self, row=self.row / times, hoi=self.hoi * times, attention=self.attention / times)
+
+    def machine(self, about: str, memory: float, cores: int) -> Machine:
         """This processor as the planner has others: what it was seen to read and to multiply; ``memory`` in bytes."""
         read, source = 1 / max(self.weight, 1e-15), "measured now: paceline plan --measured"
-        sizes = {"flops": read * self.hoi, "bandwidth": read, "memory": memory}
-        return Machine(name="here", about=about, device="cpu", source=source, **sizes)
+        known: dict[str, Any] = {"flops": read * self.hoi, "bandwidth": read, "memory": memory, "cores": cores}
+        return Machine(name="here", about=about, device="cpu", source=source, **known)
 
 
 def fit(timed: Timed) -> PassLaw:
@@ -66,7 +75,7 @@ def fit(timed: Timed) -> PassLaw:
 
 def _fit(timed: Timed, hoi: float) -> PassLaw:
     """The best law of one intensity: least squares over every choice of terms, those below 0 left out."""
-    table = np.stack([_parts(*size, hoi) / seconds for size, seconds in timed.items()])
+    table = np.stack([_parts(pass_cost(*size), size[1] * size[3], hoi) / s for size, s in timed.items()])
     scale = np.linalg.norm(table, axis=0)
     scale[scale == 0] = 1.0
     best, least = np.zeros(table.shape[1]), float("inf")
@@ -82,10 +91,9 @@ def _fit(timed: Timed, hoi: float) -> PassLaw:
     return PassLaw(host=host, row=row, weight=weight, hoi=hoi, kv=kv, attention=attention)
 
 
-def _parts(network: ServedModel, batch: int, context: float, rows: int, hoi: float) -> Floats:
+def _parts(cost: Cost, rows: int, hoi: float) -> Floats:
     """[5] what the law's times are multiplied with: pass, rows, bytes of weights, bytes of K/V, FLOPs of attention."""
-    cost = pass_cost(network, batch, context, rows)
-    return np.array([1.0, batch * rows, max(cost.weights, cost.compute / hoi), cost.kv, cost.attention])
+    return np.array([1.0, rows, max(cost.weights, cost.compute / hoi), cost.kv, cost.attention])
 
 
 def errors(law: PassLaw, timed: Timed) -> list[float]:

@@ -18,7 +18,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
@@ -27,12 +26,6 @@ from .models import ModelSizes
 
 MOST_ROWS = 2**40  # sequences: beyond it nothing changes
 ACTIVATION_BYTES = 2  # of one number on its way to another device
-# Of the tables of costs that the draft budget reads:
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
-BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences of one row each
-CONTEXT = 128  # committed tokens of each
-FURTHER = 1024  # tokens beyond it, to see how costs grow
-Seconds = Callable[[int, float, int], float]  # of a pass: sequences, tokens that each has, rows of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +73,15 @@ class Cost:
     def forward(self, hoi: float) -> float:
         """The forward cost of section 2, in FLOPs; ``hoi`` in FLOPs a byte."""
         return max(self.compute + self.attention, self.memory * hoi)
+
+    def part(self, ranks: int, heads: int) -> Cost:
+        """Of one of so many ranks, which share weights and arithmetic evenly, and K/V by that many of its heads."""
+        return Cost(
+            compute=self.compute / ranks,
+            attention=self.attention / ranks,
+            weights=self.weights / ranks,
+            kv=self.kv / heads,
+        )
 
     def bound(self, hoi: float) -> str:
         """What takes longest: compute, weights or KV."""
@@ -133,14 +135,8 @@ def pass_seconds(
         asked = f"{devices * stages} devices of {machine.name}"
         raise ConfigError(asked, "no link between them is known", "use one device, or another machine")
     cost, heads = pass_cost(network, math.ceil(batch / stages), context, rows), min(devices, network.shape.num_kv_heads)
-    share = Cost(
-        compute=cost.compute / devices,
-        attention=cost.attention / devices,
-        weights=cost.weights / devices,
-        kv=cost.kv / heads,
-    )
     talk = link_seconds(network, machine, batch, rows, devices, stages)
-    return share.forward(machine.hoi) / machine.flops + talk
+    return cost.part(devices, heads).forward(machine.hoi) / machine.flops + talk
 
 
 def link_seconds(
@@ -201,23 +197,3 @@ def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) 
     sizes = range(1, MOST_ROWS + 1)
     place = bisect_left(sizes, True, key=lambda batch: pass_cost(network, batch, context, rows).intensity >= hoi)
     return sizes[place] if place < MOST_ROWS else None
-
-
-# -- the table of costs that the engine's draft budget reads
-
-
-def cost_points(seconds: Seconds, max_position: int) -> dict[str, Any]:
-    """Milliseconds of passes, the fields of `engine.costs.CostTable`.
-
-    Args:
-        seconds: what passes are predicted to take.
-        max_position: of the model.
-    """
-    context = max(0, min(CONTEXT, max_position - ROWS[-1]))
-    grown = 1e6 * (seconds(1, context + FURTHER, 1) - seconds(1, context, 1)) / FURTHER
-    return {
-        "chain": [[rows, 1e3 * seconds(1, context, rows)] for rows in ROWS],
-        "plain": [[batch, 1e3 * seconds(batch, context, 1)] for batch in BATCHES],
-        "context": context,
-        "context_ms": max(0.0, grown),
-    }

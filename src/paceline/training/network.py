@@ -74,16 +74,7 @@ class Network(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         """Random start: N(0, 0.02), residual projections smaller by sqrt(2 layers) (GPT-2), norms at one."""
-        generator = torch.Generator().manual_seed(seed)
-        shrink = (2 * self.config.num_layers) ** -0.5
-        for name, parameter in self.decoder.named_parameters():
-            if name.endswith("bias"):
-                parameter.data.zero_()
-            elif parameter.ndim == 1:
-                parameter.data.fill_(1.0)
-            else:
-                deviation = 0.02 * (shrink if name.split(".")[-2:-1] in (["out"], ["down"]) else 1.0)
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+        start_values(self.decoder, seed, self.config.num_layers)
 
     # -- forward
 
@@ -204,10 +195,30 @@ class Network(nn.Module):
             config: the checkpoint's config.json.
             layers_only: leave embedding, final norm and head out: those who load it have them.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        values = {**config, "dtype": str(dtype).removeprefix("torch.")}
-        (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        save_file(self.state(dtype, layers_only), str(folder / WEIGHTS), metadata={"format": "pt"})
+        write_checkpoint(folder, config, self.state(dtype, layers_only), dtype)
+
+
+def start_values(module: nn.Module, seed: int, layers: int) -> None:
+    """See `Network.init_weights`."""
+    generator = torch.Generator().manual_seed(seed)
+    shrink = (2 * layers) ** -0.5
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
+        elif parameter.ndim == 1:
+            parameter.data.fill_(1.0)
+        else:
+            residual = name.removesuffix(".weight").rpartition(".")[2] in ("out", "down")
+            deviation = 0.02 * (shrink if residual else 1.0)
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], values: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Write ``config.json`` and weights, which are of ``dtype``, under their checkpoint names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {**config, "dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    save_file(values, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
 def project(

@@ -133,6 +133,13 @@ KINDS = {
         "SpireOptions",
         imitates=lambda options: options.loss == "mixed",
     ),
+    "tracks": RecipeKind(
+        "A draft model of tracks, which processes share at two joins a pass (Mirror-SD, 3.3).",
+        "paceline.drafters.distillation",
+        "TracksOptions",
+        imitates=lambda options: options.distill > 0,
+        cached=True,
+    ),
 }
 
 

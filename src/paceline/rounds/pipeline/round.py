@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...core.errors import PassesLost
 from ...core.inference import inference
 from ...drafters.base import DraftRule, SequenceView
 from ...drafters.sessions import Opening
@@ -166,6 +167,8 @@ class PipelineRound:
         out = self.stage_line.tick(frame)
         said, hits = self._decide(out)
         waits = self._guard is not None and self._guard.there and not self._asked(self._take)
+        while waits and (out is None or not out.rows) and self.stage_line.rest():
+            waits = not self._asked(self._take)
         verdicts, self._verdicts = self._verdicts, []
         if self.widths is not None:
             self._adapt(self.widths, frame, self.now() - began)
@@ -232,8 +235,7 @@ class PipelineRound:
         return parts
 
     def _text(self, running: Running, work: Work) -> StageRows:
-        """Rows of a text; the last one is the root, where the text ends with them. Those before it are committed: what
-        enters later finds them written, at every stage."""
+        """Rows of a text; its last one is the root. Those before it are committed: what comes later finds them."""
         if self._tree and work.rows == 1 and work.generates and running.flight is not None:
             return self._whole_tree(running)
         sequence, cache = running.sequence, running.cache
@@ -302,8 +304,7 @@ class PipelineRound:
         return bool(flight.tips(min(farthest, flight.place + len(self._tree))))
 
     def _wait(self, source: Source) -> bool:
-        found = source.take(wait=True)
-        self._extend(found)
+        self._extend(found := source.take(wait=True))
         return bool(found)
 
     def _room(self, running: Running) -> int:
@@ -426,6 +427,8 @@ class PipelineRound:
             return
         try:
             record_prompt(sequence, part.positions[0], hidden, self.target)
+        except PassesLost:  # of a rank: nothing of the request's own
+            raise
         except Exception as error:
             sequence.view.fault = error
 
@@ -433,9 +436,7 @@ class PipelineRound:
         """What the target says behind the root, where its row is among these, and behind what becomes the root."""
         count = hits = 0
         flight, sequence = running.flight, running.sequence
-        while (
-            flight is not None and sequence.view.fault is None and not sequence.finished and flight.root in part.nodes
-        ):
+        while flight is not None and not (sequence.view.fault or sequence.finished) and flight.root in part.nodes:
             row = part.nodes.index(flight.root)
             logits = self.target.read(hidden[row : row + 1])
             token = self._choose(sequence.view, flight, logits)

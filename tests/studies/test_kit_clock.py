@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from kit.clock import Stuck, VirtualClock
+from kits.channels import RealTime
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.clock import Clock, Late, Pace, RealClock, Stuck, VirtualClock
+from paceline.distributed.clock import Clock, Late, Pace
 
 
 @pytest.fixture
@@ -173,7 +175,7 @@ def test_given_times(clock: VirtualClock):
 
 
 def test_the_same_code_runs_in_real_time():
-    clock: Clock = RealClock()
+    clock: Clock = RealTime()
     asked, answers = clock.mailbox(), clock.mailbox()
     clock.start("doubler", lambda: answers.put(2 * asked.get()))
     began = clock.now()

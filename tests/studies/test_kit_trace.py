@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from kit.clock import VirtualClock
+from kit.timeline import Timeline, trace_events
+from kits.channels import RealTime
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.clock import RealClock, VirtualClock
-from paceline.distributed.timeline import Timeline, trace_events
 
 
 def pipelined() -> Timeline:
@@ -47,7 +48,7 @@ def test_the_trace_file(tmp_path: Path):
 
 
 def test_real_time_has_no_label_and_a_failure_is_noted_too():
-    timeline = Timeline(RealClock())
+    timeline = Timeline(RealTime())
     with pytest.raises(ValueError), timeline.span("host", "step"):
         raise ValueError
     made = trace_events(timeline.spans, timeline.clock.label)
