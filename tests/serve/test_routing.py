@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError
 from paceline.serve import replicas
 from paceline.serve.config import ServeConfig
 from paceline.serve.metrics import merged
-from paceline.serve.routing import BLOCK, Loads, Routes, RoutingKey, beginnings, wanted
+from paceline.serve.routing import BLOCK, Loads, Routes, RoutingKey, beginnings, sessions_of, wanted
 
 NAMES = ["a", "b", "c", "d"]
 IDLE = dict.fromkeys(NAMES, 0.0)
@@ -53,6 +53,12 @@ def test_a_session_stays_and_only_those_of_a_lost_replica_move() -> None:
     moved = [routes.choose(one, left) for one in sessions]
     assert all(before == after for before, after in zip(first, moved, strict=True) if before != "a")
     assert len({after for before, after in zip(first, moved, strict=True) if before == "a"}) == 3
+
+
+def test_each_replica_has_a_session() -> None:
+    found = sessions_of(NAMES)
+    assert sorted(found) == NAMES
+    assert all(Routes().choose(RoutingKey(session, ""), IDLE) == name for name, session in found.items())
 
 
 def test_a_prompt_goes_where_its_beginning_is_known_and_others_share() -> None:

@@ -10,9 +10,11 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 from ..core.errors import CapabilityError, ConfigError
 from ..distributed.placement import ClusterConfig, parse_cluster
 from .config import ServeConfig
+from .routing import sessions_of
 from .switches import switches
 
 PAGE = "docs/replicas.md"
@@ -27,6 +30,9 @@ HEALTH_S = 1.0  # between two looks at a replica's health
 STATS_S = 0.5  # between two words of a replica about its load
 SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 LOOK_S = 0.2  # between two looks for a signal
+KNOWN_S = 60.0  # that HAProxy and routers have to hear of replicas that run
+ASKS = 4  # for each replica: two routers answer in turn
+HEAD = "node:__internal_head__"  # a resource that only the head's host has
 MARGIN_S = 10.0  # that Serve gives a replica beyond the time for its requests
 
 
@@ -91,6 +97,7 @@ def run(group: ReplicaGroup) -> None:
                 sys.stderr.flush()
         finally:
             serve.shutdown()
+            _at_head(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _start(group: ReplicaGroup) -> None:
@@ -118,6 +125,7 @@ def _deploy(group: ReplicaGroup, bundle: Any) -> None:
 
     Raises:
         ConfigError: one cannot start.
+        CapabilityError: it has started, and HAProxy sends nothing to it.
     """
     from ray import serve
 
@@ -127,6 +135,45 @@ def _deploy(group: ReplicaGroup, bundle: Any) -> None:
         serve.run(_application(group, bundle), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         raise ConfigError(f"--replicas {group.config.replicas}", _why(error), f"look at {PAGE}") from error
+    until = time.monotonic() + KNOWN_S + group.config.drain_s
+    while not _all_known(group):
+        if time.monotonic() > until:
+            wrong = "HAProxy or the router does not know all that run"
+            raise CapabilityError(f"--replicas {group.config.replicas}", wrong, "read Serve's logs below /tmp/ray")
+        time.sleep(LOOK_S)
+
+
+def _all_known(group: ReplicaGroup) -> bool:
+    """Whether requests go to all replicas that run, and those of a session where it belongs: Serve tells HAProxy and
+    each router of a replica only after it says that it runs."""
+    import ray
+
+    from .replica import APPLICATION, DEPLOYMENT
+
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    before = f"SERVE_REPLICA::{APPLICATION}#{DEPLOYMENT}#"
+    names = {one["name"].removeprefix(before) for one in actors if one["name"].startswith(before)}
+    if len(names) < (group.config.replicas or 1):
+        return False
+    host = group.config.host
+    if ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_unspecified:
+        host = next(node["NodeManagerAddress"] for node in ray.nodes() if HEAD in node["Resources"])
+    with suppress(OSError, HTTPException):
+        if group.config.routing == "load":
+            return {_answering(host, group.port, "") for _ in range(ASKS * len(names))} == names
+        asked = sessions_of(names)
+        return all(_answering(host, group.port, asked[name]) == name for name in names for _ in range(ASKS))
+    return False
+
+
+def _answering(host: str, port: int, session: str) -> str | None:
+    """The replica to which HAProxy sends a session."""
+    connection = HTTPConnection(host, port, timeout=KNOWN_S)
+    try:
+        connection.request("GET", "/health", headers={"x-session-id": session} if session else {})
+        return connection.getresponse().getheader("x-paceline-replica")
+    finally:
+        connection.close()
 
 
 def _application(group: ReplicaGroup, bundle: Any) -> Any:
@@ -210,12 +257,17 @@ def _check_address(host: str) -> None:
 
 def _check_head(host: str, port: int, folder: str) -> None:
     """Raises where HAProxy cannot run on the head's host."""
-    import ray
-
-    look: Any = ray.remote(num_cpus=0, resources={"node:__internal_head__": 0.001})(on_head)
-    if wrong := ray.get(look.remote(host, port, folder)):
+    if wrong := _at_head(on_head, host, port, folder):
         kind = ConfigError if "port" in wrong[0] else CapabilityError
         raise kind(*wrong)
+
+
+def _at_head(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a call gives on the host of the cluster's head."""
+    import ray
+
+    there: Any = ray.remote(num_cpus=0, resources={HEAD: 0.001})(call)
+    return ray.get(there.remote(*arguments, **named))
 
 
 def on_head(host: str, port: int, folder: str) -> tuple[str, str, str] | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 
 BLOCK = 64  # characters of a prompt that are known together: about 16 tokens, as many as a page of K/V has
 MOST_BLOCKS = 512  # that are looked at
@@ -103,6 +104,18 @@ class Routes:
             self._known[one] = (chosen, *(name for name in holders if name != chosen))[:8]
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
+
+
+def sessions_of(replicas: Iterable[str]) -> dict[str, str]:
+    """By replica, a session that belongs there while all of these are free."""
+    names = list(replicas)
+    found: dict[str, str] = {}
+    for number in count():
+        if len(found) == len(names):
+            break
+        session = f"paceline-{number}"
+        found.setdefault(Routes().choose(RoutingKey(session, ""), dict.fromkeys(names, 0.0)), session)
+    return found
 
 
 class Loads:
