@@ -167,10 +167,11 @@ def _all_known(group: ReplicaGroup) -> bool:
 
 
 def _answering(host: str, port: int, session: str) -> str | None:
-    """The replica to which HAProxy sends a session."""
+    """The replica to which HAProxy sends a session: it asks the router about POST alone, so that this is one, which a
+    replica refuses (405) without a look at keys."""
     connection = HTTPConnection(host, port, timeout=KNOWN_S)
     try:
-        connection.request("GET", "/health", headers={"x-session-id": session} if session else {})
+        connection.request("POST", "/health", b"", headers={"x-session-id": session} if session else {})
         return connection.getresponse().getheader("x-paceline-replica")
     finally:
         connection.close()
