@@ -21,7 +21,7 @@ class LastWords:
     """What a replica tells that process.
 
     Raises:
-        OSError: it cannot be started.
+        OSError, subprocess.CalledProcessError: it cannot be started.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class LastWords:
         self._descriptors: dict[tuple[str, int], int] = {}  # of connections, by who is at their other end
         self._way, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-I", "-S", __file__, str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True)
+        subprocess.run(command, pass_fds=(theirs.fileno(),), start_new_session=True, check=True)
         theirs.close()
 
     def begin(self, client: tuple[str, int], words: bytes) -> int | None:
@@ -55,8 +55,10 @@ class LastWords:
 
     def close(self) -> None:
         """No stream is left."""
+        self._way.shutdown(socket.SHUT_WR)
+        while self._way.recv(MOST_WORDS):  # until that process has ended
+            pass
         self._way.close()
-        self._process.wait()
 
     def _descriptor(self, client: tuple[str, int]) -> int | None:
         known = self._descriptors.get(client)
@@ -104,4 +106,6 @@ def serve(way: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)  # what goes on is no child of the replica's: Ray kills these before it kills the replica
     serve(socket.socket(fileno=int(sys.argv[1])))
