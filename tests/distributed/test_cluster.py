@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -84,7 +85,8 @@ def test_a_cluster_says_what_one_process_says(
     wanted = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
     what_cannot_be_joined(cluster, monkeypatch)
     caplog.set_level("CRITICAL", "paceline")  # the record of a fault would keep the frames that it went through
-    for part in (in_stages, straight, ahead_of_the_target, without_its_host, what_a_worker_is_refused_for):
+    refused = what_replicas_are_refused_for, what_a_worker_is_refused_for
+    for part in (in_stages, straight, ahead_of_the_target, without_its_host, *refused):
         part(cluster, wanted)
         gc.collect()
     link = measure_link(parse_cluster("auto"), False)
@@ -163,6 +165,21 @@ def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:
     llm = on(cluster, drafter=DRAFTER, round="mirror,kappa=2,rollout=process")
     outputs = llm.generate(PROMPTS, GREEDY)
     assert ids(outputs) == wanted and sum(output.stats.accepted for output in outputs) > 5
+
+
+def what_replicas_are_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
+    from paceline.distributed.ray_cluster import check_fit
+    from paceline.serve import replicas
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}: it cannot be had on the head's host"):
+            replicas._check_head("127.0.0.1", port, "/nowhere")
+    with pytest.raises(ConfigError, match="HAProxy would not reach replicas there; the cluster's hosts are"):
+        replicas._check_address("192.0.2.77")
+    assert not replicas.find_serve()
+    with pytest.raises(ConfigError, match="--replicas 9: it has no room for all of 9 .* its hosts have . cores"):
+        check_fit("--replicas 9", [{"CPU": 1.0}] * 9)
 
 
 def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:

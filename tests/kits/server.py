@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,13 +37,14 @@ class LiveServer:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def until_ready(self) -> None:
-        """Wait until it takes requests."""
+    def until_ready(self, log: Path | None = None) -> None:
+        """Wait until it takes requests, and says so in a log."""
         end = time.monotonic() + START_S
         while time.monotonic() < end:
             assert self.process.poll() is None, "the server has ended"
             try:
-                if httpx.get(f"{self.url}/health").status_code == 200:
+                said = log is None or "paceline serves" in log.read_text()
+                if said and httpx.get(f"{self.url}/health").status_code == 200:
                     return
             except httpx.TransportError:
                 pass
@@ -52,15 +53,25 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(*options: str, environment: dict[str, str] | None = None, ready: bool = True) -> Iterator[LiveServer]:
-    """A server of the embedded model on a free port; it has ended when this ends."""
+def live_server(
+    *options: str, environment: dict[str, str] | None = None, ready: bool = True, log: Path | None = None
+) -> Iterator[LiveServer]:
+    """A server of the embedded model on a free port; it has ended when this ends.
+
+    Args:
+        options: of `paceline serve`.
+        environment: added to this process's.
+        ready: wait until it takes requests.
+        log: what it says; with replicas it says that it serves after the first of them answers.
+    """
     port = free_port()
     command = [sys.executable, "-m", "paceline", "serve", "paceline-small", "--port", str(port), "--threads", "1"]
-    process = subprocess.Popen([*command, *options], env=os.environ | (environment or {}))
+    with log.open("wb") if log else nullcontext() as errors:
+        process = subprocess.Popen([*command, *options], env=os.environ | (environment or {}), stderr=errors)
     server = LiveServer(process, f"http://127.0.0.1:{port}")
     try:
         if ready:
-            server.until_ready()
+            server.until_ready(log)
         yield server
     finally:
         process.kill()

@@ -10,16 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ..distributed.placement import Placement
-from ..distributed.requests import KINDS
-from ..distributed.worker import Patience, WorkerSpec
+from ..core.errors import ConfigError
 from ..options import LLMOptions
-from ..serve.client import EngineClient
 from ..serve.config import ServeConfig
+from ..serve.engine import engine_client
 from .options import DEFAULT_MODEL, DRAFTER_SHOWN, takes
 
-SILENT_S = 2.5  # without one of the beats, of which six come in this time; a pass, however long, does not hold them up
-HEALTHY_S = 1.0  # an engine that was well for so long is started again at once
 app = typer.Typer(add_completion=False)
 
 
@@ -44,19 +40,24 @@ def serve(
     """
     config = ServeConfig(**{**serve, "allowed_hosts": serve["allowed_hosts"] or None})
     config.keys()
+    if config.replicas is not None:
+        _serve_replicas(config, model, llm)
+        return
     listening = config.listen()
-    options = vars(LLMOptions(**llm, model=model)).copy()
-    spec = WorkerSpec(
-        name="engine",
-        service="paceline.engine_worker:service",
-        options={"options": {name: value for name, value in options.items() if name != "device"}},
-        kinds=KINDS,
-        placement=Placement(device=options["device"]),
-        channel="socket",
-    )
-    patience = Patience(start_s=config.start_s, stuck_s=config.stuck_s, silent_s=SILENT_S, healthy_s=HEALTHY_S)
-    client = EngineClient(spec, patience, None if config.no_spare else "paceline.engine_worker:prepare")
+    client = engine_client(config, vars(LLMOptions(**llm, model=model)))
     client.launch()  # it loads while this process imports what HTTP needs
     from ..serve.server import run
 
     run(config, client, model, listening)
+
+
+def _serve_replicas(config: ServeConfig, model: str, llm: dict[str, Any]) -> None:
+    if llm["cluster"] is None:
+        asked = f"--replicas {config.replicas}"
+        raise ConfigError(asked, "no cluster is named", "say --cluster auto (docs/replicas.md says how to have one)")
+    options = vars(LLMOptions(**llm, model=model))
+    from ..serve import replicas
+
+    with config.listen() as held:
+        port = held.getsockname()[1]
+    replicas.run(replicas.ReplicaGroup(config, options, config.served_model_name or model, port))

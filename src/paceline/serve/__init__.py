@@ -13,4 +13,7 @@ histograms, metrics          what requests took; all that is counted, for Promet
 chat, completions, models    endpoints, a router a family
 playground  the page at ``/``
 app, server                  the parts put together, and run
+engine      the client of an engine, from options
+replicas    several servers on a cluster: asked for; replica, switches, last_words  what Ray Serve runs, and how
+routing     which replica a request goes to
 """

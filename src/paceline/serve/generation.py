@@ -14,7 +14,7 @@ import asyncio
 import gc
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,6 +41,9 @@ class Server:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     times: Times = field(default_factory=Times)
+    replica: str | None = None  # its name among several
+    metrics: Callable[[], Awaitable[str]] = field(init=False)  # this server's; `metrics.router` sets it
+    all_metrics: Callable[[], Awaitable[str]] | None = None  # those of all replicas
     _texts: ServedTexts | None = None
 
     @property

@@ -18,6 +18,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES = "/v1/messages"  # paths that begin so are Anthropic's
+RESPONSES = "/v1/responses"
 ANTHROPIC_KINDS = KINDS | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 RETRY_S = 1
 
@@ -192,3 +193,13 @@ DONE = b"data: [DONE]\n\n"
 def event(content: Any) -> bytes:
     """One event of JSON."""
     return b"data: " + to_json(content, inf_nan_mode="null") + b"\n\n"
+
+
+def failure(path: str, error: APIError) -> bytes:
+    """The events that end a stream of any path, by who does not know what it said before."""
+    if path.startswith(MESSAGES):
+        return b"event: error\n" + event(error.body(path))
+    if path.startswith(RESPONSES):
+        said = {"type": "error", "code": error.code, "message": error.message, "param": None, "sequence_number": 0}
+        return b"event: error\n" + event(said)
+    return event(error.body(path)) + DONE

@@ -6,7 +6,8 @@ What vLLM counts, too, has its name: ``paceline:time_to_first_token_seconds``, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -107,10 +108,11 @@ class Metrics:
         model: its name for clients.
         times: of its requests.
         names: whose names are used where there are two.
+        replica: the server's name among several.
     """
 
-    def __init__(self, model: str, times: Times, names: str) -> None:
-        self._labels = {"model_name": model, "engine": "0"}
+    def __init__(self, model: str, times: Times, names: str, replica: str | None = None) -> None:
+        self._labels = {"model_name": model, "engine": "0"} | ({"replica": replica} if replica else {})
         self._times, self._shared = times, names
         self.engine: Mapping[str, Any] | None = None  # its counters at the last look
         self.restarts = 0
@@ -160,19 +162,36 @@ class Metrics:
         return family
 
 
+def merged(texts: Iterable[str]) -> str:
+    """What several replicas say as one text, in which all samples of a metric stand together."""
+    families: dict[str, list[str]] = {}
+    for text in texts:
+        for block in re.split(r"(?m)^(?=# HELP )", text):
+            if block:
+                head, *samples = re.split(r"(?m)^(?!#)", block, maxsplit=1)
+                families.setdefault(head, []).extend(samples)
+    return "".join(head + "".join(samples) for head, samples in families.items())
+
+
 def router(server: Server) -> APIRouter:
     """The endpoint."""
     made, registry = APIRouter(), CollectorRegistry()
-    found = Metrics(server.model, server.times, server.config.metrics_names)
+    found = Metrics(server.model, server.times, server.config.metrics_names, server.replica)
     registry.register(found)
 
-    @made.get("/metrics")
-    async def metrics() -> Response:
-        """Counters, gauges and histograms."""
+    async def own() -> str:
         try:
             found.looked(await server.client.look(), server.client.restarts)
         except EngineDown:
             found.looked(None, server.client.restarts)
-        return Response(generate_latest(registry), 200, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return generate_latest(registry).decode()
+
+    server.metrics = own
+
+    @made.get("/metrics")
+    async def metrics() -> Response:
+        """Counters, gauges and histograms."""
+        text = await (server.all_metrics or own)()
+        return Response(text, 200, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return made
