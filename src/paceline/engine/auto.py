@@ -363,7 +363,7 @@ class AutoBudget(DraftBudget):
         gains, count = found.gains, sum(found.counts) - len(views)
         if measures or count > limit:  # an ask is worth what it will bring once so many rows are known
             found = weigh(self._library, histories, tree, scores, prices[: limit + 1], self._blind or measures)
-            count = sum(found.counts) - len(views)
+            gains, count = found.gains if measures else gains, sum(found.counts) - len(views)
         self._choice, self._all = (self._batch, count, found.tokens), 0 < count == nodes and not measures
         if self.learns:
             if self._one:

@@ -5,8 +5,7 @@
 
 The table comes from a calibration or from a quick estimate, and gives the shape of the costs: eight rows cost little
 more than one, and every sequence brings work of its own. The correction follows the machine's present load, and covers
-what the table leaves out: sampling, book-keeping, trees. Where no step of so many rows was seen, what rows add is the
-table's times a slope, learned from all drafted steps: what eight rows cost tells what sixteen will.
+what the table leaves out: sampling, book-keeping, trees.
 """
 
 from __future__ import annotations
@@ -28,10 +27,6 @@ STEEPEST = 1.5  # a correction moves by a factor of this at most for one observa
 WINDOW = 3  # observations of which the median counts: one accident in three changes nothing
 SLOWEST = 0.02  # least weight of a new observation in a correction or in the mean of a drafter's calls
 MACHINE = 0.2  # weight of a new observation in the correction that all steps share
-SURE = 0.04  # square of plain steps that rows must add to a step, for its time to tell as much as the table
-DOUBT = 0.5  # plain steps by which one step may differ from what its rows were to add, at most
-SLOPE_MEMORY = 0.98
-LEAST_SLOPE = 0.02
 DEPTH_RATE = 0.1  # least weight of a call in the passes that calls take
 RIDGE = 0.05  # variance of passes that the guess of a pass's cost is worth
 LEVELS = 6  # passes that a draft takes, before any was seen
@@ -145,26 +140,21 @@ class StepCosts:
         self._machine = 0.0  # log
         self._first: list[float] = []
         self._kinds: dict[tuple[int, int], _Deviation] = {}
-        self._slope, self._seen = 1.0, SURE  # what rows add over what the table says; how much was seen of it
-        self._added: deque[float] = deque(maxlen=WINDOW)  # what they added lately beyond that, in plain steps
         self._more: dict[int, list[tuple[float, int]]] = {}  # by batch size: what the table says of 1, 2, .. rows
 
     def predict(self, batch_size: int, extra: int, context: int | None = None) -> float:
         """Expected ms of a step, without the drafter's own time."""
-        plain, drafted = self.table.step_ms(batch_size, 0, context), self.table.step_ms(batch_size, extra, context)
-        return drafted * math.exp(self._machine + self._deviation(batch_size, extra, plain, drafted - plain))
+        return self.table.step_ms(batch_size, extra, context) * self._factor(bucket(batch_size), bucket(extra))
 
     def rise(self, batch_size: int, most: int, context: int) -> list[float]:
         """[most + 1] ms by which a step grows with 0, 1, .. ``most`` drafted rows; never falling."""
         first, table = bucket(batch_size), self.table
         more, base = self._more.setdefault(batch_size, []), table.chain_ms(batch_size)
         more += [(table.chain_ms(batch_size + rows) - base, bucket(rows)) for rows in range(len(more) + 1, most + 1)]
-        plain, machine = table.step_ms(batch_size, 0, context), math.exp(self._machine)
-        known = [self._kinds.get((first, rows)) for rows in range(bucket(most) + 1)]
-        factors = [machine * math.exp(kind.log) if kind else 0.0 for kind in known]
-        now, slope = plain * machine * math.exp(self._deviation(batch_size, 0, plain, 0.0)), self._slope * machine
-        each = [(plain + ms) * factors[rows] - now if factors[rows] else slope * ms for ms, rows in more[:most]]
-        return [*accumulate(each, max, initial=0.0)]
+        factors = [self._factor(first, rows) for rows in range(bucket(most) + 1)]
+        plain = table.step_ms(batch_size, 0, context)
+        now = plain * factors[0]
+        return [*accumulate([(plain + ms) * factors[rows] - now for ms, rows in more[:most]], max, initial=0.0)]
 
     def visits(self, batch_size: int, extra: int) -> int:
         """Steps of this kind that were observed."""
@@ -175,18 +165,16 @@ class StepCosts:
         """Learn from one step: its sequences, drafted rows, committed tokens and ms without the drafter's time."""
         if ms <= 0:
             return
-        plain, drafted = self.table.step_ms(batch_size, 0, context), self.table.step_ms(batch_size, extra, context)
-        log, key = math.log(ms / drafted), (bucket(batch_size), bucket(extra))
+        log = math.log(ms / self.table.step_ms(batch_size, extra, context))
+        key = bucket(batch_size), bucket(extra)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = _Deviation(self._deviation(batch_size, extra, plain, drafted - plain))
+            kind = self._kinds[key] = _Deviation(self._deviation(*key))
         kind.visits += 1
         if len(self._first) < WINDOW and not extra:  # the first steps tell how far off the whole table is, however far
             self._first.append(log)
             self._machine = median_low(self._first)
             return
-        if extra:
-            self._learn_slope(batch_size, plain, drafted - plain, ms)
         # As differences from the machine's speed, so that what moved that meanwhile is not counted twice.
         kind.recent.append(log - self._machine)
         most = math.log(STEEPEST) * (1 if kind.visits > WINDOW else WINDOW)
@@ -197,29 +185,20 @@ class StepCosts:
         self._machine += MACHINE * max(0, kind.visits - WINDOW) / (kind.visits + 2) * surprise
         kind.log += (1 if kind.visits <= WINDOW else max(SLOWEST, 2 / kind.visits)) * surprise
 
-    def _learn_slope(self, batch_size: int, plain: float, rise: float, ms: float) -> None:
-        """Ridge regression through the origin, in plain steps: what a drafted step took beyond a plain one, over what
-        the table says; what a step tells of it grows with the square of its rise, and old steps fade."""
-        plain *= math.exp(self._deviation(batch_size, 0, plain, 0.0))
-        rise, took = rise / plain, ms / math.exp(self._machine) / plain - 1
-        self._added.append(took - self._slope * rise)
-        off = min(DOUBT, median_low(self._added))
-        if off > 0 and len(self._added) < WINDOW:  # by accident, perhaps; then it would stay so
-            return
-        self._seen = SURE + SLOPE_MEMORY * (self._seen - SURE) + rise * rise
-        self._slope = max(LEAST_SLOPE, self._slope + rise * off / self._seen)
+    def _factor(self, sequences: int, rows: int) -> float:
+        return math.exp(self._machine + self._deviation(sequences, rows))
 
-    def _deviation(self, batch_size: int, extra: int, plain: float, rise: float) -> float:
-        """Of a kind of steps, as a log; where none was observed, of the nearest plain one and the slope."""
-        kind = self._kinds.get((bucket(batch_size), bucket(extra)))
+    def _deviation(self, sequences: int, rows: int) -> float:
+        """Of a kind of steps, or of the one most like it where none was observed: plain steps are like no others."""
+        kind = self._kinds.get((sequences, rows))
         if kind is not None:
             return kind.log
-        if extra:
-            base = plain * math.exp(self._deviation(batch_size, 0, plain, 0.0))
-            return math.log((base + self._slope * rise) / (plain + rise))
-        size = bucket(batch_size)
-        alike = [(abs(a - size), k.log) for (a, b), k in self._kinds.items() if not b]
-        return min(alike)[1] if alike else 0.0
+        alike = [
+            (2 * abs(a - sequences) + abs(b - rows), k.log)
+            for (a, b), k in self._kinds.items()
+            if bool(b) == bool(rows)
+        ]
+        return min(alike)[1] if alike else self._deviation(sequences, 0) if rows else 0.0
 
 
 @dataclass(slots=True)

@@ -243,8 +243,6 @@ def learned_part(drafter: Drafter | None, asked: str) -> StateDrafter:
             asked, wrong, "draft with eagle or lyanna, as paceline adapt makes them, or leave learn out"
         )
     if found.spec.taps != (LAST,):
-        wrong = (
-            "the drafter reads other states of the target than its last one, which alone is kept"
-        )
+        wrong = "the drafter reads other states of the target than its last one, which alone is kept"
         raise CapabilityError(asked, wrong, "draft with an eagle or lyanna head of the last state, or leave learn out")
     return found
