@@ -157,7 +157,7 @@ def test_the_cache_is_announced(run: Callable[..., Result], data: Path, target: 
         (["straems"], "Did you mean 'streams'"),
         (
             ["nonsense"],
-            "no such recipe. Known kinds: target, draft_model, streams, medusa, exits, lyanna, eagle, spire, tracks, answers",
+            "Known kinds: target, draft_model, streams, medusa, exits, lyanna, eagle, spire, tracks, answers",
         ),
         (["none.toml", "--data", ".", "--out", "{out}"], "none.toml: there is no such file"),
         (["draft_model", "--data", "{data}", "--out", "{out}"], "Give --target MODEL"),
