@@ -6,8 +6,8 @@
 
 Both tools send the same prompts as streamed chats, greedy. ``--server vllm`` is vLLM's for CPUs,
 whose n-grams draft for the model folder. FOLDER is a Hugging Face folder: the tools count tokens by its tokenizer.
-Each run's own report is in the folder ``--out``, a table of counts and acceptance in ``load.md`` there. Their times
-mean something on a quiet machine alone.
+Each run's own report is in the folder ``--out``, a table of counts, acceptance and times (medians over requests) in
+``load.md`` there. Times mean something on a quiet machine alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ START_S = 300.0
 RUN_S = 900.0
 SERVERS = ("paceline", "vllm")
 NAME = "measured"  # of the model, for both servers
-HEAD = ("server", "tool", "answered", "failed", "tokens", "accepted length", "acceptance", "drafted", "accepted")
+HEAD = ("server", "tool", "answered", "failed", "tokens", "accepted length", "acceptance", "drafted", "accepted",
+        "tokens/s", "first token, ms", "a token, ms")  # fmt: skip
 
 
 @contextmanager
@@ -101,6 +102,9 @@ def bench_serve(ask: argparse.Namespace, url: str, out: Path) -> dict[str, Any]:
         "acceptance": found.get("spec_decode_acceptance_rate", 0) / 100,
         "drafted": found.get("spec_decode_draft_tokens"),
         "accepted": found.get("spec_decode_accepted_tokens"),
+        "tokens/s": found["output_throughput"],
+        "first token, ms": found["median_ttft_ms"],
+        "a token, ms": found["median_tpot_ms"],
     }
 
 
@@ -123,6 +127,9 @@ def aiperf(ask: argparse.Namespace, url: str, out: Path) -> dict[str, Any]:
         "acceptance": mean.get("spec_decode_overall_draft_acceptance_rate", 0) / 100,
         "drafted": round(mean.get("total_draft_tokens", 0)),
         "accepted": round(mean.get("total_accepted_draft_tokens", 0)),
+        "tokens/s": mean["output_token_throughput"],
+        "first token, ms": found["time_to_first_token"]["p50"],
+        "a token, ms": found["inter_token_latency"]["p50"],
     }
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kits.hostile import NASTY, bounded, deep, start, write_checkpoint
 
-import paceline.assembly
+import paceline.assembly.models
 from paceline import LLM, ConfigError
 from paceline.config import MAX_THREADS, LLMConfig, parse_bytes
 from paceline.drafters.ngram import NgramConfig
@@ -47,7 +47,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(paceline.assembly, "load_model", never)
+    monkeypatch.setattr(paceline.assembly.models, "load_model", never)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import paceline.assembly
+import paceline.assembly.memory
 from paceline import LLM, ConfigError
 from paceline.network import loader
 from paceline.network.families import decoder_config
@@ -83,7 +83,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch, seconds: float = 20.0) -> Iterator[
     with monkeypatch.context() as patched:
         patched.setattr(loader, "is_out_of_memory", none_failed)
         patched.setattr(loader, "free_bytes", lambda device: FREE // 2)
-        patched.setattr(paceline.assembly, "free_bytes", lambda device: FREE // 4)
+        patched.setattr(paceline.assembly.memory, "free_bytes", lambda device: FREE // 4)
         resource.setrlimit(resource.RLIMIT_AS, (size + 4 * FREE, before[1]))
         try:
             yield

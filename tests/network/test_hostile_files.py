@@ -19,8 +19,8 @@ from kits.hostile import CONFIG, NASTY, YARN, bounded, deep, start, write_checkp
 from kits.tiny import tiny_streams
 from safetensors.torch import load_file, save_file
 
-import paceline.assembly as assembly
 from paceline import ConfigError
+from paceline.assembly import models
 from paceline.attention.reference import ReferenceAttention
 from paceline.core.options import shown
 from paceline.network import generation, loader
@@ -476,7 +476,7 @@ def test_tokenizers_that_are_garbage_are_refused_before_the_weights(
         raise AssertionError("weights were loaded")
 
     (checkpoint / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    monkeypatch.setattr(assembly, "load_model", never)
+    monkeypatch.setattr(models, "load_model", never)
     error = start(str(checkpoint))
     assert error is not None and "tokenizer" in str(error)
 
