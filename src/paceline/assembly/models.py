@@ -192,6 +192,7 @@ def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
 def load_source(
     config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None, texts: bool = True
 ) -> LoadedModel:
+    """A checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
     folder, kind = source.folder, source.dtype
     compiled = compiled_layers(config, source.shape, kind)
     attention = make_attention(config, kind, exact)
