@@ -4,8 +4,9 @@
     python studies/load_generators.py --tokenizer FOLDER --out build/load
     python studies/load_generators.py --tokenizer FOLDER --server paceline --server vllm --out build/load
 
-Both tools send the same prompts as streamed chats, greedy. ``--server vllm`` is vLLM's for CPUs,
-whose n-grams draft for the model folder. FOLDER is a Hugging Face folder: the tools count tokens by its tokenizer.
+Both tools send the same prompts as streamed chats, greedy. ``--server vllm`` is vLLM's for CPUs, whose n-grams draft
+for the model folder; ``paceline-plain`` and ``vllm-plain`` draft nothing. FOLDER is a Hugging Face folder: the tools
+count tokens by its tokenizer.
 Each run's own report is in the folder ``--out``, a table of counts, acceptance and times (medians over requests) in
 ``load.md`` there. Times mean something on a quiet machine alone.
 """
@@ -32,7 +33,7 @@ from paceline.bench.workloads import load
 
 START_S = 300.0
 RUN_S = 900.0
-SERVERS = ("paceline", "vllm")
+SERVERS = ("paceline", "vllm", "paceline-plain", "vllm-plain")
 NAME = "measured"  # of the model, for both servers
 HEAD = ("server", "tool", "answered", "failed", "tokens", "accepted length", "acceptance", "drafted", "accepted",
         "tokens/s", "first token, ms", "a token, ms")  # fmt: skip
@@ -144,14 +145,14 @@ def _vllm() -> list[str]:
 
 def servers(ask: argparse.Namespace, port: int) -> dict[str, list[str]]:
     """The command of each server that is asked for."""
-    own = [sys.executable, "-m", "paceline", "serve", ask.model, "--drafter", ask.drafter, "--port", str(port)]
+    own = [sys.executable, "-m", "paceline", "serve", ask.model, "--port", str(port)]
     own += ["--served-model-name", NAME, "--metrics-names", "vllm", "--threads", str(ask.threads)]
-    drafts = {"method": "ngram", **VLLM_NGRAM}
     theirs = [*_vllm(), "serve", ask.tokenizer, "--served-model-name", NAME, "--port", str(port)]
-    theirs += ["--max-model-len", "2048", "--max-num-seqs", "16", "--speculative-config", json.dumps(drafts)]
-    theirs += ["--per-request-spec-decode-metrics", "summary"]
-    both = dict(zip(SERVERS, (own, theirs), strict=True))
-    return {name: both[name] for name in ask.server or SERVERS[:1]}
+    theirs += ["--max-model-len", "2048", "--max-num-seqs", "16", "--per-request-spec-decode-metrics", "summary"]
+    ngrams = ["--speculative-config", json.dumps({"method": "ngram", **VLLM_NGRAM})]
+    commands = ([*own, "--drafter", ask.drafter], [*theirs, *ngrams], [*own, "--drafter", "none"], theirs)
+    every = dict(zip(SERVERS, commands, strict=True))
+    return {name: every[name] for name in ask.server or SERVERS[:1]}
 
 
 def write_prompts(ask: argparse.Namespace) -> None:
@@ -173,7 +174,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="most of an answer")
     parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--server", action="append", choices=SERVERS, help="repeat it for both; default: paceline")
+    parser.add_argument("--server", action="append", choices=SERVERS, help="repeat it for several; default: paceline")
     parser.add_argument("--out", type=Path, default=Path("build/load"))
     ask = parser.parse_args()
     ask.out.mkdir(parents=True, exist_ok=True)

@@ -364,6 +364,13 @@ def test_never_slower_in_hard_worlds(name: str, batch: int) -> None:
     assert sum(found) / 2 >= 0.97, found
 
 
+@pytest.mark.parametrize("batch", [8, 32, 64])
+def test_rows_that_are_dearer_than_the_table_says_are_found_out_soon(batch: int) -> None:
+    world = {"costs": STEP_COSTS["stairs"], **HARD["rows priced ten times too cheap"]}
+    found = [gain(World(**world, seed=seed), batch, 100) for seed in range(4)]
+    assert sum(found) / 4 >= 0.96, found
+
+
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize(("costs", "acceptance"), [("flat", 0.5), ("flat", 0.8), ("stairs", 0.6), ("linear", 0.9)])
 def test_close_to_the_best_fixed_budget_where_drafts_pay(costs: str, acceptance: float, batch: int) -> None:

@@ -54,6 +54,8 @@ HARD: dict[str, dict[str, Any]] = {
         "costs": STEP_COSTS["steep"],
     },
     "rows priced twenty times too dear": {"rows_error": 20.0, "acceptance": lambda _: 0.8},
+    "rows priced ten times too cheap": {"rows_error": 0.1, "acceptance": lambda _: 0.4, "costs": STEP_COSTS["linear"]},
+    "jump priced as flat": {"rows_error": 0.1, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["jump"]},
     "slow look-up": {"ask_ms": 0.8, "offer": 0.3, "acceptance": lambda _: 0.1, "costs": STEP_COSTS["flat"]},
 }
 

@@ -104,9 +104,7 @@ class AutoBudget(DraftBudget):
         spares: bool = False,
     ) -> None:
         if not 1 <= cap <= MAX_BUDGET:
-            raise ConfigError(
-                f"a cap of {cap} nodes", f"it must be 1 to {MAX_BUDGET}", "give budget=0 to draft nothing"
-            )
+            raise ConfigError(f"a cap of {cap} nodes", f"it must be 1 to {MAX_BUDGET}", "budget=0 drafts nothing")
         self.cap, self.sources, self._marks = cap, tuple(sources), marks or len(sources)
         self.costs = StepCosts(table)
         self.draft_costs = [*(draft_costs or [DraftCosts() for _ in sources])]
@@ -202,8 +200,8 @@ class AutoBudget(DraftBudget):
     def _price(self, context: int) -> None:
         """What a plain step takes now, and what a millisecond earns."""
         size = self._size = self._sizes.setdefault(bucket(self._batch), _BatchSize())
-        self._context, self._prices, self._floors = context, array("d"), {}
         self._plain_ms = self.costs.predict(self._batch, 0, context)
+        self._context, self._prices, self._floors = context, array("d"), {}
         self._rate = max(self._batch / self._plain_ms, size.tokens / size.ms if size.ms else 0.0)
 
     def _priced(self, most: int) -> array[float]:
@@ -290,9 +288,9 @@ class AutoBudget(DraftBudget):
     def _allowed(self, histories: Sequence[History], wanted: set[int]) -> list[int]:
         """Nodes that may be proposed for these sequences: all, or, where scores may not be looked at, those that pay by
         their depth."""
-        if not self._blind:
-            return [self.cap if i in wanted else 0 for i in range(len(histories))]
-        best = [max(1, best_count(h.unscored(self.cap), self._priced(self.cap))) for h in histories]
+        best = [self.cap for _ in histories]
+        if self._blind:
+            best = [max(1, best_count(h.unscored(self.cap), self._priced(self.cap))) for h in histories]
         return [count if i in wanted else 0 for i, count in enumerate(best)]
 
     # -- between proposal and pass: see `DraftRule`
@@ -301,11 +299,8 @@ class AutoBudget(DraftBudget):
         """Which sequences to ask one of several sources for, given for each the chance that what others proposed
         begins right."""
         least = self._asks[source].least
-        chosen = [
-            i
-            for i, view in enumerate(views)
-            if 1 - first[i] >= least.get(view.key, NEVER) and (view.sources is None or source in view.sources)
-        ]
+        able = [i for i, view in enumerate(views) if view.sources is None or source in view.sources]
+        chosen = [i for i in able if 1 - first[i] >= least.get(views[i].key, NEVER)]
         self._note(source, [views[i].key for i in chosen])
         if self.learns:
             self._asks[source].opens = {views[i].key: 1 - first[i] for i in chosen}
@@ -409,12 +404,15 @@ class AutoBudget(DraftBudget):
         self._save(total_ms)
         if step.pure:
             size = self._sizes.setdefault(bucket(batch), _BatchSize())
-            streams = asked and self._prepares is not None and self._asks[self._prepares].opens
+            dear, streams = False, asked and self._prepares is not None and self._asks[self._prepares].opens
             if drafted or not streams:
-                self.costs.observe(batch, drafted, sum([len(s.view.tokens) for s in step.sequences]), step.rest_ms)
+                context = sum([len(s.view.tokens) for s in step.sequences])
+                dear = self.costs.observe(batch, drafted, context, step.rest_ms)
                 if not drafted:
                     size.plain_at = self._steps
-            size.rows, size.looks = max(drafted, size.rows), size.looks + 1
+            size.looks += 1
+            if not dear or self.costs.visits(batch, drafted) >= WINDOW:  # dearer rows are met again before more are
+                size.rows = max(drafted, size.rows)
             size.tokens += RATE * (sum(step.accepted) + batch - size.tokens)
             size.ms += RATE * (total_ms - size.ms)
         if asked:
@@ -473,8 +471,9 @@ class AutoBudget(DraftBudget):
     def describe(self) -> dict[str, Any]:
         """The last choice and the figures behind it."""
         _, nodes, tokens = self._choice
-        kind = next(iter(self._kinds.values()), None)  # the first one met
-        held = [] if kind is None else [chances.by_depth() for chances in kind.chances]
+        held = [
+            chances.by_depth() for kind in [*self._kinds.values()][:1] for chances in kind.chances
+        ]  # of the first met
         return {
             "kind": "auto",
             "why": self.explain(),

@@ -30,6 +30,7 @@ MACHINE = 0.2  # weight of a new observation in the correction that all steps sh
 DEPTH_RATE = 0.1  # least weight of a call in the passes that calls take
 RIDGE = 0.05  # variance of passes that the guess of a pass's cost is worth
 LEVELS = 6  # passes that a draft takes, before any was seen
+NOISE = 0.1  # of a plain step's time, by which a mean of few steps may be off
 NEAR = 16  # tokens a sequence; a drafter that is further behind catches up, which is priced apart
 FEW = 64  # tokens to catch up with, of which a call tells half of what they tell it of many
 # Of tables that are predicted:
@@ -154,20 +155,40 @@ class StepCosts:
         factors = [self._factor(first, rows) for rows in range(bucket(most) + 1)]
         plain = table.step_ms(batch_size, 0, context)
         now = plain * factors[0]
-        return [*accumulate([(plain + ms) * factors[rows] - now for ms, rows in more[:most]], max, initial=0.0)]
+        rise = [*accumulate([(plain + ms) * factors[rows] - now for ms, rows in more[:most]], max, initial=0.0)]
+        # Where rows cost more than the table says by more than noise may be, rows beyond those seen do, in proportion.
+        seen = [rows for rows in range(1, bucket(most)) if self._seen(first, rows)]
+        if seen and (last := 1 << max(0, seen[-1] - 1)) < most:
+            sure, said = rise[last] - NOISE * now, more[last - 1][0]
+            if sure > said > 0:
+                beyond = zip(rise[last + 1 :], more[last:most], strict=True)
+                rise[last + 1 :] = [max(cost, ms * sure / said) for cost, (ms, _) in beyond]
+        return rise
+
+    def _seen(self, sequences: int, rows: int) -> bool:
+        """Whether a correction of this kind of step rests on several."""
+        kind = self._kinds.get((sequences, rows))
+        return kind is not None and kind.visits >= WINDOW
 
     def visits(self, batch_size: int, extra: int) -> int:
         """Steps of this kind that were observed."""
         kind = self._kinds.get((bucket(batch_size), bucket(extra)))
         return kind.visits if kind else 0
 
-    def observe(self, batch_size: int, extra: int, context: int, ms: float) -> None:
-        """Learn from one step: its sequences, drafted rows, committed tokens and ms without the drafter's time."""
+    def observe(self, batch_size: int, extra: int, context: int, ms: float) -> bool:
+        """Learn from one step: its sequences, drafted rows, committed tokens and ms without the drafter's time.
+
+        Returns:
+            Whether it took longer than expected by more than noise.
+        """
         if ms <= 0:
-            return
-        log = math.log(ms / self.table.step_ms(batch_size, extra, context))
-        key = bucket(batch_size), bucket(extra)
-        kind = self._kinds.get(key)
+            return False
+        dear = ms > (1 + NOISE) * self.predict(batch_size, extra, context)
+        self._learn((bucket(batch_size), bucket(extra)), math.log(ms / self.table.step_ms(batch_size, extra, context)))
+        return dear
+
+    def _learn(self, key: tuple[int, int], log: float) -> None:
+        extra, kind = key[1], self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _Deviation(self._deviation(*key))
         kind.visits += 1
