@@ -1,13 +1,15 @@
-"""SmolLM2 as the target: its ids beside transformers', and a bench report by Spec-Bench's six categories.
+"""SmolLM2 as the target: its ids beside transformers', a bench report by Spec-Bench's six categories, long prompts.
 
 python studies/smollm2.py ids                                 # 200 prompts, 64 tokens each, in float32
 paceline bench --model smollm2-135m --workload spec_bench --repeats 1 --out DIR ...
 python studies/smollm2.py categories DIR/report.json
+python studies/smollm2.py documents --data DATA --tokens 7800 --out FILE     # a workload for `paceline bench`
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import statistics
@@ -20,13 +22,14 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.bench.workloads import load
-from paceline.network.loader import resolve_folder
+from paceline.network.loader import load_tokenizer, resolve_folder
 
 WORKLOADS = ("spec_bench", "gsm8k", "humaneval", "mmlu", "wikisql")  # chat prompts that come along, 40 of each
 CATEGORIES = {"translation": "translation", "summarization": "summarization", "qa": "question answering"}
 CATEGORIES |= {"math_reasoning": "mathematical reasoning", "rag": "retrieval"}
 CHAT = "multi-turn conversation"  # MT-bench's eight
 TOKENS = 64
+DOCUMENTS = {"text_specpipe_books.txt.gz": "Summarize", "text_world_factbook.txt.gz": "Summarize, country by country,"}
 
 
 def chat_prompts(llm: LLM, count: int) -> list[list[int]]:
@@ -100,6 +103,22 @@ def categories(report: Path) -> None:
         print(f"| {category} | {len(prompts)} | " + " | ".join(cells) + " |")
 
 
+def documents(data: Path, tokens: int, count: int, out: Path) -> None:
+    """Write a workload of chats about parts of books and reports, each ``tokens`` long in the model's ids."""
+    tokenizer = load_tokenizer(resolve_folder("smollm2-135m"))
+    lines = []
+    for file, asked in DOCUMENTS.items():
+        text, step = gzip.decompress((data / file).read_bytes()).decode(), 6 * tokens  # characters: more than enough
+        for place in range(count):
+            ids = tokenizer.encode(text[step * (2 * place + 1) : step * (2 * place + 2)], add_special_tokens=False)
+            part = tokenizer.decode(ids[:tokens])
+            lines.append(
+                json.dumps({"prompt": f"{asked} the following text.\n\n{part}", "category": file.split(".")[0]})
+            )
+    out.write_text("\n".join(lines) + "\n", "utf-8")
+    print(f"{len(lines)} prompts of {tokens} tokens in {out}")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,9 +127,16 @@ def main() -> None:
     of_ids.add_argument("--model", default="smollm2-135m")
     of_ids.add_argument("--prompts", type=int, default=200)
     parts.add_parser("categories").add_argument("report", type=Path)
+    of_documents = parts.add_parser("documents")
+    of_documents.add_argument("--data", type=Path, required=True, help="folder of the texts")
+    of_documents.add_argument("--tokens", type=int, default=7800)
+    of_documents.add_argument("--count", type=int, default=2, help="prompts of each text")
+    of_documents.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     if asked.part == "ids":
         ids(asked.model, asked.prompts)
+    elif asked.part == "documents":
+        documents(asked.data, asked.tokens, asked.count, asked.out)
     else:
         categories(asked.report)
 
