@@ -10,10 +10,10 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from ..core.errors import ConfigError
 from .channels import Channel, ChannelClosed, Line
@@ -24,20 +24,20 @@ from .shared import SharedChannel, SharedEnd
 from .sockets import SocketChannel
 
 
-class Service(Protocol):
+class Service:
     """What a worker does."""
 
-    kinds: dict[str, type[Any]]  # messages of both directions, by name; see `Codec`
-    facts: Facts
+    kinds: Sequence[type[Any]]  # messages of both directions; see `Codec`
+    facts = Facts()
 
     def handle(self, message: Any) -> Iterable[Any]:
         """Answer a message; the answers are sent as they come."""
-        ...
+        raise NotImplementedError
 
     def work(self) -> Iterable[Any] | None:
         """Do a piece of the work that is left, such as a level of a draft, and say what there is to say; None: there is
         none. Messages that came meanwhile are handled between two pieces: they may call off the rest."""
-        ...
+        return None
 
 
 class Progress:
@@ -136,13 +136,13 @@ def answer(
         prepare()
         service = built(asked)
     except ConfigError as error:
-        Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy, host))
+        Line(channel, Codec(*GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy, host))
         return 2
     except Exception as error:
         traceback.print_exc()
-        Line(channel, Codec(**GREETINGS)).send(Fault(f"{type(error).__name__}: {error}", True))
+        Line(channel, Codec(*GREETINGS)).send(Fault(f"{type(error).__name__}: {error}", True))
         return 1
-    line = Line(channel, Codec(**GREETINGS, **service.kinds))
+    line = Line(channel, Codec(*GREETINGS, *service.kinds))
     line.send(Hello(asked.key, asdict(service.facts), os.getpid(), host))
     serve(service, line, progress)
     return 0
@@ -166,7 +166,7 @@ def _beat(life: SocketChannel, progress: Progress, seconds: float) -> None:
 
     Where nobody looks for a long time, beats are left out.
     """
-    codec = Codec(**LIFE)
+    codec = Codec(*LIFE)
     while True:
         try:
             if life.takes():

@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ..core.errors import CapabilityError, ConfigError, PacelineError, PassesLost
+from ..core.errors import CapabilityError, ConfigError, PacelineError
 from ..core.options import check, option
 from .channels import Channel, ChannelClosed, Line
 from .clock import Clock, Late, RealClock
@@ -72,13 +71,18 @@ class WorkerSpec:
     name: str
     service: str  # "module:function" that makes a `Service`; called with ``device`` and the options
     options: Mapping[str, Any] = field(default_factory=dict)  # ready for JSON
-    kinds: Mapping[str, type[Any]] = field(default_factory=dict)  # the messages of its service
+    kinds: Sequence[type[Any]] = ()  # the messages of its service
     expected: Facts = Facts()
     placement: Placement = field(default_factory=Placement)
     checkpoints: Sequence[Checkpoint] = ()
     channel: Literal["shared", "socket"] = "shared"  # "socket": for an event loop, and where memory cannot be shared
-    prepare: str = ""  # likewise, what a spare process calls ahead; see `Spare`
     spin_us: int = SPIN_US
+
+    def begin(self, way: str, key: str, beat_s: float, **more: Any) -> Begin:
+        """What its process is told; see `Begin`."""
+        where, names = self.placement, [one.name for one in self.checkpoints]
+        what = self.name, self.service, dict(self.options), way, key, [*where.cores], where.device
+        return Begin(*what, self.spin_us, beat_s, names, **more)
 
 
 class Process(Protocol):
@@ -125,17 +129,6 @@ class Launched:
 Launch = Callable[[WorkerSpec, float], Launched]  # of a worker, and the seconds between two of its beats
 
 
-@dataclass(slots=True)
-class _Way:
-    """A channel to a process that is to be started."""
-
-    address: str  # for `Begin.way`
-    inherited: tuple[int, ...]  # file descriptors
-    connect: Callable[[], Channel]
-    close: Callable[[], None]
-    given: Callable[[], None] = lambda: None  # once the process has its own
-
-
 def launch_here(spec: WorkerSpec, beat_s: float) -> Launched:
     """Start a worker on this host.
 
@@ -149,37 +142,40 @@ class _Child:
     """A process of this host that waits to be told what it is."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._spec, self._way = spec, _way(spec)
+        self._spec = spec
+        self._channel, self._way, inherited, given = _way(spec)
         own, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "paceline.distributed.begin", str(theirs.fileno())]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), *self._way.inherited),
+            pass_fds=(theirs.fileno(), *inherited),
             env=os.environ | spec.placement.environment(),
             process_group=0,  # Ctrl-C is for who started it, with whom it ends
         )
         theirs.close()
-        self._way.given()
-        self._life, self._key = Line(SocketChannel(own), Codec(**LIFE)), secrets.token_hex(16)
+        given()
+        self._life, self._key = Line(SocketChannel(own), Codec(*LIFE)), secrets.token_hex(16)
 
     def begin(self, beat_s: float) -> Launched:
         """Have it be the worker."""
-        self.tell(self._spec.service, beat_s)
-        return Launched(self.process, self._life, self._key, self._way.connect, self._way.close)
+        self.tell(self._spec.begin(self._way, self._key, beat_s))
+        return Launched(self.process, self._life, self._key, lambda: self._channel, self._channel.close)
 
-    def tell(self, service: str, beat_s: float, waits: bool = False) -> None:
-        """Tell it; see `Begin`. One that has ended already is looked after like any other."""
-        spec, where = self._spec, self._spec.placement
-        given = spec.name, service, dict(spec.options), self._way.address, self._key, [*where.cores], where.device
+    def wait(self, ahead: str) -> None:
+        """Have it call a function that gets it ready, and wait."""
+        self.tell(replace(self._spec.begin("", "", 0.0), service=ahead, waits=True))
+
+    def tell(self, what: Begin) -> None:
+        """Tell it; one that has ended already is looked after like any other."""
         with suppress(ChannelClosed):
-            self._life.send(Begin(*given, spec.spin_us, beat_s, waits=waits), timeout=TELL_S)
+            self._life.send(what, timeout=TELL_S)
 
     def end(self) -> None:
         """End it before it was told to be a worker."""
         self._life.close()
         self.process.kill()
-        self._way.close()
+        self._channel.close()
         self.process.wait()
 
 
@@ -205,7 +201,7 @@ class Spare:
         """
         if self._child is None:
             self._child = _Child(self._spec)
-            self._child.tell(self._ahead, 0.0, waits=True)
+            self._child.wait(self._ahead)
 
     def launch(self, spec: WorkerSpec, beat_s: float) -> Launched:
         """Start the worker in it, or in a process of its own if there is none; errors as of `launch_here`."""
@@ -222,13 +218,14 @@ class Spare:
             child.end()
 
 
-def _way(spec: WorkerSpec) -> _Way:
+def _way(spec: WorkerSpec) -> tuple[Channel, str, tuple[int, ...], Callable[[], None]]:
+    """A channel to a process that is to be started: this end; for `Begin.way` the address of the other one, and its
+    file descriptors; what closes these here, once the process has its own."""
     if spec.channel == "socket" or not usable():
         mine, its = socket.socketpair()
-        return _Way(f"fd:{its.fileno()}", (its.fileno(),), partial(SocketChannel, mine), mine.close, its.close)
+        return SocketChannel(mine), f"fd:{its.fileno()}", (its.fileno(),), its.close
     own, theirs = shared_pair()
-    channel = SharedChannel(own, spec.spin_us)
-    return _Way(f"shared:{theirs}", theirs.fds, lambda: channel, channel.close, theirs.drop)
+    return SharedChannel(own, spec.spin_us), f"shared:{theirs}", theirs.fds, theirs.drop
 
 
 class Worker:
@@ -253,7 +250,7 @@ class Worker:
         self.faults: list[str] = []  # each names the worker and its process
         self.starts = 0
         self._launch, self._clock = launch, clock or RealClock()
-        self._codec = Codec(**GREETINGS, **spec.kinds)
+        self._codec = Codec(*GREETINGS, *spec.kinds)
         self._launched: Launched | None = None
         self._greeted: Line | None = None  # it is connected, and has not said hello
         self._refused: ConfigError | None = None
@@ -443,25 +440,6 @@ class Worker:
         self._refused = copy(error)  # what is raised holds the frames that it goes through, and they hold this worker
         self._end()
         raise error
-
-
-def lost(workers: Sequence[Worker], fallen: Sequence[int], faults: list[str], before: set[int]) -> PacelineError:
-    """The error of what was in flight when workers fell: it comes again, or ends where one of them fell twice in a row.
-
-    Args:
-        workers: all of a kind.
-        fallen: which.
-        faults: what happened so far, to which this is added.
-        before: those that fell since something has come through; kept here.
-    """
-    faults += [workers[index].faults[-1] for index in fallen]
-    again = before.intersection(fallen)
-    if not again:
-        before.update(fallen)
-        return PassesLost("; ".join(faults[-len(fallen) :]))
-    before.clear()
-    first, second = workers[min(again)].faults[-2:]
-    return WorkerFailed(f"{second}; before that: {first}; two failures in a row end the requests")
 
 
 def ended(status: int | str) -> str:
