@@ -80,17 +80,12 @@ class LLMConfig(LLMOptions):
         """Refuse what ranks do not do.
 
         Raises:
-            CapabilityError: stages of this process, a cluster without stages, or a device other than the CPU, beside
-                ranks.
+            CapabilityError: stages of this process, or a device other than the CPU, beside ranks.
         """
         asked = f"tensor_parallel={self.tensor_parallel}"
         if self.pipeline is None and isinstance(parse_round(self.round), PipelineConfig):
             wrong = "stages of one process share its ranks, which know no stages"
             raise CapabilityError(f"{asked} with round={shown(self.round)}", wrong, "give pipeline=STAGES, too")
-        if self.cluster is not None and self.pipeline is None:
-            wrong = "ranks are processes of one host, which share its memory"
-            remedy = "leave out one of the two, or give pipeline=STAGES: each stage then has its ranks on its host"
-            raise CapabilityError(f"{asked} with cluster={shown(self.cluster)}", wrong, remedy)
         if parse_device(self.device).type != "cpu":
             wrong = "ranks share the memory of a host, and add in it"
             raise CapabilityError(f"{asked} with device={shown(self.device)}", wrong, "use device='cpu'")
@@ -99,9 +94,10 @@ class LLMConfig(LLMOptions):
         """Refuse a cluster that nothing would run on, and cores that Ray chooses."""
         asked, round_ = f"cluster={shown(self.cluster)}", parse_round(self.round)
         place = None if round_ is None else round_.place
-        if self.pipeline is None and place is None:
-            wrong = "neither stages nor a drafter have a process of their own that could run there"
-            raise ConfigError(asked, wrong, "give pipeline=2, or round='mirror,rollout=process'")
+        tracks = getattr(registry.parse(self.drafter), "processes", 1)
+        if self.pipeline is None and place is None and self.tensor_parallel == tracks == 1:
+            wrong = "neither stages, ranks, tracks nor a drafter have a process of their own that could run there"
+            raise ConfigError(asked, wrong, "give pipeline=2, tensor_parallel=2, or round='mirror,rollout=process'")
         named = self.pipeline is not None and parse_split(self.pipeline).cores
         if named or (place is not None and place.cores):
             wrong = "which cores a worker gets is the cluster's to say"

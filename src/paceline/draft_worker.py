@@ -100,7 +100,7 @@ def serve_apart(
     placement = Placement(cores=place.cores, threads=place.threads, device=device)
     if places is not None:
         if getattr(_chosen(config), "processes", 1) > 1:
-            wrong = "its tracks are processes of one host, and none are placed over hosts"
+            wrong = "the drafter runs on another host, and its tracks are placed beside the target's process alone"
             raise CapabilityError(f"drafter {config.drafter!r} with cluster=..", wrong, "leave processes out")
         placement = places.placement(device, place.threads)
     rest = [core for core in cores() if core not in place.cores]

@@ -65,18 +65,18 @@ def _reserve(config: LLMConfig) -> Any:
     return reserve(config)
 
 
-def _start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
+def _start_ranks(places: Any, config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     """The target's other ranks in processes of their own, likewise."""
     from .rank_worker import start_ranks
 
-    return start_ranks(config, source, part)
+    return start_ranks(config, source, part, places if config.pipeline is None else None)
 
 
-def _start_tracks(config: LLMConfig, source: Source) -> Ranks:
+def _start_tracks(places: Any, config: LLMConfig, source: Source) -> Ranks:
     """The tracks of a draft in processes of their own, likewise."""
     from .rank_worker import start_tracks
 
-    return start_tracks(config, source)
+    return start_tracks(config, source, places)
 
 
 def _cut(config: LLMConfig) -> LLMConfig:
@@ -112,11 +112,10 @@ class LLM:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         places = _reserve(self.config)
-        self._target = load_target(self.config, _start_ranks) if share is None else self._shared(share)
+        self._target = load_target(self.config, partial(_start_ranks, places)) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
-        self.engine = build_engine(
-            self.config, self._target, partial(_serve_apart, places), partial(_start_stages, places), _start_tracks
-        )
+        starts = [partial(start, places) for start in (_serve_apart, _start_stages, _start_tracks)]
+        self.engine = build_engine(self.config, self._target, *starts)
         self.learning = None if self.config.learn is None else _learn(self)
 
     def _shared(self, other: Any) -> LoadedModel:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
@@ -23,7 +23,7 @@ from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, parse_cluster
 from .distributed.rank_service import KINDS, RankService
 from .distributed.rank_workers import RankWorkers
-from .distributed.worker import Worker, WorkerSpec
+from .distributed.worker import Launch, Worker, WorkerSpec, launch_here
 from .distributed.workers import PATIENCE, end_all
 from .network.files import fingerprint
 from .network.hub import RECEIVED
@@ -32,14 +32,24 @@ from .network.parallel import Ranks, Share
 from .network.tracks import track_share
 from .rounds.pipeline.split import Split, parse_split
 
+if TYPE_CHECKING:
+    from .cluster import Places  # which needs Ray
+    from .distributed.host_joins import HostRanks
+
+    RankWays = RankMemory | HostRanks
+
 OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
 
 
-def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
+def start_ranks(config: LLMConfig, source: Source, part: TargetPart, places: Places | None = None) -> Ranks:
     """Rank 0, and the processes of the others, which load their shares while it loads its own.
 
     They end with the line that is returned. Each has as many threads, so that together they use once the cores that
     this process has, or its stage, where the options name no other number for each.
+
+    Args:
+        config, source, part: the options, and what is shared.
+        places: on a cluster, a bundle for each of the others; None: on this host.
 
     Raises:
         ConfigError: ranks that cannot share the target.
@@ -51,44 +61,56 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
     usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
     where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
-    ranks = _started(share, lambda rank, memory: rank_spec(config, source, rank, memory, part, where))
+    if places is not None:
+        where = places.placement(config.device, config.threads)
+    launch = None if places is None else places.rank
+    ranks = _started(share, lambda rank, ways: rank_spec(config, source, rank, ways, part, where), places, launch)
     torch.set_num_threads(where.threads or 1)
     return ranks
 
 
-def start_tracks(config: LLMConfig, source: Source) -> Ranks:
-    """The same for a draft of tracks, a track a process. They have memory of their own, whatever ranks the target has.
+def start_tracks(config: LLMConfig, source: Source, places: Places | None = None) -> Ranks:
+    """The same for a draft of tracks, a track a process. They join apart from the target's ranks.
 
     Raises:
         CapabilityError: as of `start_ranks`.
     """
     share = track_share(source.shape, 0)
-    threads = max(1, len(cores()) // share.count)
-    return _started(share, lambda rank, memory: _track_spec(config, source, rank, memory, threads))
+    if places is not None and not places.tracks:
+        places = None
+    threads = max(1, len(cores()) // share.count) if places is None else places.reservation.bundle.cores
+    launch = None if places is None else places.track
+    return _started(share, lambda rank, ways: _track_spec(config, source, rank, ways, threads), places, launch)
 
 
-def _started(share: Share, spec: Callable[[int, RankMemory], WorkerSpec]) -> Ranks:
+def _started(
+    share: Share,
+    spec: Callable[[int, RankWays], WorkerSpec],
+    places: Places | None,
+    launch: Callable[[int], Launch] | None,
+) -> Ranks:
     """Rank 0, and the processes of the others."""
-    memory = RankMemory(share.count)
-    specs = [spec(rank, memory) for rank in range(1, share.count)]
-    workers = [Worker(spec, PATIENCE) for spec in specs]
-    joins = memory.joins()
+    found: RankWays = RankMemory(share.count) if places is None else places.ranks(share.count)
+    specs = [spec(rank, found) for rank in range(1, share.count)]
+    starts = [launch_here if launch is None else launch(rank) for rank in range(1, share.count)]
+    workers = [Worker(each, PATIENCE, start) for each, start in zip(specs, starts, strict=True)]
+    joins = found.joins()
     line = RankWorkers(workers, joins)
-    finalize(line, _stop, workers, memory, joins)
+    finalize(line, _stop, workers, found, joins)
     for worker in workers:
         with suppress(ConfigError):  # said again where it is waited for
             worker.poll()
     return Ranks(share, joins, line)
 
 
-def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
+def _stop(workers: Sequence[Worker], found: RankWays, joins: Joins) -> None:
     end_all(workers)
-    memory.close()
+    found.close()
     joins.watch(())
 
 
 def rank_spec(
-    config: LLMConfig, source: Source, rank: int, memory: RankMemory, part: TargetPart, where: Placement
+    config: LLMConfig, source: Source, rank: int, found: RankWays, part: TargetPart, where: Placement
 ) -> WorkerSpec:
     """A worker with a rank.
 
@@ -96,18 +118,18 @@ def rank_spec(
         config: the options of rank 0.
         source: the target.
         rank: which.
-        memory: that the ranks share.
+        found: what the ranks join by.
         part: of the target, which the ranks share.
         where: it runs.
     """
     received = {name: str(place) for name, place in RECEIVED.items()}
-    own = {"rank": rank, "count": memory.count, "memory": memory.path, "received": received, **asdict(part)}
+    own = {"rank": rank, "count": found.count, "memory": found.path(rank), "received": received, **asdict(part)}
     return _spec(f"rank {rank}", "service", {"options": options_of(config, source), **own}, source, where)
 
 
-def _track_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
+def _track_spec(config: LLMConfig, source: Source, rank: int, found: RankWays, threads: int) -> WorkerSpec:
     dtype = source.quant or str(source.dtype).removeprefix("torch.")
-    own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path}
+    own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": found.path(rank)}
     where = Placement(threads=min(threads, len(cores())))
     return _spec(f"track {rank}", "track_service", {"options": options_of(config, source), **own}, source, where)
 
@@ -123,6 +145,14 @@ def options_of(config: LLMConfig, source: Source) -> dict[str, Any]:
     return options | {"kernels": "native" if compiled_layers(config, source.shape, source.dtype) else "torch"}
 
 
+def _opened(where: str, rank: int, count: int) -> Joins:
+    if where.startswith("/"):
+        return Joins.opened(where, rank, count)
+    from .distributed.host_joins import opened  # which needs torch.distributed
+
+    return opened(where)
+
+
 def track_service(
     device: str, options: Mapping[str, Any], name: str, dtype: str, rank: int, memory: str
 ) -> RankService:
@@ -130,7 +160,7 @@ def track_service(
     config = LLMConfig(**{**options, "device": device})
     source = open_source(config, name, dtype)
     share = track_share(source.shape, rank)
-    decoder = load_track(config, source, Ranks(share, Joins.opened(memory, rank, share.count)))
+    decoder = load_track(config, source, Ranks(share, _opened(memory, rank, share.count)))
     return RankService(decoder, decoder.cache_shape, decoder.dtype, facts_of(source))
 
 
@@ -150,7 +180,7 @@ def service(
         device: where it computes.
         options: those of `LLMConfig` that it must know.
         rank, count: which of how many.
-        memory: that the ranks share.
+        memory: where what the ranks share is found.
         layers, ends: as of `TargetPart`.
         received: where checkpoints are that came to rank 0 from another host, by name.
 
@@ -161,7 +191,7 @@ def service(
     config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
     source = open_source(config, config.model, config.dtype)
     part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
-    ranks = Ranks(share_of(config, source, rank, part), Joins.opened(memory, rank, count))
+    ranks = Ranks(share_of(config, source, rank, part), _opened(memory, rank, count))
     decoder = load_share(config, source, ranks, part)
     layout, kind = kv_layout(config, decoder.own, source.dtype)
     return RankService(decoder, layout, kind, facts_of(source))

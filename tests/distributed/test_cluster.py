@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from network.test_tracks import draft, with_tokenizer
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
 from paceline.config import LLMConfig
@@ -89,6 +90,8 @@ def test_a_cluster_says_what_one_process_says(
     for part in (in_stages, straight, ahead_of_the_target, without_its_host, *refused):
         part(cluster, wanted)
         gc.collect()
+    ranks_and_tracks(cluster, wanted, tmp_path / "tracks")
+    gc.collect()
     link = measure_link(parse_cluster("auto"), False)
     assert 1e-6 < link.alpha < 1.0 and 0 <= link.beta < 1e-6 and link.hosts == 2 and link.host
     with monkeypatch.context() as changed:
@@ -165,6 +168,25 @@ def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:
     llm = on(cluster, drafter=DRAFTER, round="mirror,kappa=2,rollout=process")
     outputs = llm.generate(PROMPTS, GREEDY)
     assert ids(outputs) == wanted and sum(output.stats.accepted for output in outputs) > 5
+
+
+def ranks_and_tracks(cluster: Any, wanted: list[list[int]], folder: Path) -> None:
+    """A target's ranks, and a draft's tracks, on both hosts; a rank is killed in the middle of an answer."""
+    folder.mkdir()
+    draft(folder, vocab=8192)
+    drafter = f"draft_model:{with_tokenizer(folder)},depth=3,processes=2"
+    llm = on(cluster, tensor_parallel=2, exact=True, drafter=drafter, budget=3)
+    round_: Any = llm.engine.round
+    ranks, tracks = llm._target.decoder.ranks.line, round_.drafter.decoder.ranks.line  # type: ignore[union-attr]
+    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted and ranks.faults == tracks.faults == []
+    assert ranks.runs > 5 and tracks.runs > 5 and ranks.workers[0].host and tracks.workers[0].host
+    killed, found = ranks.workers[0].pid, list[int]()
+    for chunk in llm.stream(PROMPTS[0], GREEDY):
+        found += chunk.token_ids
+        if len(found) == 8:
+            os.kill(killed, signal.SIGKILL)
+    assert found == wanted[0] and [f"rank 1 (pid {killed}" in fault for fault in ranks.faults] == [True]
+    assert round_.failure is None
 
 
 def what_replicas_are_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
@@ -263,7 +285,7 @@ def test_how_a_cluster_is_written() -> None:
         ({"cluster": "auto,place=far"}, "place"),
         ({"cluster": "auto,cores=0"}, "cores must be 1 or more"),
         ({"cluster": "auto,weights=torrent"}, "weights"),
-        ({"cluster": "auto", "pipeline": None}, "neither stages nor a drafter have a process"),
+        ({"cluster": "auto", "pipeline": None}, "neither stages, ranks, tracks nor a drafter have a process"),
         ({"cluster": "auto", "pipeline": "2,cores=<0,1>"}, "the cluster's to say"),
         ({"insecure_cluster": True}, "no cluster is named"),
     ],

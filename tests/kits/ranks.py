@@ -114,13 +114,13 @@ def ranked(
         yield made(None, config, own, dtype, compiled, by_outputs)
         return
     memory = RankMemory(count)
-    given = {"count": count, "memory": memory.path, "shape": shape or {}, "by_outputs": by_outputs, **how}
+    given = {"count": count, "shape": shape or {}, "by_outputs": by_outputs, **how}
     given |= {"layers": [*own]}
     here = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     workers = []
     with patch.dict(os.environ, PYTHONPATH=here):
         for rank in range(1, count):
-            options = {"rank": rank, **given}
+            options = {"rank": rank, "memory": memory.path(rank), **given}
             spec = WorkerSpec(name=f"rank {rank}", service="kits.ranks:service", options=options, kinds=KINDS)
             workers.append(Worker(spec, PATIENCE))
             workers[-1].poll()

@@ -120,7 +120,7 @@ def how_to_serve(q: PlanRequest, hosts: Hosts, made: RankedLayout, target: str |
         return None, "there are no weights of " + ("this model" if target is None else "a draft: name one with --draft")
     if q.weight_bytes not in DTYPES:
         return None, "weights are float32, bfloat16 or int8"
-    if layout.ranks > 1 and layout.per_host % layout.ranks:
+    if layout.ranks > 1 and layout.per_host % layout.ranks and layout.stages > 1:
         return None, "ranks of a stage are processes of one host"
     options = _options(q, hosts, made, draft)
     given = {**options, "pipeline": layout.stages if layout.stages > 1 else None, "tensor_parallel": layout.ranks}

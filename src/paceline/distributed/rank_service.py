@@ -99,7 +99,7 @@ class RankService(Service):
             self._epoch = message.epoch
             self._caches.clear()
             self._adapters.clear()
-            self.ranks.joins.begin()
+            self.ranks.joins.begin(message.epoch)
             return [Cleared(message.epoch)]
         if isinstance(message, Adapter):
             self._adapters[message.number] = message.made(self.decoder)

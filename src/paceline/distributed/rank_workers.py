@@ -88,10 +88,10 @@ class RankWorkers(Workers):
         waited, self._begun, self._clear = time.monotonic() - self._began, False, True
         late = [i for i in range(len(self.workers)) if not self.joins.came(i + 1)]
         self.joins.begin(lost=1)
-        time.sleep(LOOK_S)  # as often a worker is looked at: one that has died is known as such then
-        for worker in self.workers:
-            worker.poll()
-        for index in late or range(len(self.workers)):
+        end = time.monotonic() + self.joins.notice_s
+        while not self.fallen() and time.monotonic() < end:
+            time.sleep(LOOK_S)
+        for index in late or ([] if self.fallen() else range(len(self.workers))):
             if len(self.workers[index].faults) == self._known[index] and self.workers[index].line is not None:
                 self.workers[index].failed(f"hangs: at {self._rows} rows for {waited:.1f} s")
         try:
@@ -155,8 +155,9 @@ class RankWorkers(Workers):
         self._say(Clear(self._epoch))
         for index in range(len(self.workers)):
             self.answer(index, lambda said: said == Cleared(self._epoch), CLEAR_S, "does not answer any more")
-        self.joins.watch([os.pidfd_open(worker.pid) for worker in self.workers if worker.pid is not None])
-        self.joins.begin(lost=0)
+        here = [worker.pid for worker in self.workers if worker.pid is not None and not worker.host]
+        self.joins.watch([os.pidfd_open(pid) for pid in here])
+        self.joins.begin(self._epoch, lost=0)
         self._clear = False
 
 

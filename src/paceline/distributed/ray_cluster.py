@@ -253,6 +253,11 @@ class Reservation:
 
         return start
 
+    def members(self, count: int) -> list[Member]:
+        """Of a new group, of this process and others."""
+        group = f"{self._name}/ranks/{next(self._starts)}"
+        return [self._store.member(group, rank, count) for rank in range(count)]
+
     def _room(self) -> str:
         """What is wrong with the bundles' places; empty: nothing. A host that left may have had one of them."""
         if placement_group_table(self._group)["state"] == "CREATED":

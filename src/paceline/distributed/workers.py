@@ -69,9 +69,7 @@ class Workers:
         if self._sending is not None:  # that was interrupted
             self.workers[self._sending].failed("was sent half a frame")
             self._sending = None
-        for worker in self.workers:
-            worker.poll()
-        fallen = [i for i, worker in enumerate(self.workers) if len(worker.faults) > self._known[i]]
+        fallen = self.fallen()
         if not fallen:
             return
         for index in fallen:
@@ -85,6 +83,12 @@ class Workers:
         self._before.clear()
         first, second = self.workers[min(again)].faults[-2:]
         raise WorkerFailed(f"{second}; before that: {first}; two failures in a row end the requests")
+
+    def fallen(self) -> list[int]:
+        """Those that were lost since the last look."""
+        for worker in self.workers:
+            worker.poll()
+        return [i for i, worker in enumerate(self.workers) if len(worker.faults) > self._known[i]]
 
     def fell(self, fallen: Sequence[int]) -> None:
         """Called with those that were lost since the last look."""

@@ -56,7 +56,9 @@ class CRanks(Struct):
         "pointer memory",
         "int64_t capacity",
         "pointer lives",
-        "int64_t num_lives spin_us timeout_us joins collectives bytes",
+        "int64_t num_lives spin_us timeout_us",
+        "pointer carry",
+        "int64_t joins collectives bytes",
     )
 
 

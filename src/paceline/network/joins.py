@@ -1,4 +1,4 @@
-"""What ranks of one host give each other, through memory that they share; see ``native/kernels/ranks.h``."""
+"""What ranks give each other, through memory that those of one host share; see ``native/kernels/ranks.h``."""
 
 from __future__ import annotations
 
@@ -36,33 +36,40 @@ class RankMemory:
             raise CapabilityError(asked, f"there is no compiled code ({unavailable()})", "install a C++ compiler")
         self.count = count
         self._fd = os.memfd_create("paceline-ranks", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, _size(count))
+        os.ftruncate(self._fd, size_of(count))
 
-    @property
-    def path(self) -> str:
-        """Where the other ranks find it, while this process lives."""
+    def path(self, rank: int) -> str:
+        """Where another rank finds it, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def joins(self) -> Joins:
         """Rank 0's end."""
-        return Joins(0, self.count, mmap.mmap(self._fd, _size(self.count)))
+        return Joins(0, self.count, mmap.mmap(self._fd, size_of(self.count)))
 
     def close(self) -> None:
         """No other rank opens it any more."""
         os.close(self._fd)
 
 
-def _size(count: int) -> int:
-    return LINE * (1 + count) + 2 * count * CAPACITY
+def buffers_at(count: int) -> int:
+    """Where the buffers of so many ranks begin in the memory, two of each rank."""
+    return LINE * (1 + count)
+
+
+def size_of(count: int) -> int:
+    """Bytes of the memory of so many ranks."""
+    return buffers_at(count) + 2 * count * CAPACITY
 
 
 class Joins:
-    """One rank's end of the memory.
+    """One rank's end of the memory of one host.
 
     Args:
         rank, count: which of how many.
         memory: that they share.
     """
+
+    notice_s = 0.05  # after which a rank that has died is known as such
 
     def __init__(self, rank: int, count: int, memory: mmap.mmap) -> None:
         found = library()
@@ -85,7 +92,7 @@ class Joins:
         """
         fd = os.open(path, os.O_RDWR)
         try:
-            made = Joins(rank, count, mmap.mmap(fd, _size(count)))
+            made = Joins(rank, count, mmap.mmap(fd, size_of(count)))
         finally:
             os.close(fd)
         made.watch([os.pidfd_open(os.getppid())])
@@ -102,8 +109,8 @@ class Joins:
         """How long another rank is waited for."""
         self.struct.timeout_us = int(1e6 * seconds)
 
-    def begin(self, lost: int = -1) -> None:
-        """Nothing was joined yet; 1: who waits for another rank gives up, 0: may wait again."""
+    def begin(self, epoch: int = 0, lost: int = -1) -> None:
+        """Nothing was joined yet in an epoch; ``lost`` 1: who waits for another rank gives up, 0: may wait again."""
         self._library.pl_rank_begin(self._at, lost)
 
     def came(self, rank: int) -> bool:

@@ -41,16 +41,17 @@ PL_STRUCT(Layer,
   int64_t rope;         // which of the pass's rotation tables; -1: queries and keys stay as they are
 )
 
-// processes of one host that compute a part of every product each (ranks.h)
+// processes that compute a part of every product each (ranks.h)
 PL_STRUCT(Ranks,
   int64_t rank, count;
   int64_t by_outputs;    // 1: all products are divided by their outputs, so that no sum crosses ranks; else `out` and
                          // `down` are by their inputs
-  void* memory;          // shared
+  void* memory;          // shared, or, where ranks are on several hosts, of this one alone
   int64_t capacity;      // bytes of a buffer in it
   const int64_t* lives;  // [num_lives] file descriptors, each readable once the process of another rank has ended
   int64_t num_lives;
   int64_t spin_us, timeout_us;  // of a wait: before it sleeps, and before it is given up
+  const void* carry;            // null, or a `RankCarry`: ranks are on several hosts
   int64_t joins;                // pieces that were joined so far
   int64_t collectives, bytes;   // joins of any size, and what this rank gave in them
 )

@@ -1,9 +1,12 @@
-// What ranks, processes of one host that each compute a part of every product, give each other.
+// What ranks, processes that each compute a part of every product, give each other.
 //
 // The memory they share begins with a line of this header, a cell of each rank, and two buffers of each. Who joins writes
 // its part to one of its buffers, counts up its cell, and reads the others' parts once their cells have come as far. The
 // next join uses the other buffer, and nobody comes to the one after it before all have read: so one meeting a join is
 // enough. Sums begin with rank 0's part, at every rank.
+//
+// Ranks on several hosts have such memory each, and a function that brings the others' parts into it in place of the
+// meeting. All else is the same, and so are the bits.
 //
 // Who waits spins for a bounded time and then sleeps on the other's cell. A rank that is gone ends the wait (its process
 // is looked at), and so does rank 0, where it gives the others up.
@@ -14,6 +17,10 @@ namespace {
 
 constexpr int64_t RANK_LINE = 128;      // bytes of the header, and of a cell
 constexpr int64_t RANK_LOOK_NS = 5000000;  // of sleep, between two looks at the others' processes
+
+// Brings the first `bytes` of every rank's buffer (the first of its two, or the second: `which`) to every other rank, each
+// into that rank's buffer there. 0: one is gone.
+using RankCarry = int (*)(int64_t which, int64_t bytes);
 
 struct RankCell {
   std::atomic<uint32_t> joins, sleepers;
@@ -89,7 +96,7 @@ template <class Give, class Take> bool rank_join(Ranks& r, int64_t units, int64_
   for (int64_t at = 0; at < units; at += most) {
     const int64_t n = std::min(most, units - at);
     give(at, n, rank_buffer(r, r.rank));
-    if (!rank_meet(r)) return false;
+    if (!(r.carry ? ((RankCarry)r.carry)(r.joins & 1, n * unit_bytes) : (int)rank_meet(r))) return false;
     take(at, n);
     r.joins++;
   }
