@@ -4,12 +4,15 @@
     python tools/two_hosts.py --hosts 3 --kill
     python tools/two_hosts.py --hosts 3 --frames 5                # the two ways of frames, in turns
     python tools/two_hosts.py --mesh                              # two ranks a stage, from weights by broadcast
+    python tools/two_hosts.py --ranks --memory 2500 --model DIR   # a rank a host, of a model that no host holds alone
 
 Each namespace runs `ray start` with a token, as a host does (docs/cluster.md). On the first one `paceline generate`
 runs a pipeline with a stage a host, then one whose drafter is on another host, then the mirror round with its drafter
 there. `--kill` ends a worker in the middle of an answer. `--frames` times answers of a pipeline with a stage a host
 instead, whose frames go straight from stage to stage, and through the coordinator. `--mesh` has a stage a host, each
-in two ranks, of a checkpoint that the first host alone has. Links are virtual devices at a
+in two ranks, of a checkpoint that the first host alone has. `--ranks` has a rank on each host, whose memory may be
+limited, and says beside its time what the plan says of it: the pass of one process on one core, measured before and
+without a limit, over the hosts, and the joins by a measured link. Links are virtual devices at a
 bridge, shaped on their way out: by netem where the kernel has it, else by a token bucket, which has a rate and no
 delay. Exit status 1: ids differ from those of one process. All namespaces are removed at the end, with what runs
 there.
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import secrets
 import shutil
@@ -30,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,9 +49,13 @@ DRAFTER = "draft_model:paceline-small-draft,depth=4"
 STORE_BYTES = 80 * 2**20
 RAY = str(BIN / "ray"), "start", "--num-cpus", "1", "--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"
 WAYS = "straight", "coordinator"
+LIMITS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")  # of memory, by the first and second form of cgroups
 KILL_AT = 8  # ticks of the pipeline
 OWN = "own"  # a folder that the first host alone has
 HIDE = 'for place in "$0" "$1"; do mount -t tmpfs none "$place" || exit; done; shift; exec "$@"'  # from one host
+
+
+GROUPS: dict[str, Path] = {}  # of the hosts whose memory is limited
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -58,8 +67,11 @@ def run(*command: str, env: dict[str, str] | None = None) -> subprocess.Complete
 
 
 def inside(name: str, *command: str) -> list[str]:
-    """A command in a namespace."""
-    return ["ip", "netns", "exec", name, *command]
+    """A command in a namespace, with the memory that it has."""
+    entered = ["ip", "netns", "exec", name, *command]
+    if name not in GROUPS:
+        return entered
+    return ["sh", "-c", f'echo $$ > {GROUPS[name]}/cgroup.procs && exec "$@"', "sh", *entered]
 
 
 def shape(name: str, rate: str, delay: str) -> str:
@@ -70,6 +82,18 @@ def shape(name: str, rate: str, delay: str) -> str:
         return f"{rate}, {delay or 'no'} delay each way (netem)"
     run(*device, "tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
     return f"{rate} (token bucket; this kernel has no netem, so there is no delay)"
+
+
+def limited(name: str, megabytes: int) -> Path:
+    """A group of processes that together have so much memory."""
+    parent = next((place for place in LIMITS if (place / "cgroup.procs").exists()), None)
+    if parent is None:
+        sys.exit("error: --memory: this system has no cgroups of memory")
+    made = parent / name
+    made.mkdir(exist_ok=True)
+    file = next(made / name for name in ("memory.limit_in_bytes", "memory.max") if (made / name).exists())
+    file.write_text(str(megabytes * 2**20))
+    return made
 
 
 @contextmanager
@@ -170,6 +194,49 @@ def timed(model: str, stages: int, cluster: str, max_tokens: int, turns: int) ->
     print(json.dumps(found))
 
 
+def ranked(model: str, ranks: int, cluster: str, max_tokens: int, whole_ms: float) -> None:
+    """In a namespace: an answer of a rank a host, exact and not; prints ids and times beside the plan's."""
+    from paceline import LLM, SamplingParams
+    from paceline.distributed.links import measure_link
+    from paceline.distributed.placement import parse_cluster
+
+    link, params = measure_link(parse_cluster(cluster), False), SamplingParams(temperature=0, max_tokens=max_tokens)
+    said: dict[str, Any] = {"alpha_us": 1e6 * link.alpha, "gbit": 8e-9 / max(link.beta, 1e-12)}
+    for exact in (True, False):
+        llm = LLM(model, tensor_parallel=ranks, cluster=cluster, exact=exact, max_model_len=512, max_sequences=1)
+        found: Any = llm._target.decoder.ranks  # type: ignore[union-attr]
+        (first,) = llm.generate([PROMPT], replace(params, ignore_eos=True))
+        llm.forget()
+        counted, began = found.joins.struct.collectives, time.perf_counter()
+        stamps = [
+            time.perf_counter() for chunk in llm.stream(PROMPT, replace(params, ignore_eos=True)) if chunk.token_ids
+        ]
+        token_ms = 1e3 * (stamps[-1] - stamps[0]) / (len(stamps) - 1)
+        joins = (found.joins.struct.collectives - counted) / (len(stamps))
+        width = 4 * llm._target.decoder.config.d_model
+        each = link.alpha * math.log2(ranks) + link.beta * 2 * (ranks - 1) / ranks * width
+        planned = whole_ms / ranks + 1e3 * joins * each
+        said["exact" if exact else "sums"] = {
+            "token_ids": first.outputs[0].token_ids, "ms": token_ms, "joins": joins, "planned_ms": planned,
+            "faults": found.line.faults, "first_s": stamps[0] - began,
+        }  # fmt: skip
+        del llm, found
+        gc.collect()
+    print(json.dumps(said))
+
+
+def alone(model: str, max_tokens: int) -> None:
+    """On one core: an answer of one process; prints ids and the ms of a token."""
+    from paceline import LLM, SamplingParams
+
+    llm = LLM(model, threads=1, max_model_len=512, max_sequences=1, exact=True)
+    params, stamps, found = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), [], list[int]()
+    for chunk in llm.stream(PROMPT, params):
+        stamps.append(time.perf_counter())
+        found += chunk.token_ids
+    print(json.dumps({"token_ids": found, "ms": 1e3 * (stamps[-1] - stamps[0]) / (len(stamps) - 1)}))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,11 +248,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kill", action="store_true", help="kill a worker in the middle of an answer, too")
     parser.add_argument("--frames", type=int, metavar="TURNS", help="time the two ways of frames, so often")
     parser.add_argument("--mesh", action="store_true", help="two ranks a stage, from weights by broadcast, instead")
+    parser.add_argument("--ranks", action="store_true", help="a rank of the target on each host, instead")
+    parser.add_argument("--memory", type=int, metavar="MB", help="of each host, with --ranks")
+    parser.add_argument("--whole-ms", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.frames and asked.hosts < 3:
         sys.exit("error: --frames: two stages have one way between them: give --hosts 3 or more")
+    if asked.inside == "alone":
+        alone(asked.model, asked.max_tokens)
+        return 0
     if asked.inside:
+        if asked.ranks:
+            ranked(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.whole_ms)
+            return 0
         if asked.frames:
             timed(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.frames)
             return 0
@@ -193,7 +269,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if os.geteuid():
         sys.exit("error: namespaces need root: run it with sudo")
-    return compare(asked)
+    return over_ranks(asked) if asked.ranks else compare(asked)
+
+
+def over_ranks(asked: argparse.Namespace) -> int:
+    """A rank a host beside one process; the exit status."""
+    size = "--max-tokens", str(asked.max_tokens), "--model", asked.model
+    one = "taskset", "-c", "0", sys.executable, __file__, "--inside", "alone", *size
+    wanted = json.loads(run(*one).stdout.splitlines()[-1])
+    print(f"one process, one core: {wanted['ms']:.1f} ms a token", flush=True)
+    with tempfile.TemporaryDirectory() as folder, namespaces(asked.hosts, asked.rate, asked.delay) as hosts:
+        token = Path(folder, "token")
+        token.write_text(secrets.token_hex(32))
+        env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        if asked.memory:
+            for name in hosts:
+                GROUPS[name] = limited(name, asked.memory)
+            tried = subprocess.run(
+                inside(next(iter(hosts)), *one), capture_output=True, text=True, check=False, env=env
+            )
+            if tried.returncode == 0:
+                sys.exit(f"error: --memory {asked.memory}: one process fits")
+            last = (tried.stderr.strip().splitlines() or ["it was killed"])[-1]
+            print(f"one process on a host of {asked.memory} MB: status {tried.returncode}, {last}", flush=True)
+        head, prefix = start_ray(hosts, folder, env), inside(next(iter(hosts)))
+        given = "--ranks", "--hosts", str(asked.hosts), "--whole-ms", str(wanted["ms"]), "--inside", f"{head},cores=1"
+        found = json.loads(run(*prefix, sys.executable, __file__, *given, *size, env=env).stdout.splitlines()[-1])
+        print(f"a link: {found['alpha_us']:.0f} us, {found['gbit']:.2f} Gbit/s", flush=True)
+        for kind in ("exact", "sums"):
+            own = found[kind]
+            same = "the ids of one process" if own["token_ids"] == wanted["token_ids"] else "OTHER IDS"
+            print(
+                f"{kind}: {own['ms']:.1f} ms a token, {own['joins']:.0f} joins; planned {own['planned_ms']:.1f} ms, "
+                f"{own['ms'] / own['planned_ms']:.2f} of it; {same}; faults {own['faults']}",
+                flush=True,
+            )
+    return 0 if found["exact"]["token_ids"] == wanted["token_ids"] else 1
 
 
 def compare(asked: argparse.Namespace) -> int:
