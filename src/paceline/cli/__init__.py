@@ -20,14 +20,14 @@ from .console import stderr
 COMMANDS = {  # name -> what it does; the module has the same name
     "generate": "Answer prompts; each token is coloured by how it came about.",
     "chat": "Chat with a model in the terminal.",
-    "serve": "Serve a model to clients of OpenAI's API.",
+    "serve": "Serve a model to clients of OpenAI's and Anthropic's APIs.",
     "demo": "Answer plainly and speculatively, compare tokens and speed.",
     "bench": "Measure the speed-up of speculation on this machine.",
     "adapt": "Make a drafter for a model on this machine, and measure what it is worth.",
     "train": "Train models, draft models, streams and adapters.",
     "export": "Write an EAGLE head as vLLM, SGLang or speculators load it.",
     "plan": "Predict which drafter would pay for a model on a machine.",
-    "models": "List the embedded models.",
+    "models": "List the models known by name, or fetch one (models get).",
     "drafters": "List the drafters and their options.",
 }
 USER_ERROR = 2

@@ -1,4 +1,4 @@
-"""``paceline serve``: a model over HTTP, for clients of OpenAI's API.
+"""``paceline serve``: a model over HTTP, for clients of OpenAI's and Anthropic's APIs.
 
 Nothing here imports torch, which takes longer than all else that this process does; the engine's process imports it
 meanwhile.
@@ -33,7 +33,7 @@ def serve(
     serve: dict[str, Any],
     llm: dict[str, Any],
 ) -> None:
-    """Serve a model to clients of OpenAI's API.
+    """Serve a model to clients of OpenAI's and Anthropic's APIs.
 
     The engine runs in a process of its own; where that dies or hangs, it is started again and streams go on. Ctrl-C
     ends the server, SIGTERM lets requests in flight end first.
