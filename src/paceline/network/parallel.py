@@ -83,7 +83,9 @@ class Share:
         for name, width in widths.items():
             unit = LANES if self.by_outputs and name != "heads" else 1
             if width % (self.count * unit):
-                wrong = f"they do not divide {name}: {width}" + (f" in pieces of {unit}" if unit > 1 else "")
+                wrong = f"{self.count} ranks do not divide {name}: {width}" + (
+                    f" in pieces of {unit}" if unit > 1 else ""
+                )
                 raise ConfigError(asked, wrong, "give a number that divides it, such as 1 or 2")
         if max(c.num_kv_heads, self.count) % min(c.num_kv_heads, self.count):
             wrong = f"{self.count} ranks cannot share {c.num_kv_heads} heads of K and V evenly"
