@@ -222,7 +222,7 @@ class Hybrid(Drafter):
                 continue
             passes = self._add(source, want, asked, drafts, first)
             if want.rule is not None:
-                want.rule.told(source, passes, (perf_counter() - began) * 1e3)
+                want.rule.record_cost(source, passes, (perf_counter() - began) * 1e3)
         return [draft.best(min(budget, self.config.nodes)) for draft, budget in zip(drafts, want.budgets, strict=True)]
 
     def _asked(self, source: int, want: DraftRequest, first: Sequence[float]) -> list[int]:
