@@ -199,7 +199,7 @@ class DraftService:
         asks = [*growth.asks.values()]
         grown = self._level(asks) if asks else []
         for ask, one in zip(asks, grown, strict=True):
-            growth.grew(ask.key, one)
+            growth.plan_next_level(ask.key, one)
         last = not growth.asks
         if last:
             self._growths.popleft()
