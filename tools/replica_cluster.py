@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,21 +42,42 @@ class Running:
 
     def replicas(self, kind: str) -> list[int]:
         """Processes of Ray that serve, or their engines."""
-        found = subprocess.run(["pgrep", "-f", "ray::ServeReplica:paceline:server"], capture_output=True, text=True)
-        pids = [int(pid) for pid in found.stdout.split() if self._own(int(pid))]
+        pids = [pid for pid in self._all() if "ray::ServeReplica:paceline:server" in _command(pid)]
         if kind == "kill":
             return pids
         listed = ",".join(map(str, pids))
         children = subprocess.run(["pgrep", "-P", listed], capture_output=True, text=True).stdout.split()
         return [int(child) for child in children if "last_words" not in _command(int(child))]
 
-    def _own(self, pid: int) -> bool:
-        port = f"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT={self.first}".encode()
-        return port in Path(f"/proc/{pid}/environ").read_bytes()
+    @contextmanager
+    def kept_on(self, cores: Collection[int]) -> Iterator[None]:
+        """Within it the server and its cluster run on these cores alone, and so does this process, which asks them."""
+        before = os.sched_getaffinity(0)
+        for pid in (0, *self._all()):
+            for task in Path(f"/proc/{pid or 'self'}/task").glob("*"):
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(task.name), cores)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def _all(self) -> list[int]:
+        """Processes of the server and of its cluster."""
+        port = f"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT={self.first}\0"
+        return [int(one.name) for one in Path("/proc").glob("[0-9]*") if port in _read(one / "environ")]
 
 
 def _command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+
+
+def _read(file: Path) -> str:
+    """Of a process's file; empty: it has ended."""
+    try:
+        return file.read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
 
 
 @contextmanager
@@ -74,17 +95,12 @@ def plain(asked: argparse.Namespace) -> Iterator[str]:
 
 
 @contextmanager
-def replicas(asked: argparse.Namespace, count: int, cores: str = "") -> Iterator[Running]:
-    """So many of one core each, on a cluster of their own.
-
-    Args:
-        cores: all of it is kept on these; empty: on any.
-    """
-    head, port = free_port(), free_port()
+def replicas(asked: argparse.Namespace, count: int) -> Iterator[Running]:
+    """So many of one core each, on a cluster of their own."""
+    head, port, began = free_port(), free_port(), time.monotonic()
     first = random.Random().randrange(20000, 28000, 100)
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first)}
-    pinned = ["taskset", "-c", cores] if cores else []
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--include-dashboard=false"]
     ray += ["--port", str(head), "--num-cpus", str(count), "--object-store-memory", str(STORE_BYTES)]
     serve = [sys.executable, "-m", "paceline", "serve", asked.model, "--port", str(port), "--no-spare"]
@@ -93,12 +109,13 @@ def replicas(asked: argparse.Namespace, count: int, cores: str = "") -> Iterator
         log = Path(folder, "log")
         with log.open("wb") as out:
             quiet: dict[str, Any] = {"env": environment, "stdout": out, "stderr": out, "start_new_session": True}
-            cluster = subprocess.Popen([*pinned, *ray, "--temp-dir", f"{folder}/ray"], **quiet)
+            cluster = subprocess.Popen([*ray, "--temp-dir", f"{folder}/ray"], **quiet)
             server = None
             try:
                 answering(head, cluster)
-                server = subprocess.Popen([*pinned, *serve], **quiet)
+                server = subprocess.Popen(serve, **quiet)
                 wait(f"http://127.0.0.1:{port}", server, log)
+                print(f"{count} replicas are up after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
                 yield Running(server, f"http://127.0.0.1:{port}", first, log)
             finally:
                 for process in (server, cluster):

@@ -3,11 +3,13 @@
     python tools/two_hosts.py --rate 1gbit --delay 1ms            # as root, on Linux, with iproute2
     python tools/two_hosts.py --hosts 3 --kill
     python tools/two_hosts.py --hosts 3 --frames 5                # the two ways of frames, in turns
+    python tools/two_hosts.py --mesh                              # two ranks a stage, from weights by broadcast
 
 Each namespace runs `ray start` with a token, as a host does (docs/cluster.md). On the first one `paceline generate`
 runs a pipeline with a stage a host, then one whose drafter is on another host, then the mirror round with its drafter
 there. `--kill` ends a worker in the middle of an answer. `--frames` times answers of a pipeline with a stage a host
-instead, whose frames go straight from stage to stage, and through the coordinator. Links are virtual devices at a
+instead, whose frames go straight from stage to stage, and through the coordinator. `--mesh` has a stage a host, each
+in two ranks, of a checkpoint that the first host alone has. Links are virtual devices at a
 bridge, shaped on their way out: by netem where the kernel has it, else by a token bucket, which has a rate and no
 delay. Exit status 1: ids differ from those of one process. All namespaces are removed at the end, with what runs
 there.
@@ -20,6 +22,7 @@ import gc
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +34,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from paceline.core.folders import user_cache
+from paceline.network.loader import resolve_folder
+
 BRIDGE, PORT = "paceline-0", 6379
 BIN = Path(sys.executable).parent
 PROMPT = "CREATE TABLE players (name, team, number)\nQuestion: Which team does number 21 play for?\nSQL:"
@@ -39,6 +45,8 @@ STORE_BYTES = 80 * 2**20
 RAY = str(BIN / "ray"), "start", "--num-cpus", "1", "--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"
 WAYS = "straight", "coordinator"
 KILL_AT = 8  # ticks of the pipeline
+OWN = "own"  # a folder that the first host alone has
+HIDE = 'for place in "$0" "$1"; do mount -t tmpfs none "$place" || exit; done; shift; exec "$@"'  # from one host
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -103,15 +111,19 @@ def start_ray(hosts: dict[str, str], folder: str, env: dict[str, str]) -> str:
 
 
 def joining(name: str, address: str, head: str, folder: str) -> list[str]:
-    """The command with which a host joins."""
-    return inside(name, *RAY, "--address", head, "--node-ip-address", address, "--temp-dir", f"{folder}/{name}")
+    """The command with which a host joins, that has nothing of the first one's `OWN` and of what it received before."""
+    hidden = Path(folder, OWN), Path(user_cache() or folder, "received")
+    for place in hidden:
+        place.mkdir(parents=True, exist_ok=True)
+    ray = *RAY, "--address", head, "--node-ip-address", address, "--temp-dir", f"{folder}/{name}"
+    return inside(name, "sh", "-c", HIDE, *map(str, hidden), *ray)
 
 
 def generate(asked: argparse.Namespace, prefix: Sequence[str], env: dict[str, str], *options: str) -> list[int]:
     """Token ids of an answer by the command line."""
-    given = ["--model", asked.model, "--prompt", PROMPT, "--max-tokens", str(asked.max_tokens), "--ignore-eos"]
+    given = ["--prompt", PROMPT, "--max-tokens", str(asked.max_tokens), "--ignore-eos"]
     began = time.monotonic()
-    done = run(*prefix, sys.executable, "-m", "paceline", "generate", *given, "--json", *options, env=env)
+    done = run(*prefix, sys.executable, "-m", "paceline", "generate", *options, *given, "--json", env=env)
     print(f"paceline generate {' '.join(options)}: {time.monotonic() - began:.1f} s with start-up", flush=True)
     found: list[int] = json.loads(done.stdout.splitlines()[-1])["outputs"][0]["token_ids"]
     return found
@@ -168,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--kill", action="store_true", help="kill a worker in the middle of an answer, too")
     parser.add_argument("--frames", type=int, metavar="TURNS", help="time the two ways of frames, so often")
+    parser.add_argument("--mesh", action="store_true", help="two ranks a stage, from weights by broadcast, instead")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.frames and asked.hosts < 3:
@@ -185,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(asked: argparse.Namespace) -> int:
     """Everything over the cluster beside one process; the exit status."""
-    wanted, same = generate(asked, (), dict(os.environ)), True
+    model = ["--model", asked.model]
+    wanted, same = generate(asked, (), dict(os.environ), *model), True
 
     def check(said: list[int]) -> None:
         nonlocal same
@@ -209,6 +223,14 @@ def compare(asked: argparse.Namespace) -> int:
             print(f"straight is {median(a / b for a, b in pairs):.2f} times as fast as through the coordinator")
             return 0 if same else 1
         cluster, stages = ["--cluster", f"{head},cores=1"], ["--pipeline", str(asked.hosts)]
+        if asked.mesh:
+            own = shutil.copytree(resolve_folder(asked.model), Path(folder, OWN, "model"))
+            ranks = "--tensor-parallel", "2", "--exact"
+            cluster[1] += ",weights=broadcast"
+            check(generate(asked, prefix, env, "--model", str(own), *cluster, *stages, *ranks))
+            check(generate(asked, prefix, env, "--model", str(own), *cluster, *stages, *ranks, "--drafter", "ngram"))
+            return 0 if same else 1
+        cluster += model
         mirror = ["--round", "mirror,kappa=2,rollout=process"]
         apart = ["--pipeline", str(asked.hosts - 1), "--round", "pipeline,source=process"]
         check(generate(asked, prefix, env, *cluster, *stages))
