@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -62,7 +61,7 @@ class Pong:
     log_q: list[float]
 
 
-KINDS: dict[str, type[Any]] = {"question": Ping, "answer": Pong}
+KINDS = Ping, Pong
 
 
 class Answering:

@@ -65,7 +65,7 @@ class TimedStages(StagesInTurn):
     def __init__(self, stages: Any, seconds: Seconds, costs: Costs) -> None:
         super().__init__(stages)
         self.seconds, self.costs, self.rows = seconds, costs, 0
-        self._codec = Codec(**KINDS)
+        self._codec = Codec(*KINDS)
 
     def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
         """See `StagesInTurn`; the coordinator prunes every frame, and sends all but the last stage's."""

@@ -35,7 +35,7 @@ class About:
     spare: bool = False  # whether this process was a spare one
 
 
-KINDS: dict[str, type[Any]] = {"say": Say, "count": Count, "about": About}
+KINDS = Say, Count, About
 
 
 class Echo:

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from paceline.distributed import frames
-from paceline.distributed.frames import DTYPES, HEAD, Codec, Frame, FrameError, decode, encode
+from paceline.distributed.frames import DTYPES, HEAD, Codec, FrameError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,17 @@ class Close:
     session: int
 
 
-CODEC = Codec(grow=Grow, close=Close)
+@dataclass(frozen=True, slots=True)
+class Six:
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor
+    e: Tensor
+    f: Tensor
+
+
+CODEC = Codec(Grow, Close, Six)
 
 
 def bytes_of(message: object) -> bytearray:
@@ -65,8 +75,8 @@ def test_every_dtype_and_shape_comes_back(name: str):
     full = torch.randint(0, 2, (3, 5, 7)).to(dtype)
     deep = torch.zeros([1] * frames.MOST_DIMENSIONS).to(dtype)
     sent = [full, full[1, 2, 3], full[:0], full.transpose(0, 2), full[:, ::2], deep]
-    found = decode(bytearray(b"".join(encode(Frame("t", b"{}", sent)))))
-    assert all(same(one, other) for one, other in zip(sent, found.tensors, strict=True))
+    found = CODEC.decode(bytes_of(Six(*sent)))
+    assert all(same(one, getattr(found, name)) for one, name in zip(sent, "abcdef", strict=True))
 
 
 def test_nan_comes_back_and_so_does_every_float():
@@ -101,31 +111,32 @@ def test_a_torn_frame_is_refused():
     assert CODEC.decode(whole).tokens == grow().tokens
 
 
-def sealed(name: bytes, fields: bytes, shapes: bytes = b"", count: int = 0, bodies: bytes = b"") -> bytearray:
+def sealed(name: str, fields: bytes, shapes: str = "", bodies: bytes = b"") -> bytearray:
     """A frame with a right checksum, whatever is in it."""
-    head = HEAD.pack(0, frames.PROTOCOL, len(name), count, len(fields))[4:] + name + fields + shapes
-    head += bytes(-(len(head) + 4) % 64) if count else b""
+    what = f'["{name}",[{shapes}]]'.encode()
+    head = HEAD.pack(0, frames.PROTOCOL, len(what), len(fields))[4:] + what + fields
+    head += bytes(-(len(head) + 4) % 64)
     return bytearray(struct.pack("<I", zlib.crc32(head)) + head + bodies)
 
 
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (sealed(b"steal", b"{}"), "not expected here"),
-        (sealed(b"close", b"{}"), "session"),
-        (sealed(b"close", b'{"session": "7"}'), "session"),
-        (sealed(b"close", b'{"session": 7.5}'), "session"),
-        (sealed(b"close", b'{"session": 7, "more": 1}'), "more"),
-        (sealed(b"close", b"[" * 5000), "fields"),
-        (sealed(b"close", b"\xff\xfe"), "fields"),
-        (sealed(b"close", b'{"session": 7}', b"\x00\x00", 1, bytes(64)), "1 tensors"),
-        (sealed(b"\xff", b"{}"), "no text"),
-        (sealed(b"close", b"{}", b"\x63\x00", 1), "no known kind"),
-        (sealed(b"close", b"{}", b"\x00\x09", 1), "no known kind"),
-        (sealed(b"close", b"{}", struct.pack("<BBq", 4, 1, -1), 1), "shape"),
-        (sealed(b"close", b"{}", struct.pack("<BB2q", 4, 2, 2**40, 2**40), 1), "shape"),
-        (sealed(b"close", b"{}", struct.pack("<BBq", 4, 1, 9), 1, bytes(64)), "of which it says"),
-        (sealed(b"close", b"{}", b"", 40), "cut short"),
+        (sealed("Steal", b"{}"), "not expected here"),
+        (sealed("Close", b"{}"), "session"),
+        (sealed("Close", b'{"session": "7"}'), "session"),
+        (sealed("Close", b'{"session": 7.5}'), "session"),
+        (sealed("Close", b'{"session": 7, "more": 1}'), "more"),
+        (sealed("Close", b"[" * 5000), "fields"),
+        (sealed("Close", b"\xff\xfe"), "fields"),
+        (sealed("Close", b'{"session": 7}', '["uint8",[]]', bytes(64)), "1 tensors"),
+        (sealed('"', b"{}"), "a frame whose head cannot be"),
+        (sealed("Six", b"{}", '["complex64",[]]'), "a frame whose 1.0.0 cannot be"),
+        (sealed("Six", b"{}", f'["int8",{[1] * 9}]'), "a frame whose 1.0.1 cannot be"),
+        (sealed("Six", b"{}", '["int8",[-1]]'), "a frame whose 1.0.1.0 cannot be"),
+        (sealed("Six", b"{}", ",".join(['["int8",[0]]'] * 5 + ['["int8",[0,1099511627776,2]]'])), "shape"),
+        (sealed("Six", b"{}", ",".join(['["int8",[0]]'] * 5 + ['["int8",[65]]']), bytes(64)), "of which it says"),
+        (sealed("Six", b"{}", ",".join(['["int8",[0]]'] * 5 + ['["int8",[64]]']), bytes(128)), "of which it says"),
     ],
 )
 def test_what_no_message_says_is_refused(frame: bytearray, why: str):
@@ -135,8 +146,8 @@ def test_what_no_message_says_is_refused(frame: bytearray, why: str):
 
 def test_another_protocol_is_named(monkeypatch: pytest.MonkeyPatch):
     whole = bytes_of(Close(1))
-    monkeypatch.setattr(frames, "PROTOCOL", 2)
-    with pytest.raises(FrameError, match="protocol 1, this is protocol 2"):
+    monkeypatch.setattr(frames, "PROTOCOL", 3)
+    with pytest.raises(FrameError, match="protocol 2, this is protocol 3"):
         CODEC.decode(whole)
 
 
@@ -149,7 +160,7 @@ def test_noise_is_no_message():
 
 def test_what_goes_into_no_frame():
     with pytest.raises(FrameError, match="complex64"):
-        encode(Frame("t", b"{}", [torch.zeros(2, dtype=torch.complex64)]))
+        CODEC.encode(Six(*[torch.zeros(2, dtype=torch.complex64)] * 6))
 
 
 def test_a_byte_that_is_no_truth_value_becomes_one():

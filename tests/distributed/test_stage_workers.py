@@ -213,7 +213,7 @@ def test_what_the_last_stage_takes_is_not_charged_to_the_others(frames: str) -> 
 
 
 def sent(frame: Frame) -> Any:
-    codec = Codec(**GREETINGS, **KINDS)
+    codec = Codec(*GREETINGS, *KINDS)
     return codec.decode(bytearray().join(codec.encode(message_of(frame))))
 
 

@@ -44,7 +44,7 @@ def transfer(checkpoint: Checkpoint, names: list[str], change: Callable[[Any], A
             super().send(change(message), timeout)
 
     own, other = socket.socketpair()
-    giver, taker = Changed(SocketChannel(own), Codec(**KINDS)), Line(SocketChannel(other), Codec(**KINDS))
+    giver, taker = Changed(SocketChannel(own), Codec(*KINDS)), Line(SocketChannel(other), Codec(*KINDS))
     moved: list[int] = []
 
     def serve() -> None:

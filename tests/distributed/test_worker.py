@@ -222,8 +222,8 @@ class Hand:
             raise OSError("no more processes")
         self.began.append(self.clock.now())
         self.status, (mine, theirs), (own, other) = None, local_pair(self.clock), local_pair(self.clock)
-        self.lines.append((Line(theirs, Codec(**LIFE)), Line(other, Codec(**GREETINGS, **KINDS))))
-        return Launched(self, Line(mine, Codec(**LIFE)), "key", lambda: own, lambda: None)
+        self.lines.append((Line(theirs, Codec(*LIFE)), Line(other, Codec(*GREETINGS, *KINDS))))
+        return Launched(self, Line(mine, Codec(*LIFE)), "key", lambda: own, lambda: None)
 
     def poll(self) -> int | str | None:
         return self.status
@@ -431,13 +431,13 @@ def served(clock: Any, service: Echo) -> tuple[Line, list[BaseException]]:
 
     def run(channel: Channel) -> None:
         try:
-            serve(service, Line(channel, Codec(**GREETINGS, **KINDS)), Progress())
+            serve(service, Line(channel, Codec(*GREETINGS, *KINDS)), Progress())
         except ValueError as error:
             raised.append(error)
             channel.close()
 
     clock.start("service", lambda: run(other))
-    return Line(own, Codec(**GREETINGS, **KINDS)), raised
+    return Line(own, Codec(*GREETINGS, *KINDS)), raised
 
 
 def test_the_same_loop_in_virtual_time_and_a_message_calls_off_what_is_left():

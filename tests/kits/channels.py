@@ -139,7 +139,7 @@ class InProcess:
         own, other = local_pair(clock)
         if link is not None:
             own, other = link(own), link(other)
-        codec = Codec(**GREETINGS, **service.kinds)
+        codec = Codec(*GREETINGS, *service.kinds)
         self.line: Line | None = Line(own, codec)
         self.faults: list[str] = []
         clock.start("service", lambda: _serve(service, Line(other, codec)))

@@ -91,7 +91,7 @@ class Stand:
         own, other = map(SocketChannel, socket.socketpair())
         with torch.inference_mode(False):  # of the engine, whose step this may be: a process would know nothing of it
             made = self.service = self.make()
-        codec = Codec(**GREETINGS, **made.kinds)
+        codec = Codec(*GREETINGS, *made.kinds)
         self.line = Line(own, codec)
         self.starts += 1
 

@@ -31,7 +31,7 @@ class WorkerActor:
         os.environ.update(environment)
         from .groups import GroupChannel, Member, join
 
-        asked: Begin = Codec(**LIFE).decode(bytearray(told))
+        asked: Begin = Codec(*LIFE).decode(bytearray(told))
         host = ray.util.get_node_ip_address()
         member = Member.parse(asked.way.partition(":")[2])
         channel = GroupChannel(join(member, host), 0)
@@ -53,7 +53,7 @@ def _obtain(asked: Begin, host: str) -> None:
 
         channel = GroupChannel(join(Member.parse(asked.weights), host), 0)
         try:
-            obtain(Line(channel, Codec(**KINDS)), asked.checkpoints, host)
+            obtain(Line(channel, Codec(*KINDS)), asked.checkpoints, host)
         finally:
             channel.close()
 

@@ -23,7 +23,7 @@ def begin(life_fd: int, asked_fd: int | None = None) -> int:
     """Begin as the socket says; the exit status."""
     life = SocketChannel(socket.socket(fileno=life_fd))
     told = life if asked_fd is None else SocketChannel(socket.socket(fileno=asked_fd))
-    asked: Begin = Codec(**LIFE).decode(told.receive(PATIENCE_S))
+    asked: Begin = Codec(*LIFE).decode(told.receive(PATIENCE_S))
     if asked.cores:
         pin(asked.cores)
     from .serving import built, main  # what it imports begins on its cores
@@ -31,7 +31,7 @@ def begin(life_fd: int, asked_fd: int | None = None) -> int:
     try:
         while asked.waits:
             built(asked)
-            asked = Codec(**LIFE).decode(told.receive())
+            asked = Codec(*LIFE).decode(told.receive())
     except ChannelClosed:  # it was not needed
         return 0
     return main(asked, life)

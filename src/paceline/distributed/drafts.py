@@ -136,9 +136,7 @@ class Forget:
     """Nothing that was kept of sequences that are closed is to be found any more."""
 
 
-KINDS: dict[str, type[Any]] = {
-    "open": Open, "grow": Grow, "grew": Grew, "reroot": Reroot, "commit": Commit, "close": Close, "forget": Forget
-}  # fmt: skip
+KINDS = Open, Grow, Grew, Reroot, Commit, Close, Forget
 
 
 # -- who serves

@@ -104,8 +104,8 @@ class Fault:
     fatal: bool  # it ends now
 
 
-LIFE: dict[str, type[Any]] = {"begin": Begin, "beat": Beat}
-GREETINGS: dict[str, type[Any]] = {"hello": Hello, "refused": Refused, "fault": Fault}
+LIFE = Begin, Beat
+GREETINGS = Hello, Refused, Fault
 
 
 def knows(key: str, said: str) -> bool:

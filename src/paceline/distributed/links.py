@@ -35,7 +35,7 @@ class Echo:
 class EchoService:
     """Sends back what comes."""
 
-    kinds = {"echo": Echo}
+    kinds = (Echo,)
     facts = Facts()
 
     def handle(self, message: Echo) -> Iterable[Echo]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -105,15 +105,7 @@ class Dropped:
     why: str
 
 
-FRAMES: dict[str, type[Any]] = {"compute": Compute}  # what goes from stage to stage
-KINDS: dict[str, type[Any]] = FRAMES | {
-    "computed": Computed,
-    "clear": Clear,
-    "verdicts": Verdicts,
-    "ask_stage": AskStage,
-    "stage_state": StageState,
-    "dropped": Dropped,
-}
+KINDS = Compute, Computed, Clear, Verdicts, AskStage, StageState, Dropped
 
 
 def message_of(frame: Frame) -> Compute:

@@ -68,7 +68,7 @@ class Cleared:
     epoch: int
 
 
-KINDS: dict[str, type[Any]] = {"run": Run, "adapter": Adapter, "clear": Clear, "cleared": Cleared}
+KINDS = Run, Adapter, Clear, Cleared
 
 
 class RankService:

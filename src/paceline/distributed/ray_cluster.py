@@ -294,7 +294,7 @@ def _begin(spec: WorkerSpec, member: Member, weights: Member | None, key: str, b
         checkpoints=[one.name for one in spec.checkpoints],
         weights="" if weights is None else str(replace(weights, rank=1)),
     )
-    return b"".join(Codec(**LIFE).encode(begin))
+    return b"".join(Codec(*LIFE).encode(begin))
 
 
 class _Process:
@@ -414,7 +414,7 @@ class _Giving:
         try:
             while (channel := self._channel()) is None:
                 time.sleep(LOOK_S)
-            give(Line(channel, Codec(**KINDS)), self._checkpoints, self._moved)
+            give(Line(channel, Codec(*KINDS)), self._checkpoints, self._moved)
         except (ChannelClosed, Late, FrameError):  # the worker itself says what it misses
             pass
         except PacelineError as error:

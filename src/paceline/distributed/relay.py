@@ -14,7 +14,7 @@ from ..core.inference import inference
 from ..network.stages import Stage
 from .channels import Channel, ChannelClosed, Line
 from .frames import Codec
-from .messages import FRAMES, Compute, frame_of, message_of
+from .messages import Compute, frame_of, message_of
 from .ways import Open, giving, taking
 
 OPEN_S = 60.0  # for both ends of a way to be there
@@ -45,7 +45,7 @@ class Relay:
         try:
             # Whoever gives is here first: of a chain of groups each is joined once the one before it is.
             opened += [end(OPEN_S) for end in self._ends]
-            self._run(*(Line(channel, Codec(**FRAMES)) for channel in opened))
+            self._run(*(Line(channel, Codec(Compute)) for channel in opened))
         except ChannelClosed:
             pass
         except PassesLost as error:

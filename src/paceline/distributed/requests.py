@@ -138,14 +138,4 @@ class Looked:
     counters: dict[str, Any]
 
 
-KINDS: dict[str, type[Any]] = {
-    "describe": Describe,
-    "description": Description,
-    "submit": Submit,
-    "abort": Abort,
-    "accepted": Accepted,
-    "rejected": Rejected,
-    "news": News,
-    "look": Look,
-    "looked": Looked,
-}
+KINDS = Describe, Description, Submit, Abort, Accepted, Rejected, News, Look, Looked

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from .sockets import SocketChannel
 class Service(Protocol):
     """What a worker does."""
 
-    kinds: dict[str, type[Any]]  # messages of both directions, by name; see `Codec`
+    kinds: Sequence[type[Any]]  # messages of both directions; see `Codec`
     facts: Facts
 
     def handle(self, message: Any) -> Iterable[Any]:
@@ -136,13 +136,13 @@ def answer(
         prepare()
         service = built(asked)
     except ConfigError as error:
-        Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy, host))
+        Line(channel, Codec(*GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy, host))
         return 2
     except Exception as error:
         traceback.print_exc()
-        Line(channel, Codec(**GREETINGS)).send(Fault(f"{type(error).__name__}: {error}", True))
+        Line(channel, Codec(*GREETINGS)).send(Fault(f"{type(error).__name__}: {error}", True))
         return 1
-    line = Line(channel, Codec(**GREETINGS, **service.kinds))
+    line = Line(channel, Codec(*GREETINGS, *service.kinds))
     line.send(Hello(asked.key, asdict(service.facts), os.getpid(), host))
     serve(service, line, progress)
     return 0
@@ -166,7 +166,7 @@ def _beat(life: SocketChannel, progress: Progress, seconds: float) -> None:
 
     Where nobody looks for a long time, beats are left out.
     """
-    codec = Codec(**LIFE)
+    codec = Codec(*LIFE)
     while True:
         try:
             if life.takes():

@@ -62,7 +62,7 @@ class StageWorkers:
         self._known = [len(worker.faults) for worker in workers]
         self._owed = [0] * len(workers)  # rows of the frame whose answer is still to come; 0: none is
         self._limits = [HangLimit() for _ in workers]
-        self._codec = Codec(**KINDS)
+        self._codec = Codec(*KINDS)
         self._sending: int | None = None  # to which stage
         self._lost: set[int] = set()  # stages, since a frame has come through
         self._clear = True  # whether the stages are to be told the epoch

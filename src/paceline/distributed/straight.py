@@ -21,7 +21,7 @@ import torch
 from ..network.stages import Frame
 from .channels import Channel, Line
 from .frames import Codec
-from .messages import FRAMES, Compute, frame_of, message_of
+from .messages import Compute, frame_of, message_of
 
 RECENT = 16  # frames whose time from stage to stage is looked at
 FIRST_S = 0.05  # in its place, where none has come yet
@@ -85,7 +85,7 @@ class FrameWays:
     """
 
     def __init__(self, out: Channel, into: Channel, count: int) -> None:
-        self._out, self._into = Line(out, Codec(**FRAMES)), Line(into, Codec(**FRAMES))
+        self._out, self._into = Line(out, Codec(Compute)), Line(into, Codec(Compute))
         self.in_flight = InFlight(count)
 
     def send(self, frame: Frame, seconds: float) -> None:

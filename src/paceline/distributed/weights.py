@@ -81,7 +81,7 @@ class Taken:
     """A piece has been written."""
 
 
-KINDS = {"lacking": Lacking, "parts": Parts, "awaited": Awaited, "piece": WeightBytes, "taken": Taken}
+KINDS = Lacking, Parts, Awaited, WeightBytes, Taken
 
 
 # -- the process that asks

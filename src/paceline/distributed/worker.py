@@ -72,7 +72,7 @@ class WorkerSpec:
     name: str
     service: str  # "module:function" that makes a `Service`; called with ``device`` and the options
     options: Mapping[str, Any] = field(default_factory=dict)  # ready for JSON
-    kinds: Mapping[str, type[Any]] = field(default_factory=dict)  # the messages of its service
+    kinds: Sequence[type[Any]] = ()  # the messages of its service
     expected: Facts = Facts()
     placement: Placement = field(default_factory=Placement)
     checkpoints: Sequence[Checkpoint] = ()
@@ -161,7 +161,7 @@ class _Child:
         )
         theirs.close()
         self._way.given()
-        self._life, self._key = Line(SocketChannel(own), Codec(**LIFE)), secrets.token_hex(16)
+        self._life, self._key = Line(SocketChannel(own), Codec(*LIFE)), secrets.token_hex(16)
 
     def begin(self, beat_s: float) -> Launched:
         """Have it be the worker."""
@@ -253,7 +253,7 @@ class Worker:
         self.faults: list[str] = []  # each names the worker and its process
         self.starts = 0
         self._launch, self._clock = launch, clock or RealClock()
-        self._codec = Codec(**GREETINGS, **spec.kinds)
+        self._codec = Codec(*GREETINGS, *spec.kinds)
         self._launched: Launched | None = None
         self._greeted: Line | None = None  # it is connected, and has not said hello
         self._refused: ConfigError | None = None

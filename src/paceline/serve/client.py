@@ -121,7 +121,7 @@ class EngineClient:
         self._spare = None if spare is None else Spare(spec, spare)
         self._worker = Worker(spec, patience, launch_here if self._spare is None else self._spare.launch)
         self._attached_at = self._detached_at = 0.0
-        self._codec = Codec(**GREETINGS, **KINDS)
+        self._codec = Codec(*GREETINGS, *KINDS)
         self._line: LoopLine | None = None
         self._attached: Line | None = None
         self._open: dict[str, OpenRequest] = {}
