@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-START_S = 180.0
+START_S = 600.0  # a busy host takes minutes: a dozen processes of Python import Ray
 STORE_BYTES = 80 * 2**20
 
 

@@ -37,9 +37,9 @@ class LiveServer:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def until_ready(self, log: Path | None = None) -> None:
+    def until_ready(self, log: Path | None = None, seconds: float = START_S) -> None:
         """Wait until it takes requests, and says so in a log."""
-        end = time.monotonic() + START_S
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             assert self.process.poll() is None, "the server has ended"
             try:
@@ -54,7 +54,11 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    *options: str, environment: dict[str, str] | None = None, ready: bool = True, log: Path | None = None
+    *options: str,
+    environment: dict[str, str] | None = None,
+    ready: bool = True,
+    log: Path | None = None,
+    start_s: float = START_S,
 ) -> Iterator[LiveServer]:
     """A server of the embedded model on a free port; it has ended when this ends.
 
@@ -63,6 +67,7 @@ def live_server(
         environment: added to this process's.
         ready: wait until it takes requests.
         log: what it says; with replicas it says that it serves after the first of them answers.
+        start_s: for which it is waited for.
     """
     port = free_port()
     command = [sys.executable, "-m", "paceline", "serve", "paceline-small", "--port", str(port), "--threads", "1"]
@@ -71,7 +76,7 @@ def live_server(
     server = LiveServer(process, f"http://127.0.0.1:{port}")
     try:
         if ready:
-            server.until_ready(log)
+            server.until_ready(log, start_s)
         yield server
     finally:
         process.kill()

@@ -66,6 +66,13 @@ class Replica:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return ServedReplica(make_app(self._server, self._server.config), self._server, self._last)
 
+    async def _run_asgi_lifespan_startup(self) -> None:
+        """Serve's own, whose error says of an engine that cannot be had no more than that."""
+        try:
+            await super()._run_asgi_lifespan_startup()  # type: ignore[misc]
+        except RuntimeError as error:
+            raise self._client.failed or error from None
+
     def check_health(self) -> None:
         """Called by Serve; the engine's client starts another engine itself, until it finds that none can be had."""
         if self._client.failed is not None:
