@@ -226,6 +226,12 @@ def compare(asked: argparse.Namespace) -> int:
         if asked.mesh:
             own = shutil.copytree(resolve_folder(asked.model), Path(folder, OWN, "model"))
             ranks = "--tensor-parallel", "2", "--exact"
+            try:
+                generate(asked, prefix, env, "--model", str(own), *cluster, *stages, *ranks)
+            except SystemExit as error:
+                print(f"    without broadcast: {str(error).splitlines()[-1]}", flush=True)
+            else:
+                sys.exit("error: another host has the checkpoint")
             cluster[1] += ",weights=broadcast"
             check(generate(asked, prefix, env, "--model", str(own), *cluster, *stages, *ranks))
             check(generate(asked, prefix, env, "--model", str(own), *cluster, *stages, *ranks, "--drafter", "ngram"))
