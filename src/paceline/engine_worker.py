@@ -22,7 +22,6 @@ from .core.model_spec import parse_model
 from .core.request import Logprob
 from .core.sampling import SamplingParams
 from .core.speculation import Speculation
-from .distributed.handshake import Facts
 from .distributed.requests import (
     KINDS,
     Abort,
@@ -39,6 +38,7 @@ from .distributed.requests import (
     Shown,
     Submit,
 )
+from .distributed.serving import Service
 from .drafters import registry
 from .drafters.hybrid import with_parts
 from .engine.live import LiveRequest
@@ -75,8 +75,11 @@ def _filled(options: Mapping[str, Any], device: str) -> dict[str, Any]:
     drafter = options["drafter"]
     if drafter in (None, AUTO_DRAFTER):
         asked = options["model"], options.get("applications") or {}, options["offline"], options.get("dtype", "auto")
-        chosen = default_drafter(*asked)
-        drafter = chosen if chosen == "streams" else with_parts(SERVED, chosen or "suffix")
+        drafter = default_drafter(*asked) or "suffix"
+        if drafter == registry.NONE:  # `paceline adapt` may find that nothing pays
+            drafter = f"hybrid:{'+'.join(SERVED)}"
+        elif drafter != "streams":
+            drafter = with_parts(SERVED, drafter)
     return {**options, "drafter": drafter, "device": device}
 
 
@@ -111,7 +114,7 @@ class _Stream:
     due: float  # when the next piece may go
 
 
-class EngineService:
+class EngineService(Service):
     """Answers requests to one engine; see `distributed.requests`.
 
     Args:
@@ -121,7 +124,6 @@ class EngineService:
     kinds = KINDS
 
     def __init__(self, llm: LLM) -> None:
-        self.facts = Facts()
         self._llm, self._engine = llm, llm.engine
         self._streams: dict[str, _Stream] = {}
         self._compiling: dict[str, tuple[Submit, Thread]] = {}  # requests whose grammar is on its way
@@ -169,7 +171,7 @@ class EngineService:
 
     def _submit(self, asked: Submit) -> Accepted | Rejected:
         try:
-            params = _params(asked.params)
+            params = SamplingParams.from_json(asked.params)
             chosen = {**(asked.speculation or {}), **({"trace": True} if asked.shows else {})}
             self._engine.submit(
                 asked.ids,
@@ -221,12 +223,6 @@ class EngineService:
         counted = self._engine.snapshot()
         own = {**self._engine.describe_speculation(), "learning": self._llm.describe_learning()}
         return {**counted.as_dict(), "speculation": own}
-
-
-def _params(fields: Mapping[str, Any]) -> SamplingParams:
-    """From the fields of a message, whose keys are texts."""
-    bias = fields.get("logit_bias")
-    return SamplingParams(**{**fields, **({"logit_bias": {int(k): v for k, v in bias.items()}} if bias else {})})
 
 
 def _piece(request_id: str, chunk: Chunk, live: LiveRequest) -> SampleUpdate:

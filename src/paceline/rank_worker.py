@@ -22,8 +22,9 @@ from .core.errors import ConfigError
 from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, parse_cluster
 from .distributed.rank_service import KINDS, RankService
-from .distributed.rank_workers import PATIENCE, RankWorkers
+from .distributed.rank_workers import RankWorkers
 from .distributed.worker import Worker, WorkerSpec
+from .distributed.workers import PATIENCE, end_all
 from .network.files import fingerprint
 from .network.hub import RECEIVED
 from .network.joins import Joins, RankMemory
@@ -31,7 +32,6 @@ from .network.parallel import Ranks, Share
 from .network.tracks import track_share
 from .rounds.pipeline.split import Split, parse_split
 
-# What a rank's process must know of the options; the rest is the engine's.
 OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
 
 
@@ -82,8 +82,7 @@ def _started(share: Share, spec: Callable[[int, RankMemory], WorkerSpec]) -> Ran
 
 
 def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
-    for worker in workers:
-        worker.stop()
+    end_all(workers)
     memory.close()
     joins.watch(())
 
@@ -101,32 +100,27 @@ def rank_spec(
         part: of the target, which the ranks share.
         where: it runs.
     """
-    options = {name: getattr(config, name) for name in OPTIONS}
-    options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
-    return WorkerSpec(
-        name=f"rank {rank}",
-        service=f"{__name__}:service",
-        options={"options": options, "rank": rank, "count": memory.count, "memory": memory.path, **asdict(part)}
-        | {"received": {name: str(place) for name, place in RECEIVED.items()}},
-        kinds=KINDS,
-        expected=_facts(source),
-        placement=where,
-    )
+    received = {name: str(place) for name, place in RECEIVED.items()}
+    own = {"rank": rank, "count": memory.count, "memory": memory.path, "received": received, **asdict(part)}
+    return _spec(f"rank {rank}", "service", {"options": options_of(config, source), **own}, source, where)
 
 
 def _track_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
-    options = {name: getattr(config, name) for name in OPTIONS}
-    options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"
     dtype = source.quant or str(source.dtype).removeprefix("torch.")
-    whose = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path}
-    return WorkerSpec(
-        name=f"track {rank}",
-        service=f"{__name__}:track_service",
-        options={"options": options, **whose},
-        kinds=KINDS,
-        expected=_facts(source),
-        placement=Placement(threads=min(threads, len(cores()))),
-    )
+    own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path}
+    where = Placement(threads=min(threads, len(cores())))
+    return _spec(f"track {rank}", "track_service", {"options": options_of(config, source), **own}, source, where)
+
+
+def _spec(name: str, service: str, options: Mapping[str, Any], source: Source, where: Placement) -> WorkerSpec:
+    function, expected = f"{__name__}:{service}", facts_of(source)
+    return WorkerSpec(name=name, service=function, options=options, kinds=KINDS, expected=expected, placement=where)
+
+
+def options_of(config: LLMConfig, source: Source) -> dict[str, Any]:
+    """What a rank's or a stage's process must know of the options; its layers are compiled where they are here."""
+    options = {name: getattr(config, name) for name in OPTIONS}
+    return options | {"kernels": "native" if compiled_layers(config, source.shape, source.dtype) else "torch"}
 
 
 def track_service(
@@ -137,7 +131,7 @@ def track_service(
     source = open_source(config, name, dtype)
     share = track_share(source.shape, rank)
     decoder = load_track(config, source, Ranks(share, Joins.opened(memory, rank, share.count)))
-    return RankService(decoder, decoder.cache_shape, decoder.dtype, _facts(source))
+    return RankService(decoder, decoder.cache_shape, decoder.dtype, facts_of(source))
 
 
 def service(
@@ -170,8 +164,9 @@ def service(
     ranks = Ranks(share_of(config, source, rank, part), Joins.opened(memory, rank, count))
     decoder = load_share(config, source, ranks, part)
     layout, kind = kv_layout(config, decoder.own, source.dtype)
-    return RankService(decoder, layout, kind, _facts(source))
+    return RankService(decoder, layout, kind, facts_of(source))
 
 
-def _facts(source: Source) -> Facts:
+def facts_of(source: Source) -> Facts:
+    """The checkpoint's."""
     return Facts(weights=fingerprint(source.folder), dtype=str(source.dtype).removeprefix("torch."))

@@ -40,16 +40,16 @@ from .distributed.handshake import Facts
 from .distributed.messages import KINDS
 from .distributed.placement import Placement, cores, pin
 from .distributed.stage_service import StageService
-from .distributed.stage_workers import PATIENCE, StageWorkers
+from .distributed.stage_workers import StageWorkers
 from .distributed.worker import Checkpoint, Worker, WorkerSpec, launch_here
+from .distributed.workers import PATIENCE, end_all
 from .kv.pool import KVPool
 from .kv.store import KVStore
 from .network.decoder import Decoder
 from .network.devices import ALL_GPUS, share_devices
-from .network.files import fingerprint
 from .network.loader import load_model, parse_device
 from .network.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
-from .rank_worker import start_ranks
+from .rank_worker import facts_of, options_of, start_ranks
 from .rounds import parse_round
 from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.config import MEASURED
@@ -58,18 +58,6 @@ from .rounds.pipeline.split import Split, parse_split
 if TYPE_CHECKING:
     from .cluster import Places
 
-# What a stage's process must know of the options; the rest is the engine's.
-OPTIONS = (
-    "model",
-    "dtype",
-    "kv_cache_dtype",
-    "exact",
-    "kernels",
-    "attention",
-    "revision",
-    "offline",
-    "tensor_parallel",
-)
 SERVICE = f"{__name__}:service"
 TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: tokens in front, passes of which the median counts
 
@@ -108,8 +96,8 @@ def start_stages(
         workers.append(Worker(spec, PATIENCE, launch))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
     stage_line = StageWorkers(workers, last, target.layers, _hop(chosen, places))
-    finalize(stage_line, _stop, workers)
-    _start(workers)
+    finalize(stage_line, end_all, workers)
+    stage_line.start()
     if placements[-1].cores:
         pin(placements[-1].cores)
     if config.threads is None and placements[-1].num_threads:
@@ -204,23 +192,6 @@ def load_part(config: LLMConfig, source: Source, layers: tuple[int, int], ends: 
     )
 
 
-def _start(workers: Sequence[Worker]) -> None:
-    """All at once; the first that cannot be had ends them all."""
-    try:
-        for worker in workers:
-            worker.poll()
-        for worker in workers:
-            worker.start()
-    except BaseException:
-        _stop(workers)
-        raise
-
-
-def _stop(workers: Sequence[Worker]) -> None:
-    for worker in workers:
-        worker.stop()
-
-
 def place(split: Split, device: str, places: Places | None = None) -> list[Placement]:
     """Where each stage runs, the coordinator's last: on cores of its own, where cores are named, and with ``cuda`` on a
     GPU of its own, where there are as many; on a cluster in its bundle.
@@ -255,8 +226,7 @@ def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Pl
         where: it runs.
         source: the target.
     """
-    options = {name: getattr(config, name) for name in OPTIONS}
-    options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
+    options = options_of(config, source) | {"tensor_parallel": config.tensor_parallel}
     return WorkerSpec(
         name=f"stage {index}",
         service=SERVICE,
@@ -298,13 +268,8 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
 
 def _facts(source: Source, exact: bool) -> Facts:
     in_use = f"{native.describe()}, {torch.backends.cpu.get_cpu_capability()}"
-    return Facts(
-        weights=fingerprint(source.folder),
-        vocabulary=_vocabulary(source),
-        dtype=str(source.dtype).removeprefix("torch."),
-        torch=torch.__version__,
-        instructions=in_use if exact else "",
-    )
+    more = {"torch": torch.__version__, "instructions": in_use if exact else ""}
+    return replace(facts_of(source), vocabulary=_vocabulary(source), **more)
 
 
 def _vocabulary(source: Source) -> str:

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.core.errors import ConfigError
 from paceline.distributed import shared
 from paceline.distributed.channels import Channel, ChannelClosed
 from paceline.distributed.groups import GroupChannel, Member, Store, join
 from paceline.distributed.handshake import Facts
-from paceline.distributed.placement import Placement, cores, pin, share_cores
+from paceline.distributed.placement import Placement, cores, pin
 from paceline.distributed.sockets import SocketChannel
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
 
@@ -94,7 +95,9 @@ def measure(sizes: Sequence[int], repeats: int) -> list[HopCost]:
         ConfigError: this process may use fewer than two cores.
         CapabilityError: this system pins no process, or has no such memory.
     """
-    own, other = share_cores([1, 1])
+    if len(usable := cores()) < 2:
+        raise ConfigError("hops between two cores", "this process may use one", "give it two")
+    own, other = (Placement(cores=(core,)) for core in usable[:2])
     kinds = [("shared memory", "spinning"), ("shared memory", "parked"), ("sockets", "parked"), ("group", "parked")]
     found: list[HopCost] = []
     with _pinned(own):

@@ -18,8 +18,9 @@ from paceline.core.sampling import SamplingParams
 from paceline.distributed.handshake import Facts
 from paceline.distributed.messages import KINDS
 from paceline.distributed.placement import Placement, cores
-from paceline.distributed.stage_workers import PATIENCE, StageWorkers
+from paceline.distributed.stage_workers import StageWorkers
 from paceline.distributed.worker import Worker, WorkerSpec
+from paceline.distributed.workers import PATIENCE
 
 DECODER = tiny_decoder(CONFIG)
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(3)]
@@ -65,8 +66,8 @@ class Killer:
         self.left = dict(PLAN)
         self.sent: list[tuple[int, int, float]] = []  # stage, process, when
         self.named: list[tuple[str, float]] = []  # what was said, and seconds until then
-        self._look = stage_line._look
-        stage_line._look = self.look  # type: ignore[method-assign]
+        self._look = stage_line.look
+        stage_line.look = self.look  # type: ignore[method-assign]
 
     def on_tick(self) -> None:
         self.ticks += 1

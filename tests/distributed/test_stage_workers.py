@@ -151,7 +151,7 @@ def test_a_second_failure_in_a_row_ends_the_requests_with_its_words(frames: str)
 @WAYS
 def test_a_tick_that_is_interrupted_changes_no_token(frames: str) -> None:
     engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
-    waits = "_arrived" if frames == "straight" else "_receive"
+    waits = "_arrived" if frames == "straight" else "answer"
     whole, left = getattr(stage_line, waits), [9, 14]
 
     def interrupted(*given: Any) -> Any:

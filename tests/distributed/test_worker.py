@@ -22,7 +22,7 @@ from paceline.distributed.channels import Channel, ChannelClosed, Line
 from paceline.distributed.clock import Late
 from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS, LIFE, Beat, Facts, Fault, Hello, Refused
-from paceline.distributed.placement import Placement, cores, share_cores
+from paceline.distributed.placement import Placement, cores
 from paceline.distributed.serving import Progress, serve
 from paceline.distributed.worker import HOST_LEFT, Launched, Patience, Spare, Worker, WorkerFailed, WorkerSpec, ended
 
@@ -479,17 +479,12 @@ def test_cores_that_are_not_there():
             Placement(cores=bad)
     with pytest.raises(ConfigError, match="1 cores for 2 threads"):
         Placement(cores=(usable[0],), threads=2)
-    with pytest.raises(ConfigError, match=f"this process may use {len(usable)}"):
-        share_cores([len(usable), 1])
     with pytest.raises(ConfigError, match="threads"):
         Placement(threads=0)
 
 
-def test_workers_share_the_cores():
-    usable = cores()
-    first, *others = share_cores([1] * len(usable))
-    assert [p.cores for p in (first, *others)] == [(core,) for core in usable]
-    assert first.environment() == {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+def test_threads_are_as_many_as_cores():
+    assert Placement(cores=(cores()[0],)).environment() == {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     assert Placement().environment() == {} and Placement(threads=3).num_threads == 3
 
 

@@ -17,8 +17,9 @@ from kits.tiny import tiny_config, tiny_weights
 from paceline.attention import make_backend
 from paceline.distributed.handshake import Facts
 from paceline.distributed.rank_service import KINDS, RankService
-from paceline.distributed.rank_workers import PATIENCE, RankWorkers
+from paceline.distributed.rank_workers import RankWorkers
 from paceline.distributed.worker import Worker, WorkerSpec
+from paceline.distributed.workers import PATIENCE
 from paceline.network.decoder import Decoder
 from paceline.network.families import DecoderConfig
 from paceline.network.joins import Joins, RankMemory

@@ -10,10 +10,10 @@ Axis letters: n rows (nodes), D depth, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -116,6 +116,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = option(False, help="keep the text of the stop string")
     skip_special_tokens: bool = option(True, help="leave special tokens out of the text")
     grammar: Grammar | None = option(None, help="what the output must be: Grammar(kind, text)", cli=False)
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> SamplingParams:
+        """From its fields as JSON has them, where keys of ``logit_bias`` are texts; errors as of this class."""
+        bias = fields.get("logit_bias")
+        return SamplingParams(**{**fields, "logit_bias": bias and {int(token): by for token, by in bias.items()}})
 
     def __post_init__(self) -> None:
         # Own copies: the caller's list or dict may change while the request runs.

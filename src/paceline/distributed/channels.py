@@ -146,3 +146,8 @@ class Incoming:
 def gone(begun: bool) -> ChannelClosed:
     """The other end is not there any more."""
     return ChannelClosed("the other end is gone" + (" in the middle of a frame" if begun else ""))
+
+
+def full(seconds: float | None) -> ChannelClosed:
+    """The other end takes nothing."""
+    return ChannelClosed(f"the other end took nothing for {seconds} s, and is not waited for any longer")

@@ -27,6 +27,7 @@ from .channels import ChannelClosed, Line
 from .clock import Clock, Late, Pace, RealClock
 from .frames import FrameError
 from .handshake import Facts, Fault
+from .serving import Service
 
 LOOK_S = 0.25  # between two looks at a worker that is waited for
 
@@ -57,10 +58,7 @@ class Open:
         Raises:
             ConfigError: parameters that no request has.
         """
-        params = dict(self.params)
-        if params.get("logit_bias"):  # JSON has no numbers for names
-            params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
-        rules = SamplingParams(**params)
+        rules = SamplingParams.from_json(self.params)
         return Opening(self.key, self.tokens, self.prompt_len, rules, self.seed, self.sample_index, self.max_len)
 
 
@@ -142,7 +140,7 @@ KINDS = Open, Grow, Grew, Reroot, Commit, Close, Forget
 # -- who serves
 
 
-class DraftService:
+class DraftService(Service):
     """Draft sessions behind a line.
 
     Args:
@@ -176,10 +174,6 @@ class DraftService:
             return ()
         for growth in self._growths:
             growth.call_off(message.key)
-        self._obey(message)
-        return ()
-
-    def _obey(self, message: Any) -> None:
         if isinstance(message, Open):
             self.sessions.open(message.opening())
         elif isinstance(message, Reroot):
@@ -188,26 +182,23 @@ class DraftService:
             self.sessions.commit(message.key, message.tokens)
         else:
             self.sessions.close(message.key)
+        return ()
 
     def work(self) -> Iterable[Grew] | None:
         """One level of the oldest growth."""
         if not self._growths:
             return None
-        growth, began = self._growths[0], self._clock.now()
-        asks = [*growth.asks.values()]
-        grown = self._level(asks) if asks else []
-        for ask, one in zip(asks, grown, strict=True):
-            growth.plan_next_level(ask.key, one)
-        last = not growth.asks
-        if last:
+        growth = self._growths[0]
+        growth.advance(self._level, self._clock.now)
+        if growth.done:
             self._growths.popleft()
-        parts = [
-            Part(ask.key, one.given, one.parents, one.nodes, one.tokens, one.log_q)
-            for ask, one in zip(asks, grown, strict=True)
-        ]
-        return [Grew(growth.ticket, parts, last, began, self._clock.now())]
+        grown = growth.levels[-1].items()
+        parts = [Part(key, one.given, one.parents, one.nodes, one.tokens, one.log_q) for key, one in grown]
+        return [Grew(growth.ticket, parts, growth.done, *growth.times[-1])]
 
     def _level(self, asks: Sequence[Ask]) -> list[Grown]:
+        if not asks:
+            return []
         with self._pace.work(sum(len(ask.given) + len(ask.expand) for ask in asks)):
             return self.sessions.grow(asks)
 

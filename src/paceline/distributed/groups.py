@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import CapabilityError, ConfigError
-from .channels import MARK, PREFIX, ChannelClosed, gone, prefix, size_of
+from .channels import MARK, PREFIX, ChannelClosed, full, gone, prefix, size_of
 from .clock import Late
 from .frames import Buffer, FrameError
 
@@ -197,8 +197,7 @@ class GroupChannel:
         except RuntimeError as error:
             self._closed = True
             if "Timed out" in str(error):
-                wrong = f"the other end took nothing for {limit.total_seconds():g} s, and is not waited for any longer"
-                raise ChannelClosed(wrong) from None
+                raise full(limit.total_seconds()) from None
             raise gone(False) from error
 
     def receive(self, timeout: float | None = None) -> bytearray:

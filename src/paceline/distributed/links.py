@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from .channels import Line
-from .handshake import Facts
-from .placement import ClusterConfig, Placement
+from .placement import ClusterConfig
+from .serving import Service
 from .worker import Patience, Worker, WorkerSpec
 
 SMALL, LARGE = 64, 2**22  # bytes
@@ -32,18 +32,14 @@ class Echo:
     data: Tensor  # [bytes] uint8
 
 
-class EchoService:
+class EchoService(Service):
     """Sends back what comes."""
 
     kinds = (Echo,)
-    facts = Facts()
 
     def handle(self, message: Echo) -> Iterable[Echo]:
         """The same again."""
         return (message,)
-
-    def work(self) -> None:
-        """There is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +71,7 @@ def measure_link(cluster: ClusterConfig, insecure: bool) -> LinkTimes:
     if count < 2:
         asked = f"links of cluster={cluster.address!r}"
         raise ConfigError(asked, "it has one host", "let another one join, or give --alpha-us and --gbit")
-    spec = WorkerSpec(name="echo", service=f"{__name__}:service", kinds=EchoService.kinds, placement=Placement())
+    spec = WorkerSpec(name="echo", service=f"{__name__}:service", kinds=EchoService.kinds)
     worker = Worker(spec, Patience(), Reservation(cluster, 1, Bundle(1, 0), host).launch(0))
     try:
         line = worker.start()

@@ -12,7 +12,7 @@ States go in and come out: who embeds tokens and reads the last states is the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -137,38 +137,29 @@ def frame_of(message: Compute, device: torch.device) -> Frame:
     Raises:
         ValueError: its parts do not fit together.
     """
-    keys, masks = _Taken(message.keys), _Taken(message.visible)
+    keys = _cut(message.keys, [rows.num_keys for rows in message.parts if rows.first_key < 0])
+    blocks = [len(rows.nodes) * (rows.num_keys - rows.prefix) for rows in message.parts if rows.masked]
+    masks = _cut(message.visible, blocks)
     parts = [_part(rows, keys, masks, device) for rows in message.parts]
     frame = Frame(message.epoch, parts, message.hidden.to(device) if parts else None, message.moves)
-    if keys.left or masks.left or (parts and frame.rows != len(message.hidden)):
-        raise ValueError("a frame with more keys, masks or states than rows have")
+    if parts and frame.rows != len(message.hidden):
+        raise ValueError("a frame with more states than rows, or fewer")
     return frame
 
 
-class _Taken:
-    """A tensor from which parts are taken, one behind the other."""
-
-    def __init__(self, whole: Tensor) -> None:
-        self._whole, self._at = whole, 0
-
-    @property
-    def left(self) -> int:
-        return len(self._whole) - self._at
-
-    def take(self, count: int) -> Tensor:
-        if count > self.left:
-            raise ValueError("a frame with fewer keys or masks than its rows need")
-        self._at += count
-        return self._whole[self._at - count : self._at]
+def _cut(whole: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+    if min(sizes, default=0) < 0 or sum(sizes) != len(whole):
+        raise ValueError("a frame with more keys or masks than its rows need, or fewer")
+    return iter(whole.split(sizes))
 
 
-def _part(rows: Rows, keys: _Taken, masks: _Taken, device: torch.device) -> StageRows:
+def _part(rows: Rows, keys: Iterator[Tensor], masks: Iterator[Tensor], device: torch.device) -> StageRows:
     own, block = len(rows.nodes), rows.num_keys - rows.prefix
     if not 0 < own <= block or len(rows.positions) != own or len(rows.block_positions or [0] * block) != block:
         raise ValueError(f"{own} rows with {len(rows.positions)} positions among {block} keys behind a prefix")
     one_piece = rows.first_key >= 0
-    slots = slice(rows.first_key, rows.first_key + rows.num_keys) if one_piece else keys.take(rows.num_keys).to(device)
-    visible = masks.take(own * block).view(own, block) if rows.masked else None
+    slots = slice(rows.first_key, rows.first_key + rows.num_keys) if one_piece else next(keys).to(device)
+    visible = next(masks).view(own, block) if rows.masked else None
     tokens: Sequence[int] = [0] * own
     told = rows.nodes, rows.positions, slots, rows.num_keys, rows.prefix, visible, rows.block_positions
     return StageRows(rows.request, rows.version, tokens, *told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -98,23 +98,6 @@ def cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return [*range(os.cpu_count() or 1)]
-
-
-def share_cores(counts: Sequence[int]) -> list[Placement]:
-    """A placement for each of several workers, with so many cores of its own.
-
-    Raises:
-        ConfigError: there are fewer cores than that.
-    """
-    usable = cores()
-    if sum(counts) > len(usable) or min(counts, default=1) < 1:
-        wrong = f"this process may use {len(usable)}, and each worker needs one or more"
-        raise ConfigError(f"{' + '.join(map(str, counts))} cores", wrong, "ask for fewer, or place workers together")
-    found, at = [], 0
-    for count in counts:
-        found.append(Placement(cores=tuple(usable[at : at + count])))
-        at += count
-    return found
 
 
 def pin(chosen: Iterable[int]) -> None:

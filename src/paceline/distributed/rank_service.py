@@ -23,6 +23,7 @@ from ..network.decoder import Decoder
 from ..network.families import linear_shapes
 from ..network.parallel import BEST, Run
 from .handshake import Facts
+from .serving import Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Cleared:
 KINDS = Run, Adapter, Clear, Cleared
 
 
-class RankService:
+class RankService(Service):
     """A rank behind a line.
 
     Args:
@@ -105,9 +106,6 @@ class RankService:
         elif message.epoch == self._epoch:
             self._run(message)
         return ()
-
-    def work(self) -> None:
-        """Nothing is left to do."""
 
     def _run(self, run: Run) -> None:
         for number in run.dropped:

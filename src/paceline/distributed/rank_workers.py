@@ -1,16 +1,10 @@
-"""Ranks in processes, as rank 0 sees them: what it runs is sent to all of them first.
-
-A rank that is lost, or hangs, is named and started again. Its K and V are gone, and so `PassesLost` asks the engine to
-compute those of all requests anew, from their tokens. Where the same rank is lost again before a run has come through,
-they end (`WorkerFailed`).
-"""
+"""Ranks in processes, as rank 0 sees them: what it runs is sent to all of them first."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -24,57 +18,33 @@ from ..network.adapters import AdapterRange, LowRank
 from ..network.base import KVCache
 from ..network.joins import Joins
 from ..network.parallel import Run
-from .channels import ChannelClosed
-from .clock import Late
-from .frames import FrameError
-from .handshake import Fault
+from .frames import Codec
 from .hanging import HangLimit
-from .rank_service import Adapter, Clear, Cleared
-from .worker import Patience, Worker, lost
+from .rank_service import KINDS, Adapter, Clear, Cleared
+from .worker import Worker
+from .workers import LOOK_S, Workers
 
-LOOK_S = 0.05  # between two looks at ranks that are waited for
-SEND_S = 3.0  # for which a rank may take nothing of what it is sent
 CLEAR_S = 60.0  # for its answer to `Clear`, behind what it is still at
-PATIENCE = Patience(start_s=600.0, stuck_s=3600.0)  # a rank's work is timed here, by its rows
 
 
-class RankWorkers:
+class RankWorkers(Workers):
     """A `network.parallel.RankLine` to workers, each with a rank.
 
     Args:
-        workers: of ranks 1, 2, .., started or about to be. They end with this object's `stop`.
+        workers: of ranks 1, 2, ..
         joins: rank 0's.
     """
 
     def __init__(self, workers: Sequence[Worker], joins: Joins) -> None:
-        self.workers, self.joins = workers, joins
-        self.faults: list[str] = []  # each names a rank and its process
+        super().__init__(workers)
+        self.joins, self._codec, self._limit = joins, Codec(*KINDS), HangLimit()
         self.runs = 0  # that came through
-        self._known = [len(worker.faults) for worker in workers]
-        self._limit = HangLimit()
         self._epoch, self._clear = 0, True  # whether the ranks are to be told the epoch
         self._begun = False  # a run, which has not come through
-        self._lost: set[int] = set()  # ranks, since a run has come through
         self._rows, self._began = 0, 0.0  # of the run under way
         self._numbers, self._dropped, self._moves = count(), list[int](), list[tuple[int, list[int], list[int]]]()
         self._caches: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._adapters: WeakKeyDictionary[LowRank, int] = WeakKeyDictionary()
-
-    def start(self) -> None:
-        """See `RankLine`; the first that cannot be had ends them all."""
-        try:
-            for worker in self.workers:
-                worker.start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def back(self) -> None:
-        """See `RankLine`."""
-        while any(worker.line is None for worker in self.workers):
-            time.sleep(LOOK_S / 10)
-            with suppress(PassesLost):  # one that is lost meanwhile: what is in flight does not count anyway
-                self._look()
 
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
         """See `RankLine`; a run that was begun and broken off is lost, too."""
@@ -102,7 +72,7 @@ class RankWorkers:
     def done(self) -> None:
         """See `RankLine`."""
         self._limit.note(self._rows, time.monotonic() - self._began)
-        self._lost.clear()
+        self._before.clear()
         self._begun = False
         self.runs += 1
 
@@ -118,7 +88,7 @@ class RankWorkers:
             if len(self.workers[index].faults) == self._known[index] and self.workers[index].line is not None:
                 self.workers[index].failed(f"hangs: at {self._rows} rows for {waited:.1f} s")
         try:
-            self._look()
+            self.look()
         except PacelineError as error:
             return error
         return PassesLost("a rank was lost")
@@ -130,11 +100,6 @@ class RankWorkers:
     def followed(self, store: KVStore, cache: KVCache) -> SlotStore:
         """See `RankLine`."""
         return _Followed(store, self, self._number(cache))
-
-    def stop(self) -> None:
-        """End the workers."""
-        for worker in self.workers:
-            worker.stop()
 
     # -- what a run names
 
@@ -158,38 +123,21 @@ class RankWorkers:
         return self._adapters[adapter]
 
     def _say(self, message: Any) -> None:
-        for index, worker in enumerate(self.workers):
-            if worker.line is None:
-                self._look()
-                raise PassesLost(f"rank {index + 1} is not there")
-            try:
-                worker.line.send(message, SEND_S)
-            except ChannelClosed:
-                worker.lost()
-                self._look()
+        parts = self._codec.encode(message)
+        for index in range(len(self.workers)):
+            self.line(index)
+            self.give(index, parts)
+            self.line(index)
 
     # -- faults
 
-    def _look(self) -> None:
-        """Look after all ranks.
-
-        Raises:
-            PassesLost: one was lost since the last look.
-            WorkerFailed: a second time in a row.
-        """
-        for worker in self.workers:
-            worker.poll()
-        fallen = [i for i, worker in enumerate(self.workers) if len(worker.faults) > self._known[i]]
-        if not fallen:
-            return
+    def fell(self, fallen: Sequence[int]) -> None:
+        """See `Workers`."""
         self._begun, self._clear = False, True
-        for index in fallen:
-            self._known[index] = len(self.workers[index].faults)
-        raise lost(self.workers, fallen, self.faults, self._lost)
 
     def _ready(self) -> None:
         """Wait until all ranks are there, and have them begin an epoch where another one began."""
-        self._look()
+        self.look()
         if not self._clear:
             return
         self.joins.begin(lost=1)  # whoever is still at a run gives it up
@@ -199,31 +147,10 @@ class RankWorkers:
         self._adapters.clear()
         self._say(Clear(self._epoch))
         for index in range(len(self.workers)):
-            self._cleared(index)
+            self.answer(index, lambda said: said == Cleared(self._epoch), CLEAR_S, "does not answer any more")
         self.joins.watch([os.pidfd_open(worker.pid) for worker in self.workers if worker.pid is not None])
         self.joins.begin(lost=0)
         self._clear = False
-
-    def _cleared(self, index: int) -> None:
-        worker, began = self.workers[index], time.monotonic()
-        while worker.line is not None:
-            try:
-                said = worker.line.receive(LOOK_S)
-            except Late:
-                if time.monotonic() - began > CLEAR_S:
-                    worker.failed("does not answer any more")
-            except ChannelClosed:
-                worker.lost()
-            except FrameError as error:
-                worker.failed(f"says what is no message: {error}")
-            else:
-                if isinstance(said, Cleared) and said.epoch == self._epoch:
-                    return
-                if isinstance(said, Fault):
-                    worker.failed(f"failed: {said.why}")
-            self._look()
-        self._look()
-        raise PassesLost(f"rank {index + 1} is not there")
 
 
 class _Followed:

@@ -27,7 +27,7 @@ from .channels import Channel, ChannelClosed, Line
 from .clock import Late
 from .frames import Codec, FrameError
 from .groups import JOIN_S, GroupChannel, Member, Store, join
-from .handshake import LIFE, Beat, Begin
+from .handshake import LIFE, Beat
 from .placement import ClusterConfig
 from .worker import HOST_LEFT, LOOK_S, Checkpoint, Launch, Launched, WorkerSpec
 
@@ -236,12 +236,14 @@ class Reservation:
             key = secrets.token_hex(16)
             joining, beats = _Joining(self._store, member, self.host), _Beats(actor, beat_s)
             weights = self._store.member(f"{member.group}/weights", 0, 2) if self._broadcast else None
-            begin = _begin(spec, member, weights, key, beat_s)
-            done = actor.run.remote(begin, spec.placement.environment())
+            theirs = f"group:{replace(member, rank=1)}", key, beat_s
+            begin = spec.begin(*theirs, weights="" if weights is None else str(replace(weights, rank=1)))
+            told = b"".join(Codec(*LIFE).encode(begin))
+            done = actor.run.remote(told, spec.placement.environment())
             process = _Process(actor, done.future(), beats, self._room)
             if weights is None:
                 return Launched(process, beats, key, joining, joining.close)
-            giving = _Giving(_Joining(self._store, weights, self.host), spec.checkpoints)
+            giving = _Giving(self._store, weights, self.host, spec.checkpoints)
 
             def close() -> None:
                 joining.close()
@@ -277,24 +279,6 @@ def _give_back(group: Any) -> None:
 
 
 # -- a worker
-
-
-def _begin(spec: WorkerSpec, member: Member, weights: Member | None, key: str, beat_s: float) -> bytes:
-    its = replace(member, rank=1)
-    begin = Begin(
-        name=spec.name,
-        service=spec.service,
-        options=dict(spec.options),
-        way=f"group:{its}",
-        key=key,
-        cores=[],
-        device=spec.placement.device,
-        spin_us=0,
-        beat_s=beat_s,
-        checkpoints=[one.name for one in spec.checkpoints],
-        weights="" if weights is None else str(replace(weights, rank=1)),
-    )
-    return b"".join(Codec(*LIFE).encode(begin))
 
 
 class _Process:
@@ -375,92 +359,68 @@ class _Beats:
         self._asked, self._next = None, math.inf
 
 
-class _Giving:
-    """Sends a worker what of its checkpoints its host lacks, in a thread of its own.
-
-    Args:
-        joining: the way to it.
-        checkpoints: that it may ask for.
-    """
-
-    def __init__(self, joining: _Joining, checkpoints: Sequence[Checkpoint]) -> None:
-        self._joining, self._checkpoints = joining, checkpoints
-        self._served, self._closed = 0.0, False
-        Thread(target=self._give, daemon=True, name="paceline-weights").start()
-
-    def served(self) -> float:
-        """When the last piece was sent."""
-        return self._served
-
-    def close(self) -> None:
-        """Nothing more is sent."""
-        self._closed = True
-        self._joining.close()
-
-    def _moved(self) -> None:
-        self._served = time.monotonic()
-
-    def _channel(self) -> Channel | None:
-        """The way to the worker; None: there is none yet. Raises `ChannelClosed` where none will be."""
-        if self._closed:
-            raise ChannelClosed("the worker is left")
-        with suppress(Late):
-            return self._joining()
-        return None
-
-    def _give(self) -> None:
-        from .weights import KINDS, give
-
-        try:
-            while (channel := self._channel()) is None:
-                time.sleep(LOOK_S)
-            give(Line(channel, Codec(*KINDS)), self._checkpoints, self._moved)
-        except (ChannelClosed, Late, FrameError):  # the worker itself says what it misses
-            pass
-        except PacelineError as error:
-            log.warning("weights for a worker: %s", error)
-        finally:
-            self._joining.close()
-
-
 class _Joining:
-    """The way to a worker, once both ends of its group are there: a group is joined in a thread of its own."""
+    """The way to a worker: a thread joins its group once the worker waits there."""
 
     def __init__(self, store: Store, member: Member, host: str) -> None:
         self._store, self._member, self._host = store, member, host
-        self._thread: Thread | None = None
-        self._next = 0.0  # when to look
         self._found: Channel | ChannelClosed | None = None
         self._closed = False
+        Thread(target=self._join, daemon=True, name="paceline-join").start()
 
     def __call__(self) -> Channel:
-        now = time.monotonic()
-        if self._thread is None and now >= self._next:
-            self._next = now + LOOK_S
-            self._look()
         if self._found is None:
             raise Late("it is not there yet")
         if isinstance(self._found, ChannelClosed):
             raise self._found
         return self._found
 
-    def _look(self) -> None:
-        """Join once the worker waits for that."""
-        if self._store.waits(self._member.group):
-            self._thread = Thread(target=self._join, daemon=True, name="paceline-join")
-            self._thread.start()
-
     def _join(self) -> None:
         try:
-            found = GroupChannel(join(self._member, self._host, JOIN_S), 1)
+            while not self._store.waits(self._member.group):
+                if self._closed:
+                    return
+                time.sleep(LOOK_S)
+            channel = GroupChannel(join(self._member, self._host, JOIN_S), 1)
         except ChannelClosed as error:
             self._found = error
             return
-        self._found = found
+        self._found = channel
         if self._closed:
-            found.close()
+            channel.close()
+        self._joined(channel)
+
+    def _joined(self, channel: Channel) -> None:
+        """Called in the thread, at the end."""
 
     def close(self) -> None:
         self._closed = True
         if isinstance(self._found, GroupChannel):
             self._found.close()
+
+
+class _Giving(_Joining):
+    """The same for a worker's weights: the thread sends it what of its checkpoints its host lacks."""
+
+    def __init__(self, store: Store, member: Member, host: str, checkpoints: Sequence[Checkpoint]) -> None:
+        self._checkpoints, self._served = checkpoints, 0.0
+        super().__init__(store, member, host)
+
+    def served(self) -> float:
+        """When the last piece was sent."""
+        return self._served
+
+    def _moved(self) -> None:
+        self._served = time.monotonic()
+
+    def _joined(self, channel: Channel) -> None:
+        from .weights import KINDS, give
+
+        try:
+            give(Line(channel, Codec(*KINDS)), self._checkpoints, self._moved)
+        except (ChannelClosed, Late, FrameError):  # the worker itself says what it misses
+            pass
+        except PacelineError as error:
+            log.warning("weights for a worker: %s", error)
+        finally:
+            channel.close()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from threading import Thread
-from typing import Any
 
 from ..core.errors import PassesLost
 from ..core.inference import inference
@@ -15,9 +13,7 @@ from ..network.stages import Stage
 from .channels import Channel, ChannelClosed, Line
 from .frames import Codec
 from .messages import Compute, frame_of, message_of
-from .ways import Open, giving, taking
-
-OPEN_S = 60.0  # for both ends of a way to be there
+from .ways import OPEN_S, giving, taking
 
 
 class Relay:
@@ -69,58 +65,3 @@ class Relay:
             took = max(message.seconds, time.monotonic() - began)
             out.send(replace(message_of(frame), seconds=took))
             self.rows = 0
-
-
-class CoordinatorEnds:
-    """Both ends of the coordinator, which a thread opens; the one where frames come in is there from the start.
-
-    Args:
-        out: address of the way to the first stage.
-        into: of the way from the last one.
-    """
-
-    def __init__(self, out: str, into: str) -> None:
-        self._ends = giving(out), taking(into)
-        self._found: list[Any] = []
-        self._failed: ChannelClosed | None = None
-        self._left = False
-        self._thread: Thread | None = None
-
-    def begin(self) -> None:
-        """The stages know their ways now."""
-        self._thread = Thread(target=self._open, args=self._ends, daemon=True, name="paceline-opening")
-        self._thread.start()
-
-    def _open(self, *ends: Open) -> None:
-        try:
-            for end in ends:
-                self._found.append(end(OPEN_S))
-        except ChannelClosed as error:
-            self._failed = error
-        if self._left:
-            self.close()
-
-    def wait(self, look: Callable[[], None], seconds: float) -> tuple[Channel, Channel]:
-        """Both ends, out and in, once they are there.
-
-        Args:
-            look: called every so many seconds; what it raises ends the wait.
-            seconds: between two.
-
-        Raises:
-            ChannelClosed: one of them does not come.
-        """
-        assert self._thread is not None, "begun before"
-        while self._thread.is_alive():
-            self._thread.join(seconds)
-            look()
-        if self._failed is not None:
-            raise self._failed
-        out, into = self._found
-        return out, into
-
-    def close(self) -> None:
-        """Close what is open, and what is still to be."""
-        self._left = True
-        for channel in self._found:
-            channel.close()

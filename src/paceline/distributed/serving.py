@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from ..core.errors import ConfigError
 from .channels import Channel, ChannelClosed, Line
@@ -24,20 +24,20 @@ from .shared import SharedChannel, SharedEnd
 from .sockets import SocketChannel
 
 
-class Service(Protocol):
+class Service:
     """What a worker does."""
 
     kinds: Sequence[type[Any]]  # messages of both directions; see `Codec`
-    facts: Facts
+    facts = Facts()
 
     def handle(self, message: Any) -> Iterable[Any]:
         """Answer a message; the answers are sent as they come."""
-        ...
+        raise NotImplementedError
 
     def work(self) -> Iterable[Any] | None:
         """Do a piece of the work that is left, such as a level of a draft, and say what there is to say; None: there is
         none. Messages that came meanwhile are handled between two pieces: they may call off the rest."""
-        ...
+        return None
 
 
 class Progress:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ..core.errors import CapabilityError, ConfigError
 from ..native import channels as native
-from .channels import PREFIX, ChannelClosed, fits, gone, size_of
+from .channels import PREFIX, fits, full, gone, size_of
 from .clock import Late
 from .frames import Buffer, FrameError
 
@@ -94,31 +94,16 @@ def _check(capacity: int) -> None:
         raise ConfigError(f"shared memory of {capacity} bytes", wrong, f"use {CAPACITY}")
 
 
-@dataclass(slots=True)
-class Ring:
-    """One direction: a ring in mapped memory, and what its two ends are told by."""
-
-    memory: mmap.mmap
-    start: int  # of its cells
-    capacity: int
-    data_fd: int  # bytes came
-    room_fd: int  # bytes went
-    life_fd: int
-    spin_us: int
-
-
 class Pipe:
-    """An end of a ring in compiled code."""
+    """An end of one of a channel's two rings in compiled code."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, memory: mmap.mmap, end: SharedEnd, ring: int, spin_us: int) -> None:
         library = native.library()
         assert library is not None, "looked at before"
         self._write, self._read = library.pl_ring_write, library.pl_ring_read
-        self._ring = ring
-        self._keep = (ctypes.c_char * CELLS).from_buffer(ring.memory, ring.start)
-        self._pipe = native.Pipe(
-            ctypes.addressof(self._keep), ring.capacity, ring.data_fd, ring.room_fd, ring.life_fd, ring.spin_us
-        )
+        came, went = end.events[2 * ring : 2 * ring + 2]
+        self._keep = (ctypes.c_char * CELLS).from_buffer(memory, ring * (CELLS + end.capacity))
+        self._pipe = native.Pipe(ctypes.addressof(self._keep), end.capacity, came, went, end.life, spin_us)
         self._staged = bytearray(STAGING)
         self._staging = (ctypes.c_char * STAGING).from_buffer(self._staged)
         self._large: bytearray | None = None
@@ -189,19 +174,14 @@ class SharedChannel:
 
     def __init__(self, end: SharedEnd, spin_us: int = SPIN_US) -> None:
         _check(end.capacity)
-        size = CELLS + end.capacity
+        size = 2 * (CELLS + end.capacity)
         try:
-            self._memory = mmap.mmap(end.memory, 2 * size)
+            self._memory = mmap.mmap(end.memory, size)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"shared memory of {2 * size} bytes", f"{error}", "open the end that was made") from error
+            raise ConfigError(f"shared memory of {size} bytes", f"{error}", "open the end that was made") from error
         self._end = end
-        pairs = end.events[:2], end.events[2:]
-        out, into = (
-            Pipe(Ring(self._memory, ring * size, end.capacity, *pairs[ring], end.life, spin_us))
-            for ring in (end.own, 1 - end.own)
-        )
-        self._out: Pipe | None = out
-        self._into: Pipe | None = into
+        self._out: Pipe | None = Pipe(self._memory, end, end.own, spin_us)
+        self._into: Pipe | None = Pipe(self._memory, end, 1 - end.own, spin_us)
 
     def send(self, parts: Sequence[Buffer], timeout: float | None = None) -> None:
         """Send one frame."""
@@ -213,8 +193,7 @@ class SharedChannel:
             self._out.write(data, timeout)
         except Late:
             self.close()
-            wrong = f"the other end took nothing for {timeout} s, and is not waited for any longer"
-            raise ChannelClosed(wrong) from None
+            raise full(timeout) from None
 
     def receive(self, timeout: float | None = None) -> bytearray:
         """The next frame."""

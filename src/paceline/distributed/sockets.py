@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from .channels import ChannelClosed, Incoming, gone, prefix
+from .channels import Incoming, full, gone, prefix
 from .clock import Late
 from .frames import Buffer, FrameError
 
@@ -38,15 +38,12 @@ class SocketChannel:
             try:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
-                self._until_room(timeout)
+                if not _ready(self._socket, select.POLLOUT, timeout):
+                    self.close()
+                    raise full(timeout) from None
             except (OSError, ValueError) as error:
                 self.close()
                 raise gone(False) from error
-
-    def _until_room(self, timeout: float | None) -> None:
-        if not _ready(self._socket, select.POLLOUT, timeout):
-            self.close()
-            raise ChannelClosed(f"the other end took nothing for {timeout} s, and is not waited for any longer")
 
     def receive(self, timeout: float | None = None) -> bytearray:
         """The next frame."""
@@ -63,15 +60,13 @@ class SocketChannel:
                 count = 0
             if not count:
                 raise gone(self._incoming.begun)
-            if (frame := self._took(count)) is not None:
+            try:
+                frame = self._incoming.took(count)
+            except FrameError:
+                self.close()
+                raise
+            if frame is not None:
                 return frame
-
-    def _took(self, count: int) -> bytearray | None:
-        try:
-            return self._incoming.took(count)
-        except FrameError:
-            self.close()
-            raise
 
     def takes(self) -> bool:
         """Whether a short frame goes without a wait; also where the other end is gone, which sending says."""

@@ -18,9 +18,10 @@ from ..network.stages import Stage
 from .handshake import Facts
 from .messages import KINDS, AskStage, Clear, Compute, Computed, Dropped, StageState, Verdicts, frame_of
 from .relay import Relay
+from .serving import Service
 
 
-class StageService:
+class StageService(Service):
     """A stage behind a line.
 
     Args:
@@ -73,7 +74,3 @@ class StageService:
             raise relay.error
         rows = relay.rows
         return StageState(epoch, rows, time.monotonic() - relay.since if rows else 0.0, relay.dropped)
-
-    def work(self) -> None:
-        """Nothing is left behind a frame."""
-        return None

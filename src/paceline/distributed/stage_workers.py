@@ -5,10 +5,6 @@
 All frames of a tick are computed at once, each in its stage's process, the last one here. A frame goes from a stage to
 the next one straight (`straight`), and verdicts to all stages at once; or through the coordinator, which knows every
 verdict first and prunes on the way: a hop more, and no verdict that comes too late.
-
-A stage that is lost is named and started again. Its K/V is gone, and so `PassesLost` asks the engine to compute that of
-all requests anew, from their tokens. Where the same stage is lost again before a frame has come through, they end
-(`WorkerFailed`).
 """
 
 from __future__ import annotations
@@ -22,28 +18,24 @@ import torch
 
 from ..core.errors import PassesLost
 from ..network.stages import Frame, Stage
-from .channels import ChannelClosed, Line
+from .channels import ChannelClosed
 from .clock import Late
 from .frames import Codec, FrameError
-from .handshake import Fault
 from .hanging import HANG_S, HangLimit
 from .messages import KINDS, AskStage, Clear, Computed, Dropped, StageState, Verdicts, message_of
-from .relay import CoordinatorEnds
 from .straight import FrameWays, Sent
 from .ways import Hop
-from .worker import Patience, Worker, WorkerFailed, lost
+from .worker import Worker, WorkerFailed
+from .workers import LOOK_S, PATIENCE, Workers
 
-LOOK_S = 0.05  # between two looks at stages that are waited for
-SEND_S = 3.0  # for which a stage may take nothing of what it is sent
 RANKS_S = 2.0  # a stage of ranks is waited for so much longer: it is to name one that hangs first, and end it
-PATIENCE = Patience(start_s=600.0, stuck_s=3600.0)  # a stage's work is timed here, by its rows
 
 
-class StageWorkers:
+class StageWorkers(Workers):
     """A `rounds.pipeline.stage_line.StageLine` of workers, each with a stage, and of a last stage in this process.
 
     Args:
-        workers: of the stages but the last one, in order, started. They end with this object's `stop`.
+        workers: of the stages but the last one, in order.
         last: the last stage; its decoder embeds tokens, too.
         layers: of all stages.
         hop: makes a way between two stages, on which frames go straight; None: they go through here. From two stages,
@@ -51,20 +43,16 @@ class StageWorkers:
     """
 
     def __init__(self, workers: Sequence[Worker], last: Stage, layers: int, hop: Hop | None = None) -> None:
-        self.workers, self.last, self.layers = workers, last, layers
+        super().__init__(workers)
+        self.last, self.layers = last, layers
         self._hop = hop if len(workers) > 1 else None
         self._ring: FrameWays | None = None
-        self._opening: CoordinatorEnds | None = None
         self._broke = 0  # how often the ways broke, and no stage was at fault, since a frame came through
         self.count = len(workers) + 1
-        self.faults: list[str] = []  # each names a stage and its process
         self._held: list[Frame | None] = [None] * self.count
-        self._known = [len(worker.faults) for worker in workers]
         self._owed = [0] * len(workers)  # rows of the frame whose answer is still to come; 0: none is
         self._limits = [HangLimit() for _ in workers]
         self._codec = Codec(*KINDS)
-        self._sending: int | None = None  # to which stage
-        self._lost: set[int] = set()  # stages, since a frame has come through
         self._clear = True  # whether the stages are to be told the epoch
         self._ranks_s = 0.0 if last.decoder.ranks is None else RANKS_S
         self._away: set[int] = set()  # stages that come back by themselves
@@ -80,7 +68,7 @@ class StageWorkers:
         self._ready()
         out = self._through_here(entering) if self._ring is None else self._straight(self._ring, entering)
         if out is not None and out.rows:
-            self._lost.clear()
+            self._before.clear()
             self._broke = 0
         return out
 
@@ -97,7 +85,8 @@ class StageWorkers:
         held = [None if frame is None else self.last.pruned(frame) for frame in self._held]
         for index, frame in enumerate(held[:-1]):
             if frame is not None and (frame.rows or frame.moves):
-                self._send(index, frame if index else self._embedded(frame))
+                self._send(index, message_of(frame if index else self._embedded(frame)))
+                self._owed[index] += frame.rows
         own = held[-1]
         out = None if own is None else self.last.run(own)
         began = time.monotonic()  # to wait: what the last stage takes is not charged to the others
@@ -112,14 +101,6 @@ class StageWorkers:
         rows = [[*part.tokens] for part in frame.parts], [[*part.positions] for part in frame.parts]
         tokens, positions = (torch.tensor(sum(lists, []), device=decoder.device) for lists in rows)
         return replace(frame, hidden=decoder.embed_tokens(tokens, positions))
-
-    def _computed(self, index: int, frame: Frame, began: float) -> Frame:
-        """A frame as the stage gives it back."""
-        if not frame.rows:
-            return frame
-        said = self._receive(index, began, frame.rows)
-        self._limits[index].note(frame.rows, max(said.seconds, time.monotonic() - began))  # a slow way counts, too
-        return replace(frame, hidden=said.hidden.to(self.last.decoder.device))
 
     # -- straight
 
@@ -150,7 +131,7 @@ class StageWorkers:
                 pass
             except (ChannelClosed, FrameError) as error:
                 self._broken(f"the way of frames broke: {error}")
-            self._look()
+            self.look()
             waited = time.monotonic() - began
             if waited > limit.seconds(due.rows) + self._ranks_s:
                 self._broken(f"no stage gives {due.rows} rows for {waited:.1f} s", hangs=True)
@@ -165,19 +146,17 @@ class StageWorkers:
         began = time.monotonic()
         for index, worker in enumerate(self.workers):
             while worker.line is not None and index not in said:
-                message = self._message(index)
-                if isinstance(message, StageState) and message.epoch == self.last.epoch:
+                message = self.receive(index)
+                if self._is_state(message):
                     said[index] = message
-                elif isinstance(message, Fault):
-                    worker.failed(f"failed: {message.why}")
-                elif time.monotonic() - began > HANG_S:
+                elif time.monotonic() - began > HANG_S and worker.line is not None:
                     worker.failed("does not answer any more")
                 worker.poll()
         busiest = max(said, key=lambda index: said[index].busy_s, default=None)
         if hangs and busiest is not None and said[busiest].rows:
             one = said[busiest]
             self.workers[busiest].failed(f"hangs: at {one.rows} rows for {one.busy_s:.1f} s")
-        self._look()
+        self.look()
         for index, one in said.items():
             if one.dropped:
                 self._dropped(index, one.dropped)
@@ -196,20 +175,13 @@ class StageWorkers:
     def _say(self, message: Any) -> None:
         """Tell all stages the same; of one that is gone is heard with the next frame."""
         parts = self._codec.encode(message)
-        for index, worker in enumerate(self.workers):
-            if worker.line is None:
-                continue
-            self._sending = index
-            try:
-                worker.line.channel.send(parts, SEND_S)
-            except ChannelClosed:
-                worker.lost()
-            self._sending = None
+        for index in range(len(self.workers)):
+            self.give(index, parts)
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
         """See `StageLine`."""
         self.last.tell(request, version, alive)
-        if self._ring is not None:
+        if self._ring is not None and not self._clear:
             self._say(Verdicts(told=[(request, version, sorted(alive))]))
 
     def close(self, request: int) -> None:
@@ -228,125 +200,84 @@ class StageWorkers:
 
     def _leave(self) -> None:
         """Leave the ways of this epoch."""
-        for way in (self._ring, self._opening):
-            if way is not None:
-                way.close()
-        self._ring = self._opening = None
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = None
 
     def stop(self) -> None:
         """End the workers."""
         self._leave()
-        for worker in self.workers:
-            worker.stop()
+        super().stop()
 
     # -- the lines
 
-    def _send(self, index: int, frame: Frame) -> None:
-        line, message, self._sending = self._line(index), message_of(frame), index
-        try:
-            line.send(message, SEND_S)
-        except ChannelClosed:
-            self._sending = None
-            self.workers[index].lost()
-            self._line(index)
-        self._sending = None
-        self._owed[index] += frame.rows
+    def _send(self, index: int, message: Any) -> None:
+        """Raises as `tick` where the stage is not there."""
+        self.line(index)
+        self.give(index, self._codec.encode(message))
+        self.line(index)
 
-    def _receive(self, index: int, began: float, rows: int) -> Computed:
-        """The stage's answer to its last frame.
+    def _computed(self, index: int, frame: Frame, began: float) -> Frame:
+        """A frame as the stage gives it back.
 
         Args:
             index: which stage.
+            frame: that it was sent.
             began: when its answer began to be waited for.
-            rows: of the frame.
         """
+        if not (rows := frame.rows):
+            return frame
+
+        def fits(said: Any) -> bool:
+            if not isinstance(said, Dropped) and not (
+                isinstance(said, Computed) and self._owed[index] == rows == len(said.hidden)
+            ):
+                self.workers[index].failed("says what is no answer")
+                return False
+            self._owed[index] = 0
+            return True
+
         limit = self._limits[index].seconds(rows) + self._ranks_s
-        while True:
-            message = self._message(index)
-            if isinstance(message, Computed) and self._owed[index] == rows == len(message.hidden):
-                self._owed[index] = 0
-                return message
-            if isinstance(message, Dropped):
-                self._owed[index] = 0
-                self._dropped(index, message.why)
-            waited = time.monotonic() - began
-            if message is not None:
-                why = f"failed: {message.why}" if isinstance(message, Fault) else "says what is no answer"
-                self.workers[index].failed(why)
-            elif waited > limit:
-                self.workers[index].failed(f"hangs: at {rows} rows for {waited:.1f} s")
-            self._look()
+        left = limit - (time.monotonic() - began)
+        said = self.answer(index, fits, left, f"hangs: at {rows} rows for {limit:.1f} s")
+        if isinstance(said, Dropped):
+            self._dropped(index, said.why)
+        self._limits[index].note(rows, max(said.seconds, time.monotonic() - began))  # a slow way counts, too
+        return replace(frame, hidden=said.hidden.to(self.last.decoder.device))
 
-    def _message(self, index: int) -> Any:
-        """What a stage says; None: nothing yet."""
-        try:
-            return self._line(index).receive(LOOK_S)
-        except Late:
-            return None
-        except ChannelClosed:
-            self.workers[index].lost()
-        except FrameError as error:
-            self.workers[index].failed(f"says what is no message: {error}")
-        return None
-
-    def _line(self, index: int) -> Line:
-        """To a stage; raises as `tick` where it is not there."""
-        line = self.workers[index].line
-        if line is None:
-            self._look()
-            raise PassesLost(f"stage {index} is not there")
-        return line
+    def _is_state(self, said: Any) -> bool:
+        return isinstance(said, StageState) and said.epoch == self.last.epoch
 
     # -- faults
 
-    def _look(self) -> None:
-        """Look after all stages; raises as `tick`, if one was lost since the last look."""
-        for worker in self.workers:
-            worker.poll()
-        fallen = [i for i, worker in enumerate(self.workers) if len(worker.faults) > self._known[i]]
+    def fell(self, fallen: Sequence[int]) -> None:
+        """See `Workers`."""
         for index in fallen:
-            self._known[index], self._owed[index] = len(self.workers[index].faults), 0
-        if fallen:
-            raise lost(self.workers, fallen, self.faults, self._lost)
+            self._owed[index] = 0
 
     def _ready(self) -> None:
         """Wait until all stages are there, and have them begin the epoch where another one began."""
-        self._look()
+        self.look()
         if not self._clear:
             return
-        if self._sending is not None:  # that was interrupted
-            self.workers[self._sending].failed("was sent half a frame")
-            self._sending = None
-            self._look()
-        while any(worker.line is None for worker in self.workers):
-            time.sleep(LOOK_S / 10)
-            self._look()
+        self.back()
         ways = self._ways()
         for index in range(len(self.workers)):
             self._drain(index)
-            self._line(index).send(Clear(self.last.epoch, *ways[index]), SEND_S)
+            self._send(index, Clear(self.last.epoch, *ways[index]))
         self._until_back()
-        if self._opening is not None:
-            self._opening.begin()
+        if self._ring is not None:
             try:
-                self._ring = FrameWays(*self._opening.wait(self._look, LOOK_S / 10), self.count)
+                self._ring.open(self.look, LOOK_S / 10)
             except ChannelClosed as error:
                 self._broken(f"the way of frames does not come about: {error}")
         self._clear = False
 
     def _until_back(self) -> None:
         """Wait until the stages that lost K/V have all that they need; no frame's time is theirs."""
-        began = time.monotonic()
         for index in sorted(self._away):
-            self._line(index).send(AskStage(self.last.epoch), SEND_S)
-            said: Any = None
-            while not isinstance(said, StageState) or said.epoch != self.last.epoch:
-                said = self._message(index)
-                if isinstance(said, Fault):
-                    self.workers[index].failed(f"failed: {said.why}")
-                elif time.monotonic() - began > PATIENCE.start_s:
-                    self.workers[index].failed("does not come back")
-                self._look()
+            self._send(index, AskStage(self.last.epoch))
+            self.answer(index, self._is_state, PATIENCE.start_s, "does not come back")
         self._away.clear()
 
     def _ways(self) -> list[tuple[str, str]]:
@@ -356,15 +287,12 @@ class StageWorkers:
         self._leave()
         hosts = ["", *(worker.host for worker in self.workers), ""]
         hops = [self._hop(a, b) for a, b in zip(hosts[:-1], hosts[1:], strict=True)]
-        self._opening = CoordinatorEnds(hops[0][0], hops[-1][1])
+        self._ring = FrameWays(hops[0][0], hops[-1][1], self.count)
         return [(into, out) for (_, into), (out, _) in zip(hops[:-1], hops[1:], strict=True)]
 
     def _drain(self, index: int) -> None:
         """Take what a stage still answers to a frame of another epoch."""
-        began, limit = time.monotonic(), self._limits[index].seconds(self._owed[index])
-        while self._owed[index]:
-            if self._message(index) is not None:
-                self._owed[index] = 0
-            elif time.monotonic() - began > limit:
-                self.workers[index].failed("does not answer any more")
-            self._look()
+        if self._owed[index]:
+            limit = self._limits[index].seconds(self._owed[index])
+            self.answer(index, lambda _: True, limit, "does not answer any more")
+            self._owed[index] = 0

@@ -13,15 +13,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
+from threading import Thread
 
 import torch
 
 from ..network.stages import Frame
-from .channels import Channel, Line
+from .channels import ChannelClosed, Line
 from .frames import Codec
 from .messages import Compute, frame_of, message_of
+from .ways import OPEN_S, giving, taking
 
 RECENT = 16  # frames whose time from stage to stage is looked at
 FIRST_S = 0.05  # in its place, where none has come yet
@@ -77,28 +79,59 @@ class InFlight:
 
 
 class FrameWays:
-    """The coordinator's ends of the ways that frames go.
+    """The coordinator's ends of the ways that frames go, which a thread opens; the one where they come in is there from
+    the start.
 
     Args:
-        out, into: to the first stage, and from the one before the last.
+        out, into: addresses of the way to the first stage, and of the one from the stage before the last.
         count: of stages.
     """
 
-    def __init__(self, out: Channel, into: Channel, count: int) -> None:
-        self._out, self._into = Line(out, Codec(Compute)), Line(into, Codec(Compute))
+    def __init__(self, out: str, into: str, count: int) -> None:
         self.in_flight = InFlight(count)
+        self._ends = giving(out), taking(into)
+        self._lines: list[Line] = []  # out and into
+        self._failed: ChannelClosed | None = None
+        self._left = False
+
+    def open(self, look: Callable[[], None], seconds: float) -> None:
+        """Open both, now that the stages know their ways.
+
+        Args:
+            look: called every so many seconds; what it raises ends the wait.
+            seconds: between two.
+
+        Raises:
+            ChannelClosed: one of them does not come.
+        """
+        thread = Thread(target=self._open, daemon=True, name="paceline-opening")
+        thread.start()
+        while thread.is_alive():
+            thread.join(seconds)
+            look()
+        if self._failed is not None:
+            raise self._failed
+
+    def _open(self) -> None:
+        try:
+            for end in self._ends:
+                self._lines.append(Line(end(OPEN_S), Codec(Compute)))
+        except ChannelClosed as error:
+            self._failed = error
+        if self._left:
+            self.close()
 
     def send(self, frame: Frame, seconds: float) -> None:
         """Send a frame whose tokens are embedded; errors as of `Channel.send`."""
-        self._out.send(message_of(frame), seconds)
+        self._lines[0].send(message_of(frame), seconds)
 
     def receive(self, sent: Sent, seconds: float, device: torch.device) -> tuple[Frame, float]:
         """What is left of a frame, and the most that it took a stage; errors as of `Channel.receive`."""
-        message: Compute = self._into.receive(seconds)
-        found = frame_of(message, device)
-        return Frame(found.epoch, found.parts, found.hidden, found.moves, sent.frame.ended), message.seconds
+        message: Compute = self._lines[1].receive(seconds)
+        return replace(frame_of(message, device), ended=sent.frame.ended), message.seconds
 
     def close(self) -> None:
         """The stages hear of it one after the other."""
-        self._out.close()
-        self._into.close()
+        self._left = True
+        for line in self._lines:
+            line.close()

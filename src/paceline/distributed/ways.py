@@ -22,6 +22,7 @@ from .shared import SharedChannel, SharedEnd, shared_pair, usable
 from .sockets import SocketChannel
 
 RETRY_S = 0.001
+OPEN_S = 60.0  # for both ends of a way to be there
 FEW_BYTES, ENDS = 256, 6  # of a shared end's text, and its file descriptors
 Open = Callable[[float], Channel]  # an end of a way, given how long the other one is waited for; raises ChannelClosed
 Hop = Callable[[str, str], tuple[str, str]]  # between who gives on one host and who takes on another: an address each

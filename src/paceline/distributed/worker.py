@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ..core.errors import CapabilityError, ConfigError, PacelineError, PassesLost
+from ..core.errors import CapabilityError, ConfigError, PacelineError
 from ..core.options import check, option
 from .channels import Channel, ChannelClosed, Line
 from .clock import Clock, Late, RealClock
@@ -77,8 +77,13 @@ class WorkerSpec:
     placement: Placement = field(default_factory=Placement)
     checkpoints: Sequence[Checkpoint] = ()
     channel: Literal["shared", "socket"] = "shared"  # "socket": for an event loop, and where memory cannot be shared
-    prepare: str = ""  # likewise, what a spare process calls ahead; see `Spare`
     spin_us: int = SPIN_US
+
+    def begin(self, way: str, key: str, beat_s: float, **more: Any) -> Begin:
+        """What its process is told; see `Begin`."""
+        where, names = self.placement, [one.name for one in self.checkpoints]
+        what = self.name, self.service, dict(self.options), way, key, [*where.cores], where.device
+        return Begin(*what, self.spin_us, beat_s, names, **more)
 
 
 class Process(Protocol):
@@ -165,15 +170,17 @@ class _Child:
 
     def begin(self, beat_s: float) -> Launched:
         """Have it be the worker."""
-        self.tell(self._spec.service, beat_s)
+        self.tell(self._spec.begin(self._way.address, self._key, beat_s))
         return Launched(self.process, self._life, self._key, self._way.connect, self._way.close)
 
-    def tell(self, service: str, beat_s: float, waits: bool = False) -> None:
-        """Tell it; see `Begin`. One that has ended already is looked after like any other."""
-        spec, where = self._spec, self._spec.placement
-        given = spec.name, service, dict(spec.options), self._way.address, self._key, [*where.cores], where.device
+    def wait(self, ahead: str) -> None:
+        """Have it call a function that gets it ready, and wait."""
+        self.tell(replace(self._spec.begin("", "", 0.0), service=ahead, waits=True))
+
+    def tell(self, what: Begin) -> None:
+        """Tell it; one that has ended already is looked after like any other."""
         with suppress(ChannelClosed):
-            self._life.send(Begin(*given, spec.spin_us, beat_s, waits=waits), timeout=TELL_S)
+            self._life.send(what, timeout=TELL_S)
 
     def end(self) -> None:
         """End it before it was told to be a worker."""
@@ -205,7 +212,7 @@ class Spare:
         """
         if self._child is None:
             self._child = _Child(self._spec)
-            self._child.tell(self._ahead, 0.0, waits=True)
+            self._child.wait(self._ahead)
 
     def launch(self, spec: WorkerSpec, beat_s: float) -> Launched:
         """Start the worker in it, or in a process of its own if there is none; errors as of `launch_here`."""
@@ -443,25 +450,6 @@ class Worker:
         self._refused = copy(error)  # what is raised holds the frames that it goes through, and they hold this worker
         self._end()
         raise error
-
-
-def lost(workers: Sequence[Worker], fallen: Sequence[int], faults: list[str], before: set[int]) -> PacelineError:
-    """The error of what was in flight when workers fell: it comes again, or ends where one of them fell twice in a row.
-
-    Args:
-        workers: all of a kind.
-        fallen: which.
-        faults: what happened so far, to which this is added.
-        before: those that fell since something has come through; kept here.
-    """
-    faults += [workers[index].faults[-1] for index in fallen]
-    again = before.intersection(fallen)
-    if not again:
-        before.update(fallen)
-        return PassesLost("; ".join(faults[-len(fallen) :]))
-    before.clear()
-    first, second = workers[min(again)].faults[-2:]
-    return WorkerFailed(f"{second}; before that: {first}; two failures in a row end the requests")
 
 
 def ended(status: int | str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -51,14 +51,14 @@ class LocalGrowing:
             part.pop(key, None)
         self.done = not self.asks
 
-    def advance(self, sessions: DraftSessions) -> None:
-        """Draft one level of everything that is left."""
-        began, asks = perf_counter(), [*self.asks.values()]
-        level = {ask.key: grown for ask, grown in zip(asks, sessions.grow(asks), strict=True)}
+    def advance(self, grow: Callable[[Sequence[Ask]], list[Grown]], now: Callable[[], float] = perf_counter) -> None:
+        """Draft one level of everything that is left, by a function that takes `Ask`s; the time is ``now``'s."""
+        began, asks = now(), [*self.asks.values()]
+        level = {ask.key: grown for ask, grown in zip(asks, grow(asks), strict=True)}
         for key, grown in level.items():
             self.plan_next_level(key, grown)
         self.levels.append(level)
-        self.times.append((began, perf_counter()))
+        self.times.append((began, now()))
         self.done = not self.asks
 
 
@@ -95,7 +95,7 @@ class LocalSessions:
 
     def _draft(self, growth: LocalGrowing) -> None:
         while not growth.done:
-            growth.advance(self.inner)
+            growth.advance(self.inner.grow)
             if self._halted:  # looked at behind a level alone: else a thread that begins late would draft nothing
                 return
 

@@ -1,0 +1,162 @@
+"""Several workers all of which are needed for a pass, such as a target's stages or ranks, as who uses them sees them.
+
+One that is lost is named and started again. Its K/V is gone, and so `PassesLost` asks the engine to compute that of all
+requests anew, from their tokens. Where the same one is lost again before anything has come through, they end
+(`WorkerFailed`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..core.errors import PassesLost
+from .channels import ChannelClosed, Line
+from .clock import Late
+from .frames import Buffer, FrameError
+from .handshake import Fault
+from .worker import Patience, Worker, WorkerFailed
+
+LOOK_S = 0.05  # between two looks at workers that are waited for
+SEND_S = 3.0  # for which one may take nothing of what it is sent
+PATIENCE = Patience(start_s=600.0, stuck_s=3600.0)  # their work is timed by who uses them, by its rows
+
+
+class Workers:
+    """Workers of a kind.
+
+    Args:
+        workers: started or about to be. They end with this object's `stop`.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+        self.faults: list[str] = []  # each names a worker and its process
+        self._known = [len(worker.faults) for worker in workers]
+        self._before: set[int] = set()  # those that were lost since something has come through
+        self._sending: int | None = None  # to which
+
+    def start(self) -> None:
+        """Start all at once, and wait until they are ready; the first that cannot be had ends them all."""
+        try:
+            for worker in self.workers:
+                worker.poll()
+            for worker in self.workers:
+                worker.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End the workers."""
+        end_all(self.workers)
+
+    def back(self) -> None:
+        """Wait until those that were lost are there again.
+
+        Raises:
+            WorkerFailed: one was lost twice in a row.
+            ConfigError: one that came back is not what it was.
+        """
+        if self._sending is not None:  # that was interrupted
+            self.workers[self._sending].failed("was sent half a frame")
+            self._sending = None
+        while any(worker.line is None for worker in self.workers):
+            time.sleep(LOOK_S / 10)
+            with suppress(PassesLost):  # one that is lost meanwhile: what is in flight does not count anyway
+                self.look()
+
+    def look(self) -> None:
+        """Look after all of them.
+
+        Raises:
+            PassesLost: one was lost since the last look.
+            WorkerFailed: a second time in a row.
+            ConfigError: as of `Worker.poll`.
+        """
+        for worker in self.workers:
+            worker.poll()
+        fallen = [i for i, worker in enumerate(self.workers) if len(worker.faults) > self._known[i]]
+        if not fallen:
+            return
+        for index in fallen:
+            self._known[index] = len(self.workers[index].faults)
+        self.fell(fallen)
+        self.faults += [self.workers[index].faults[-1] for index in fallen]
+        again = self._before.intersection(fallen)
+        if not again:
+            self._before.update(fallen)
+            raise PassesLost("; ".join(self.faults[-len(fallen) :]))
+        self._before.clear()
+        first, second = self.workers[min(again)].faults[-2:]
+        raise WorkerFailed(f"{second}; before that: {first}; two failures in a row end the requests")
+
+    def fell(self, fallen: Sequence[int]) -> None:
+        """Called with those that were lost since the last look."""
+        raise NotImplementedError
+
+    def line(self, index: int) -> Line:
+        """To one of them; raises as `look` where it is not there."""
+        worker = self.workers[index]
+        if worker.line is None:
+            self.look()
+            raise PassesLost(f"worker {worker.spec.name} is not there")
+        return worker.line
+
+    def give(self, index: int, parts: Sequence[Buffer]) -> None:
+        """Send one of them a message, if it is there; where it is gone, the next look says so.
+
+        Args:
+            index: which.
+            parts: the message as its codec writes it.
+        """
+        worker, self._sending = self.workers[index], index
+        try:
+            if worker.line is not None:
+                worker.line.channel.send(parts, SEND_S)
+        except ChannelClosed:
+            worker.lost()
+        self._sending = None
+
+    def receive(self, index: int) -> Any:
+        """What one of them says; None: nothing yet, or nothing of use: the next look says so."""
+        line, worker = self.line(index), self.workers[index]
+        try:
+            said = line.receive(LOOK_S)
+        except Late:
+            return None
+        except ChannelClosed:
+            worker.lost()
+        except FrameError as error:
+            worker.failed(f"says what is no message: {error}")
+        else:
+            if not isinstance(said, Fault):
+                return said
+            worker.failed(f"failed: {said.why}")
+        return None
+
+    def answer(self, index: int, fits: Callable[[Any], bool], seconds: float, late: str) -> Any:
+        """The first message of one of them that fits; raises as `look`.
+
+        Args:
+            index: which.
+            fits: whether a message is the answer.
+            seconds: for which it is waited for.
+            late: what is wrong with one that says nothing for so long.
+        """
+        began = time.monotonic()
+        while True:
+            said = self.receive(index)
+            if said is not None and fits(said):
+                return said
+            if time.monotonic() - began > seconds and self.workers[index].line is not None:
+                self.workers[index].failed(late)
+            self.look()
+
+
+def end_all(workers: Sequence[Worker]) -> None:
+    """End them."""
+    for worker in workers:
+        worker.stop()
