@@ -23,12 +23,12 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2 as httpx
-from replica_cluster import plain, replicas
+from replica_cluster import START_S, plain, replicas
 
 WORDS = ["one", "two", "three", "the", "sea", "a", "ship", "of", "light", "and", "old", "stone", "tower", "north"]
 PATH = "/v1/completions"
@@ -69,14 +69,25 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Outcome:
 
 
 async def load(
-    url: str, bodies: list[dict[str, Any]], concurrency: int, beside: Callable[[], Any] | None = None
+    url: str,
+    bodies: list[dict[str, Any]],
+    concurrency: int,
+    beside: Callable[[], Any] | None = None,
+    until: Callable[[], bool] = lambda: True,
 ) -> tuple[list[Outcome], float]:
     """All requests, so many at once; how each ended, and seconds.
 
     Args:
         beside: called once when a quarter has ended.
+        until: whether there is load enough; else all come again.
     """
-    left, found = iter(bodies), []
+
+    def wanted() -> Iterator[dict[str, Any]]:
+        yield from bodies
+        while not until():
+            yield from bodies
+
+    left, found = wanted(), []
     limits = httpx.Limits(max_connections=2 * concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
 
@@ -187,9 +198,18 @@ def fault(asked: argparse.Namespace) -> dict[str, Any]:
             else:
                 os.kill(running.replicas(asked.part)[0], signal.SIGKILL)
 
+        def restarted() -> bool:
+            return b"has restarted all replicas" in running.log.read_bytes()
+
+        def enough() -> bool:
+            return (
+                asked.part != "rolling" or restarted() or time.monotonic() > last or running.process.poll() is not None
+            )
+
+        last = time.monotonic() + START_S
         wanted = bodies(asked, asked.requests, asked.tokens, mixed=True)
-        ended, _ = asyncio.run(load(running.url, wanted, asked.concurrency, disturb))
-        restarted = b"has restarted all replicas" in running.log.read_bytes()
+        ended, _ = asyncio.run(load(running.url, wanted, asked.concurrency, disturb, enough))
+        all_restarted = restarted()
     hurt = {one.replica for one in ended if one.how not in ("whole", "stream")}
     named = {one.replica for one in ended}
     lost = [one.how for one in ended if one.how not in ("whole", "stream", "error event")]
@@ -197,8 +217,8 @@ def fault(asked: argparse.Namespace) -> dict[str, Any]:
     wrong = bool(lost) or len(hurt) > (asked.part == "kill")
     said: dict[str, Any] = {"ended": Counter(one.how for one in ended), "replicas": len(named), "hurt": len(hurt)}
     if asked.part == "rolling":
-        said |= {"all_restarted_under_load": restarted}
-        wrong |= errors > 0 or not restarted
+        said |= {"all_restarted_under_load": all_restarted}
+        wrong |= errors > 0 or not all_restarted
     return said | {"wrong": wrong}
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -130,17 +129,6 @@ class Launched:
 Launch = Callable[[WorkerSpec, float], Launched]  # of a worker, and the seconds between two of its beats
 
 
-@dataclass(slots=True)
-class _Way:
-    """A channel to a process that is to be started."""
-
-    address: str  # for `Begin.way`
-    inherited: tuple[int, ...]  # file descriptors
-    connect: Callable[[], Channel]
-    close: Callable[[], None]
-    given: Callable[[], None] = lambda: None  # once the process has its own
-
-
 def launch_here(spec: WorkerSpec, beat_s: float) -> Launched:
     """Start a worker on this host.
 
@@ -154,24 +142,25 @@ class _Child:
     """A process of this host that waits to be told what it is."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._spec, self._way = spec, _way(spec)
+        self._spec = spec
+        self._channel, self._way, inherited, given = _way(spec)
         own, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "paceline.distributed.begin", str(theirs.fileno())]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), *self._way.inherited),
+            pass_fds=(theirs.fileno(), *inherited),
             env=os.environ | spec.placement.environment(),
             process_group=0,  # Ctrl-C is for who started it, with whom it ends
         )
         theirs.close()
-        self._way.given()
+        given()
         self._life, self._key = Line(SocketChannel(own), Codec(*LIFE)), secrets.token_hex(16)
 
     def begin(self, beat_s: float) -> Launched:
         """Have it be the worker."""
-        self.tell(self._spec.begin(self._way.address, self._key, beat_s))
-        return Launched(self.process, self._life, self._key, self._way.connect, self._way.close)
+        self.tell(self._spec.begin(self._way, self._key, beat_s))
+        return Launched(self.process, self._life, self._key, lambda: self._channel, self._channel.close)
 
     def wait(self, ahead: str) -> None:
         """Have it call a function that gets it ready, and wait."""
@@ -186,7 +175,7 @@ class _Child:
         """End it before it was told to be a worker."""
         self._life.close()
         self.process.kill()
-        self._way.close()
+        self._channel.close()
         self.process.wait()
 
 
@@ -229,13 +218,14 @@ class Spare:
             child.end()
 
 
-def _way(spec: WorkerSpec) -> _Way:
+def _way(spec: WorkerSpec) -> tuple[Channel, str, tuple[int, ...], Callable[[], None]]:
+    """A channel to a process that is to be started: this end; for `Begin.way` the address of the other one, and its
+    file descriptors; what closes these here, once the process has its own."""
     if spec.channel == "socket" or not usable():
         mine, its = socket.socketpair()
-        return _Way(f"fd:{its.fileno()}", (its.fileno(),), partial(SocketChannel, mine), mine.close, its.close)
+        return SocketChannel(mine), f"fd:{its.fileno()}", (its.fileno(),), its.close
     own, theirs = shared_pair()
-    channel = SharedChannel(own, spec.spin_us)
-    return _Way(f"shared:{theirs}", theirs.fds, lambda: channel, channel.close, theirs.drop)
+    return SharedChannel(own, spec.spin_us), f"shared:{theirs}", theirs.fds, theirs.drop
 
 
 class Worker:
