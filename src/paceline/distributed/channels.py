@@ -111,38 +111,6 @@ def size_of(head: Buffer) -> int:
     return size
 
 
-class Incoming:
-    """A frame while it comes in on a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._head = bytearray(PREFIX.size)
-        self._data: bytearray | None = None
-        self._filled = 0  # of the prefix, or of the frame behind it
-
-    @property
-    def begun(self) -> bool:
-        """Whether a part of it is there."""
-        return self._filled > 0 or self._data is not None
-
-    def room(self) -> memoryview:
-        """Where the next bytes go."""
-        return memoryview(self._head if self._data is None else self._data)[self._filled :]
-
-    def took(self, count: int) -> bytearray | None:
-        """So many bytes went there; the frame, if it is whole now.
-
-        Raises:
-            FrameError: they are no frame's.
-        """
-        self._filled += count
-        if self._data is None and self._filled == PREFIX.size:
-            self._data, self._filled = bytearray(size_of(self._head)), 0
-        if self._data is None or self._filled < len(self._data):
-            return None
-        whole, self._data, self._filled = self._data, None, 0
-        return whole
-
-
 def gone(begun: bool) -> ChannelClosed:
     """The other end is not there any more."""
     return ChannelClosed("the other end is gone" + (" in the middle of a frame" if begun else ""))

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from .channels import Incoming, full, gone, prefix
+from .channels import PREFIX, full, gone, prefix, size_of
 from .clock import Late
 from .frames import Buffer, FrameError
 
@@ -24,7 +24,9 @@ class SocketChannel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         connection.setblocking(False)
-        self._incoming = Incoming()
+        self._head = bytearray(PREFIX.size)
+        self._data: bytearray | None = None  # behind it
+        self._filled = 0  # of the prefix, or of the frame behind it
 
     def send(self, parts: Sequence[Buffer], timeout: float | None = None) -> None:
         """Send one frame."""
@@ -49,8 +51,9 @@ class SocketChannel:
         """The next frame."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
+            into = self._head if self._data is None else self._data
             try:
-                count = self._socket.recv_into(self._incoming.room())
+                count = self._socket.recv_into(memoryview(into)[self._filled :])
             except BlockingIOError:
                 left = None if end is None else max(0.0, end - time.monotonic())
                 if not _ready(self._socket, select.POLLIN, left):
@@ -59,14 +62,23 @@ class SocketChannel:
             except OSError:
                 count = 0
             if not count:
-                raise gone(self._incoming.begun)
+                raise gone(self._filled > 0 or self._data is not None)
+            self._filled += count
+            if (frame := self._whole()) is not None:
+                return frame
+
+    def _whole(self) -> bytearray | None:
+        """The frame, if all of it is there now."""
+        if self._data is None and self._filled == PREFIX.size:
             try:
-                frame = self._incoming.took(count)
+                self._data, self._filled = bytearray(size_of(self._head)), 0
             except FrameError:
                 self.close()
                 raise
-            if frame is not None:
-                return frame
+        if self._data is None or self._filled < len(self._data):
+            return None
+        whole, self._data, self._filled = self._data, None, 0
+        return whole
 
     def takes(self) -> bool:
         """Whether a short frame goes without a wait; also where the other end is gone, which sending says."""

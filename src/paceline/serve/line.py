@@ -7,8 +7,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from ..distributed.channels import Incoming, prefix
+from ..distributed.channels import ChannelClosed, prefix
+from ..distributed.clock import Late
 from ..distributed.frames import Codec, FrameError
+from ..distributed.sockets import SocketChannel
 
 
 class LoopLine:
@@ -24,9 +26,9 @@ class LoopLine:
     def __init__(
         self, connection: socket.socket, codec: Codec, heard: Callable[[Any], None], lost: Callable[[], None]
     ) -> None:
-        connection.setblocking(False)
+        self._channel = SocketChannel(connection)
         self._socket, self._codec, self._heard, self._lost = connection, codec, heard, lost
-        self._incoming, self._unsent = Incoming(), bytearray()
+        self._unsent = bytearray()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection.fileno(), self._read)
 
@@ -63,17 +65,11 @@ class LoopLine:
 
     def _read(self) -> None:
         """Take what is there, up to a whole message: the loop calls again where there is more."""
-        frame = None
         try:
-            while frame is None:
-                count = self._socket.recv_into(self._incoming.room())
-                if not count:
-                    return self._gone()
-                frame = self._incoming.took(count)
-            self._heard(self._codec.decode(frame))
-        except BlockingIOError:
+            self._heard(self._codec.decode(self._channel.receive(0)))
+        except Late:
             return
-        except (OSError, FrameError):
+        except (ChannelClosed, FrameError):
             self._gone()
 
     def _gone(self) -> None:
