@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -45,6 +46,12 @@ class RankWorkers(Workers):
         self._numbers, self._dropped, self._moves = count(), list[int](), list[tuple[int, list[int], list[int]]]()
         self._caches: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._adapters: WeakKeyDictionary[LowRank, int] = WeakKeyDictionary()
+
+    def back(self) -> None:
+        """See `RankLine`; of one that is lost meanwhile what is in flight does not count anyway."""
+        while any(worker.line is None for worker in self.workers):
+            with suppress(PassesLost):
+                super().back()
 
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
         """See `RankLine`; a run that was begun and broken off is lost, too."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from ..core.errors import PassesLost
@@ -54,19 +53,10 @@ class Workers:
         end_all(self.workers)
 
     def back(self) -> None:
-        """Wait until those that were lost are there again.
-
-        Raises:
-            WorkerFailed: one was lost twice in a row.
-            ConfigError: one that came back is not what it was.
-        """
-        if self._sending is not None:  # that was interrupted
-            self.workers[self._sending].failed("was sent half a frame")
-            self._sending = None
+        """Wait until those that were lost are there again; raises as `look` where one is lost meanwhile."""
         while any(worker.line is None for worker in self.workers):
             time.sleep(LOOK_S / 10)
-            with suppress(PassesLost):  # one that is lost meanwhile: what is in flight does not count anyway
-                self.look()
+            self.look()
 
     def look(self) -> None:
         """Look after all of them.
@@ -76,6 +66,9 @@ class Workers:
             WorkerFailed: a second time in a row.
             ConfigError: as of `Worker.poll`.
         """
+        if self._sending is not None:  # that was interrupted
+            self.workers[self._sending].failed("was sent half a frame")
+            self._sending = None
         for worker in self.workers:
             worker.poll()
         fallen = [i for i, worker in enumerate(self.workers) if len(worker.faults) > self._known[i]]
