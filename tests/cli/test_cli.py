@@ -277,6 +277,8 @@ class TestCommands:
             (["generate", "--prompt", "x", "--pipeline", "2", "--round", "mirror"], "pipeline round"),
             (["generate", "--prompt", "x", "--cluster", "nowhere"], "address is no address"),
             (["chat", "--n", "2"], "--n 2"),
+            (["genrate"], "mean 'generate'"),
+            (["adapt", "paceline-small", "--kind", "nosuch", "--dry-run"], "one of: eagle, lyanna"),
             (["demo", "--prompts", "0"], "--prompts 0"),
             (["demo", "--model", "paceline-small", "--prompts", "21"], "--prompts 21"),
             (["demo", "--repeats", "0"], "--repeats 0"),

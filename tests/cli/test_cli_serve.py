@@ -28,3 +28,12 @@ def test_the_options_are_those_of_the_engine() -> None:
     read, meant = fields(options.LLMOptions), fields(LLMConfig)
     assert [(one.name, one.default) for one in read] == [(one.name, one.default) for one in meant]
     assert [one.metadata["help"] for one in read] == [one.metadata["help"] for one in meant]
+
+
+def test_a_missing_package_is_named_with_the_command_that_brings_it() -> None:
+    code = "import sys; sys.modules['uvicorn'] = None; from paceline.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "paceline serve: packages are missing: uvicorn" in done.stderr and "'paceline[serve]'" in done.stderr

@@ -175,6 +175,29 @@ def test_a_tick_that_is_interrupted_changes_no_token(frames: str) -> None:
 
 
 @WAYS
+def test_a_message_that_is_interrupted_costs_its_stage_and_no_token(frames: str) -> None:
+    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
+    channel: Any = stage_line.workers[0].line.channel
+    whole = channel.send
+
+    def interrupted(*given: Any) -> None:
+        if len(ticks) >= 9:
+            channel.send = whole
+            raise KeyboardInterrupt
+        whole(*given)
+
+    channel.send = interrupted
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, jobs)
+    live = [*engine.live.values()]
+    while engine.busy:
+        engine.step()
+    assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
+    assert stage_line.faults == ["worker stage 0 was sent half a frame"]
+
+
+@WAYS
 def test_a_stage_that_hangs_is_named(frames: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
     monkeypatch.setattr("paceline.distributed.hanging.HANG_S", 0.2)

@@ -49,7 +49,7 @@ class Rule:
         self.firsts.append([*first])
         return self.asks[source]
 
-    def told(self, source: int, levels: int, ms: float) -> None:
+    def record_cost(self, source: int, levels: int, ms: float) -> None:
         assert ms > 0
         self.heard.append((source, levels))
 

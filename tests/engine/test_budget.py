@@ -496,7 +496,7 @@ def test_of_several_sources_each_is_asked_where_it_pays() -> None:
         assert 0 in budget.ask(0, views, [0.0, 0.0])  # type: ignore[arg-type]
         first = [budget.first(0, view, [math.log(0.5)]) for view in views]  # type: ignore[arg-type]
         models = budget.ask(1, views, first)  # type: ignore[arg-type]
-        budget.told(1, 4, 1.0 if models else 0.0)
+        budget.record_cost(1, 4, 1.0 if models else 0.0)
         chains = [([RIGHT] * 4, 0), ([RIGHT] * 4, 1) if 1 in models else ([WRONG] * 4, 0)]
         _check(budget, sequences, chains, world, 0.1 + (1.0 if models else 0.0))
         if step >= 100:

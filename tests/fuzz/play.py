@@ -155,9 +155,9 @@ class TimelessBudget(AutoBudget):
 
     times: random.Random
 
-    def told(self, source: int, levels: int, ms: float) -> None:
+    def record_cost(self, source: int, levels: int, ms: float) -> None:
         """A source's time, another one."""
-        super().told(source, levels, self.times.uniform(0.1, 1))
+        super().record_cost(source, levels, self.times.uniform(0.1, 1))
 
     def observe(self, step: StepRecord) -> None:
         """The step, with other times."""

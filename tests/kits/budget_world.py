@@ -253,7 +253,7 @@ def _draft(
             if several and chain:
                 first[i] = max(first[i], rule.first(source, views[i], [drafter.claim]))
         if several and chosen:
-            rule.told(source, max(map(len, chains)), took)
+            rule.record_cost(source, max(map(len, chains)), took)
         ms += took
     tree = _batch(trees)
     found = tree if rule is None else rule.select(views, tree)

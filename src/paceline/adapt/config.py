@@ -19,14 +19,14 @@ class AdaptConfig:
     prompts: Path | None = option(
         None, help="JSON lines with prompt or turns: what the model will be asked; default: a mix", metavar="FILE"
     )
-    hours: float = option(2.0, help="how long it may take, all in all", above=0.0, maximum=10_000.0)
+    hours: float = option(2.0, help="hours that everything together may take", above=0.0, maximum=10_000.0)
     out: Path | None = option(None, help="folder of all that is made; default: adapted/MODEL", metavar="DIR")
     kind: str | None = option(
         None, help=f"kind of drafter: {', '.join(KINDS)}; default: what is expected to pay most", choices=(None, *KINDS)
     )
     dtype: str = option("auto", help="what the model computes in when it is served: auto, bfloat16, int8, ..")
     threads: int | None = option(None, help="CPU threads; default: torch's choice", minimum=1, maximum=MAX_THREADS)
-    seed: int = option(0, help="of prompts, draws and training")
+    seed: int = option(0, help="seed of prompts, draws and training")
 
     def __post_init__(self) -> None:
         check(self)

@@ -52,7 +52,7 @@ class BenchConfig:
     )
     batches: tuple[Positive, ...] = option((1,), help="Prompts at once.", flag="--batch", metavar="N,N,..")
     temperatures: tuple[Temperature, ...] = option(
-        (0.0,), help="Of sampling; 0 is greedy.", flag="--temperature", metavar="T,T,.."
+        (0.0,), help="Temperatures to sample at; 0 is greedy.", flag="--temperature", metavar="T,T,.."
     )
     top_ks: tuple[NotNegative, ...] = option(
         (0,), help="Likeliest tokens that sampling chooses from; 0: all.", flag="--top-k", metavar="N,N,.."
@@ -61,18 +61,18 @@ class BenchConfig:
         (None,), help="tokens that prompts are brought to (see `Run`); None: as they are", cli=False
     )
     repeats: int = option(3, help="Times each prompt runs.", metavar="N", minimum=1)
-    seed: int = option(0, help="Of the choice of prompts and of sampling.")
+    seed: int = option(0, help="Seed of the choice of prompts and of sampling.")
     device: str = option("cpu", help="cpu or cuda.")
     threads: int | None = option(None, help="CPU threads; default: torch's choice.")
     ignore_eos: bool | None = option(
         None,
         help="Go on to the full length, so that all methods give the same number of tokens "
-        "(default: of a random model).",
+        "(default: only with a random model).",
         flag="--ignore-eos/--stop-at-eos",
     )
     check: bool = option(True, help="Compare every method's token ids with plain decoding's.")
     time_limit_s: float | None = option(None, help="no trial is begun after that long", cli=False)
-    title: str = option("", help="Of the report.")
+    title: str = option("", help="Title of the report.")
     applications: Mapping[str, str] = field(default_factory=dict, metadata={"cli": False})  # folders of trained sets
 
     def __post_init__(self) -> None:

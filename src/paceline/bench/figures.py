@@ -31,7 +31,7 @@ _STYLE, _ON_A_PAGE = "figures.mplstyle", "figures-page.mplstyle"  # of a file, a
 def require_matplotlib() -> None:
     """Raises CapabilityError where there is none: better before a long run than after it."""
     if not drawable():
-        raise CapabilityError("figures", "matplotlib is not installed", "pip install 'paceline[bench]'")
+        raise CapabilityError("figures", "matplotlib is not installed", "run pip install 'paceline[bench]'")
 
 
 def drawable() -> bool:

@@ -14,20 +14,20 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
-from ..core.errors import PacelineError
+from ..core.errors import ConfigError, PacelineError
 from .console import stderr
 
 COMMANDS = {  # name -> what it does; the module has the same name
     "generate": "Answer prompts; each token is coloured by how it came about.",
     "chat": "Chat with a model in the terminal.",
-    "serve": "Serve a model to clients of OpenAI's API.",
+    "serve": "Serve a model to clients of OpenAI's and Anthropic's APIs.",
     "demo": "Answer plainly and speculatively, compare tokens and speed.",
     "bench": "Measure the speed-up of speculation on this machine.",
     "adapt": "Make a drafter for a model on this machine, and measure what it is worth.",
     "train": "Train models, draft models, streams and adapters.",
     "export": "Write an EAGLE head as vLLM, SGLang or speculators load it.",
     "plan": "Predict which drafter would pay for a model on a machine.",
-    "models": "List the embedded models.",
+    "models": "List the models known by name, or fetch one (models get).",
     "drafters": "List the drafters and their options.",
 }
 USER_ERROR = 2
@@ -41,10 +41,15 @@ class LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A name and a line of help: all that listing and spelling suggestions need."""
+        """A name and a line of help: all that listing needs."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            from ..core.options import suggest
+
+            asked = f"paceline {args[0]}"
+            raise ConfigError(asked, "there is no such command", suggest(args[0], COMMANDS, "command"))
         name, command, rest = super().resolve_command(ctx, args)
         return name, load(name) if name and command is not None else command, rest
 

@@ -130,7 +130,7 @@ def calibrate(
 ) -> None:
     """Measure the cost of passes, for the draft budget "auto", and store it beside the model.
 
-    Those of its drafter's draft model are measured, too.
+    Passes of the drafter's draft model are measured, too.
     """
     model, drafter = llm["model"], llm.pop("drafter")
     spec = parse_model(model)

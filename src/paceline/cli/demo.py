@@ -114,7 +114,9 @@ def _load(model: str, count: int | None) -> list[DemoPrompt]:
     name = "demo_prompts" if parse_model(model).name == DEFAULT_MODEL else "chat_prompts"
     lines = resources.files("paceline").joinpath(f"data/{name}.jsonl").read_text(encoding="utf-8").splitlines()
     if count is not None and not 1 <= count <= len(lines):
-        raise ConfigError(f"--prompts {count}", f"there are {len(lines)} of them", f"give 1 to {len(lines)}")
+        raise ConfigError(
+            f"--prompts {count}", f"{len(lines)} prompts come with Paceline for this model", f"give 1 to {len(lines)}"
+        )
     return [json.loads(line) for line in lines[:count]]
 
 

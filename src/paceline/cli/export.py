@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -16,7 +16,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def export(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="vllm, sglang or speculators.")],
+    engine: Annotated[Engine, typer.Argument(metavar="ENGINE", help="vllm, sglang or speculators.")],
     head: Annotated[str, typer.Argument(metavar="HEAD", help="Head of EAGLE, EAGLE-2 or EAGLE-3: folder or name.")],
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where it is written; not there yet.")],
     verifier: Annotated[str, typer.Option(help="Name or folder of the target, which speculators' config has.")] = "",
@@ -26,4 +26,4 @@ def export(
 
     What the engine cannot express, such as a choice of hot tokens, is refused.
     """
-    typer.echo(write(cast("Engine", engine), resolve_folder(head), out, verifier, tokens))
+    typer.echo(write(engine, resolve_folder(head), out, verifier, tokens))

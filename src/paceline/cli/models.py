@@ -24,7 +24,7 @@ def models(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """List the embedded models and the sets trained for them.
+    """List the models known by name and the sets trained for them.
 
     In the place of such a name every --model also takes the folder of a Hugging Face model, or the
     name of one on the hub; --application and --drafter streams:NAME take trained sets. stretch:NAME,times=8

@@ -152,7 +152,9 @@ def _refuse_beside_hosts(site: Mapping[str, Any], links: Mapping[str, Any], othe
     alone = [name for name, value in site.items() if name != "hosts" and value != usual[name]]
     flags = [f"--{name.replace('_', '-')}" for name in [*alone, *(["cluster"] if links["cluster"] else [])]]
     if site["hosts"] is None and flags:
-        raise ConfigError(", ".join(flags), "they are of hosts, and it is not said how many", "add --hosts N")
+        raise ConfigError(
+            ", ".join(flags), "only a plan for hosts takes this, and their number is missing", "add --hosts N"
+        )
     useless = [flag for flag, value in others.items() if value and site["hosts"] is not None]
     if useless:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""``paceline serve``: a model over HTTP, for clients of OpenAI's API.
+"""``paceline serve``: a model over HTTP, for clients of OpenAI's and Anthropic's APIs.
 
 Nothing here imports torch, which takes longer than all else that this process does; the engine's process imports it
 meanwhile.
@@ -6,11 +6,13 @@ meanwhile.
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 from ..options import LLMOptions
 from ..serve.config import ServeConfig
 from ..serve.engine import engine_client
@@ -33,11 +35,12 @@ def serve(
     serve: dict[str, Any],
     llm: dict[str, Any],
 ) -> None:
-    """Serve a model to clients of OpenAI's API.
+    """Serve a model to clients of OpenAI's and Anthropic's APIs.
 
     The engine runs in a process of its own; where that dies or hangs, it is started again and streams go on. Ctrl-C
     ends the server, SIGTERM lets requests in flight end first.
     """
+    _require_packages()
     config = ServeConfig(**{**serve, "allowed_hosts": serve["allowed_hosts"] or None})
     config.keys()
     if config.replicas is not None:
@@ -49,6 +52,14 @@ def serve(
     from ..serve.server import run
 
     run(config, client, model, listening)
+
+
+def _require_packages() -> None:
+    """Refuse to begin without the packages of HTTP, which an installation without extras lacks."""
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        remedy = f"run {sys.executable} -m pip install 'paceline[serve]'"
+        raise CapabilityError("paceline serve", f"packages are missing: {', '.join(missing)}", remedy)
 
 
 def _serve_replicas(config: ServeConfig, model: str, llm: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from ..network import generation
 from ..network.applications import BASE
 from .console import Painter, stderr, waiting
 
-Color = Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")]
+Color = Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR=1 turns it off, too.")]
 
 
 def open_llm(options: dict[str, Any], sequences: int | None = None) -> LLM:

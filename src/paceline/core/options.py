@@ -128,7 +128,7 @@ def _refusal(config: Any, prefix: str, name: str, faults: list[Any]) -> ConfigEr
         return ConfigError(asked, f"{name} must be {limit}", remedy)
     if rules.get("choices") and isinstance(value, str):
         unknown = rules.get("unknown", f"there is no such {name}")
-        return ConfigError(asked, unknown, f"use one of: {', '.join(rules['choices'])}")
+        return ConfigError(asked, unknown, f"use one of: {', '.join(filter(None, rules['choices']))}")
     kind = type_name(get_type_hints(type(config))[name])
     return ConfigError(asked, rules.get("takes") or f"{name} takes {kind}", remedy)
 
@@ -198,9 +198,7 @@ def named_values(flag: str, pairs: Iterable[str]) -> dict[str, str]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not (name and equals and value) or name in found:
             wrong = "the name is there twice" if name in found else "not a name and a value"
-            raise ConfigError(
-                f"{flag} {pair}", wrong, f"write {flag} NAME=VALUE (of a set NAME=FOLDER), each name once"
-            )
+            raise ConfigError(f"{flag} {pair}", wrong, f"write {flag} NAME=VALUE, each name once")
         found[name] = value
     return found
 

@@ -38,7 +38,7 @@ try:
 
     from .actors import WorkerActor, end_stopped
 except ImportError as error:
-    raise CapabilityError("cluster=...", "Ray is not installed", "pip install 'paceline[cluster]'") from error
+    raise CapabilityError("cluster=...", "Ray is not installed", "run pip install 'paceline[cluster]'") from error
 
 log = logging.getLogger(__name__)
 

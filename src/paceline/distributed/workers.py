@@ -35,7 +35,7 @@ class Workers:
         self.faults: list[str] = []  # each names a worker and its process
         self._known = [len(worker.faults) for worker in workers]
         self._before: set[int] = set()  # those that were lost since something has come through
-        self._sending: int | None = None  # to which
+        self._sending: int | None = None  # to which; also where that was interrupted
 
     def start(self) -> None:
         """Start all at once, and wait until they are ready; the first that cannot be had ends them all."""
@@ -66,7 +66,7 @@ class Workers:
             WorkerFailed: a second time in a row.
             ConfigError: as of `Worker.poll`.
         """
-        if self._sending is not None:  # that was interrupted
+        if self._sending is not None:
             self.workers[self._sending].failed("was sent half a frame")
             self._sending = None
         fallen = self.fallen()
@@ -109,6 +109,8 @@ class Workers:
             index: which.
             parts: the message as its codec writes it.
         """
+        if self._sending is not None:  # one was interrupted: nothing counts until the next look ends its worker
+            return
         worker, self._sending = self.workers[index], index
         try:
             if worker.line is not None:

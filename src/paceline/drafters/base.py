@@ -125,8 +125,8 @@ class DraftRule(Protocol):
         """Indices of the sequences to ask a source for, given each one's chance of having the next token already."""
         ...
 
-    def told(self, source: int, passes: int, ms: float) -> None:
-        """The source that was asked last took so long, for so many passes of its network."""
+    def record_cost(self, source: int, passes: int, ms: float) -> None:
+        """Learn the time of the last call of a source, and how many passes its network took."""
         ...
 
     def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:

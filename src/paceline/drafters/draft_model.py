@@ -72,7 +72,10 @@ class DraftModelConfig(DrafterConfig):
         help="trained set of streams of the draft model itself: the same chains in fewer passes of it (Mirror-SD, 3.2)",
     )
     processes: int = option(
-        1, help="of this host that share a draft of tracks: 1, or one a track (Mirror-SD, 3.3)", minimum=1, maximum=64
+        1,
+        help="processes of this host that share a draft of tracks: 1, or one a track (Mirror-SD, 3.3)",
+        minimum=1,
+        maximum=64,
     )
 
     def validate(self) -> None:

@@ -52,7 +52,9 @@ class HybridConfig(DrafterConfig):
         "or suffix+streams:NAME. A model's name alone: a suffix look-up beside it"
     )
     nodes: int = option(24, help="most nodes of a merged draft", minimum=1, maximum=1024)
-    dtype: str = option("auto", help="of draft models that name none: auto (the target's), bfloat16, float32, int8 ..")
+    dtype: str = option(
+        "auto", help="dtype of draft models that name none: auto (the target's), bfloat16, float32, int8 .."
+    )
 
     def validate(self) -> None:
         """Refuse parts that are no drafters, or cannot be merged."""
@@ -220,7 +222,7 @@ class Hybrid(Drafter):
                 continue
             passes = self._add(source, want, asked, drafts, first)
             if want.rule is not None:
-                want.rule.told(source, passes, (perf_counter() - began) * 1e3)
+                want.rule.record_cost(source, passes, (perf_counter() - began) * 1e3)
         return [draft.best(min(budget, self.config.nodes)) for draft, budget in zip(drafts, want.budgets, strict=True)]
 
     def _asked(self, source: int, want: DraftRequest, first: Sequence[float]) -> list[int]:

@@ -32,8 +32,8 @@ class LocalGrowing:
             growth.left[ask.key] = dict(zip(ask.expand, wanted[count:], strict=True))
         return growth
 
-    def grew(self, key: int, grown: Grown) -> None:
-        """The next level of a sequence, after this one."""
+    def plan_next_level(self, key: int, grown: Grown) -> None:
+        """Say what the next level of a sequence is to draft, given the level that was drafted now."""
         left = self.left.pop(key) | dict(zip(grown.given, self.given.pop(key, ()), strict=True))
         del self.asks[key]
         if max(left.values()) == 1:
@@ -46,7 +46,7 @@ class LocalGrowing:
             self.asks[key], self.left[key], self.given[key] = ask, tips, []
 
     def call_off(self, key: int) -> None:
-        """Nothing more of a sequence."""
+        """Draft nothing more for a sequence."""
         for part in (self.asks, self.left, self.given):
             part.pop(key, None)
         self.done = not self.asks
@@ -56,7 +56,7 @@ class LocalGrowing:
         began, asks = now(), [*self.asks.values()]
         level = {ask.key: grown for ask, grown in zip(asks, grow(asks), strict=True)}
         for key, grown in level.items():
-            self.grew(key, grown)
+            self.plan_next_level(key, grown)
         self.levels.append(level)
         self.times.append((began, now()))
         self.done = not self.asks

@@ -44,7 +44,7 @@ class SyntheticConfig(DrafterConfig):
     answers: str = option(help="file of the target's own recorded answers; write_answers writes one")
     accept: float = option(0.8, help="chance to be right, given that all above was", minimum=0, maximum=1)
     depth: int = option(4, help="tokens of a draft", minimum=1, maximum=1024)
-    seed: int = option(0, help="of the draws: which drafts are right is a function of it, prompt, position and depth")
+    seed: int = option(0, help="seed of the draws; with prompt, position and depth it decides which drafts are right")
 
     def build(self, context: DrafterContext) -> SyntheticDrafter:
         return SyntheticDrafter(self)

@@ -39,15 +39,15 @@ PILOT = 3  # calls of a network that are made for one sequence alone, to find ou
 DEAREST = 5.0  # plain steps that an ask in order to learn may take at most: a long prompt to catch up with
 LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
 HORIZON = 32  # tokens over which catching up must pay; half of those left where the request ends earlier
-MARGIN = 0.1  # by which nodes must be worth more than they cost: of many estimates the best are too good
-FIRST_ROWS = 8  # nodes checked at once at a batch size where none were; then at most twice as many as ever
+MARGIN = 0.1  # nodes must be worth so much more than they cost: the best of many estimates are too good
+FIRST_ROWS = 8  # most nodes of the first check at a batch size; later at most twice as many as ever before
 RATE = 1 / 16  # weight of a step in the tokens a millisecond earned
 PLAIN_FIRST = 2  # plain steps at a batch size before drafts: what drafts are compared with must be measured
 PLAIN_EVERY = 128  # steps between plain ones later; before, as many as double with each of them
-KNOWN_AFTER = 48  # looks after which a batch size is known; until then every step is looked at, then
-LOOK_EVERY = 8  # one of so many, as long as the batch stays the same; or
-REST = 4  # one of so many, where nothing is drafted
-NEVER = 2.0  # a chance that no source is needed with
+KNOWN_AFTER = 48  # a batch size is known after so many looks; until then the rule looks at every step
+LOOK_EVERY = 8  # then it looks at one step of so many, as long as the batch stays the same
+REST = 4  # where nothing is drafted it looks at one step of so many
+NEVER = 2.0  # above every chance: the source is asked for no sequence
 
 
 @dataclass(slots=True)
@@ -55,21 +55,21 @@ class _Asks:
     """What one source is asked for."""
 
     least: dict[int, float] = field(default_factory=dict)  # sequence -> chance of being needed from which it pays
-    opens: dict[int, float] = field(default_factory=dict)  # of those asked for in the step: that chance
-    unseen: int = 0  # tokens that it had to process first
-    ms: float = 0.0  # that it took, where it was told
-    passes: int = 0  # of its network; as many as its deepest proposal has levels, where it does not say
+    opens: dict[int, float] = field(default_factory=dict)  # the same chance, of sequences asked for in the step
+    unseen: int = 0  # tokens that the source had to process first
+    ms: float = 0.0  # time of the call, where `record_cost` gave it
+    passes: int = 0  # passes of the source's network; else the levels of its deepest proposal
 
 
 @dataclass(slots=True)
 class _BatchSize:
     """What is known of steps of a bucket of batch sizes."""
 
-    tokens: float = 0.0  # of a step, a running mean
-    ms: float = 0.0  # the same
+    tokens: float = 0.0  # tokens of a step, a running mean
+    ms: float = 0.0  # ms of a step, a running mean
     looks: int = 0
     rows: int = 0  # most nodes that were checked at once
-    plain_at: int = 0  # the last plain step, or attempt at one
+    plain_at: int = 0  # number of the last plain step, or of the last attempt at one
 
 
 class AutoBudget(DraftBudget):
@@ -81,7 +81,7 @@ class AutoBudget(DraftBudget):
         sources: names of the drafters behind the drafter, cheapest first; one where it is a single one.
         marks: kinds of nodes that are told apart by their source mark: as many as drafters, or, of a single one, as it
             has ways to come by them. None: as many as drafters.
-        draft_costs: of each source; None: they look things up.
+        draft_costs: the costs of each source; None: all sources are look-ups.
         prepares: the source that proposes only what the step before has prepared, in the target's pass and behind it;
             a step that does not ask it prepares nothing. None: there is no such source.
         blind: whether a node is checked must not depend on its score: drafts drawn from q, for rejection.
@@ -112,24 +112,26 @@ class AutoBudget(DraftBudget):
         self._library = native.in_use()
         self._one = len(self.sources) == 1
         self._prepares, self._blind, self._spares = prepares, blind, spares
-        self._late = prepares or 0  # its time is what others did not take: streams are read behind the pass
+        self._late = (
+            prepares or 0
+        )  # the source whose time is what others did not take: streams are read behind the pass
         self._kinds: dict[str | None, RequestKind] = {}
         self._histories: dict[int, History] = {}
         self._sizes: dict[int, _BatchSize] = {}  # by bucket
         self._steps = self._rested = 0
         self._saved_ms = [0.0 for _ in sources]  # by source: time for asks that are not expected to pay
-        # Found at the last look; it stands until the next one:
-        self._looked = self._next = 0  # its step, and the next one's
+        # The last look set these; they stand until the next look:
+        self._looked = self._next = 0  # the step of the last look, and of the next one
         self._keys: list[int] = []
         self._batch = self._context = 0
         self._size = _BatchSize()
-        self._plain_ms, self._rate = table.step_ms(1, 0), 0.0  # of a plain step; tokens a ms, over the batch
+        self._plain_ms, self._rate = table.step_ms(1, 0), 0.0  # ms of a plain step; tokens a ms, over the batch
         self._prices, self._floors = array("d"), dict[tuple[int, int], float]()  # see `_priced`, `level_chance`
         self._budgets: list[int] = []
         self._asks = [_Asks() for _ in sources]
-        self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
-        self._all = False  # all nodes were checked that were proposed
-        self._choice = 0, 0, 0.0  # the last one: batch size, nodes over the batch, their expected tokens
+        self._trials: set[tuple[int, int]] = set()  # (sequence, source) of asks that are made to learn
+        self._all = False  # whether all proposed nodes were checked
+        self._choice = 0, 0, 0.0  # the last choice: batch size, nodes over the batch, their expected tokens
 
     @classmethod
     def of(cls, spec: DrafterSpec, table: CostTable, own: CostTable | None = None) -> Self:
@@ -168,7 +170,7 @@ class AutoBudget(DraftBudget):
         return budgets
 
     def _look(self, sequences: Sequence[RunningSequence], keys: list[int], batch_size: int) -> list[int]:
-        """Decide anew whom to ask."""
+        """Decide anew which sources to ask for which sequences."""
         self._save(self._plain_ms * (self._steps - self._looked - 1))  # so much the steps between took, at the least
         self._keys, self._batch, self._looked, self._next = keys, batch_size, self._steps, self._steps + 1
         histories = [self._history(sequence.view) for sequence in sequences]
@@ -187,7 +189,7 @@ class AutoBudget(DraftBudget):
         return self._allowed(histories, wanted)
 
     def _history(self, view: SequenceView) -> History:
-        """Of a sequence, at the present batch size."""
+        """The history of a sequence, at the present batch size."""
         history = self._histories.get(view.key)
         if history is None:
             name = None if view.application is None else view.application.name
@@ -257,7 +259,7 @@ class AutoBudget(DraftBudget):
         return max(1.0, tokens / (1 + max(1.0, history.gains[source].gain)))
 
     def _behind_ms(self, source: int, history: History) -> float:
-        """What the source has to compute first."""
+        """Ms that the source needs to catch up with the sequence."""
         behind = len(history.view.tokens) - history.seen[source] - NEAR
         return max(0, behind) * self.draft_costs[source].catch_up_ms
 
@@ -307,7 +309,7 @@ class AutoBudget(DraftBudget):
         return chosen
 
     def _note(self, source: int, keys: Sequence[int]) -> None:
-        """These sequences are asked for."""
+        """Note that a source is asked for these sequences."""
         unseen, step = 0, self._steps
         for key in keys:
             history = self._histories[key]
@@ -333,8 +335,8 @@ class AutoBudget(DraftBudget):
             self._floors[source, count] = floor
         return floor
 
-    def told(self, source: int, passes: int, ms: float) -> None:
-        """What the ask of one of several sources took."""
+    def record_cost(self, source: int, passes: int, ms: float) -> None:
+        """Learn what the call of one of several sources took; see `DraftRule.record_cost`."""
         if self.learns:
             self._asks[source].ms, self._asks[source].passes = ms, passes
             if source != self._late:
@@ -436,7 +438,7 @@ class AutoBudget(DraftBudget):
 
     @property
     def rule(self) -> AutoBudget:
-        """Itself; see `DraftBudget.rule`."""
+        """This budget is the rule; see `DraftBudget.rule`."""
         return self
 
     def rested(self, sequence: RunningSequence) -> str | None:

@@ -32,10 +32,10 @@ class StepRecord:
 
 
 class DraftBudget:
-    """Decides the number of drafted nodes of each sequence, zero included. What is given here suits one that learns
+    """Decides the number of drafted nodes of each sequence, zero included. The methods here suit a budget that learns
     nothing."""
 
-    learns = False  # whether `observe` is to be called for the coming step; read after `plan`
+    learns = False  # whether the engine calls `observe` for the coming step; it reads this after `plan`
     rests = False  # neither the coming step nor the one behind it drafts: nothing need be prepared; read after `plan`
 
     @property
@@ -85,7 +85,7 @@ class FixedBudget(DraftBudget):
     batch size that is not above the current one."""
 
     size: int | tuple[tuple[int, int], ...]  # nodes, or (batch size, nodes), ascending, from batch size 1 on
-    why: str | None = None  # said where the size is 0
+    why: str | None = None  # the reason that is given where the size is 0
 
     def __post_init__(self) -> None:
         if isinstance(self.size, int):
@@ -114,7 +114,7 @@ class FixedBudget(DraftBudget):
         return next(nodes for batch, nodes in reversed(self.size) if batch <= max(1, batch_size))
 
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
-        """The nodes at the batch size, for all alike."""
+        """The same number of nodes for each sequence: that of the batch size."""
         return [self.size_at(batch_size)] * len(sequences)
 
     def reason(self) -> str | None:
@@ -126,7 +126,7 @@ class FixedBudget(DraftBudget):
         return f"the draft budget is 0 at every batch size ({self})"
 
     def rested(self, sequence: RunningSequence) -> str | None:
-        """For a sequence that drafted nothing although a table allows drafts in smaller batches, too."""
+        """Why a sequence drafted nothing, also where the table allows drafts in smaller batches."""
         if isinstance(self.size, int):
             return self.reason()
         stats = sequence.state.stats

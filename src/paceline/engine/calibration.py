@@ -56,7 +56,7 @@ class Fingerprint:
     stretch: int  # layers of a pass for each of the model's own
 
     def differs(self, other: Fingerprint) -> list[str]:
-        """In words, where two of them differ."""
+        """Say in words where two fingerprints differ."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name} {theirs[name]} there, {mine[name]} here" for name in mine if mine[name] != theirs[name]]
 
@@ -97,12 +97,12 @@ class Calibration:
 
     fingerprint: Fingerprint
     table: CostTable
-    drafts: dict[str, CostTable] = field(default_factory=dict)  # by draft model's name: its own passes
+    drafts: dict[str, CostTable] = field(default_factory=dict)  # costs of a draft model's passes, by its name
     created: str = ""  # ISO 8601, UTC
     repeats: int = 0
 
     def read_from(self, source: str) -> Calibration:
-        """The same, whose tables say where they were read."""
+        """The same calibration, whose tables say from which file they were read."""
         drafts = {name: replace(table, source=source) for name, table in self.drafts.items()}
         return replace(self, table=replace(self.table, source=source), drafts=drafts)
 
@@ -209,7 +209,7 @@ class PassTimer:
     ) -> None:
         room = context + rows
         self._decoder = decoder
-        size = (room + 64) * sequences  # with room to lie in one piece each
+        size = (room + 64) * sequences  # with room for each sequence to lie in one piece
         shape, dtype = layout or (decoder.cache_shape, decoder.dtype)
         self._pool = KVPool(*shape, size, dtype, decoder.device)
         for cache in (self._pool.tensors.all_k, self._pool.tensors.all_v):
@@ -227,7 +227,7 @@ class PassTimer:
 
     @torch.inference_mode()
     def ms(self, sequences: int, rows: int, layers: int | None = None) -> float:
-        """One pass of ``rows`` rows of each sequence, packing and the choice of tokens included.
+        """Ms of one pass of ``rows`` rows of each sequence, packing and the choice of tokens included.
 
         As the engine does it: in one compiled call where the layers are compiled. Torch's threads, which would choose
         among many rows, take the processors from the layers' own just when the next pass begins.
@@ -307,7 +307,7 @@ def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostT
     cases = sorted([(1, r) for r in rows] + [(b, 1) for b in batches], key=lambda c: (c not in ((1, 1), (1, 8)), c))
     timer = PassTimer(decoder, max([1, *batches]), context, max(rows))
     began = perf_counter()
-    timer.ms(1, 1)  # whatever is done once is done
+    timer.ms(1, 1)  # the first pass does what is done once only
     best: dict[tuple[int, int], float] = {}
     for _ in range(QUICK_REPEATS):
         for case in cases:
@@ -316,7 +316,7 @@ def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostT
                 break
             best[case] = min(timer.ms(*case), best.get(case, float("inf")))
     plain = {1: best[1, 1]} | {b: best[b, 1] for b in batches if (b, 1) in best}
-    if len(plain) == 1:  # of sequences nothing is known: as of rows
+    if len(plain) == 1:  # sequences were not timed: a sequence is taken to cost what a row does
         plain |= {r: best[1, r] for r in rows[1:] if (1, r) in best}
     return CostTable(
         chain=tuple((r, best[1, r]) for r in rows if (1, r) in best),

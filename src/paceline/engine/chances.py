@@ -52,7 +52,7 @@ class Chances:
         self.table = array("d", hits * DEPTHS + [PRIOR] * CELLS + middles * DEPTHS)
 
     def odds(self, cell: int) -> float:
-        """Of a node of a class, given that its parent is right."""
+        """The odds that a node of a class is right, given that its parent is."""
         return self.table[2 * CELLS + cell]
 
     def learn(self, cell: int, right: bool) -> None:
@@ -129,7 +129,7 @@ class History:
         parts: list[array[Any]] = [self.shift, self.last, *(chances.table for chances in kind.chances)]
         self.places = [part.buffer_info()[0] for part in parts]  # for compiled code
         self.born, self.rested_before = born, rested  # step of its first plan; rests before it
-        self.bucket = -1  # of the batch sizes that `gains` are about
+        self.bucket = -1  # bucket of the batch sizes that `gains` are about
         self.gains: list[AskGain] = []  # by source; until it was asked for this sequence, that of the kind
         self.seen = [0] * sources  # tokens of the text that each source has processed
         self.asked_at = [-1] * sources  # step of the last ask

@@ -62,7 +62,7 @@ def check_room(max_len: int, pool_tokens: int) -> None:
 
 
 def grammars(found: Grammars | None) -> Grammars:
-    """What compiles grammars. Raises CapabilityError where this engine has none."""
+    """The compiler of grammars. Raises CapabilityError where this engine has none."""
     if found is None:
         raise CapabilityError("a grammar", "this engine was made without them", "leave the grammar out")
     return found

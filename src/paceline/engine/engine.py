@@ -70,16 +70,18 @@ class Engine:
         self.lock = FairLock()
         self._texts = texts
         self.grammars = grammars
-        # Who learns from requests: is told of each that ended, and asked before each step. None: nobody.
+        # The learner: the engine reports each request that ended and asks it before each step. None: nothing learns.
         self.on_leave: Callable[[LiveRequest], None] | None = None
         self.between: Callable[[], None] | None = None
         self._torn = False  # whether a call is under way, or ended in its middle
         self._cancelled: deque[str] = deque()  # requests that are to be aborted
-        self._untold: list[LiveRequest] = []  # may have got tokens in a step that ended in its middle
+        self._untold: list[
+            LiveRequest
+        ] = []  # ended, or may have got tokens in an interrupted step: the next step reports them
         self._totals, self._steps = Totals(), 0
         self._keys = count()
         self._arrivals = count()
-        self._timed: list[LiveRequest] = []  # those with a deadline, that had not ended at the last look
+        self._timed: list[LiveRequest] = []  # requests with a deadline that had not ended when they were last checked
 
     # -- requests
 
@@ -171,7 +173,7 @@ class Engine:
                 live.deadline = live.submitted + deadline_s
                 self._timed.append(live)
             for sequence in sequences:
-                if sequence.finished:  # with what it had said before: the next step tells
+                if sequence.finished:  # the request ends with what it had said before, and the next step reports it
                     self._untold.append(live)
                 else:
                     self.scheduler.add(sequence)
@@ -238,7 +240,7 @@ class Engine:
         self._leave(live)
 
     def _stop(self, live: LiveRequest, reason: Literal["abort", "deadline"]) -> None:
-        """End its samples from outside."""
+        """End the samples of a request from outside."""
         open_ones = [s for s in live.sequences if not s.finished]
         for sequence in open_ones:
             sequence.state.checker.end(reason)
@@ -254,7 +256,7 @@ class Engine:
                 self._untold.append(live)
 
     def _leave(self, live: LiveRequest) -> None:
-        """Its last sample has ended."""
+        """Take out a request whose last sample has ended."""
         if live.ended is None:
             live.ended = perf_counter()
             self._totals.add(live)
@@ -262,7 +264,7 @@ class Engine:
                 self.on_leave(live)
         if live.on_end is not None:
             live.on_end(live)
-        if self.live.get(live.request.id) is live:  # the id may have been given to another since
+        if self.live.get(live.request.id) is live:  # another request may have been given the id since
             del self.live[live.request.id]
 
     @property
@@ -335,10 +337,10 @@ class Engine:
         return touched, bool(ended)
 
     def _complete(self, trace: list[StepTrace], result: StepResult) -> None:
-        """Add what is known of the whole step to what it did for a sequence."""
+        """Add the figures of the whole step to the record of one sequence."""
         why = self.budget.describe()["why"]
         for step in reversed(trace):
-            if step.why:  # of a step before
+            if step.why:  # an earlier step made these tokens
                 break
             step.why, step.batch_size = why, len(result.works)
             step.draft_ms, step.verify_ms, step.host_ms = result.draft_ms, result.verify_ms, result.host_ms
@@ -432,7 +434,7 @@ class Engine:
         stats.ttft_ms = (live.first_token - live.submitted) * 1e3 if live.first_token else None
         admitted = min((s.admitted for s in live.sequences if s.admitted is not None), default=None)
         stats.queue_ms = None if admitted is None else (admitted - live.submitted) * 1e3
-        # A drafter that failed on the way must be heard of, whatever it had drafted before.
+        # The user must learn of a drafter that failed on the way, whatever it had drafted before.
         rested = next((s.state.stats.off_reason for s in live.sequences if s.state.stats.off_reason), None)
         stats.off_reason = self.round.failure or stats.off_reason or rested
         outputs = [self._completion(live, s) for s in live.sequences]
@@ -482,7 +484,7 @@ def _share_times(result: StepResult, host_ms: float) -> None:
 
 
 def _record(result: StepResult, total_ms: float) -> StepRecord:
-    """What a step did, for the draft budget."""
+    """The record of a step, for the draft budget."""
     said = [(work, result.counts.get(i, (0, 0))) for i, work in enumerate(result.works) if work.generates]
     return StepRecord(
         sequences=[work.sequence for work, _ in said],

@@ -29,7 +29,8 @@ class LiveRequest:
     first_token: float | None = None
     ended: float | None = None
     deadline: float = inf  # perf_counter seconds
-    said: Sequence[tuple[int, int]] = ()  # of each sample, tokens and characters that are not told again; none: all are
+    # Tokens and characters of each sample that a stream does not tell again; empty: it tells all.
+    said: Sequence[tuple[int, int]] = ()
     text_prefix: str = ""  # the prompt's text, where it is to be echoed
     store: bool = True  # whether it may be learned from
     on_end: Callable[[LiveRequest], None] | None = None  # called when its last sample has ended; twice after Ctrl-C

@@ -45,7 +45,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """The most urgent first, of these the first come; the least urgent is preempted first, of these the youngest.
+    """Runs the most urgent sequences first, equally urgent ones by arrival; preempts the least urgent, youngest first.
 
     Args:
         pool: where K and V live.
@@ -67,10 +67,11 @@ class Scheduler:
         self.preempted: list[RunningSequence] = []  # since the engine last looked
         rows = config.max_prompt_rows
         self.paced = rows == AUTO  # whether `took` is to be called after each step
-        self._prompt_rows = START_PROMPT_ROWS if rows == AUTO else rows  # most while others decode; None: any number
-        self._granted: int | None = None  # of these, in this step; None: nothing bounds it
+        # Most prompt rows of a step in which others decode; None: any number.
+        self._prompt_rows = START_PROMPT_ROWS if rows == AUTO else rows
+        self._granted: int | None = None  # prompt rows that this step took; None: nothing bounds them
         self._decode_ms = self._row_ms = 0.0  # running means: a step without prompts, and what a row of them adds
-        self._left = False  # whether the last step left somebody waiting
+        self._left = False  # whether the last step left a sequence waiting
 
     def add(self, sequence: RunningSequence) -> None:
         """Queue a sequence behind those that are as urgent."""
@@ -121,7 +122,7 @@ class Scheduler:
             wanted = min(len(sequence.view.tokens) - cache.front, left)
             if bounded and wanted > 1:
                 wanted = self._grant(wanted)
-            if wanted <= 0:  # all of it is under way, or no room in this step
+            if wanted <= 0:  # all its known tokens are under way, or this step has no room
                 continue
             if not cache.reserve_here(wanted):
                 if not self._make_room(sequence, wanted, rows):
@@ -137,7 +138,7 @@ class Scheduler:
     # -- a long prompt beside sequences that decode
 
     def _begin_prompts(self) -> bool:
-        """Whether prompts are bounded in the coming step: somebody decodes."""
+        """Begin the coming step's count of prompt rows; returns whether they are bounded: a sequence decodes."""
         decodes = any(s.cache is not None and len(s.view.tokens) - s.cache.front <= 1 for s in self.running)
         self._granted = 0 if decodes else None
         return decodes
@@ -148,7 +149,7 @@ class Scheduler:
         return self._prompt_rows - self._granted
 
     def _grant(self, wanted: int) -> int:
-        """Of so many rows of a prompt, those that the step takes."""
+        """How many of the ``wanted`` rows of a prompt this step takes."""
         assert self._granted is not None
         wanted = min(wanted, self._room())
         self._granted += wanted
@@ -279,7 +280,7 @@ class Scheduler:
 
     def _max_depth(self, sequence: RunningSequence) -> int:
         """Deepest node that can still be emitted, with one token of the target's own after it."""
-        if sequence.max_nodes == 0:  # it wants no drafts
+        if sequence.max_nodes == 0:  # the request wants no drafts
             return 0
         checker = sequence.state.checker
         room = min(sequence.max_len - len(sequence.view.tokens), checker.max_tokens - checker.num_tokens)
@@ -297,7 +298,7 @@ class Scheduler:
 
 
 def _priority(sequence: RunningSequence) -> int:
-    """Its request's: lower is more urgent."""
+    """The priority of the sequence's request: lower is more urgent."""
     return sequence.state.request.priority
 
 

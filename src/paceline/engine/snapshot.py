@@ -13,7 +13,7 @@ from .scheduler import Scheduler
 
 @dataclass(slots=True)
 class Totals:
-    """Of the requests that have ended."""
+    """Counters of the requests that have ended."""
 
     ended: dict[str, int] = field(default_factory=dict)  # samples by finish reason
     stats: dict[str | None, SpecStats] = field(default_factory=dict)  # by application; None: the base model
@@ -50,11 +50,11 @@ class Snapshot:
 
     @property
     def prefix_hits(self) -> int:
-        """Those of them that were found."""
+        """Prompt tokens that were found in the K/V pool."""
         return self.stats.cached_prompt_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """All counters, ready for JSON."""
         own = {"prefix_queries": self.prefix_queries, "prefix_hits": self.prefix_hits}
         return asdict(self) | own
 

@@ -260,13 +260,14 @@ class AnswerText:
         return self._advance(text, len(text))
 
     def _begin(self, ids: list[int]) -> None:
-        """Go on behind these tokens, whose text is out."""
+        """Go on behind these tokens, whose text has been returned."""
         self._ids = ids  # the window
-        self._whole = len(ids)  # of these, the ones behind which no character is open
-        self._shown = self._settled = self._decode(ids)  # the window's text that is out; that of its whole tokens
+        self._whole = len(ids)  # tokens of the window behind which no character is incomplete
+        # The part of the window's text that was returned; the text of its whole tokens.
+        self._shown = self._settled = self._decode(ids)
 
     def _text(self) -> str:
-        """The window's text, which begins with what is out."""
+        """The window's text, which begins with what was returned."""
         text = self._decode(self._ids)
         if text.startswith(self._shown):
             return text
@@ -279,7 +280,7 @@ class AnswerText:
         return self._decode(rest)
 
     def _advance(self, text: str, stop: int) -> str:
-        """Let the window's text out up to ``stop``; what of it is new and the answer's."""
+        """Return the window's text up to ``stop``: the part that is new and belongs to the answer."""
         new, self._shown = text[len(self._shown) : stop], text[:stop]
         mine = new.lstrip(_BROKEN)
         foreign = min(self._foreign, len(new) - len(mine))
@@ -287,7 +288,7 @@ class AnswerText:
         return new[foreign:]
 
     def _settle(self, text: str) -> None:
-        """No character is open: forget what nothing depends on any more."""
+        """No character is incomplete: forget tokens on which no later text depends."""
         if text == self._settled:  # tokens without text
             del self._ids[self._whole :]
         elif len(self._ids) > CONTEXT_IDS:

@@ -130,7 +130,7 @@ class Grammars:
         try:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
-            raise CapabilityError(asked, "llguidance is not installed", "pip install 'paceline[serve]'") from error
+            raise CapabilityError(asked, "llguidance is not installed", "run pip install 'paceline[serve]'") from error
         if self._tokenizer is None:
             raise CapabilityError(asked, "this model has no tokenizer", "leave the grammar out")
         if not self._eos_ids:

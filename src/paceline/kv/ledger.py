@@ -223,7 +223,7 @@ class Ledger:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is held."""
+        """Whether no sequence holds a block."""
         return not self.sequences and self.allocator.num_free == self.allocator.num_blocks
 
     def check_idle(self) -> None:
@@ -399,16 +399,16 @@ class SequenceCache:
             self._published += 1
 
     def detach(self) -> None:
-        """Hold nothing any more, without giving anything back: for a pool that starts anew."""
+        """Forget all blocks without giving them back: the pool starts anew."""
         self.blocks = []
         self.committed = self.front = self.reserved = 0
 
     def hold(self) -> None:
-        """A pass is in flight that writes to its slots: they go to nobody else before `let_go`."""
+        """Say that a pass in flight writes to the slots: no other sequence gets them before `let_go`."""
         self.held += 1
 
     def let_go(self) -> None:
-        """That pass is through, or will never write."""
+        """Say that a pass that `hold` announced has ended, or will never write."""
         self.held -= 1
         if self._ended and not self.held:
             self.release()

@@ -39,7 +39,7 @@ class RingCache:
         self.view, self.span = view, view.window + spare
         self.size = view.sinks + self.span
         self._free = [*range(texts)][::-1]
-        # One slot more for each: what rows write whose own K/V nobody is to see.
+        # One more slot a text: rows whose own K/V no row may see write there.
         made = torch.zeros((2, layers, heads, texts * (self.size + 1), width), dtype=dtype, device=device)
         self.k, self.v = list(made[0].unbind(0)), list(made[1].unbind(0))
         self._texts = texts

@@ -29,10 +29,10 @@ BASE = "base"  # what the base model is called where a word is needed, so no app
 class Application:
     """One trained set in shared mode, ready to run."""
 
-    name: str  # as requests name it
+    name: str  # the name that requests use
     identity: str  # sha256 of the set's files: K/V is shared among requests with the same one
     adapter: LowRank | None  # of main and stream rows; None: the set has streams alone
-    streams: StreamSet | None = None  # where main rows attend to their streams; None: adapters alone
+    streams: StreamSet | None = None  # main rows attend to them; None: the set has adapters alone
 
 
 def locate(named: Mapping[str, str], offline: bool = False) -> dict[str, Path]:

@@ -52,7 +52,7 @@ class StoredRows(NamedTuple):
     rows: np.ndarray  # [n, bytes of a row] uint8
     order: Tensor  # [n] int64 which of these rows comes first, second, ...; -1: zeros instead
     source: str = "a weight"  # what they are, for errors
-    release: Callable[[], None] = lambda: None  # lets go of memory that can be read again from the file
+    release: Callable[[], None] = lambda: None  # frees memory that can be read again from the file
     inputs: Tensor | None = None  # [k] int32 which input comes first, second, ...; None: they are in order
 
     @property

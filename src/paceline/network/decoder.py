@@ -75,7 +75,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.ranks = config, ranks
-        self.own = here = config if ranks is None else ranks.share.own  # what of it is here
+        self.own = here = config if ranks is None else ranks.share.own  # the part of the network that this rank holds
         self.lender, self.normed = lender, normed
         if lender is not None:
             _check_lender(lender, config, dtype, native)
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
                 setattr(self.get_submodule(module), own, nan_parameter(tuple(value.shape), value.dtype, self.device))
 
     def _own_name(self, name: str) -> str:
-        """The parameter that one of an added layer copies; another's is its own."""
+        """The parameter that a parameter of an added layer copies; any other parameter is its own."""
         first, _, rest = name.partition(".")
         if first != "added":
             return name
@@ -402,14 +402,15 @@ class TargetInfo:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     tokenizer: Any  # the Hugging Face tokenizer, or None for a model without one
-    handle: TargetHandle  # its embedding, final norm and head, for drafters that work on its states
-    decoder: Decoder  # itself, for drafters that draft with its layers
+    handle: TargetHandle  # the target's embedding, final norm and head, for drafters that work on its states
+    decoder: Decoder  # the target itself, for drafters that draft with its layers
 
     @staticmethod
     def of(
         name: str, config: DecoderConfig, dtype: torch.dtype, tokenizer: Any, decoder: Decoder | None = None
     ) -> TargetInfo:
-        """By its configuration. Without a decoder, of a target in another process: nothing that reads its weights."""
+        """Describe a target by its configuration. Without a decoder (the target is in another process) ``handle`` and
+        ``decoder`` are None."""
         shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
         known: dict[str, Any] = {field: getattr(config, field) for field in shared}
         known |= {"handle": None if decoder is None else decoder.handle(), "decoder": decoder}

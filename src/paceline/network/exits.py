@@ -46,7 +46,7 @@ class ExitsConfig(TrainedConfig):
 
     what: ClassVar[str] = "early exits"
 
-    layers: tuple[int, ...]  # of the target in front of each exit, ascending
+    layers: tuple[int, ...]  # layers of the target in front of each exit, ascending
     num_layers: int  # of the target
     d_model: int  # likewise
     vocab_size: int  # likewise

@@ -24,7 +24,7 @@ from ..core.options import shown
 from .gguf import is_gguf, read_gguf
 from .hashing import content_hash
 
-RECEIVED = "received.json"  # beside the parts of a checkpoint that came from another host, each checked by its hash
+RECEIVED = "received.json"  # has the hash of each part of a checkpoint that came from another host; lies beside them
 MAX_JSON_BYTES = 64 * 2**20  # many times the largest index of shards that is known
 
 

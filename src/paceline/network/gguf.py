@@ -82,7 +82,7 @@ class GGUFTensor:
             raise CapabilityError(str(self), wrong, "load it with dtype='int8' or 'bfloat16'")
 
     def stored(self) -> StoredRows:
-        """Its rows where the file has them."""
+        """The tensor's rows where the file has them."""
         raw = self.raw()
         return StoredRows(self.type, raw, self._order(len(raw)), str(self), self.forget)
 
@@ -95,7 +95,7 @@ class GGUFTensor:
         return order.view(self.heads, -1, 2).transpose(1, 2).flatten()
 
     def values(self) -> Tensor:
-        """Its values in its shape: a plain type as it is, others as float32.
+        """The tensor's values in its shape: a plain type as it is, others as float32.
 
         Raises:
             CapabilityError: a type that needs the ``gguf`` package, which is not there.
@@ -218,7 +218,7 @@ def read_gguf(path: str | Path) -> GGUF:
 
 @lru_cache(maxsize=4)
 def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
-    """By size and time of change too, so that a file that was replaced is read again."""
+    """Read files once; size and time of change are part of the key, so that a replaced file is read again."""
     found: dict[str, GGUFTensor] = {}
     files = [MappedFile(path) for path, _, _ in stamped]
     for number, file in enumerate(files):
@@ -272,7 +272,7 @@ class FileTexts(Sequence[str]):
         return (data[at + 8 : stop].decode("utf-8", "replace") for at, stop in pairwise(places))
 
     def index(self, text: str, *_: Any) -> int:
-        """Of the first that is this text; no other one is decoded.
+        """The index of the first entry that is this text; no other entry is decoded.
 
         Raises:
             ValueError: none is.

@@ -203,7 +203,7 @@ class GGUFTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Of chats, as `whole` has it."""
+        """The template of chats, as `whole` has it."""
         known = not (self._template and self._begins) or _WRITES_BOS.match(self._template)
         return self._template if known and "whole" not in vars(self) else self.whole.chat_template
 

@@ -53,7 +53,7 @@ class GroupTensor:
         return self.shape[0] * self.type.row_bytes(self.shape[1])
 
     def stored(self) -> StoredRows:
-        """Its rows in blocks.
+        """The weight's rows in blocks.
 
         Raises:
             ConfigError: as of `values`, or a scale that is no number of 16 bits.
@@ -89,7 +89,7 @@ class GroupTensor:
         return weight
 
     def forget(self) -> None:
-        """Nothing of its files is held."""
+        """Do nothing: this weight holds no memory of its files."""
 
     def _numbers(self, order: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Of some outputs after others codes [outputs, groups, inputs], zeros [outputs, groups], both uint8, and scales

@@ -60,6 +60,7 @@ def from_hub(name: str, revision: str | None, offline: bool) -> Path:
     except LocalEntryNotFoundError as error:
         reason = "it is not in the local cache, and the hub is " + ("switched off" if offline else "out of reach")
         remedy = "download it once without offline" if offline else "check the network, or name a local folder"
+        remedy += "; `paceline models` lists the models that are known by name"
         raise ConfigError(
             f"model {shown(name)}", f"not a folder nor an embedded model, and {reason}", remedy
         ) from error

@@ -102,7 +102,8 @@ class Stack:
         self.reference = ctypes.byref(self._model)
         # By engine, and an engine runs in one thread at a time: two threads never look for the same one.
         self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int, bool]] = WeakKeyDictionary()
-        self._last: tuple[Callable[[], Any], abi.CPass] | None = None  # the cache of the last pass, and see `_pass`
+        # The cache of the last pass, and what `_pass` keeps for it.
+        self._last: tuple[Callable[[], Any], abi.CPass] | None = None
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
         self._streams: WeakKeyDictionary[StreamSet, NativeStreams] = WeakKeyDictionary()
         self._packing = threading.Lock()
@@ -138,7 +139,7 @@ class Stack:
         return made, head
 
     def _own_linears(self) -> list[NativeLinear]:
-        """Of the layers that have numbers."""
+        """The products of the layers that have numbers: added layers have none."""
         step = len(LINEARS)
         firsts = range(0, len(self.weights.linears), step * self.stretch)
         return [linear for first in firsts for linear in self.weights.linears[first : first + step]]
@@ -306,7 +307,7 @@ class Stack:
             last = self._last = ref(cache), self._new_pass(cache)
         found = last[1]
         rotation = self._rope.joined()
-        if found.rotation is not rotation:  # an interrupt in here makes the next call do it again
+        if found.rotation is not rotation:  # if an interrupt ends this, the next call does it again
             found.rotation = None
             self._rotate(found, rotation)
             found.rotation = rotation
@@ -392,7 +393,7 @@ class Stack:
 
     @staticmethod
     def _rotate(run: abi.CPass, rotation: tuple[Tensor, Tensor]) -> None:
-        cos, sin = run.held = rotation  # held: another thread may grow the tables and drop these
+        cos, sin = run.held = rotation  # kept alive here, since another thread may grow the tables and drop these
         run.cos, run.sin, run.num_positions = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
 
     def _addresses(self, cache: KVCache) -> tuple[Any, Any, int, bool]:

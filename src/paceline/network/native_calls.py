@@ -126,10 +126,10 @@ _SLOTS, _PARENTS = _PASS.index("slots"), _SPAN.index("parents")
 class NativeTaps:
     """States that `Stack.decide` is to copy out of a pass."""
 
-    layers: tuple[int, ...]  # behind which, ascending
-    rows: Sequence[int] | None  # of the pass; None: the first ones, as many as there is room for
+    layers: tuple[int, ...]  # layers behind which states are copied, ascending
+    rows: Sequence[int] | None  # rows of the pass to copy; None: the first ones, as many as there is room for
     out: Tensor  # [layers, rows, d_model], or of one layer [rows, d_model], in the dtype of the states, to be filled
-    ms: float = 0.0  # that copying took; set by the call
+    ms: float = 0.0  # ms that copying took; set by the call
 
     def struct(self, stretch: int, width: int, dtype: torch.dtype, held: list[Any]) -> abi.CTaps:
         """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
@@ -147,7 +147,7 @@ class NativeTaps:
 
 @cache
 def _after(layers: tuple[int, ...], stretch: int) -> array[int]:
-    """How many layers have been run behind each of these."""
+    """How many layers a pass has run behind each of these layers."""
     return array("q", [(layer + 1) * stretch for layer in layers])
 
 

@@ -231,7 +231,7 @@ class NativeTokenInfo:
         self.reference = ctypes.byref(self._struct)
 
 
-MANY = 1 << 30  # nodes: all that are made
+MANY = 1 << 30  # nodes that Algorithm 1 makes
 
 
 class SampleStart(NamedTuple):
@@ -370,7 +370,7 @@ class RingChain(NamedTuple):
     """Where one sequence's chain starts; see `recall`."""
 
     root: int
-    position: int  # of the root
+    position: int  # position of the root
     steps: int  # tokens wanted, one or more
     ring: int
     start: int  # beside the sinks K and V are there from this position on

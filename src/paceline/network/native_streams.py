@@ -20,7 +20,7 @@ class StreamCarrier(NamedTuple):
 
     span: int  # index of its `RowSpan`
     root: int  # its root's row
-    streams: int  # that are wanted of its last accepted node, the first ones
+    streams: int  # streams wanted of the last accepted node, the first ones
     most: int  # accepted nodes behind which a draft is of use
     ends: Collection[int]  # tokens that end its answer: no draft is wanted behind them
     riders: Sequence[int]  # nodes whose streams go with the main rows, ascending
@@ -77,7 +77,7 @@ class StreamTokens(NamedTuple):
 
     tokens: list[list[int]]  # [streams][k], likeliest first
     log_q: list[list[float]]
-    rode: bool  # with the main rows; else they ran afterwards
+    rode: bool  # whether the streams ran with the main rows; else they ran afterwards
 
 
 class NativeStreams:

@@ -27,7 +27,7 @@ Parts = Mapping[str, Sequence[StoredRows]]
 class Loaded(Protocol):
     """What compiled layers need of a `decoder.Decoder` whose parameters are loaded."""
 
-    own: DecoderConfig  # of what is here
+    own: DecoderConfig  # the configuration of the layers that are loaded here
     ranks: Ranks | None
     dtype: torch.dtype
     device: torch.device
@@ -72,7 +72,7 @@ class NativeWeights:
         self.layers = (abi.CLayer * c.depth)()
         parts: dict[str, Sequence[StoredRows]] = {}
         for index, (made, layer) in enumerate(zip(self.layers, decoder.in_order(), strict=True)):
-            if layer.index < 0:  # it follows another, computes with the same weights and adds zero
+            if layer.index < 0:  # an added layer: it has the weights of the layer in front of it, and adds zero
                 parts |= {name: [part.zeros() for part in parts[name]] for name in ("out", "down") if name in parts}
             else:
                 place = f"layers.{index // c.stretch}"
@@ -112,7 +112,8 @@ class NativeWeights:
             packed = (
                 self.head if decoder.head is None else NativeLinear(table.data, None, arena=self._arena, parts=parts)
             )
-            factor = torch.tensor([decoder.own.embedding_scale]).to(decoder.dtype).float()  # as a table's is rounded
+            # Rounded as the table's entries are.
+            factor = torch.tensor([decoder.own.embedding_scale]).to(decoder.dtype).float()
             self._held += [packed, factor]
             scale = factor.data_ptr() if decoder.own.embedding_scale != 1 else None
             w = packed.struct
@@ -135,5 +136,5 @@ class NativeWeights:
 
     @property
     def products(self) -> list[NativeLinear]:
-        """Of a pass, in order; the head is the last."""
+        """The products of a pass, in order; the head's is the last."""
         return [*self.linears, self.head]

@@ -83,7 +83,9 @@ class Share:
         for name, width in widths.items():
             unit = LANES if self.by_outputs and name != "heads" else 1
             if width % (self.count * unit):
-                wrong = f"they do not divide {name}: {width}" + (f" in pieces of {unit}" if unit > 1 else "")
+                wrong = f"{self.count} ranks do not divide {name}: {width}" + (
+                    f" in pieces of {unit}" if unit > 1 else ""
+                )
                 raise ConfigError(asked, wrong, "give a number that divides it, such as 1 or 2")
         if max(c.num_kv_heads, self.count) % min(c.num_kv_heads, self.count):
             wrong = f"{self.count} ranks cannot share {c.num_kv_heads} heads of K and V evenly"
@@ -145,11 +147,11 @@ class Share:
         return slice(first * unit, last * unit)
 
     def cut(self, piece: Piece) -> list[Piece]:
-        """What it reads of a checkpoint's tensor."""
+        """The part of a checkpoint's tensor that this rank reads."""
         weight, bias = weight_of(piece.into)
         if weight not in self.plan:
             return [piece]
-        if bias and self.plan[weight] == ROWWISE:  # of a sum one rank adds it
+        if bias and self.plan[weight] == ROWWISE:  # a bias is added once: by one rank of those that sum
             return [piece] if self.rank == 0 else []
         begin, rows = piece.at, piece.shape[0]
         spans = self.outputs(weight)
@@ -232,7 +234,7 @@ class Run:
     slots: int = 0
     adapters: list[tuple[int, int, int]] = field(default_factory=list)  # which, of rows from .. to
     moves: list[Move] = field(default_factory=list)  # before anything is computed
-    dropped: list[int] = field(default_factory=list)  # caches of which nothing comes any more
+    dropped: list[int] = field(default_factory=list)  # caches that were freed: no later run names them
 
     @property
     def rows(self) -> int:
@@ -244,7 +246,7 @@ class Run:
         return self.numbers.split(self.counts)
 
     def segments(self) -> list[Segment]:
-        """Who sees what."""
+        """The attention segments of the run."""
         _, _, _, all_keys, all_places, _ = self.lists()
         blocks = [(p, p.num_keys - p.prefix) for p in self.parts]
         keys = iter(all_keys.split([p.num_keys for p in self.parts if p.first_key < 0]))
@@ -297,15 +299,15 @@ class RankLine(Protocol):
     """From rank 0 to the others."""
 
     def start(self) -> None:
-        """Wait until they are there; raises ConfigError or WorkerFailed where one cannot be had."""
+        """Wait until all ranks have started; raises ConfigError or WorkerFailed where one cannot."""
         ...
 
     def back(self) -> None:
-        """Wait until those that were lost are there again; raises WorkerFailed where one cannot be had."""
+        """Wait until lost ranks have started again; raises WorkerFailed where one cannot."""
         ...
 
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
-        """Have them do a run.
+        """Have the other ranks do a run.
 
         Raises:
             PassesLost, WorkerFailed: one is not there.
@@ -313,7 +315,7 @@ class RankLine(Protocol):
         ...
 
     def done(self) -> None:
-        """The run is through."""
+        """Note that the others have completed the run."""
         ...
 
     def follow(self, pool: Any) -> None:
@@ -325,7 +327,7 @@ class RankLine(Protocol):
         ...
 
     def lost(self) -> Exception:
-        """Find out who is, and have them come back: the error to be raised."""
+        """Find the ranks that were lost and have them started again; returns the error to raise."""
         ...
 
 

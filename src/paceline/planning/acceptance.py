@@ -94,7 +94,7 @@ def given(taus: Mapping[str, str], drafters: Iterable[str]) -> dict[str, Accepta
     for name, text in taus.items():
         asked, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
         if name not in known:
-            raise ConfigError(asked, "there is no such drafter", suggest(name, known, "drafter"))
+            raise ConfigError(asked, "the planner has no model of such a drafter", suggest(name, known, "drafter"))
         try:
             tokens, levels = float(tau), int(depth) if at else DEPTH
         except ValueError:

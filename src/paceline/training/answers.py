@@ -34,11 +34,11 @@ _REPEAT = "name another --out, or repeat the first command's settings"
 class AnswerConfig:
     """Which prompts are taken, and how they are answered."""
 
-    limit: int | None = option(None, help="prompts of each file", minimum=1)
+    limit: int | None = option(None, help="most prompts of each file; default: all", minimum=1)
     piece: int = option(384, help="most tokens of prompt and answer together", minimum=8, flag="--length")
     text_prompt: int = option(64, help="tokens of a text that are given", minimum=1)
-    temperature: float = option(0.0, help="of the answers; 0: greedy", minimum=0)
-    seed: int = option(0, help="of the choice of prompts, and of sampling")
+    temperature: float = option(0.0, help="temperature of the answers; 0: greedy", minimum=0)
+    seed: int = option(0, help="seed of the choice of prompts, and of sampling")
 
     def __post_init__(self) -> None:
         check(self)

@@ -47,15 +47,17 @@ class TrainConfig:
     """How a recipe is trained."""
 
     steps: int = option(1000, help="optimizer steps", minimum=1)
-    learning_rate: float = option(5e-4, help="its highest value, above 0 and below 1", above=0, below=1)
+    learning_rate: float = option(5e-4, help="the highest learning rate, above 0 and below 1", above=0, below=1)
     warmup: int = option(50, help="steps until the highest learning rate", minimum=0)
     schedule: Literal["cosine", "linear", "constant"] = option("cosine", help="how the learning rate falls")
     final_ratio: float = option(0.1, help="last learning rate, over the highest")
-    weight_decay: float = option(0.1, help="of matrices (AdamW)")
+    weight_decay: float = option(0.1, help="AdamW's weight decay, of matrices alone")
     beta2: float = option(0.95, help="AdamW's second-moment decay")
     clip: float = option(1.0, help="largest norm of a gradient")
-    precision: Literal["bf16", "fp32"] = option("bf16", help="of products in the forward and backward pass")
-    seed: int = option(0, help="of data order, start values and draws")
+    precision: Literal["bf16", "fp32"] = option(
+        "bf16", help="number format of products in the forward and backward pass"
+    )
+    seed: int = option(0, help="seed of data order, start values and draws")
     log_every: int = option(10, help="steps between two lines of the log", minimum=1)
     evaluate_every: int = option(200, help="steps between two evaluations on held-out data; 0: none", minimum=0)
     save_every: int = option(100, help="steps between two checkpoints", minimum=1)

@@ -31,7 +31,7 @@ class LyannaOptions(UnrollOptions):
     fusion: Literal["concat", "sum"] = option("concat", help="how state and token become the layer's input")
     first_token: bool = option(True, help="whether the first step sees the token that follows the state")
     token_info: bool = option(True, help="whether a parent's token is added to the logits")
-    rank: int = option(64, help="of token-info", minimum=1, maximum=4096)
+    rank: int = option(64, help="rank of token-info's two matrices", minimum=1, maximum=4096)
     hot: float = option(
         0.0, help="share of the vocabulary, most frequent first, that has token-info; 0: all of it", minimum=0, below=1
     )

@@ -38,7 +38,7 @@ class MedusaOptions:
 
     hot_head: float = hot_share()
     heads: int = option(4, help="tokens drafted ahead", minimum=1, maximum=MOST_HEADS)
-    rank: int = option(0, help="of each head's matrix; 0: a full one", minimum=0)
+    rank: int = option(0, help="rank of each head's matrix; 0: a full one", minimum=0)
     distill: float = option(
         0.8, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
     )

@@ -36,7 +36,7 @@ class SpireOptions:
     """What is trained, and on what loss. The defaults are SPIRe's; figure 5's ablations are one option each."""
 
     hot_head: float = hot_share()
-    layers: int = option(0, help="of the draft, the target's last ones; 0: a quarter of the target's", minimum=0)
+    layers: int = option(0, help="layers of the draft, the target's last ones; 0: a quarter of the target's", minimum=0)
     window: int = option(64, help="last tokens that a row sees; as many as the context: K/V is not sparse", minimum=1)
     sinks: int = option(1, help="first tokens that a row sees beside them", minimum=0)
     depth: int = option(4, help="k: passes, and tokens that will be drafted", minimum=1, maximum=16)

@@ -65,20 +65,22 @@ class StreamsOptions:
     )
     gamma: int = option(4, help="streams, tokens drafted ahead; 0 in shared mode: adapters alone")
     layers: int = option(4, help="layers at the top of the target that streams go through")
-    rank: int = option(8, help="of the adapters", minimum=1)
+    rank: int = option(8, help="rank of the adapters", minimum=1)
     alpha: float | None = option(None, help="adapters' output is scaled by alpha / rank; default: 4 times the rank")
     linears: tuple[str, ...] = option(
         LINEARS, help="linear layers with an adapter: qkv, out, up, down; mlp: one in place of the MLP (lossless, H.2)"
     )
-    start_rank: int = option(0, help="of the map from main state to stream start; 0: the identity")
+    start_rank: int = option(0, help="rank of the map from main state to stream start; 0: the identity")
     identity: Literal["embedding", "rotation"] = option(
         "embedding", help="what tells streams apart: a trained embedding each, or rotated values"
     )
     attention_limit: int | None = option(
         None, help="keys of its main row that a stream sees, best first; draft with the same. Default: all", minimum=1
     )
-    prune_rank: int = option(8, help="of the early exits that prune trees; 0: none is trained")
-    exits: tuple[int, ...] = option((), help="layers before which there is one, beside the one where streams begin")
+    prune_rank: int = option(8, help="rank of the early exits that prune trees; 0: no exit is trained")
+    exits: tuple[int, ...] = option(
+        (), help="layers before which there is an early exit, beside the one where streams begin"
+    )
     alpha_j: float | None = option(
         None, help="weight of each stream's loss; default: 1 lossless, 0.1 shared", minimum=0, below=math.inf
     )
