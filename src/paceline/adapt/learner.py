@@ -14,17 +14,18 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.errors import PacelineError
 from ..learning import files
-from ..learning.ring import ANSWER, PROMPT, Ring, ServedRequest
+from ..learning.ring import ANSWER, PROMPT, Ring, ServedRequest, StateRing
 from ..network.hot import FILE as HOT
 from ..network.loader import read_config, resolve_folder
 from ..training.data import SourceSpec
@@ -86,12 +87,13 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
     place = folder / "round"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
-    write_ids(place / "learned.jsonl", learned)
-    write_ids(place / "held.jsonl", held)
     try:
-        number, was, now, result = train(folder, task, place, len(learned))
+        known = write(place / "learned.jsonl", learned, states := StateRing(folder / files.STATES, task["width"]))
+        known |= write(place / "held.jsonl", held, states)
+        states.close()
+        number, was, now, result = train(folder, task, place, len(learned), known)
         better = now == now and 1 + now >= BETTER * (1 + was)
-        say(folder, requests=len(learned), was=was, now=now, offered=better)
+        say(folder, requests=len(learned), known=len(known), was=was, now=now, offered=better)
         if better:
             offer(folder, number, result, {"was": was, "is": now, "requests": len(learned)})
     finally:
@@ -99,8 +101,10 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
     return served[-aside].number - 1  # what was put aside is learned from next time
 
 
-def train(folder: Path, task: dict[str, Any], place: Path, requests: int) -> tuple[int, float, float, Path]:
-    """Train on what is to be learned.
+def train(
+    folder: Path, task: dict[str, Any], place: Path, requests: int, known: Mapping[bytes, np.ndarray]
+) -> tuple[int, float, float, Path]:
+    """Train on what is to be learned; ``known`` is of `write`.
 
     Returns:
         The new drafter's number; accepted tokens of a draft, on what was put aside, of the one that serves and of the
@@ -123,7 +127,7 @@ def train(folder: Path, task: dict[str, Any], place: Path, requests: int) -> tup
     steps = max(8, round(STEPS_A_REQUEST * requests))
     config = replace(config_of(making, steps, evaluate_every=0, save_every=steps), schedule="linear", final_ratio=0.1)
     config = replace(config, learning_rate=task["rate"])
-    job = job_of(making, place / "training", config, init=weights)
+    job = replace(job_of(making, place / "training", config, init=weights), known=known)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0
     trainer.run()
@@ -148,10 +152,24 @@ def offer(folder: Path, number: int, result: Path, check: dict[str, Any]) -> Non
         shutil.rmtree(place / str(old), ignore_errors=True)
 
 
-def write_ids(file: Path, served: Sequence[ServedRequest]) -> None:
-    """Requests as data: ids alone."""
-    lines = [json.dumps({"prompt_tokens": one.prompt, "completion_tokens": one.answer}) for one in served]
+def write(file: Path, served: Sequence[ServedRequest], states: StateRing) -> dict[bytes, np.ndarray]:
+    """Requests as data, ids alone; of one with states the part that they were kept of.
+
+    Returns:
+        Those states, as `RememberedScorer` takes them: a document's last token needs none.
+    """
+    lines, known = [], {}
+    for one in served:
+        prompt, answer, kept = one.prompt, one.answer, states.of(one.number)
+        if kept is not None:
+            skipped, rows = kept
+            ids = [*prompt, *answer][skipped : skipped + len(rows) + 1]
+            if skipped < len(prompt) and len(prompt) - skipped + 1 < len(ids):
+                prompt, answer = ids[: len(prompt) - skipped], ids[len(prompt) - skipped :]
+                known[np.array(ids[:-1], dtype=np.int32).tobytes()] = rows[: len(ids) - 1]
+        lines.append(json.dumps({"prompt_tokens": prompt, "completion_tokens": answer}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return known
 
 
 def say(folder: Path, **facts: Any) -> None:

@@ -54,13 +54,19 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
         "model": config.model,
         "target": str(target.folder),
         "fingerprint": fingerprint(target.folder),
+        "width": shape.d_model,
         "kind": chosen.kind,
         "weights": str(chosen.folder(context)),
         "options": {"depth": int(getattr(part, "depth", DEPTH))},
         "rate": min(1e-3, RATE * WIDTH / shape.d_model),
     }
-    made = Learning(Path(config.learn).absolute(), engine, part, build, task, torch.get_num_threads())
-    log.warning("learning is on: token ids of requests are kept in %s; a request with store: false is not", made.folder)
+    made = Learning(
+        Path(config.learn).absolute(), engine, part, build, task, torch.get_num_threads(), config.max_sequences
+    )
+    log.warning(
+        "learning is on: token ids and states of requests are kept in %s; a request with store: false is not",
+        made.folder,
+    )
     return made
 
 

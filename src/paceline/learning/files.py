@@ -1,6 +1,7 @@
 """The folder of `--learn`: what the server and the learner tell each other through files.
 
 ring.bin            requests (`ring`)
+states.bin          what the target said of the last of them
 learner.json        what the learner is to train for
 drafters/N/         drafters that passed their check
 offer.json          the last one of them, and how it did
@@ -15,8 +16,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-RING, TASK, OFFER, REFUSED, DRAFTERS, LOG = (
+RING, STATES, TASK, OFFER, REFUSED, DRAFTERS, LOG = (
     "ring.bin",
+    "states.bin",
     "learner.json",
     "offer.json",
     "refused.json",

@@ -30,7 +30,8 @@ from ..drafters.states.network import LAST
 from ..engine.engine import Engine
 from ..engine.live import LiveRequest
 from . import files
-from .ring import Ring
+from .ring import PROMPT, Ring, StateRing
+from .states import StateCollector
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +52,30 @@ class Learning:
         engine: whose requests are learned from.
         part: the drafter that is learned, as the engine runs it.
         build: makes another one of its kind.
-        task: what the learner is to know: model, kind, weights, dtype.
+        task: what the learner is to know: model, width of its states, kind, weights.
         threads: of the engine.
+        most: sequences that the engine runs at once.
 
     Raises:
         ConfigError: a folder that cannot be used.
     """
 
     def __init__(
-        self, folder: Path, engine: Engine, part: StateDrafter, build: Build, task: dict[str, Any], threads: int
+        self,
+        folder: Path,
+        engine: Engine,
+        part: StateDrafter,
+        build: Build,
+        task: dict[str, Any],
+        threads: int,
+        most: int,
     ) -> None:
         self.folder, self.engine, self.part, self._build, self._task = folder, engine, part, build, task
         self._private()
         self.ring = Ring(folder / files.RING)
+        self.states = StateRing(folder / files.STATES, task["width"])
+        self._collector = StateCollector(most)
+        part.witness = self._collector.observe
         self.spare = (os.cpu_count() or 1) - threads >= 1  # a core that the engine leaves to the learner
         self.number, self.before, self.last_check = 0, 0, {}  # type: tuple[int, int, dict[str, Any]]
         self.kept = self.left_out = self.taken = self.returned = self.starts = 0
@@ -96,6 +108,7 @@ class Learning:
     def ended(self, live: LiveRequest) -> None:
         """A request has ended: keep it, and count how it was drafted for."""
         request, state = live.request, live.sequences[0].state
+        states = [self._collector.take(sequence.view.key) for sequence in live.sequences][0]
         stats = state.stats
         if stats.passes and stats.drafted:
             kept = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
@@ -104,8 +117,11 @@ class Learning:
         if not live.store or request.application is not None or not whole or len(state.token_ids) < 2:
             self.left_out += 1
             return
-        self.ring.add(list(request.prompt_ids), list(state.token_ids))
+        number = self.ring.add(list(request.prompt_ids), list(state.token_ids))
         self.kept += 1
+        if states is not None:
+            first, rows = states
+            self.states.add(number, first - max(0, len(request.prompt_ids) - PROMPT), rows)
 
     def between(self) -> None:
         """Before a step: the learner makes room, and a drafter that is ready takes over."""
@@ -123,7 +139,7 @@ class Learning:
         self.part.body.drop([*self.part.body.texts])
         self._good = dict(vars(self.part))
         self.before, self.number, self.taken = self.number, number, self.taken + 1
-        _become(self.part, vars(fresh))
+        _become(self.part, vars(fresh) | {"witness": self._collector.observe})
         log.info("drafter %d takes over: %s", number, json.dumps(self.last_check))
 
     def _fell(self) -> bool:
