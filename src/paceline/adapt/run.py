@@ -33,7 +33,7 @@ from ..training.trainer import require_accelerate
 from . import answering, survey, verdict
 from .choice import EPOCHS, Forecast, Survey, forecasts
 from .config import KINDS, AdaptConfig
-from .folder import leave
+from .folder import REPORT, leave
 from .prompts import PromptMix, collect, write_prompts
 from .training import ROWS, Making, Probe, train
 from .work import FULL, RunFolder
@@ -324,7 +324,7 @@ class Adaptation:
             self.asked.workloads,
             self.asked.judged,
             self.config.seed,
-            self.work.folder / "report",
+            self.work.folder / REPORT,
             seconds,
             tell,
             dtype=self.config.dtype,
