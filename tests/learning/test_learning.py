@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kits.tiny import tiny_adapters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 from toolkit import write_data, write_target
@@ -23,6 +25,8 @@ from paceline.adapt import learner
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.learning import files, serving
 from paceline.learning.ring import Ring, StateRing
+from paceline.network.files import fingerprint
+from paceline.network.loader import read_config
 from paceline.training import job
 from paceline.training.data import SourceSpec
 from paceline.training.job import TrainingJob, finish, prepare
@@ -248,6 +252,44 @@ def test_states_are_kept_as_the_target_computes_them_and_not_computed_again(
     monkeypatch.setattr(job, "make_scorer", lambda *given: pytest.fail("it scores"))
     task = files.read(folder / files.TASK)
     assert learner.learn(folder, task, served) == served[-24].number - 1  # with what was put aside
+    torch.set_num_threads(1)
+
+
+def test_applications_have_a_ring_and_a_drafter_of_their_own(
+    make: Callable[..., LLM], target: Path, heads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked side by side; what one learned serves it alone, and the model without its adapters scores nothing."""
+    adapters = tiny_adapters(read_config(target), seed=3, size=0.5, dtype=torch.float32)
+    adapters.config = dataclasses.replace(adapters.config, target=target.name, fingerprint=fingerprint(target))
+    adapters.save(tmp_path / "sql")
+    given = {"applications": {"sql": str(tmp_path / "sql")}}
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8 + i % 9]} for i in range(60)]
+    names = [None, "sql"] * 30
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [one.outputs[0].token_ids for one in llm.generate(prompts, PARAMS, application=names)]
+
+    plain = answers(LLM(str(target), threads=1, **given))
+    llm = make(**given)
+    assert answers(llm) == plain and plain[0] != plain[1]
+    (folder,) = (tmp_path / "learn" / files.APPLICATIONS).iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for name, place in ((None, folder.parents[1]), ("sql", folder)):
+        served = Ring(place / files.RING).read()
+        asked = [ids for ids, of in zip(plain, names, strict=True) if of == name]
+        assert sorted(one.answer for one in served) == sorted(asked)
+    monkeypatch.setattr(job, "make_scorer", lambda *given: pytest.fail("it scores"))
+    task, ring = files.read(folder / files.TASK), Ring(folder / files.RING)
+    ring.add([5, 6], [7, 8, 9])  # without states
+    known = learner.learnable(folder, task, ring.read())
+    assert len(known) == 30 and learner.learn(folder, task | {"rate": 5e-3}, known) == known[-24].number - 1
+    put(folder, 2, heads[1])
+    own = llm.learning._lanes["sql"]
+    wait_for(lambda: own._tried == 2 and own._ready)
+    assert answers(llm) == plain and llm.engine.round.failure is None
+    told = llm.describe_learning()
+    assert (told["drafter"], told["applications"]["sql"]["drafter"]) == (0, 2)
+    assert (told["requests_kept"], told["applications"]["sql"]["requests_kept"]) == (60, 60)
     torch.set_num_threads(1)
 
 

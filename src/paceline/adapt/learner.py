@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,16 +49,25 @@ def main(folder: Path, parent: int) -> None:
     ring = Ring(folder / files.RING)
     seen = int(files.read(folder / "learner-seen.json", 0))
     while os.getppid() == parent:
-        fresh = ring.read(after=seen)
+        fresh = learnable(folder, task, ring.read(after=seen))
         if len(fresh) < FRESH:
             time.sleep(LOOK_S)
             continue
         try:
-            seen = learn(folder, task, ring.read())
+            seen = learn(folder, task, learnable(folder, task, ring.read()))
             files.write(folder / "learner-seen.json", seen)
         except (PacelineError, OSError) as error:  # a full disk, for one: what serves goes on
             say(folder, error=str(error))
             time.sleep(FAULT_S)
+
+
+def learnable(folder: Path, task: dict[str, Any], served: list[ServedRequest]) -> list[ServedRequest]:
+    """Requests that can be learned from: of an application those with states, since the model without its adapters
+    would say other things."""
+    if "application" not in task or not served:
+        return served
+    with closing(StateRing(folder / files.STATES, task["width"])) as states:
+        return [one for one in served if part_with_states(one, states) is not None]
 
 
 def lowest_priority(parent: int) -> None:
@@ -88,9 +97,9 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
     try:
-        known = write(place / "learned.jsonl", learned, states := StateRing(folder / files.STATES, task["width"]))
-        known |= write(place / "held.jsonl", held, states)
-        states.close()
+        with closing(StateRing(folder / files.STATES, task["width"])) as states:
+            known = write(place / "learned.jsonl", learned, states)
+            known |= write(place / "held.jsonl", held, states)
         number, was, now, result = train(folder, task, place, len(learned), known)
         better = now == now and 1 + now >= BETTER * (1 + was)
         say(folder, requests=len(learned), known=len(known), was=was, now=now, offered=better)
@@ -160,16 +169,24 @@ def write(file: Path, served: Sequence[ServedRequest], states: StateRing) -> dic
     """
     lines, known = [], {}
     for one in served:
-        prompt, answer, kept = one.prompt, one.answer, states.of(one.number)
-        if kept is not None:
-            skipped, rows = kept
-            ids = [*prompt, *answer][skipped : skipped + len(rows) + 1]
-            if skipped < len(prompt) and len(prompt) - skipped + 1 < len(ids):
-                prompt, answer = ids[: len(prompt) - skipped], ids[len(prompt) - skipped :]
-                known[np.array(ids[:-1], dtype=np.int32).tobytes()] = rows[: len(ids) - 1]
-        lines.append(json.dumps({"prompt_tokens": prompt, "completion_tokens": answer}))
+        prompt, ids, found = len(one.prompt), [*one.prompt, *one.answer], part_with_states(one, states)
+        if found is not None:
+            prompt, ids, rows = found
+            known[np.array(ids[:-1], dtype=np.int32).tobytes()] = rows
+        lines.append(json.dumps({"prompt_tokens": ids[:prompt], "completion_tokens": ids[prompt:]}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return known
+
+
+def part_with_states(one: ServedRequest, states: StateRing) -> tuple[int, list[int], np.ndarray] | None:
+    """Tokens of the prompt, ids, and states of all ids but the last, of the part of a request that has them; None:
+    there is nothing to be learned from."""
+    kept = states.of(one.number)
+    if kept is None:
+        return None
+    skipped, rows = kept
+    ids, prompt = [*one.prompt, *one.answer][skipped : skipped + len(rows) + 1], len(one.prompt) - skipped
+    return (prompt, ids, rows[: len(ids) - 1]) if 0 < prompt < len(ids) - 1 else None
 
 
 def say(folder: Path, **facts: Any) -> None:

@@ -7,6 +7,7 @@ drafters/N/         drafters that passed their check
 offer.json          the last one of them, and how it did
 refused.json        numbers of those that did worse at work
 learner.log         what the learner says
+applications/ID/    the same for requests of an application; ID is of its files
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-RING, STATES, TASK, OFFER, REFUSED, DRAFTERS, LOG = (
+RING, STATES, TASK, OFFER, REFUSED, DRAFTERS, LOG, APPLICATIONS = (
     "ring.bin",
     "states.bin",
     "learner.json",
@@ -24,6 +25,7 @@ RING, STATES, TASK, OFFER, REFUSED, DRAFTERS, LOG = (
     "refused.json",
     "drafters",
     "learner.log",
+    "applications",
 )
 
 

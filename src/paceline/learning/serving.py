@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Thread
@@ -70,6 +70,7 @@ class Learning:
         threads: int,
         most: int,
     ) -> None:
+        self._lanes: dict[str | None, Learning] = {None: self}  # by application
         self.folder, self.engine, self.part, self._build, self._task = folder, engine, part, build, task
         self._private()
         self.ring = Ring(folder / files.RING)
@@ -85,7 +86,6 @@ class Learning:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped, self._ended = False, Event()
         self._tried = 0
-        engine.on_leave, engine.between = self.ended, self.between
         self._thread = Thread(target=self._watch, name="paceline-learning", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -103,6 +103,12 @@ class Learning:
         except OSError as error:
             raise ConfigError(f"learn={self.folder}", f"it cannot be used ({error})", "name another folder") from error
 
+    def attend(self, others: Mapping[str, Learning]) -> None:
+        """Learn from the engine's requests from now on, and let ``others`` learn from those of their applications."""
+        self._lanes.update(others)
+        self.engine.on_leave = lambda live: self._lanes[live.request.application].ended(live)
+        self.engine.between = self._between
+
     # -- in the engine's thread
 
     def ended(self, live: LiveRequest) -> None:
@@ -114,7 +120,7 @@ class Learning:
             kept = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
             kept.append(1 + stats.accepted / stats.passes)
         whole = state.checker.finish_reason in ("stop", "length")
-        if not live.store or request.application is not None or not whole or len(state.token_ids) < 2:
+        if not live.store or not whole or len(state.token_ids) < 2:
             self.left_out += 1
             return
         number = self.ring.add(list(request.prompt_ids), list(state.token_ids))
@@ -122,6 +128,10 @@ class Learning:
         if states is not None:
             first, rows = states
             self.states.add(number, first - max(0, len(request.prompt_ids) - PROMPT), rows)
+
+    def _between(self) -> None:
+        for one in self._lanes.values():
+            one.between()
 
     def between(self) -> None:
         """Before a step: the learner makes room, and a drafter that is ready takes over."""
@@ -169,7 +179,8 @@ class Learning:
                 idle = now
             elif now - idle > IDLE_S and self._stopped:
                 self._signal("SIGCONT")
-            if (self._process is None or self._process.poll() is not None) and now >= again:
+            wanted = "application" not in self._task or self.ring.last  # an application may never be asked for
+            if wanted and (self._process is None or self._process.poll() is not None) and now >= again:
                 self._start()
                 again, wait = now + wait, min(2 * wait, AGAIN_MOST_S)
             try:
@@ -217,6 +228,9 @@ class Learning:
         """End the learner; what is kept stays."""
         self._ended.set()
         self.engine.on_leave = self.engine.between = None
+        for one in self._lanes.values():
+            if one is not self:
+                one.close()
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             process.kill()
@@ -226,6 +240,7 @@ class Learning:
     def describe(self) -> dict[str, Any]:
         """How it stands, ready for JSON."""
         window = self._accepted.get(self.number, ())
+        others = {name: one.describe() for name, one in self._lanes.items() if name is not None}
         return {
             "state": "on: token ids of requests are kept, and the drafter learns from them when cores are idle",
             "requests_kept": self.kept,
@@ -236,6 +251,7 @@ class Learning:
             "learner_starts": self.starts,
             "last_check": self.last_check,
             "tokens_a_pass": fmean(window) if window else None,
+            **({"applications": others} if others else {}),
         }
 
 
