@@ -105,7 +105,7 @@ def test_another_models_folder_and_a_second_run_in_one_are_refused(target: Path,
     with pytest.raises(ConfigError, match="another run is under way"):
         adapt(config(target, prompts, tmp_path / "out"), quiet, quiet)
     work.close()
-    with pytest.raises(ConfigError, match="it holds a run of something else: there"):
+    with pytest.raises(ConfigError, match="it holds a run for another model"):
         adapt(config(target, prompts, tmp_path / "out"), quiet, quiet)
     (tmp_path / "out" / STATE).write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -436,5 +436,5 @@ def _hours(seconds: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest = divmod(max(0, int(seconds)), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

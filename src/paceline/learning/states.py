@@ -1,4 +1,4 @@
-"""States of requests that run, as their drafter is shown them: copied in bfloat16 until the request ends."""
+"""States of requests that run, as their drafter is shown them: copied, and kept until the request ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StateCollector:
                 del self._texts[next(iter(self._texts))]
         end = min(first + len(states), view.prompt_len + ANSWER - 1)
         if first <= text.stop < end:  # a gap in the answer ends it; after a preemption rows come again
-            text.states.append(states[text.stop - first : end - first].to(torch.bfloat16, copy=True))
+            text.states.append(states[text.stop - first : end - first].clone())
             text.stop = end
 
     def take(self, key: int) -> tuple[int, np.ndarray] | None:
@@ -59,4 +59,4 @@ class StateCollector:
         text = self._texts.pop(key, None)
         if text is None or not text.states:
             return None
-        return text.start, torch.cat(text.states).cpu().view(torch.int16).numpy().view(np.uint16)
+        return text.start, torch.cat(text.states).to("cpu", torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
