@@ -9,7 +9,7 @@ from typing import Any
 from ..drafters.base import Drafter, DraftRequest, SequenceView, StepFeatures
 from ..drafters.proposal import Proposal
 from ..drafters.states.body import StateDrafter
-from ..rounds.base import Round
+from ..engine.engine import Engine
 
 
 class DrafterByApplication(Drafter):
@@ -62,9 +62,9 @@ def _picked(whole: Any, names: Iterable[str], places: Sequence[int]) -> dict[str
     return {name: [values[place] for place in places] for name, values in fields.items() if len(values) == count}
 
 
-def put_in_place(round_: Round, part: StateDrafter, drafter: DrafterByApplication) -> None:
+def put_in_place(engine: Engine, part: StateDrafter, drafter: DrafterByApplication) -> None:
     """Let ``drafter`` draft where ``part`` does, alone or in a hybrid; before the first request."""
-    whole: Any = round_
+    whole: Any = engine.round
     if whole.drafter is part:
         whole.drafter = whole.guard.drafter = drafter
     else:

@@ -78,7 +78,7 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
         raise
     made.attend(others)
     if parts:
-        put_in_place(engine.round, part, DrafterByApplication(parts | {None: part}))
+        put_in_place(engine, part, DrafterByApplication(parts | {None: part}))
     log.warning(
         "learning is on: token ids and states of requests are kept in %s; a request with store: false is not",
         made.folder,
