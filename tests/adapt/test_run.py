@@ -81,7 +81,9 @@ def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: 
         assert (
             llm.generate("red", params)[0].outputs[0].token_ids == plain.generate("red", params)[0].outputs[0].token_ids
         )
-    again = adapt(asked, said.append, quiet)  # all is done
+    state = json.loads((out / STATE).read_text())
+    (out / STATE).write_text(json.dumps(state | {"spent_s": 1e6}))
+    again = adapt(asked, said.append, quiet)  # all is done, also where the time is over
     assert again.verdict == made.verdict
 
 
