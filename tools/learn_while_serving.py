@@ -3,6 +3,7 @@
     python tools/learn_while_serving.py --model paceline-small --drafter eagle --prompts FILE.jsonl --requests 2000
     .. --prompts FIRST.jsonl --prompts SECOND.jsonl     traffic that switches, and back
     .. --kills 20                                       the learner is killed meanwhile
+    .. --no-learner                                     requests are kept alone: what that costs them
 
 ``--prompts`` are JSON lines with ``prompt`` or ``turns``. Each line of the table is a hundred requests: tokens a pass
 of both, and the 99th percentile of a request's ms a token. Ids of both are compared, whatever happens.
@@ -25,6 +26,7 @@ from paceline import LLM, SamplingParams
 from paceline.bench.encoding import Encoded
 from paceline.bench.workloads import load
 from paceline.config import TARGET_OPTIONS
+from paceline.learning.serving import Learning
 
 BLOCK = 100
 
@@ -32,6 +34,8 @@ BLOCK = 100
 def main() -> None:
     """Ask, and print a line for each hundred requests."""
     asked = arguments()
+    if asked.no_learner:
+        Learning._start = lambda self: None  # type: ignore[method-assign]
     folder = asked.learn or tempfile.mkdtemp(prefix="learned-")
     options: dict[str, Any] = {"dtype": asked.dtype, "threads": asked.threads, "drafter": asked.drafter}
     learns = LLM(asked.model, learn=folder, max_sequences=1, **options)
@@ -71,6 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--no-learner", action="store_true")
     return parser.parse_args()
 
 

@@ -9,6 +9,7 @@ import pytest
 from paceline import LLM
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters import adapted, registry
+from paceline.engine_worker import _filled
 from paceline.llm import default_drafter
 from paceline.network.files import fingerprint
 
@@ -57,3 +58,11 @@ def test_auto_finds_it_by_the_models_weights(tmp_path: Path, target: Path) -> No
     assert llm.config.drafter == "suffix,depth=5"
     (folder / adapted.SETTINGS).unlink()
     assert default_drafter(str(target), {}, True) is None
+
+
+def test_a_server_drafts_beside_what_was_left_also_where_that_is_nothing(tmp_path: Path, target: Path) -> None:
+    for left, whole in (("none", "hybrid:grammar+prediction"), ("suffix", "hybrid:grammar+prediction+suffix")):
+        adapted.remember(made(tmp_path / left, target, left), fingerprint(target))
+        options = {"model": str(target), "drafter": None, "offline": True}
+        filled = _filled(options, "cpu")
+        assert filled["drafter"] == whole and LLM(str(target), drafter=whole, threads=1).generate("red")

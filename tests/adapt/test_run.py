@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kits.browser import browser, needs_chromium
 from toolkit import largest_file
 from typer.testing import CliRunner
 
@@ -31,12 +33,14 @@ from paceline.drafters import adapted
 HOURS = 0.5  # enough on any machine: what is done is bounded by what `few_answers` sets
 
 
-@pytest.fixture(autouse=True)
-def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def few_answers() -> Iterator[None]:
     """Enough for every phase, and no more than a test has time for."""
-    monkeypatch.setattr(whole, "LEAST_ANSWERS", 200)
-    monkeypatch.setattr(whole, "MOST_ANSWERS", 1500)
-    monkeypatch.setattr(whole, "SPARE", 0.2)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(whole, "LEAST_ANSWERS", 200)
+        changed.setattr(whole, "MOST_ANSWERS", 1500)
+        changed.setattr(whole, "SPARE", 0.2)
+        yield
 
 
 def config(target: Path, prompts: Path, out: Path, **changes: Any) -> AdaptConfig:
@@ -48,18 +52,23 @@ def quiet(text: str) -> None:
     """Nobody is told."""
 
 
-def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the run that the first test makes."""
+    return tmp_path_factory.mktemp("adapted") / "out"
+
+
+def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: Path, out: Path) -> None:
     """Dry first, which stops behind the choice; then to the end: folder, card, page, report, `--drafter` and `auto`."""
     said: list[str] = []
-    asked = config(target, prompts, tmp_path / "out")
+    asked = config(target, prompts, out)
     dry = adapt(asked, said.append, quiet, dry_run=True)
-    assert dry.verdict is None and not adapted.is_adapted(str(tmp_path / "out"))
+    assert dry.verdict is None and not adapted.is_adapted(str(out))
     assert any("times plain expected" in line for line in said) and "chosen: eagle, as asked" in said[-1]
     made = adapt(asked, said.append, quiet)
     assert made.verdict is not None and made.verdict.trials == 4 * 5 and made.spent_s < 1.1 * HOURS * 3600
     assert (made.verdict.sequences, made.verdict.equal) == (15, 15)
     assert {*made.verdict.times_plain} == {"look-ups", "new", "hybrid"}
-    out = tmp_path / "out"
     card = json.loads((out / "drafter" / "zoo.json").read_text())
     assert (card["role"], card["read_by"]) == ("head", "eagle") and card["parameters"] > 1000
     assert "accepted of a draft" in (out / "drafter" / "README.md").read_text()
@@ -72,8 +81,25 @@ def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: 
         assert (
             llm.generate("red", params)[0].outputs[0].token_ids == plain.generate("red", params)[0].outputs[0].token_ids
         )
-    again = adapt(asked, said.append, quiet)  # all is done
+    state = json.loads((out / STATE).read_text())
+    (out / STATE).write_text(json.dumps(state | {"spent_s": 1e6}))
+    again = adapt(asked, said.append, quiet)  # all is done, also where the time is over
     assert again.verdict == made.verdict
+
+
+@needs_chromium
+def test_its_page_fits_a_phone_and_shows_how_it_learned(target: Path, prompts: Path, out: Path) -> None:
+    made = adapt(config(target, prompts, out), quiet, quiet)
+    with browser() as page:
+        for width in (1200, 420):
+            page.open((out / "report" / "report.html").as_uri(), width)
+            assert page.run("return document.documentElement.scrollWidth") <= width
+            assert made.verdict is not None and made.verdict.words[1:] in page.text("main")
+            sizes = [plot.size["width"] for plot in page.all(".plot svg")]
+            assert len(sizes) == 2 and min(sizes) > 300  # what it learned, what it is worth
+            heights = "[...document.querySelectorAll('.plot text')].map((each) => each.getBoundingClientRect().height)"
+            assert page.run(f"return Math.min(...{heights})") >= 9
+        assert not page.complaints()
 
 
 def test_another_models_folder_and_a_second_run_in_one_are_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
@@ -81,7 +107,7 @@ def test_another_models_folder_and_a_second_run_in_one_are_refused(target: Path,
     with pytest.raises(ConfigError, match="another run is under way"):
         adapt(config(target, prompts, tmp_path / "out"), quiet, quiet)
     work.close()
-    with pytest.raises(ConfigError, match="it holds a run of something else: there"):
+    with pytest.raises(ConfigError, match="it holds a run for another model"):
         adapt(config(target, prompts, tmp_path / "out"), quiet, quiet)
     (tmp_path / "out" / STATE).write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -188,4 +214,5 @@ def test_what_is_left_is_the_fastest_that_is_slower_nowhere() -> None:
     assert choose({"look-ups": ratio(0.7), "new": ratio(0.8)}, kinds) == PLAIN
     single = Interval(value=1.7, low=1.7, high=1.7, pairs=2)  # of two kinds, a prompt each
     assert choose({"look-ups": ratio(1.2), "new": single}, kinds) == LOOK_UPS
-    assert "nothing can be said" in _words(LOOK_UPS, {"new": single}, kinds)
+    assert "nothing can be said: there was time for 2 prompts" in _words(LOOK_UPS, {"new": single}, kinds)
+    assert choose({}, {}) == LOOK_UPS and "there was time for no prompt" in _words(LOOK_UPS, {}, {})

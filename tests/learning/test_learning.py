@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from kits.tiny import tiny_adapters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 from toolkit import write_data, write_target
@@ -20,9 +24,14 @@ from paceline import LLM, SamplingParams
 from paceline.adapt import learner
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.learning import files, serving
-from paceline.learning.ring import Ring
+from paceline.learning.ring import Ring, StateRing
+from paceline.network.files import fingerprint
+from paceline.network.loader import read_config
+from paceline.training import job
 from paceline.training.data import SourceSpec
 from paceline.training.job import TrainingJob, finish, prepare
+from paceline.training.network import Network
+from paceline.training.scoring import RememberedScorer, network_scores
 from paceline.training.trainer import Phase, TrainConfig
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
@@ -36,7 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def head(folder: Path, target: Path, seed: int) -> Path:
     """An EAGLE head that was trained for two steps."""
-    job = TrainingJob(
+    run = TrainingJob(
         kind="eagle",
         options={"depth": 3, "top": 8},
         config=TrainConfig(steps=2, seed=seed, evaluate_every=0, warmup=1),
@@ -45,9 +54,9 @@ def head(folder: Path, target: Path, seed: int) -> Path:
         target=target,
         out=folder,
     )
-    trainer = prepare(job)
+    trainer = prepare(run)
     trainer.run()
-    return finish(job, trainer)
+    return finish(run, trainer)
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +110,11 @@ def test_requests_are_kept_as_ids_but_for_those_that_are_not_to_be(make: Callabl
     ask(llm, store=False)
     (kept,) = Ring(tmp_path / "learn" / files.RING).read()
     assert (kept.prompt, kept.answer) == ([5, 6, 7, 8], said)
+    assert states_of(tmp_path).of(2) is None and not llm.learning._collector._texts
     told = llm.describe_learning()
     assert (told["requests_kept"], told["requests_left_out"]) == (1, 1) and told["state"].startswith("on: token ids")
     modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "learn").iterdir()}
-    assert modes == {files.RING: 0o600, files.TASK: 0o600, files.DRAFTERS: 0o700}
+    assert modes == {files.RING: 0o600, files.STATES: 0o600, files.TASK: 0o600, files.DRAFTERS: 0o700}
     assert (tmp_path / "learn").stat().st_mode & 0o777 == 0o700
 
 
@@ -205,6 +215,81 @@ def test_the_learner_learns_checks_and_offers(
     wait_for(lambda: llm.learning._ready)
     ask(llm)
     assert llm.describe_learning()["last_check"] == {"was": found["was"], "is": found["is"], "requests": 36}
+    torch.set_num_threads(1)
+
+
+def states_of(place: Path) -> StateRing:
+    width = files.read(place / "learn" / files.TASK)["width"]
+    return StateRing(place / "learn" / files.STATES, width)
+
+
+def test_states_are_kept_as_the_target_computes_them_and_not_computed_again(
+    make: Callable[..., LLM], target: Path, heads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several requests at once, one whose prompt begins as another's did: its states lack that beginning."""
+    llm, folder = make(max_prompt_rows=16, drafter=f"eagle:{heads[0]},past=24"), tmp_path / "learn"
+    prompts = [[5 + (i * j) % 40 for j in range(8 + 9 * i)] for i in range(8)] * 4
+    for part in (prompts[:16], prompts[16:]):
+        llm.generate([{"prompt_token_ids": ids} for ids in part], PARAMS)
+    served, states = Ring(folder / files.RING).read(), states_of(tmp_path)
+    known, network, skips = (
+        learner.write(tmp_path / "all.jsonl", served, states),
+        Network.load(target, frozen=True),
+        set(),
+    )
+    remembers = RememberedScorer(known, network, nullcontext, lambda: pytest.fail("it scores"))
+    for one in served:
+        skipped, rows = states.of(one.number)
+        ids = np.array([*one.prompt, *one.answer], dtype=np.int32)[: skipped + len(rows)]
+        true, said = network_scores(network, nullcontext, [ids], 4)
+        found, own = remembers([ids[skipped:]], 4)
+        skips.add(skipped > 0)
+        assert skipped < len(one.prompt) < len(ids) <= len(one.prompt) + len(one.answer) - 1
+        assert torch.allclose(found, true[skipped:], rtol=0.02, atol=0.02)
+        assert torch.allclose(own.log_probs, said.log_probs[skipped:], atol=0.1)
+        assert (own.ids[:, 0] == said.ids[skipped:, 0]).float().mean() > 0.8
+    assert skips == {False, True}
+    monkeypatch.setattr(job, "make_scorer", lambda *given: pytest.fail("it scores"))
+    task = files.read(folder / files.TASK)
+    assert learner.learn(folder, task, served) == served[-24].number - 1  # with what was put aside
+    torch.set_num_threads(1)
+
+
+def test_applications_have_a_ring_and_a_drafter_of_their_own(
+    make: Callable[..., LLM], target: Path, heads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked side by side; what one learned serves it alone, and the model without its adapters scores nothing."""
+    adapters = tiny_adapters(read_config(target), seed=3, size=0.5, dtype=torch.float32)
+    adapters.config = dataclasses.replace(adapters.config, target=target.name, fingerprint=fingerprint(target))
+    adapters.save(tmp_path / "sql")
+    given = {"applications": {"sql": str(tmp_path / "sql")}}
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8 + i % 9]} for i in range(60)]
+    names = [None, "sql"] * 30
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [one.outputs[0].token_ids for one in llm.generate(prompts, PARAMS, application=names)]
+
+    plain = answers(LLM(str(target), threads=1, **given))
+    llm = make(**given)
+    assert answers(llm) == plain and plain[0] != plain[1]
+    (folder,) = (tmp_path / "learn" / files.APPLICATIONS).iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for name, place in ((None, folder.parents[1]), ("sql", folder)):
+        served = Ring(place / files.RING).read()
+        asked = [ids for ids, of in zip(plain, names, strict=True) if of == name]
+        assert sorted(one.answer for one in served) == sorted(asked)
+    monkeypatch.setattr(job, "make_scorer", lambda *given: pytest.fail("it scores"))
+    task, ring = files.read(folder / files.TASK), Ring(folder / files.RING)
+    ring.add([5, 6], [7, 8, 9])  # without states
+    known = learner.learnable(folder, task, ring.read())
+    assert len(known) == 30 and learner.learn(folder, task | {"rate": 5e-3}, known) == known[-24].number - 1
+    put(folder, 2, heads[1])
+    own = llm.learning._lanes["sql"]
+    wait_for(lambda: own._tried == 2 and own._ready)
+    assert answers(llm) == plain and llm.engine.round.failure is None
+    told = llm.describe_learning()
+    assert (told["drafter"], told["applications"]["sql"]["drafter"]) == (0, 2)
+    assert (told["requests_kept"], told["applications"]["sql"]["requests_kept"]) == (60, 60)
     torch.set_num_threads(1)
 
 

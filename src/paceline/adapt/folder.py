@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..bench.figures import COLOURS, PANEL_WIDTH, canvas, drawable, svg
 from ..bench.records import PLAIN
+from ..bench.report import JSON_NAME, load_report, write_all
+from ..bench.report.page import framed
 from ..drafters import adapted
 from ..training.files import writing
 from ..zoo import CARD
@@ -16,6 +19,8 @@ from .choice import Forecast
 from .config import AdaptConfig
 from .verdict import Verdict, drafters
 from .work import FULL
+
+REPORT = "report"  # folder of the bench's report
 
 
 def leave(
@@ -49,12 +54,16 @@ def leave(
         if plan.kind == "draft_model":
             card = {"role": "draft", "description": card["description"], "parameters": parameters}
         (fresh / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        (fresh / "README.md").write_text(page(name, plan, trained, found), encoding="utf-8")
+        told = page(plan, trained, found)
+        made = "Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses."
+        (fresh / "README.md").write_text(f"# A drafter for {name}\n\n{made}\n\n{told}", encoding="utf-8")
         shutil.rmtree(weights, ignore_errors=True)
         fresh.replace(weights)
         text = {PLAIN: "none"}.get(found.chosen) or drafters(plan.kind, adapted.HERE)[found.chosen]
         settings = {"drafter": text, "target": name, "fingerprint": mark, "dtype": config.dtype}
         adapted.write(folder, {**settings, "kind": plan.kind, "verdict": found.words})
+    if (folder / REPORT / JSON_NAME).is_file():
+        write_all(load_report(folder / REPORT), folder / REPORT, told, curve(trained))
     adapted.remember(folder, mark)
 
 
@@ -65,8 +74,8 @@ def _parameters(weights: Path) -> int:
     return sum(stored.numel for stored in stored_tensors(sorted(weights.glob("*.safetensors")), "train it again"))
 
 
-def page(name: str, plan: Forecast, trained: Mapping[str, Any], found: Verdict) -> str:
-    """The card for a reader: data, tokens, checks, figures."""
+def page(plan: Forecast, trained: Mapping[str, Any], found: Verdict) -> str:
+    """The card for a reader: verdict, what was expected, data, tokens, checks, figures."""
     checks = "\n".join(f"| {tokens:,.0f} | {value:.2f} |" for tokens, value in trained["checks"])
     figures = "\n".join(
         f"| {method} | {value:.2f} [{low:.2f}, {high:.2f}] | {found.tokens_per_pass.get(method, 1.0):.2f} | "
@@ -75,24 +84,36 @@ def page(name: str, plan: Forecast, trained: Mapping[str, Any], found: Verdict) 
         for method, (value, low, high) in found.times_plain.items()
     )
     early = " It ended early: more would have brought under 1%." if trained["early"] else ""
-    return f"""# A drafter for {name}
-
-Kind: {plan.kind}. Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses.
-
-**{found.words[:1].upper()}{found.words[1:]}.** Expected before: {plan.hybrid:.2f} beside look-ups,
-{plan.alone:.2f} alone.
-
-Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
-given prompts and to prompts that it drew itself.{early} Held-out prompts:
-
-| tokens learned from | accepted of a draft |
-|--:|--:|
-{checks}
-
-On prompts that were put aside, over plain decoding, 95% intervals; ids equal in {found.equal} of
+    measured = f"""On prompts that were put aside, over plain decoding, 95% intervals; ids equal in {found.equal} of
 {found.sequences} sequences:
 
 | method | over plain | tokens a pass | by kind of prompt |
 |:--|--:|--:|:--|
 {figures}
 """
+    return f"""**{found.words[:1].upper()}{found.words[1:]}.** Expected before: {plan.hybrid:.2f} times plain beside
+look-ups, {plan.alone:.2f} alone.
+
+Kind: {plan.kind}. Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
+given prompts and to prompts that it drew itself.{early} Held-out prompts:
+
+| tokens learned from | accepted of a draft |
+|--:|--:|
+{checks}
+
+{measured if figures else ""}"""
+
+
+def curve(trained: Mapping[str, Any]) -> list[str]:
+    """How it learned, as a picture of the page; none where it was checked once, or nothing draws."""
+    checks = trained["checks"]
+    if len(checks) < 2 or not drawable():
+        return []
+    with canvas(PANEL_WIDTH, 2.4, page=True) as (picture, [axis]):
+        axis.plot(*zip(*checks, strict=True), marker="o", color=COLOURS[0])
+        axis.set_xlabel("tokens learned from")
+        axis.set_ylabel("accepted of a draft")
+        axis.set_ylim(0, 1.1 * max(0.1, *(value for _, value in checks)))
+        drawn = svg(picture)
+    caption = "Accepted tokens of a draft on held-out prompts, while it learned."
+    return [framed(drawn, caption, "The table above has the figures.")]

@@ -14,17 +14,18 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.errors import PacelineError
 from ..learning import files
-from ..learning.ring import ANSWER, PROMPT, Ring, ServedRequest
+from ..learning.ring import ANSWER, PROMPT, Ring, ServedRequest, StateRing
 from ..network.hot import FILE as HOT
 from ..network.loader import read_config, resolve_folder
 from ..training.data import SourceSpec
@@ -48,16 +49,25 @@ def main(folder: Path, parent: int) -> None:
     ring = Ring(folder / files.RING)
     seen = int(files.read(folder / "learner-seen.json", 0))
     while os.getppid() == parent:
-        fresh = ring.read(after=seen)
+        fresh = learnable(folder, task, ring.read(after=seen))
         if len(fresh) < FRESH:
             time.sleep(LOOK_S)
             continue
         try:
-            seen = learn(folder, task, ring.read())
+            seen = learn(folder, task, learnable(folder, task, ring.read()))
             files.write(folder / "learner-seen.json", seen)
         except (PacelineError, OSError) as error:  # a full disk, for one: what serves goes on
             say(folder, error=str(error))
             time.sleep(FAULT_S)
+
+
+def learnable(folder: Path, task: dict[str, Any], served: list[ServedRequest]) -> list[ServedRequest]:
+    """Requests that can be learned from: of an application those with states, since the model without its adapters
+    would say other things."""
+    if "application" not in task or not served:
+        return served
+    with closing(StateRing(folder / files.STATES, task["width"])) as states:
+        return [one for one in served if part_with_states(one, states) is not None]
 
 
 def lowest_priority(parent: int) -> None:
@@ -86,12 +96,13 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
     place = folder / "round"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
-    write_ids(place / "learned.jsonl", learned)
-    write_ids(place / "held.jsonl", held)
     try:
-        number, was, now, result = train(folder, task, place, len(learned))
+        with closing(StateRing(folder / files.STATES, task["width"])) as states:
+            known = write(place / "learned.jsonl", learned, states)
+            known |= write(place / "held.jsonl", held, states)
+        number, was, now, result = train(folder, task, place, len(learned), known)
         better = now == now and 1 + now >= BETTER * (1 + was)
-        say(folder, requests=len(learned), was=was, now=now, offered=better)
+        say(folder, requests=len(learned), known=len(known), was=was, now=now, offered=better)
         if better:
             offer(folder, number, result, {"was": was, "is": now, "requests": len(learned)})
     finally:
@@ -99,8 +110,10 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
     return served[-aside].number - 1  # what was put aside is learned from next time
 
 
-def train(folder: Path, task: dict[str, Any], place: Path, requests: int) -> tuple[int, float, float, Path]:
-    """Train on what is to be learned.
+def train(
+    folder: Path, task: dict[str, Any], place: Path, requests: int, known: Mapping[bytes, np.ndarray]
+) -> tuple[int, float, float, Path]:
+    """Train on what is to be learned; ``known`` is of `write`.
 
     Returns:
         The new drafter's number; accepted tokens of a draft, on what was put aside, of the one that serves and of the
@@ -123,7 +136,7 @@ def train(folder: Path, task: dict[str, Any], place: Path, requests: int) -> tup
     steps = max(8, round(STEPS_A_REQUEST * requests))
     config = replace(config_of(making, steps, evaluate_every=0, save_every=steps), schedule="linear", final_ratio=0.1)
     config = replace(config, learning_rate=task["rate"])
-    job = job_of(making, place / "training", config, init=weights)
+    job = replace(job_of(making, place / "training", config, init=weights), known=known)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0
     trainer.run()
@@ -148,10 +161,32 @@ def offer(folder: Path, number: int, result: Path, check: dict[str, Any]) -> Non
         shutil.rmtree(place / str(old), ignore_errors=True)
 
 
-def write_ids(file: Path, served: Sequence[ServedRequest]) -> None:
-    """Requests as data: ids alone."""
-    lines = [json.dumps({"prompt_tokens": one.prompt, "completion_tokens": one.answer}) for one in served]
+def write(file: Path, served: Sequence[ServedRequest], states: StateRing) -> dict[bytes, np.ndarray]:
+    """Requests as data, ids alone; of one with states the part that they were kept of.
+
+    Returns:
+        Those states, as `RememberedScorer` takes them: a document's last token needs none.
+    """
+    lines, known = [], {}
+    for one in served:
+        prompt, ids, found = len(one.prompt), [*one.prompt, *one.answer], part_with_states(one, states)
+        if found is not None:
+            prompt, ids, rows = found
+            known[np.array(ids[:-1], dtype=np.int32).tobytes()] = rows
+        lines.append(json.dumps({"prompt_tokens": ids[:prompt], "completion_tokens": ids[prompt:]}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return known
+
+
+def part_with_states(one: ServedRequest, states: StateRing) -> tuple[int, list[int], np.ndarray] | None:
+    """Tokens of the prompt, ids, and states of all ids but the last, of the part of a request that has them; None:
+    there is nothing to be learned from."""
+    kept = states.of(one.number)
+    if kept is None:
+        return None
+    skipped, rows = kept
+    ids, prompt = [*one.prompt, *one.answer][skipped : skipped + len(rows) + 1], len(one.prompt) - skipped
+    return (prompt, ids, rows[: len(ids) - 1]) if 0 < prompt < len(ids) - 1 else None
 
 
 def say(folder: Path, **facts: Any) -> None:

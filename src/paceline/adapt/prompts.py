@@ -65,10 +65,16 @@ def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, se
         seed: of the choice.
 
     Raises:
-        ConfigError: fewer than `LEAST` prompts, or some with special tokens of another model.
+        ConfigError: a file that cannot be read, too few prompts, or some with special tokens of another model.
     """
     names = [*MIX.values()] if file is None else [str(file)]
-    loaded = [load(name, seed=seed) for name in names]
+    try:
+        loaded = [load(name, seed=seed) for name in names]
+    except ConfigError as error:
+        if file is None:
+            raise
+        remedy = 'give JSON lines, each {"prompt": "..."} or {"turns": ["...", ..]}'
+        raise ConfigError(f"--prompts {file}", f"{error.asked}: {error.wrong}", remedy) from error
     if file is not None:
         _check(file, loaded[0], tokenizer)
     judged = JUDGED_OF_MIX

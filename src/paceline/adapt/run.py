@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import CapabilityError, ConfigError, StorageError
 from ..core.model_spec import parse_model
 from ..llm import LLM
 from ..network.files import fingerprint, free_bytes
@@ -33,7 +33,7 @@ from ..training.trainer import require_accelerate
 from . import answering, survey, verdict
 from .choice import EPOCHS, Forecast, Survey, forecasts
 from .config import KINDS, AdaptConfig
-from .folder import leave
+from .folder import REPORT, leave
 from .prompts import PromptMix, collect, write_prompts
 from .training import ROWS, Making, Probe, train
 from .work import FULL, RunFolder
@@ -124,11 +124,11 @@ class Adaptation:
         Raises:
             ConfigError: it takes longer than there is time.
         """
-        work = self.work
+        work, questions = self.work, self.asked.questions  # prompts that are no good are told of first
         self.show("timing passes")
         parts = [work.once("costs", lambda: survey.costs(self.llm))]
         self._in_time("its passes were timed")
-        learned = [ids for q in self.asked.questions for ids in q.learned]
+        learned = [ids for question in questions for ids in question.learned]
         few = learned[:: max(1, len(learned) // survey.LOOKED)]
         parts.append(
             work.once("look-ups", lambda: survey.look_ups(self.llm, few, lambda: self.show("trying look-ups")))
@@ -141,7 +141,7 @@ class Adaptation:
         return survey.survey_of(parts)
 
     def _in_time(self, behind: str) -> None:
-        if self.work.left_s < self.reserve_s:
+        if self.work.left_s < self.reserve_s and not self.work.done("choice"):  # what was chosen is made to its end
             asked, wrong = f"--hours {self.config.hours:g}", f"the time was over when {behind}"
             raise ConfigError(asked, wrong, f"give {_hours(3 * self.work.spent_s + JUDGING_LEAST_S)} or more")
 
@@ -324,7 +324,7 @@ class Adaptation:
             self.asked.workloads,
             self.asked.judged,
             self.config.seed,
-            self.work.folder / "report",
+            self.work.folder / REPORT,
             seconds,
             tell,
             dtype=self.config.dtype,
@@ -362,6 +362,8 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
     work = RunFolder(config.folder, facts, config.hours)
     try:
         return _adapt(Adaptation(config, work, say, show, command), say, dry_run)
+    except StorageError as error:
+        raise StorageError(f"--out {config.folder}", error.wrong, FULL) from error
     finally:
         work.close()
 
@@ -434,5 +436,5 @@ def _hours(seconds: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest = divmod(max(0, int(seconds)), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..bench.calibrate import measure
 from ..config import TARGET_OPTIONS
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, StorageError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
@@ -94,6 +94,8 @@ def kinds(
         tell(name)
         try:
             found[name] = asdict(_kind(llm, name, prepared, prompts))
+        except StorageError:
+            raise
         except ConfigError as error:
             missing[name] = f"{error.asked}: {error.wrong}"
             if len(names) == 1:

@@ -270,6 +270,7 @@ def train(
     first, second = out / "first", out / "second"
     every = max(1, steps // CHECKS)
     config = config_of(making, steps, schedule="constant", evaluate_every=every, save_every=max(10, every // 2))
+    config = replace(config, log_every=min(config.log_every, every))
     making, trainer = trainable(making, first, config, say)
     config = trainer.config
     trainer.resume()

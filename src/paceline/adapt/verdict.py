@@ -118,10 +118,12 @@ def decide(report: Report) -> Verdict:
 
 def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> str:
     """The name of what is left for use."""
+    if not judged(speedups, kinds):
+        return LOOK_UPS
     sure = {
         name: own.value
         for name, own in speedups.items()
-        if own.low > 1 and enough(own, kinds) and min(kinds.get(name, {}).values(), default=1.0) >= NEVER_SLOWER
+        if own.low > 1 and min(kinds.get(name, {}).values(), default=1.0) >= NEVER_SLOWER
     }
     best = max(sure, key=lambda name: sure[name], default=PLAIN)
     looked = speedups.get(LOOK_UPS)
@@ -132,16 +134,18 @@ def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) ->
     return best
 
 
-def enough(ratio: Interval, kinds: dict[str, dict[str, float]]) -> bool:
-    """Whether so many prompts were asked that an interval means something."""
-    return ratio.pairs >= LEAST_PAIRS * max(map(len, kinds.values()), default=1)
+def judged(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> bool:
+    """Whether so many prompts were asked that the intervals mean something."""
+    least = LEAST_PAIRS * max(map(len, kinds.values()), default=1)
+    return bool(speedups) and all(own.pairs >= least for own in speedups.values())
 
 
 def _words(chosen: str, speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> str:
     """The verdict in a sentence."""
-    if not all(enough(own, kinds) for own in speedups.values()):
+    if not judged(speedups, kinds):
         asked = max((own.pairs for own in speedups.values()), default=0)
-        return f"nothing can be said: there was time for {asked} prompts alone. Look-ups are left; give it more hours"
+        few = f"for {asked} prompts alone" if asked else "for no prompt"
+        return f"nothing can be said: there was time {few}. Look-ups are left; give it more hours"
     if chosen in (NEW, BOTH):
         what = "the new drafter" if chosen == NEW else "the new drafter beside look-ups"
         return f"{what} pays: {_times(speedups[chosen])} of plain decoding on prompts it never saw"

@@ -60,8 +60,11 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             wrong = f"{STATE} in it cannot be read ({error!r})"
             raise ConfigError(f"--out {self.folder}", wrong, "name another folder, or remove the file") from error
+        asked, remedy = f"--out {self.folder}", "name another folder, or repeat the first command"
+        if said[0].get("model") != facts.get("model"):
+            raise ConfigError(asked, "it holds a run for another model, or for other weights of this one", remedy)
         wrong = "it holds a run of something else: there {name} is {found!r}, here {own!r}"
-        require_same(f"--out {self.folder}", said[0], facts, "name another folder, or repeat the first command", wrong)
+        require_same(asked, said[0], facts, remedy, wrong)
         values: dict[str, Any] = found
         return values
 

@@ -35,6 +35,10 @@ class CapabilityError(ConfigError):
     """Parts that exist but do not fit together (a drafter and a round, a tokenizer and its draft)."""
 
 
+class StorageError(ConfigError):
+    """A disk without room for what is to be kept, or a file that cannot be written: no fault of what was asked for."""
+
+
 class RequestError(PacelineError):
     """A request that ended early because its own sampling rules, text or stop rules failed.
 

@@ -24,6 +24,7 @@ import torch
 from ..core.errors import CapabilityError, ConfigError
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .draft_model import DraftModel
+from .none import NoneConfig
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
 from .sessions import DraftSessions
@@ -106,8 +107,10 @@ def _name(text: str) -> str:
 
 
 def with_parts(parts: Sequence[str], drafter: str) -> str:
-    """A drafter, as it is named, with others asked before it."""
+    """A drafter, as it is named, with others asked before it; of one that drafts nothing the others alone."""
     kind, _, rest = drafter.partition(":")
+    if kind == NoneConfig.kind:
+        return f"hybrid:{'+'.join(parts)}"
     if kind != HybridConfig.kind:
         return f"hybrid:{'+'.join([*parts, drafter.replace(',', ';')])}"
     own, comma, options = rest.partition(",")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from ..drafters.fit import TrainedDrafterConfig
 from ..drafters.states.body import StateDrafter
 from ..engine.engine import Engine
 from ..network.files import fingerprint
+from . import files
+from .applications import DrafterByApplication, put_in_place
 from .serving import Learning, learned_part
 
 log = logging.getLogger(__name__)
@@ -50,17 +53,36 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
         fresh.bind(info, config.max_sequences, engine.pool.num_tokens, target.decoder.device)
         return fresh
 
-    task = {
+    task: dict[str, Any] = {
         "model": config.model,
         "target": str(target.folder),
         "fingerprint": fingerprint(target.folder),
+        "width": shape.d_model,
         "kind": chosen.kind,
         "weights": str(chosen.folder(context)),
         "options": {"depth": int(getattr(part, "depth", DEPTH))},
         "rate": min(1e-3, RATE * WIDTH / shape.d_model),
     }
-    made = Learning(Path(config.learn).absolute(), engine, part, build, task, torch.get_num_threads())
-    log.warning("learning is on: token ids of requests are kept in %s; a request with store: false is not", made.folder)
+    folder, sizes = Path(config.learn).absolute(), (torch.get_num_threads(), config.max_sequences)
+    made = Learning(folder, engine, part, build, task, *sizes)
+    parts: dict[str | None, StateDrafter] = {}
+    others: dict[str, Learning] = {}
+    try:
+        for name, application in engine.applications.items():
+            parts[name] = build(task["weights"])
+            mark = sha256(f"{name} {application.identity}".encode()).hexdigest()[:16]
+            own = {**task, "application": name}
+            others[name] = Learning(folder / files.APPLICATIONS / mark, engine, parts[name], build, own, *sizes)
+    except ConfigError:
+        made.close()
+        raise
+    made.attend(others)
+    if parts:
+        put_in_place(engine, part, DrafterByApplication(parts | {None: part}))
+    log.warning(
+        "learning is on: token ids and states of requests are kept in %s; a request with store: false is not",
+        made.folder,
+    )
     return made
 
 

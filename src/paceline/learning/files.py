@@ -1,11 +1,13 @@
 """The folder of `--learn`: what the server and the learner tell each other through files.
 
 ring.bin            requests (`ring`)
+states.bin          what the target said of the last of them
 learner.json        what the learner is to train for
 drafters/N/         drafters that passed their check
 offer.json          the last one of them, and how it did
 refused.json        numbers of those that did worse at work
 learner.log         what the learner says
+applications/ID/    the same for requests of an application; ID is of its files
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-RING, TASK, OFFER, REFUSED, DRAFTERS, LOG = (
+RING, STATES, TASK, OFFER, REFUSED, DRAFTERS, LOG, APPLICATIONS = (
     "ring.bin",
+    "states.bin",
     "learner.json",
     "offer.json",
     "refused.json",
     "drafters",
     "learner.log",
+    "applications",
 )
 
 

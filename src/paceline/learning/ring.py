@@ -1,10 +1,12 @@
-"""The last requests as token ids, in a file of a fixed size that belongs to the user alone.
+"""The last requests, in files of a fixed size that belong to the user alone: token ids, and what the target said.
 
-One process writes, another reads while it does. A slot holds one request: the end of its prompt and the beginning of
-its answer. A slot that is being written fails its checksum, and is left out. Texts are never kept.
+One process writes, another reads while it does. A slot that is being written fails its checksum, and is left out. Texts
+are never kept. A request's states are those of the target's last layer that its drafter was shown, so that nobody has
+to compute them again: what the target said after each token is its head's product with them.
 
-    header   magic, slots, tokens a slot
-    slot     checksum, prompt tokens, tokens, number (from 1 on; 0: empty), tokens
+    file     magic, slots, bytes of a slot's values
+    slot     checksum, bytes, number (from 1 on; 0: empty), values: of a request its prompt's length and its ids; of
+             states how many tokens of the request lie before the first, then bfloat16
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import numpy as np
 
 from ..core.errors import ConfigError
 
-MAGIC = b"paceline ring 1\n"
+MAGIC = b"paceline ring 2\n"
 HEADER = struct.Struct("<16sII")
-SLOT = struct.Struct("<IIIQ")
+SLOT = struct.Struct("<IIQ")
+COUNT = struct.Struct("<I")
 SLOTS, PROMPT, ANSWER = 8192, 352, 160  # 17 MB
+STATE_SLOTS, STATE_BYTES = 640, 256 * 10**6  # more requests than a round learns from; fewer of wide targets
 _REMEDY = "name another folder for --learn, or remove the file: what is kept in it is forgotten then"
 
 
@@ -36,30 +40,27 @@ class ServedRequest:
     answer: list[int]
 
 
-class Ring:
-    """The file.
+class SlotFile:
+    """Slots by number; a new one takes the place of the oldest.
 
     Args:
         path: made, whole and with mode 0600, where it is missing.
-        slots: requests that it holds.
+        slots: that it holds.
+        size: bytes of a slot's values, at most.
 
     Raises:
-        ConfigError: no room for it, no ring, or one that others may read.
+        ConfigError: no room for it, another file, or one that others may read.
     """
 
-    def __init__(self, path: Path, slots: int = SLOTS) -> None:
-        self.path, self.slots, self.tokens = path, slots, PROMPT + ANSWER
-        self.bytes = SLOT.size + 4 * self.tokens
+    def __init__(self, path: Path, slots: int, size: int) -> None:
+        self.path, self.slots, self.bytes = path, slots, SLOT.size + size
         try:
-            self._open()
+            self._open(HEADER.size + slots * self.bytes, HEADER.pack(MAGIC, slots, size))
         except OSError as error:
-            raise ConfigError(
-                f"learn={path.parent}", f"{path.name} cannot be made or read ({error})", _REMEDY
-            ) from error
-        self.last = max((one.number for one in self.read()), default=0)
+            wrong = f"{path.name} cannot be made or read ({error})"
+            raise ConfigError(f"learn={path.parent}", wrong, _REMEDY) from error
 
-    def _open(self) -> None:
-        size, own = HEADER.size + self.slots * self.bytes, HEADER.pack(MAGIC, self.slots, self.tokens)
+    def _open(self, size: int, own: bytes) -> None:
         asked = f"learn={self.path.parent}"
         handle = os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
@@ -75,36 +76,79 @@ class Ring:
         finally:
             os.close(handle)
 
-    def add(self, prompt: list[int], answer: list[int]) -> None:
-        """Keep a request in the place of the oldest one."""
-        head, said = prompt[-PROMPT:], answer[:ANSWER]
-        ids = np.array([*head, *said], dtype="<u4").tobytes()
-        self.last += 1
-        at = HEADER.size + self.last % self.slots * self.bytes
-        rest = struct.pack("<IIQ", len(head), len(head) + len(said), self.last) + ids
-        self._map[at : at + 4] = b"\0\0\0\0"  # what is read from now on fails its checksum
-        self._map[at + 4 : at + 4 + len(rest)] = rest
-        self._map[at : at + 4] = struct.pack("<I", crc32(rest))
+    def put(self, number: int, values: bytes) -> None:
+        """Write a slot."""
+        at = HEADER.size + number % self.slots * self.bytes
+        head = SLOT.pack(0, len(values), number)  # what is read from now on fails its checksum
+        self._map[at : at + SLOT.size] = head
+        self._map[at + SLOT.size : at + SLOT.size + len(values)] = values
+        self._map[at : at + COUNT.size] = COUNT.pack(crc32(values, crc32(head[COUNT.size :])))
 
-    def read(self, after: int = 0) -> list[ServedRequest]:
-        """The requests that are whole, oldest first, with numbers above ``after``."""
-        found = [self._read(slot) for slot in range(self.slots)]
-        return sorted((one for one in found if one is not None and one.number > after), key=lambda one: one.number)
-
-    def _read(self, slot: int) -> ServedRequest | None:
+    def get(self, slot: int) -> tuple[int, bytes] | None:
+        """Number and values in a slot; None where it is empty or not whole."""
         at = HEADER.size + slot * self.bytes
-        mark, prompt, count, number = SLOT.unpack_from(self._map, at)
-        if not number or not prompt <= count <= self.tokens:
-            return None
-        rest = self._map[at + 4 : at + SLOT.size + 4 * count]
-        if crc32(rest) != mark:
-            return None
-        ids = np.frombuffer(rest, dtype="<u4", offset=SLOT.size - 4).tolist()
-        return ServedRequest(number, ids[:prompt], ids[prompt:])
+        head = self._map[at : at + SLOT.size]
+        mark, size, number = SLOT.unpack(head)
+        values = self._map[at + SLOT.size : at + SLOT.size + size]
+        whole = number and size <= self.bytes - SLOT.size and crc32(values, crc32(head[COUNT.size :])) == mark
+        return (number, values) if whole else None
 
     def close(self) -> None:
         """Let go of the file."""
         self._map.close()
+
+
+class Ring(SlotFile):
+    """Requests as token ids.
+
+    Args:
+        path, slots: as for `SlotFile`, whose errors it raises.
+    """
+
+    def __init__(self, path: Path, slots: int = SLOTS) -> None:
+        super().__init__(path, slots, COUNT.size + 4 * (PROMPT + ANSWER))
+        self.last = max((one.number for one in self.read()), default=0)
+
+    def add(self, prompt: list[int], answer: list[int]) -> int:
+        """Keep the end of a prompt and the beginning of its answer; returns the request's number."""
+        head = prompt[-PROMPT:]
+        self.last += 1
+        self.put(self.last, COUNT.pack(len(head)) + np.array([*head, *answer[:ANSWER]], dtype="<u4").tobytes())
+        return self.last
+
+    def read(self, after: int = 0) -> list[ServedRequest]:
+        """The requests that are whole, oldest first, with numbers above ``after``."""
+        found = []
+        for number, values in filter(None, map(self.get, range(self.slots))):
+            if number > after:
+                (prompt,), ids = COUNT.unpack_from(values), np.frombuffer(values, "<u4", offset=COUNT.size).tolist()
+                found.append(ServedRequest(number, ids[:prompt], ids[prompt:]))
+        return sorted(found, key=lambda one: one.number)
+
+
+class StateRing(SlotFile):
+    """States of the last requests of a `Ring`.
+
+    Args:
+        path: as for `SlotFile`, whose errors it raises.
+        width: of a state.
+    """
+
+    def __init__(self, path: Path, width: int) -> None:
+        self.width, size = width, COUNT.size + 2 * width * (PROMPT + ANSWER)
+        super().__init__(path, max(1, min(STATE_SLOTS, STATE_BYTES // size)), size)
+
+    def add(self, number: int, skipped: int, states: np.ndarray) -> None:
+        """Keep the states [rows, width] (bits of bfloat16) of a request's tokens behind the first ``skipped``."""
+        self.put(number, COUNT.pack(skipped) + states.tobytes())
+
+    def of(self, number: int) -> tuple[int, np.ndarray] | None:
+        """What `add` was given; None where it is not there any more."""
+        found = self.get(number % self.slots)
+        if found is None or found[0] != number:
+            return None
+        states = np.frombuffer(found[1], "<u2", offset=COUNT.size).reshape(-1, self.width)
+        return int(COUNT.unpack_from(found[1])[0]), states
 
 
 def _allocate(handle: int, size: int) -> None:

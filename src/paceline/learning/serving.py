@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Thread
@@ -30,7 +30,8 @@ from ..drafters.states.network import LAST
 from ..engine.engine import Engine
 from ..engine.live import LiveRequest
 from . import files
-from .ring import Ring
+from .ring import PROMPT, Ring, StateRing
+from .states import StateCollector
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +52,31 @@ class Learning:
         engine: whose requests are learned from.
         part: the drafter that is learned, as the engine runs it.
         build: makes another one of its kind.
-        task: what the learner is to know: model, kind, weights, dtype.
+        task: what the learner is to know: model, width of its states, kind, weights.
         threads: of the engine.
+        most: sequences that the engine runs at once.
 
     Raises:
         ConfigError: a folder that cannot be used.
     """
 
     def __init__(
-        self, folder: Path, engine: Engine, part: StateDrafter, build: Build, task: dict[str, Any], threads: int
+        self,
+        folder: Path,
+        engine: Engine,
+        part: StateDrafter,
+        build: Build,
+        task: dict[str, Any],
+        threads: int,
+        most: int,
     ) -> None:
+        self._lanes: dict[str | None, Learning] = {None: self}  # by application
         self.folder, self.engine, self.part, self._build, self._task = folder, engine, part, build, task
         self._private()
         self.ring = Ring(folder / files.RING)
+        self.states = StateRing(folder / files.STATES, task["width"])
+        self._collector = StateCollector(most)
+        part.witness = self._collector.observe
         self.spare = (os.cpu_count() or 1) - threads >= 1  # a core that the engine leaves to the learner
         self.number, self.before, self.last_check = 0, 0, {}  # type: tuple[int, int, dict[str, Any]]
         self.kept = self.left_out = self.taken = self.returned = self.starts = 0
@@ -73,7 +86,6 @@ class Learning:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped, self._ended = False, Event()
         self._tried = 0
-        engine.on_leave, engine.between = self.ended, self.between
         self._thread = Thread(target=self._watch, name="paceline-learning", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -91,21 +103,35 @@ class Learning:
         except OSError as error:
             raise ConfigError(f"learn={self.folder}", f"it cannot be used ({error})", "name another folder") from error
 
+    def attend(self, others: Mapping[str, Learning]) -> None:
+        """Learn from the engine's requests from now on, and let ``others`` learn from those of their applications."""
+        self._lanes.update(others)
+        self.engine.on_leave = lambda live: self._lanes[live.request.application].ended(live)
+        self.engine.between = self._between
+
     # -- in the engine's thread
 
     def ended(self, live: LiveRequest) -> None:
         """A request has ended: keep it, and count how it was drafted for."""
         request, state = live.request, live.sequences[0].state
+        states = [self._collector.take(sequence.view.key) for sequence in live.sequences][0]
         stats = state.stats
         if stats.passes and stats.drafted:
             kept = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
             kept.append(1 + stats.accepted / stats.passes)
         whole = state.checker.finish_reason in ("stop", "length")
-        if not live.store or request.application is not None or not whole or len(state.token_ids) < 2:
+        if not live.store or not whole or len(state.token_ids) < 2:
             self.left_out += 1
             return
-        self.ring.add(list(request.prompt_ids), list(state.token_ids))
+        number = self.ring.add(list(request.prompt_ids), list(state.token_ids))
         self.kept += 1
+        if states is not None:
+            first, rows = states
+            self.states.add(number, first - max(0, len(request.prompt_ids) - PROMPT), rows)
+
+    def _between(self) -> None:
+        for one in self._lanes.values():
+            one.between()
 
     def between(self) -> None:
         """Before a step: the learner makes room, and a drafter that is ready takes over."""
@@ -123,7 +149,7 @@ class Learning:
         self.part.body.drop([*self.part.body.texts])
         self._good = dict(vars(self.part))
         self.before, self.number, self.taken = self.number, number, self.taken + 1
-        _become(self.part, vars(fresh))
+        _become(self.part, vars(fresh) | {"witness": self._collector.observe})
         log.info("drafter %d takes over: %s", number, json.dumps(self.last_check))
 
     def _fell(self) -> bool:
@@ -153,7 +179,8 @@ class Learning:
                 idle = now
             elif now - idle > IDLE_S and self._stopped:
                 self._signal("SIGCONT")
-            if (self._process is None or self._process.poll() is not None) and now >= again:
+            wanted = "application" not in self._task or self.ring.last  # an application may never be asked for
+            if wanted and (self._process is None or self._process.poll() is not None) and now >= again:
                 self._start()
                 again, wait = now + wait, min(2 * wait, AGAIN_MOST_S)
             try:
@@ -201,6 +228,9 @@ class Learning:
         """End the learner; what is kept stays."""
         self._ended.set()
         self.engine.on_leave = self.engine.between = None
+        for one in self._lanes.values():
+            if one is not self:
+                one.close()
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             process.kill()
@@ -210,6 +240,7 @@ class Learning:
     def describe(self) -> dict[str, Any]:
         """How it stands, ready for JSON."""
         window = self._accepted.get(self.number, ())
+        others = {name: one.describe() for name, one in self._lanes.items() if name is not None}
         return {
             "state": "on: token ids of requests are kept, and the drafter learns from them when cores are idle",
             "requests_kept": self.kept,
@@ -220,6 +251,7 @@ class Learning:
             "learner_starts": self.starts,
             "last_check": self.last_check,
             "tokens_a_pass": fmean(window) if window else None,
+            **({"applications": others} if others else {}),
         }
 
 

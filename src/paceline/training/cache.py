@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, StorageError
 from .data import Example, SourceSpec, TokenBatch, mark
 from .features import needed_states
 from .files import plain, writing
@@ -154,11 +154,12 @@ class TopCache:
         there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.is_dir())
         free, tokens = shutil.disk_usage(there).free, sum(len(wish.tokens) for wish in wishes)
         size = tokens * self.kind.itemsize
-        wanted = f"{size:,} bytes ({size / 1e9:.2f} GB)"
-        say(f"cache {self.folder}: {tokens:,} tokens to score, {wanted}; {free / 1e9:.2f} GB are free")
+        wanted = f"{size:,} bytes ({size / 1e6:,.0f} MB)"
+        say(f"cache {self.folder}: {tokens:,} tokens to score, {wanted}; {free / 1e6:,.0f} MB are free")
         if size > free:
             remedy = "free space there, name another folder, take fewer likeliest tokens (top), or leave --cache out"
-            raise ConfigError(f"--cache {self.folder}", f"it takes {wanted}, and {free / 1e9:.2f} GB are free", remedy)
+            wrong = f"what the model says takes {wanted}, and {free / 1e6:,.0f} MB are free"
+            raise StorageError(f"--cache {self.folder}", wrong, remedy)
 
     def _score(self, scorer: Scorer, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
         done, total, began = 0, sum(len(wish.tokens) for wish in wishes), perf_counter()

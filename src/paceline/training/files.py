@@ -7,19 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, StorageError
 
 OTHER_RUN = "it is of another run: its {name} is {found!r}, this run's {own!r}"
 
 
 @contextmanager
 def writing(what: str, remedy: str, *more: type[Exception]) -> Iterator[None]:
-    """Around what writes a file: OSError, and ``more`` that a writer raises, become a ConfigError."""
+    """Around what writes a file: OSError, and ``more`` that a writer raises, become a StorageError."""
     kinds: tuple[type[Exception], ...] = (OSError, *more)
     try:
         yield
     except kinds as error:
-        raise ConfigError(what, f"it cannot be written ({error})", remedy) from error
+        raise StorageError(what, f"it cannot be written ({error})", remedy) from error
 
 
 def require_same(

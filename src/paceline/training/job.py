@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,7 +29,7 @@ from .files import writing
 from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
-from .scoring import make_scorer
+from .scoring import RememberedScorer, Scorer, make_scorer
 from .tokenizer import train_tokenizer
 from .trainer import Trainer, Watcher, plan, products, require_accelerate
 
@@ -44,6 +45,7 @@ class TrainingJob(RecipeFile):
     init: Path | None = None  # folder of a checkpoint to start from
     out: Path
     cache: Path | None = None  # folder for the target's likeliest tokens; None: the target is run on each batch
+    known: Mapping[bytes, np.ndarray] = field(default_factory=dict)  # for the cache; see `RememberedScorer`
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
     hot: Tensor | None = None  # [H] int64, likewise: the only tokens that are to be drafted; None: all
 
@@ -86,12 +88,13 @@ def prepare(
     longest = max(phase.length for phase in job.phases)
     encoder = Encoder(tokenizer, longest)
     examples = [load_source(spec, encoder) for spec in job.sources]
+    held = [load_source(spec, encoder) for spec in job.held_out]
     job.tokens = {spec.file: sum(len(e.tokens) for e in own) for spec, own in zip(job.sources, examples, strict=True)}
     context = BuildContext(
         target=None if job.target is None else Network.load(job.target, state.device, frozen=True),
         target_folder=job.target,
         tokenizer=tokenizer,
-        held_out={spec.name: held_out(spec.learned(load_source(spec, encoder)), longest) for spec in job.held_out},
+        held_out=_held_out(job, held, longest),
         device=state.device,
         seed=job.config.seed,
         prompt_weight=job.prompt_weight,
@@ -107,8 +110,10 @@ def prepare(
         _name_strangers(job.sources, facts["target"], say)
     if job.cache is not None:
         with state.main_process_first():
-            context.features = cache = _cache(job, made, options, facts["target"], context, examples, say)
-        examples = cache.examples
+            context.features = cache = _cache(job, made, options, facts["target"], context, [*examples, *held], say)
+        examples = cache.examples[: len(examples)]
+        if job.known:
+            context.held_out = _held_out(job, cache.examples[len(examples) :], longest)
     mixture = _mixture(job, examples)
     return Trainer(made.build(options, context), mixture, job.phases, job.config, job.out, facts, watchers)
 
@@ -159,14 +164,27 @@ def _cache(
     assert job.cache is not None and job.target is not None and context.target is not None
     longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
     key = {"target": target, "precision": job.config.precision, "length": longest}
-    sources = list(zip(job.sources, examples, strict=True))
+    sources = list(zip([*job.sources, *(job.held_out if job.known else ())], examples, strict=False))
     shape = context.target.config
     width = shape.d_model if made.states else 0
     cache = TopCache(job.cache, sources, key, options.top, shape.vocab_size, width)
-    batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config.steps))
+    count = len(job.sources)
+    batches: Iterable[TokenBatch] = (
+        batch for _, batch in plan(_mixture(job, cache.examples[:count]), job.phases, job.config.steps)
+    )
     inside = partial(products, job.config.precision, context.device)
-    cache.complete(partial(make_scorer, job.target, context.target, job.config.precision, inside), batches, say)
+    make: Callable[[], Scorer] = partial(make_scorer, job.target, context.target, job.config.precision, inside)
+    if job.known:
+        batches = chain(batches, *_held_out(job, cache.examples[count:], longest).values())
+        make = partial(RememberedScorer, job.known, context.target, inside, make)
+    cache.complete(make, batches, say)
     return cache
+
+
+def _held_out(job: TrainingJob, examples: Sequence[Sequence[Example]], length: int) -> dict[str, list[TokenBatch]]:
+    """Held-out batches by domain."""
+    pairs = zip(job.held_out, examples, strict=True)
+    return {spec.name: held_out(spec.learned(own), length) for spec, own in pairs}
 
 
 def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Example]], vocab: int) -> Tensor:

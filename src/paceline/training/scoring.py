@@ -6,7 +6,7 @@ are the network's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,42 @@ class CompiledScorer:
             decoder = self.decoder
             self._pool = KVPool(*decoder.cache_shape, tokens, decoder.dtype, decoder.device)
         return self._pool
+
+
+class RememberedScorer:
+    """By states that were kept while the target served; documents without any are scored.
+
+    Args:
+        known: [rows, d_model] bits of bfloat16, by the bytes of a document's int32 ids.
+        target: whose norm and head say the rest.
+        products: context in which it makes them.
+        make: makes what scores the others, once there is one.
+    """
+
+    def __init__(
+        self, known: Mapping[bytes, np.ndarray], target: Network, products: Products, make: Callable[[], Scorer]
+    ) -> None:
+        self.known, self.target, self.products, self._make = known, target, products, make
+        self._scorer: Scorer | None = None
+
+    def __call__(self, documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
+        """As `Scorer`."""
+        parts = [self._score(tokens, top) for tokens in documents]
+        said = [own for _, own in parts]
+        ids, log_probs = torch.cat([own.ids for own in said]), torch.cat([own.log_probs for own in said])
+        return torch.cat([states for states, _ in parts]), TargetTop(ids, log_probs)
+
+    @torch.no_grad()
+    def _score(self, tokens: np.ndarray, top: int) -> tuple[Tensor, TargetTop]:
+        bits = self.known.get(tokens.tobytes())
+        if bits is None:
+            self._scorer = self._scorer or self._make()
+            states, said = self._scorer([tokens], top)
+            return states.float(), said
+        states = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+        states = states.to(self.target.head_weight.device).float()
+        with self.products():
+            return states, likeliest(self.target, self.target.final(states), top)
 
 
 def make_scorer(folder: Path, target: Network, precision: str, products: Products) -> Scorer:

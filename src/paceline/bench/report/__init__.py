@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.errors import ConfigError
@@ -45,8 +46,12 @@ def save_report(report: Report, path: Path | str) -> Path:
     return write_text(Path(path), report.as_json() + "\n")
 
 
-def write_all(report: Report, folder: Path | str) -> list[Path]:
+def write_all(report: Report, folder: Path | str, lead: str = "", pictures: Sequence[str] = ()) -> list[Path]:
     """Write JSON, page and Markdown into a folder, which is made where it is missing.
+
+    Args:
+        lead: Markdown that stands before the figures.
+        pictures: HTML behind it, on the page alone.
 
     Raises:
         ConfigError: they cannot be written.
@@ -57,8 +62,8 @@ def write_all(report: Report, folder: Path | str) -> list[Path]:
     target, summary = Path(folder), Summary(report)
     return [
         save_report(report, target / JSON_NAME),
-        write_text(target / PAGE_NAME, page.render(summary)),
-        write_text(target / MARKDOWN_NAME, markdown.render(summary)),
+        write_text(target / PAGE_NAME, page.render(summary, lead, pictures)),
+        write_text(target / MARKDOWN_NAME, markdown.render(summary, lead=lead)),
     ]
 
 

@@ -52,15 +52,16 @@ TIMES: dict[str, Callable[[Row], str]] = {
 }
 
 
-def render(summary: Summary, plot: Plot = lambda *_: "") -> str:
+def render(summary: Summary, plot: Plot = lambda *_: "", lead: str = "") -> str:
     """The whole report; ends with a newline.
 
     Args:
         summary: of the report.
         plot: draws what only a page has.
+        lead: Markdown that stands before the figures.
     """
     report = summary.report
-    blocks = [f"# {text(report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary))]
+    blocks = [f"# {text(report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary)), lead]
     for section in summary.sections:
         blocks += _section(summary, section, plot)
     blocks += _batches(summary)
@@ -170,6 +171,7 @@ def _batches(summary: Summary) -> list[str]:
 def _workloads(summary: Summary) -> str:
     """Where the prompts are from."""
     keys, found = ("source", "licence", "prompts"), summary.report.workloads
-    titles = {name: say.workload_title(summary.report, name) for name in found}
-    rows = ([titles[name], *(str(of.get(key, say.NOTHING)) for key in keys)] for name, of in found.items())
-    return table(["workload", *keys], rows) if found else ""
+    return bullets(
+        f"{say.workload_title(summary.report, name)}: " + "; ".join(f"{key} {of.get(key, say.NOTHING)}" for key in keys)
+        for name, of in found.items()
+    )

@@ -6,7 +6,7 @@ The plots need matplotlib. Where there is none the page is whole without them an
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from string import Template
@@ -33,16 +33,17 @@ NAME_WIDTH = 26  # letters of a name in one line
 CAPTION = "Times plain decoding of the same engine, with 95% intervals. Squares, crosses: other engines."
 
 
-def render(summary: Summary) -> str:
-    """The whole page."""
+def render(summary: Summary, lead: str = "", pictures: Sequence[str] = ()) -> str:
+    """The whole page; ``lead`` and ``pictures`` as for `write_all`."""
     drawn: list[str] = []
 
-    def place(section: Cell) -> str:
-        """A mark in the text where a plot belongs: Markdown would change it."""
-        drawn.append(speedups(summary, section))
-        return f'<div id="plot-{len(drawn) - 1}"></div>' if drawn[-1] else ""
+    def mark(picture: str) -> str:
+        """In the text where a picture belongs: Markdown would change it."""
+        drawn.append(picture)
+        return f'<div id="plot-{len(drawn) - 1}"></div>' if picture else ""
 
-    body = _parser().render(markdown.render(summary, place))
+    lead = "\n\n".join([lead, *map(mark, pictures)])
+    body = _parser().render(markdown.render(summary, lambda section: mark(speedups(summary, section)), lead))
     for number, picture in enumerate(drawn):
         body = body.replace(f'<div id="plot-{number}"></div>', picture)
     parts = {
@@ -109,9 +110,13 @@ def speedups(summary: Summary, section: Cell) -> str:
         axis.axvline(1.0, color="#808080", linestyle="--", linewidth=1)
         figures.legend(picture, axis, columns=2)
         drawn = figures.svg(picture)
-    label = escape(f"{CAPTION} The tables of this section have the figures.")
-    framed = f'<div class="plot" role="img" aria-label="{label}">{drawn}</div>'
-    return f"<figure><figcaption>{CAPTION}</figcaption>{framed}</figure>"
+    return framed(drawn, CAPTION, "The tables of this section have the figures.")
+
+
+def framed(drawn: str, caption: str, label: str) -> str:
+    """An SVG element as a figure of the page; ``label`` is for those who do not see it."""
+    plot = f'<div class="plot" role="img" aria-label="{escape(f"{caption} {label}")}">{drawn}</div>'
+    return f"<figure><figcaption>{escape(caption)}</figcaption>{plot}</figure>"
 
 
 def _wrapped(name: str) -> str:

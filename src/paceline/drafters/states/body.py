@@ -12,7 +12,7 @@ target's own states, which are better than the drafted ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -247,11 +247,14 @@ class StateDrafter(Drafter):
 
     trusted = True
     _body: StateBody | None = None
+    witness: Callable[[StepFeatures], None] | None = None  # told of what the drafter is shown
 
     @inference
     def observe(self, step: StepFeatures) -> None:
         """Note the states that a pass showed."""
         self.body.observe(step)
+        if self.witness is not None:
+            self.witness(step)
 
     def release(self, keys: Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""

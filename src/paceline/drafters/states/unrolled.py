@@ -312,7 +312,8 @@ class UnrolledRecipe:
         return self._held[domain]
 
     def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        true = self.target.final(last_states(self.target, batch))
+        placed = (batch.places >= 0).any()  # in the run's cache
+        true = self.target.final(self.features.states(batch) if placed else last_states(self.target, batch))
         return true, argmax(true.flatten(0, 1), self.target.head_weight).view_as(batch.tokens)
 
     def _judge(self, batch: TokenBatch, true: Tensor, says: Tensor) -> tuple[Tensor, Tensor, Tensor]:
