@@ -347,9 +347,9 @@ class ModelSessions(TreeSessions[Session]):
         if sampler.plain:
             return logits
         paths = [session.tokens(node) for node in wanted]
-        width = max(map(len, paths))
-        below = [path + [-1] * (width - len(path)) for path in paths]
-        drafted = torch.tensor(below, device=logits.device) if width else None
+        deepest = max(map(len, paths))
+        below = [path + [-1] * (deepest - len(path)) for path in paths]
+        drafted = torch.tensor(below, device=logits.device) if deepest else None
         places = [len(session.view.tokens) + len(path) for path in paths]
         try:
             if width > 1:
