@@ -81,7 +81,7 @@ class Twin:
         below = torch.tensor([path]) if path else None
         places = [len(self.text) + len(path)]
         chain = width == 1
-        ranked = sampler.scores(logits, below, places) if chain else sampler.candidates(logits, below, places, True)
+        ranked = sampler.scores(logits, below, places) if chain else sampler.candidates(logits, [path], places, True)
         log_q = ranked.log_softmax(-1)[0]
         best = log_q.topk(width)
         return best.indices.tolist(), best.values.tolist()
