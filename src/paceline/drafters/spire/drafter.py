@@ -196,7 +196,7 @@ class SpireDrafter(Drafter):
         if able and self.network.compiled and compiles(able, self.config.proposes):
             want.passes = self._grow_compiled(able, grower.floor)
         else:
-            want.passes = grower.grow(able, self._forward)
+            want.passes = self._grow(able, grower)
         return [g.draft for g in growths]
 
     # -- its parts
@@ -272,7 +272,7 @@ class SpireDrafter(Drafter):
         text.sunk = count
 
     def _grow_compiled(self, growths: Sequence[Growth], floor: float) -> int:
-        """What `Grower.grow` does, in one compiled call."""
+        """The same as `_grow`, in one compiled call."""
         chains = []
         for growth in growths:
             tokens, text = growth.sequence.tokens, self._texts[growth.sequence.key]
@@ -282,8 +282,21 @@ class SpireDrafter(Drafter):
             growth.follow(drafted)
         return max(map(len, found))
 
-    def _forward(self, growths: Sequence[Growth]) -> Tensor:
-        """[growths, V] logits after the last node of each, whose memory is written where rows follow below it."""
+    def _grow(self, growths: Sequence[Growth], grower: Grower) -> int:
+        """Grow all chains, a pass a level; returns the passes that it took."""
+        level = 0
+        while growths:
+            logits, memory = self._forward(growths)
+            grower.expand(growths, logits, level)
+            level += 1
+            alive = [row for row, growth in enumerate(growths) if growth.frontier]
+            growths = [growths[row] for row in alive]
+            if alive and memory is not None:
+                self._write_memory(growths, memory, alive, level - 1)
+        return level
+
+    def _forward(self, growths: Sequence[Growth]) -> tuple[Tensor, Tensor | None]:
+        """Logits after the last node of each, and its memory [layers, growths, d_model]."""
         packer = RowPacker(self.network.decoder, self.network.decoder.device)
         for growth in growths:
             text, (node,) = self._texts[growth.sequence.key], growth.frontier
@@ -294,14 +307,7 @@ class SpireDrafter(Drafter):
             prefix = len(slots) if self.network.feedback else len(slots) - 1
             where, keys = (torch.tensor(x, device=self.network.decoder.device) for x in ([own], slots))
             packer.add([token], [position], where, keys, len(slots), prefix)
-        logits, memory = self.network.run(packer, self.ring)
-        rows = [row for row, growth in enumerate(growths) if growth.frontier[0] + 1 < growth.max_depth]
-        if rows and memory is not None:
-            places = [len(growths[row].sequence.tokens) - 1 + growths[row].frontier[0] for row in rows]
-            rings = [self._texts[growths[row].sequence.key].ring for row in rows]
-            slots = [self.ring.slot(ring, place) for ring, place in zip(rings, places, strict=True)]
-            self.network.write(self.ring, [*memory], rows, places, slots)
-        return logits
+        return self.network.run(packer, self.ring)
 
     def _seen(self, text: _RingText, position: int) -> list[int]:
         """Positions whose memory a row sees: sinks, and a window of strictly earlier tokens; without feedback its own
@@ -309,3 +315,10 @@ class SpireDrafter(Drafter):
         stop = position if self.network.feedback else position + 1
         sinks = min(self.shape.sinks, stop)
         return [*range(sinks), *range(max(sinks, text.start, stop - self.shape.window), stop)]
+
+    def _write_memory(self, growths: Sequence[Growth], memory: Tensor, rows: Sequence[int], level: int) -> None:
+        """The memory of some rows of a level [layers, n, d_model], for the rows below them."""
+        places = [len(growth.sequence.tokens) - 1 + level for growth in growths]
+        rings = [self._texts[growth.sequence.key].ring for growth in growths]
+        slots = [self.ring.slot(ring, place) for ring, place in zip(rings, places, strict=True)]
+        self.network.write(self.ring, [*memory], rows, places, slots)
