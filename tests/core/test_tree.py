@@ -81,16 +81,6 @@ def test_roots_are_trees_of_one_node():
     assert tree.path_tokens(0).shape == (1, 0) and tree.ancestor_mask(1).tolist() == [[True]]
 
 
-@quick
-@given(st.lists(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=6), min_size=1, max_size=3))
-def test_from_paths_is_the_trie_in_first_seen_order(paths):
-    tree = TokenTree.from_paths([9] * len(paths), paths, source=5)
-    for b, own in enumerate(paths):
-        seen = list(dict.fromkeys(tuple(path[: i + 1]) for path in own for i in range(len(path))))
-        assert [tuple(t for t in row if t >= 0) for row in tree.path_tokens(b)[1:].tolist()] == seen
-        assert tree.sources[b][1:] == [5] * len(seen)
-
-
 @pytest.mark.parametrize(
     "broken",
     [

@@ -101,7 +101,9 @@ def test_bare_roots():
 
 def chains(rows: list[list[int]], q: Tensor) -> TokenTree:
     """Chains of whole rows of tokens, drawn from ``q``."""
-    tree = TokenTree.from_paths([row[0] for row in rows], [[row[1:]] for row in rows])
+    tree = TokenTree.from_parents(
+        [row[0] for row in rows], [range(len(row) - 1) for row in rows], [row[1:] for row in rows]
+    )
     return replace(tree, q=q)
 
 
@@ -189,7 +191,7 @@ def test_rejection_says_why_it_needs_q():
 
 
 def test_block_refuses_trees():
-    tree = TokenTree.from_paths([0], [[[1], [2]]])
+    tree = TokenTree.from_parents([0], [[0, 0]], [[1, 2]])
     tree = replace(tree, q=torch.full((1, 3, VOCAB), 1 / 3))
     with pytest.raises(CapabilityError, match="chains"):
         block(tree, torch.full((1, 3, VOCAB), 1 / 3), torch.zeros(1, 3), lambda b, n: torch.zeros(VOCAB))

@@ -24,7 +24,7 @@ from paceline.drafters.base import Drafter, DrafterSpec, SequenceView, StepFeatu
 from paceline.drafters.levels import Said, best_levels, count, cut, product_trees
 from paceline.drafters.proposal import Proposal
 from paceline.drafters.registry import DrafterConfig, option
-from paceline.drafters.resampling import AGAIN, FRESH, Drafted, Resampling, left_over, merge
+from paceline.drafters.resampling import AGAIN, FRESH, Resampling, left_over, merge
 
 LEVELS, K = 3, 4
 RULES: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ def test_what_is_left_over_are_the_levels_behind_the_new_root(levels: int, short
     """After a tokens were accepted of a draft of N levels N - a - 1 are left (Algorithm 2)."""
     logits = draw(0, levels)
     said: Said = best_levels([(view([5]), logits)], K, True)[0] if short else logits
-    drafted = Drafted(20, said)
+    drafted = 20, said
     assert left_over(None, 21, 0) is None and left_over(drafted, 20, 0) is None
     for accepted, threshold in itertools.product(range(levels + 1), range(levels)):
         rest = left_over(drafted, 21 + accepted, threshold)

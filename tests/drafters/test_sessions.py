@@ -22,6 +22,7 @@ from paceline.drafters.tree_sessions import opened
 TARGET = tiny_decoder()
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 WARM = SamplingParams(temperature=0.9, repetition_penalty=1.3, max_tokens=64)
+CUT = SamplingParams(temperature=0.9, top_k=2, max_tokens=64)  # candidates and chains are ranked differently
 PROMPT = [(5 * i + 11) % (VOCAB - 10) + 10 for i in range(21)]
 
 
@@ -80,7 +81,7 @@ class Twin:
         below = torch.tensor([path]) if path else None
         places = [len(self.text) + len(path)]
         chain = width == 1
-        ranked = sampler.scores(logits, below, places) if chain else sampler.candidates(logits, below, places, True)
+        ranked = sampler.scores(logits, below, places) if chain else sampler.candidates(logits, [path], places, True)
         log_q = ranked.log_softmax(-1)[0]
         best = log_q.topk(width)
         return best.indices.tolist(), best.values.tolist()
@@ -106,7 +107,7 @@ class Twin:
 
 
 @pytest.mark.parametrize("looks_up", [False, True], ids=["alone", "beside a look-up"])
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("params", [GREEDY, WARM, CUT], ids=["greedy", "warm", "cut"])
 def test_random_lives(params: SamplingParams, looks_up: bool) -> None:
     draw = random.Random(3)
     drafter, served = sessions(proposes="coupled")

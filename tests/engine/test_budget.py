@@ -760,7 +760,7 @@ def _driven(spec: DrafterSpec, taps_ms: float, cost: Callable[[int], float], ste
         budgets, levels = budget.plan(sequences, 1), 1 + step % 4
         drafted = 0
         if budgets[0]:
-            tree = TokenTree.from_paths([RIGHT], [[[RIGHT] * levels]])
+            tree = TokenTree.from_parents([RIGHT], [range(levels)], [[RIGHT] * levels])
             chosen = budget.select([sequences[0].view], tree, 1)
             drafted = 0 if chosen is None else chosen.counts[0] - 1
         ask_ms = cost(levels) if budgets[0] else 0.0

@@ -270,7 +270,9 @@ class Guest(Drafter):
 
 
 def chain(want: DraftRequest, depth: int, token: int = 50) -> TokenTree:
-    return TokenTree.from_paths(want.roots(), [[[token] * depth] for _ in want.budgets])
+    return TokenTree.from_parents(
+        want.roots(), [range(depth)] * len(want.budgets), [[token] * depth] * len(want.budgets)
+    )
 
 
 class Raises(Guest):

@@ -43,7 +43,7 @@ from paceline.network.exits import ExitHeads, ExitsConfig, exit_layer
 from paceline.network.files import fingerprint
 from paceline.network.loader import resolve_folder
 from paceline.rounds import parse_round
-from paceline.rounds.mirror.channel import Message, outcome_chances, overlap, speak
+from paceline.rounds.mirror.channel import outcome_chances, overlap, speak
 from paceline.rounds.mirror.records import StepTimes, WindowVerdict
 from paceline.rounds.mirror.rollout import share_rows
 from paceline.rounds.mirror.round import MirrorRound
@@ -296,7 +296,7 @@ def test_rows_go_to_the_likeliest_branches() -> None:
     assert share_rows([0.5, 0.1, 0.3], [3, 3, 3], 99, 0.5) == [3, 3, 3]
     assert share_rows([0.2, 0.2], [2, 2], 1, 1.0) == [1, 0]
     logs = [[-0.1, -3.0], [-1.0, -1.0], [-2.0]]
-    chances = outcome_chances(Message([[1, 2], [3, 4], [5]], logs), [0.5, 0.25])
+    chances = outcome_chances(logs, [0.5, 0.25])
     assert sum(map(sum, chances)) == pytest.approx(1)
     assert [sum(row) for row in chances] == pytest.approx([0.5, 0.375, 0.125]) and chances[0][0] > chances[0][1]
 
@@ -318,17 +318,17 @@ def test_the_message_leaves_out_the_windows_own_token() -> None:
     first = int(view.sampler.scores(logits[:1], None, positions[:1]).argmax())
     window = [first, 50]
     message = speak(view, window, logits, 4)
-    assert message is not None and [len(row) for row in message.tokens] == [4, 4, 4]
-    assert first not in message.tokens[0] and 50 not in message.tokens[1]
+    assert message is not None and [len(row) for row in message[0]] == [4, 4, 4]
+    assert first not in message[0][0] and 50 not in message[0][1]
     paths = torch.tensor([[-1, -1], [first, -1], [first, 50]])
     silent = speak(view, window, logits, 4, noisy=False)
-    assert silent is not None and silent.tokens != message.tokens
-    assert silent.tokens[2] == view.sampler.process(logits, paths)[2].topk(4).indices.tolist()
+    assert silent is not None and silent[0] != message[0]
+    assert silent[0][2] == view.sampler.process(logits, paths)[2].topk(4).indices.tolist()
     scores = view.sampler.scores(logits, paths, positions)
-    assert message.tokens[2] == scores[2].topk(4).indices.tolist()
+    assert message[0][2] == scores[2].topk(4).indices.tolist()
     p = view.sampler.probs(logits[1:2], torch.tensor([[first]]))[0]
-    chances = overlap(view, window, 1, logits[1], message.tokens[1])
-    assert chances == pytest.approx((p[message.tokens[1]] / (1 - p[50])).tolist())
+    chances = overlap(view, window, 1, logits[1], message[0][1])
+    assert chances == pytest.approx((p[message[0][1]] / (1 - p[50])).tolist())
 
 
 class Dying:

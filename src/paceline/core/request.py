@@ -342,18 +342,22 @@ _TARGET: tuple[Origin, ...] = ("target",)
 
 @dataclass(slots=True)
 class SequenceState:
-    """One running sample: its output so far, one entry a token in every list."""
+    """One running sample: its output so far, one entry a token in every list, beside `token_ids`."""
 
     request: Request
     index: int  # sample index
     sampler: SequenceSampler
     checker: StopChecker
-    token_ids: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # empty unless asked for
     stats: SpecStats = field(default_factory=SpecStats)
     error: str | None = None  # what ended it, where its own sampling rules, text or stop rules failed
     token_text: DecodeToken | None = None  # for `Logprob.decoded`; None for a model without a tokenizer
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output, of which the sampler is the home. Read only."""
+        return self.sampler.output_ids
 
     @property
     def finished(self) -> bool:
@@ -384,7 +388,6 @@ class SequenceState:
             if logprobs:
                 self.logprobs += logprobs[:kept]
             self.origins += _DRAFTED * drafted + _TARGET * (kept - drafted)
-            self.token_ids += new
             self.sampler.commit(new)
         return kept
 
@@ -394,7 +397,6 @@ class SequenceState:
         if self.request.params.logprobs is not None or not self.checker.pass_over(tokens[0]):
             return False
         self.origins += _TARGET
-        self.token_ids += tokens
         self.sampler.commit(tokens)
         return True
 

@@ -26,6 +26,7 @@ from .grammar import Grammar, Matcher
 from .noise import DRAFT
 from .noise import derive_seed as derive_seed
 from .options import HIGHEST, IsNumber, check, option, shown
+from .tree import padded_paths
 from .truncation import keep_min_p, keep_top_k, keep_top_p
 
 # Logits are float32. Within these bounds no rule overflows there, in whatever order they meet: the largest bias over
@@ -243,7 +244,7 @@ class SequenceSampler:
         return self._rules[1]
 
     @property
-    def output_ids(self) -> Sequence[int]:
+    def output_ids(self) -> list[int]:
         """The committed output. Read only."""
         return self._output
 
@@ -297,21 +298,36 @@ class SequenceSampler:
         return processed + gumbel if processed is logits else processed.add_(gumbel)
 
     def candidates(
-        self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int], noisy: bool
+        self, logits: Tensor, paths: Sequence[Sequence[int]], positions: Sequence[int], noisy: bool
     ) -> Tensor:
-        """[n, V]: what another network's tokens are ranked by, as candidates for this sequence's next one.
+        """[n, V]: what several tokens of another network are ranked by, as candidates for this sequence's next one.
 
-        Like `scores` (``noisy``) or `process`, but tokens that top-k, top-p or min-p exclude come `BEHIND` the others
-        and not out: the target's own truncation may keep them.
+        Like `ranked`, but tokens that top-k, top-p or min-p exclude come `BEHIND` the others and not out: the target's
+        own truncation may keep them.
         """
         if not self._masks:
-            return self.scores(logits, paths, positions) if noisy else self.process(logits, paths)
-        within = self.process(logits, paths)
+            return self.ranked(logits, paths, positions, noisy)
+        drafted = padded_paths(paths, logits.device)
+        within = self.process(logits, drafted)
         loose = logits.to(within.dtype, copy=True)
         for step in self._steps[: -self._masks]:
-            step(loose, None if paths is None else paths.to(loose.device))
+            step(loose, drafted)
         ranked = torch.where(within == -math.inf, loose - BEHIND, within)
         return ranked + self.noise(positions, device=ranked.device) if noisy else ranked
+
+    def ranked(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: Sequence[int], noisy: bool) -> Tensor:
+        """[n, V]: what drafts are ranked by, before a softmax: `scores` (``noisy``) or `process`.
+
+        Args:
+            logits: [n, V] of the drafting network.
+            paths: of each row the drafted tokens below the root; empty: no row has any.
+            positions: [n] that each row's token will occupy.
+            noisy: whether the noise of the target's own choice counts.
+        """
+        if self.plain:
+            return logits
+        drafted = padded_paths(paths, logits.device)
+        return self.scores(logits, drafted, positions) if noisy else self.process(logits, drafted)
 
     def choose(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
         """[n] int64: the token that plain decoding chooses after each row."""

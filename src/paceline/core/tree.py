@@ -84,26 +84,6 @@ class TokenTree:
         tree.check()
         return tree
 
-    @staticmethod
-    def from_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]], source: int = 0) -> TokenTree:
-        """Prefix trees of token paths: shared prefixes become one node, in first-seen order.
-
-        Args:
-            roots: [B].
-            paths: for each request its paths, each the tokens below the root.
-            source: who proposes these nodes, 0 .. 255.
-        """
-        tries: list[dict[tuple[int, int], int]] = []  # parent and token -> node
-        for own in paths:
-            known: dict[tuple[int, int], int] = {}
-            for path in own:
-                node = 0
-                for token in path:
-                    node = known.setdefault((node, token), len(known) + 1)
-            tries.append(known)
-        parents, tokens = [[[pair[i] for pair in known] for known in tries] for i in (0, 1)]
-        return TokenTree.from_parents(roots, parents, tokens, source)
-
     # ---- operations
 
     def kept(self, nodes: Sequence[Sequence[int]]) -> TokenTree:
@@ -199,6 +179,11 @@ def depths_below(parents: Sequence[int]) -> list[int]:
     for parent in parents:
         depths.append(depths[parent] + 1)
     return depths[1:]
+
+
+def padded_paths(paths: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
+    """[n, D] int64 drafted tokens up to each of n rows, -1 padded; None: no row has any."""
+    return as_tensor(paths, PADDING).to(device) if any(paths) else None
 
 
 def as_tensor(rows: Sequence[Sequence[int]], empty: int) -> Tensor:

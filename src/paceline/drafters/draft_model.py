@@ -248,10 +248,7 @@ class DraftModel(Drafter):
         if able and stack is not None and compiles(able, self.config.proposes):
             (self._roll if self.config.is_chain else self._sprout)(able, stack)
         else:
-            level = 0
-            while (logits := self._forward(able)) is not None:
-                self._grower.expand(able, logits, level)
-                level += 1
+            self._grower.grow(able, self._forward)
         # Of a dynamic tree the best nodes: a node's score is never above its parent's.
         return [g.draft.best(g.budget) if self.config.topk > 1 else g.draft for g in growths]
 
@@ -284,15 +281,15 @@ class DraftModel(Drafter):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
             self.model.computed(growth.session, growth.draft, tree.forwarded)
 
-    def _forward(self, growths: Sequence[_Growth]) -> Tensor | None:
-        """K/V and logits [frontier nodes of all, V] of the next level; None where nothing is left to expand."""
+    def _forward(self, growths: Sequence[_Growth]) -> Tensor:
+        """K/V and logits [frontier nodes of all, V] of the next level."""
         parts = []
         for growth in growths:
             session, numbers = growth.session, growth.numbers
             if growth.frontier == [0]:
                 session.cache.reserve(session.pending)
                 parts.append(Expansion(session, [ROOT], []))
-            elif growth.frontier:
+            else:
                 growth.compact()
                 session.cache.reserve(len(growth.frontier))  # in blocks that are there
                 for node in growth.frontier:
@@ -300,7 +297,7 @@ class DraftModel(Drafter):
                     numbers[node] = session.add(numbers[parent], token, 0.0)
                 nodes = [numbers[node] for node in growth.frontier]
                 parts.append(Expansion(session, nodes, nodes))
-        return self.model.compute(parts) if parts else None
+        return self.model.compute(parts)
 
     def _start(self, view: SequenceView, budget: int, max_depth: int) -> _Growth:
         """A tree that is still empty; its budget is 0 where the target goes on alone."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 from typing import ClassVar
 
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 
-CHANCE = log(0.99)  # of a token, given those before it: it may be split in another way than the tokenizer would
+CHANCE = 0.99  # of a token, given those before it: it may be split in another way than the tokenizer would
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,5 +41,5 @@ class ForcedDrafter(Drafter):
         matcher = view.sampler.matcher
         if matcher is None:
             return Proposal()
-        tokens = matcher.forced(view.sampler.output_ids, min(self.config.depth, budget, max_depth))
-        return Proposal(tokens, [*range(len(tokens))], [CHANCE * level for level in range(1, len(tokens) + 1)])
+        most = min(self.config.depth, budget, max_depth)
+        return Proposal.chain(matcher.forced(view.sampler.output_ids, most), CHANCE)

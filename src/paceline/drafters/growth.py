@@ -11,14 +11,15 @@ the first ones of the tree: see `Growth.compact`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..core.tree import padded_paths
 from ..kv.pool import SequenceCache
 from ..network.packing import RowPacker
 from .base import SequenceView
@@ -106,6 +107,9 @@ class Growth:
         return mask
 
 
+G = TypeVar("G", bound=Growth)
+
+
 @dataclass(frozen=True, slots=True)
 class Grower:
     """The shape of trees, and how children are picked."""
@@ -118,6 +122,20 @@ class Grower:
     def bounded(self, floor: float) -> Grower:
         """The same with a floor, where tokens are not drawn: whether a node is drawn must not depend on the draw."""
         return replace(self, floor=-math.inf if self.proposes == "sampled" else floor)
+
+    def grow(self, growths: Sequence[G], forward: Callable[[Sequence[G]], Tensor]) -> int:
+        """Grow all trees, a pass a level; returns the passes that it took.
+
+        Args:
+            growths: new ones.
+            forward: [frontier nodes of all, V] the logits after the frontiers of growths that have one.
+        """
+        level = 0
+        while growths:
+            self.expand(growths, forward(growths), level)
+            growths = [growth for growth in growths if growth.frontier]
+            level += 1
+        return level
 
     def expand(self, growths: Sequence[Growth], logits: Tensor, level: int) -> None:
         """Children of every frontier node, from the logits after it; then choose the next frontier.
@@ -155,13 +173,11 @@ class Grower:
 
     def _sequence_scores(self, growth: Growth, logits: Tensor) -> Tensor:
         sampler = growth.sequence.sampler
-        paths = _paths(growth, logits.device)
+        paths = [[growth.draft.tokens[n - 1] for n in growth.path(node)] for node in growth.frontier]
         positions = [len(growth.sequence.tokens) + growth.depth(node) for node in growth.frontier]
-        if self.proposes == "coupled":
-            return sampler.scores(logits, paths, positions)
-        if self.proposes == "point":
-            return sampler.process(logits, paths)
-        probs = sampler.probs(logits, paths)  # [n, V]
+        if self.proposes != "sampled":
+            return sampler.ranked(logits, paths, positions, self.proposes == "coupled")
+        probs = sampler.probs(logits, padded_paths(paths, logits.device))  # [n, V]
         growth.draft.q.update(zip(growth.frontier, probs, strict=True))
         return probs.log() + sampler.draft_noise(positions, growth.frontier, logits.device)
 
@@ -176,15 +192,6 @@ class Grower:
             if following > growth.budget:
                 return []
         return sorted(node for node in fresh if growth.score(node) >= self.floor)
-
-
-def _paths(growth: Growth, device: torch.device) -> Tensor | None:
-    """[frontier, D] drafted tokens up to each frontier node, -1 padded."""
-    paths = [[growth.draft.tokens[n - 1] for n in growth.path(node)] for node in growth.frontier]
-    width = max(map(len, paths), default=0)
-    if width == 0:
-        return None
-    return torch.tensor([path + [-1] * (width - len(path)) for path in paths], device=device)
 
 
 def compiles(growths: Sequence[Growth], proposes: str) -> bool:

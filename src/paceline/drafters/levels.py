@@ -60,13 +60,8 @@ def product_trees(
 
 def _scores(view: SequenceView, logits: Tensor, coupled: bool) -> Tensor:
     """[levels, V]: the softmax of row j is the chance that a token is what the target says j places behind the text."""
-    sampler = view.sampler
-    if sampler.plain:
-        return logits
-    if not coupled:
-        return sampler.process(logits)
     first = len(view.tokens)
-    return sampler.scores(logits, None, [*range(first, first + len(logits))])
+    return view.sampler.ranked(logits, (), range(first, first + len(logits)), coupled)
 
 
 def _best(rows: Sequence[Tensor], k: int) -> Iterator[Levels]:

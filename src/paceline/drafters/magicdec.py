@@ -112,7 +112,7 @@ class MagicDec(Drafter):
         if able and stack is not None and not adapted and compiles(able, self.config.proposes):
             self._grow_compiled(able, stack, grower.floor)
         elif able:
-            self._grow(able, grower)
+            grower.grow(able, self._forward)
         return [growth.draft for growth in growths]
 
     # -- its parts
@@ -130,7 +130,7 @@ class MagicDec(Drafter):
         return self._view
 
     def _grow_compiled(self, growths: Sequence[Growth], stack: Stack, floor: float) -> None:
-        """The same as `_grow`, in one compiled call."""
+        """What `Grower.grow` does, in one compiled call."""
         chains = []
         ends = [len(growth.sequence.tokens) + growth.max_depth - 1 for growth in growths]
         view = NativeView(self.shape.sinks, self.shape.window, self.view.reach(max(ends) - 1))
@@ -143,14 +143,6 @@ class MagicDec(Drafter):
         pool, vocab = _pool(growths[0].cache), self.decoder.config.vocab_size
         for growth, drafted in zip(growths, roll(stack, chains, pool, vocab), strict=True):
             growth.follow(drafted)
-
-    def _grow(self, growths: Sequence[Growth], grower: Grower) -> None:
-        """A pass a level."""
-        level = 0
-        while growths:
-            grower.expand(growths, self._forward(growths), level)
-            growths = [growth for growth in growths if growth.frontier]
-            level += 1
 
     def _forward(self, growths: Sequence[Growth]) -> Tensor:
         """[growths, V] logits after the last node of each."""

@@ -347,14 +347,9 @@ class ModelSessions(TreeSessions[Session]):
         if sampler.plain:
             return logits
         paths = [session.tokens(node) for node in wanted]
-        width = max(map(len, paths))
-        below = [path + [-1] * (width - len(path)) for path in paths]
-        drafted = torch.tensor(below, device=logits.device) if width else None
         places = [len(session.view.tokens) + len(path) for path in paths]
         try:
-            if width > 1:
-                return sampler.candidates(logits, drafted, places, self._coupled)
-            return sampler.scores(logits, drafted, places) if self._coupled else sampler.process(logits, drafted)
+            return (sampler.ranked if width == 1 else sampler.candidates)(logits, paths, places, self._coupled)
         except Exception:
             if sampler.fault is None:
                 raise

@@ -32,7 +32,8 @@ class Proposal:
     @staticmethod
     def chain(tokens: list[int], chance: float) -> Proposal:
         """Tokens one behind the other, each of them as likely, given the one before it."""
-        return Proposal(tokens, [*range(len(tokens))], [(i + 1) * log(chance) for i in range(len(tokens))])
+        step = log(chance)
+        return Proposal(tokens, [*range(len(tokens))], [(i + 1) * step for i in range(len(tokens))])
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -50,12 +50,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 # -- at work
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """What a draft was made of, below a text."""
-
-    length: int  # of the text then; its last token was the root
-    said: Said
+Drafted = tuple[int, Said]  # tokens of a text, the last of which was the root, and the levels of the draft below it
 
 
 def left_over(drafted: Drafted | None, length: int, threshold: int) -> Said | None:
@@ -66,9 +61,9 @@ def left_over(drafted: Drafted | None, length: int, threshold: int) -> Said | No
     level is of the place behind the new root, as a fresh draft's first one is. Noise belongs to places: that in levels
     in short stays right.
     """
-    if drafted is None or length <= drafted.length:
+    if drafted is None or length <= drafted[0]:
         return None
-    rest = cut(drafted.said, length - drafted.length)
+    rest = cut(drafted[1], length - drafted[0])
     return rest if count(rest) > threshold else None
 
 
@@ -131,7 +126,7 @@ class Resampling:
     def keep(self, view: SequenceView, said: Said) -> None:
         """Note what a fresh draft is made of."""
         if self.on:
-            self._drafted[view.key] = Drafted(len(view.tokens), said)
+            self._drafted[view.key] = len(view.tokens), said
 
     def take(self, view: SequenceView, budget: int, max_depth: int) -> Said | None:
         """The levels that were left over, as many as can be used; None: there are none, or there is no room.

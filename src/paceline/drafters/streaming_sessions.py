@@ -259,18 +259,14 @@ class StreamingSessions(ModelSessions):
         """
         for carrier, said in zip(carriers, logits.split(self.gamma), strict=True):
             session, sampler = carrier.session, carrier.session.view.sampler
-            if sampler.plain:
-                scores = said
-            else:
-                path = session.tokens(carrier.child)
-                below = torch.tensor([path] * self.gamma, device=said.device)
-                first = len(session.view.tokens) + len(path)
-                try:
-                    ahead = [*range(first, first + self.gamma)]
-                    scores = sampler.scores(said, below, ahead) if self._coupled else sampler.process(said, below)
-                except Exception:
-                    if sampler.fault is None:
-                        raise
-                    continue  # the request's own rules fail, and will end it
+            path = session.tokens(carrier.child)
+            first = len(session.view.tokens) + len(path)
+            try:
+                ahead = range(first, first + self.gamma)
+                scores = sampler.ranked(said, [path] * self.gamma, ahead, self._coupled)
+            except Exception:
+                if sampler.fault is None:
+                    raise
+                continue  # the request's own rules fail, and will end it
             guessed = self._guessed.setdefault(session.view.key, {})
             guessed[carrier.child] = scores.argmax(dim=-1).tolist()

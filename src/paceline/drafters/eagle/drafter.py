@@ -155,17 +155,7 @@ class EagleDrafter(StateDrafter):
             growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
         if self.body.fuse is not None and compiles(growths, self.config.proposes):
             return self._grow_compiled(growths, floor)
-        grower = self._grower.bounded(floor)
-        states = self.body.catch_up([growth.sequence for growth in growths])
-        for growth, state in zip(growths, states, strict=True):
-            growth.states = {0: state}
-        found: Tensor | None = states
-        level = 0
-        while found is not None:
-            grower.expand(growths, self.body.network.logits(found), level)
-            level += 1
-            found = self._forward(growths)
-        return level
+        return self._grower.bounded(floor).grow(growths, lambda alive: self.body.network.logits(self._forward(alive)))
 
     def _grow_compiled(self, growths: Sequence[Growth], floor: float) -> int:
         """The same in one compiled call."""
@@ -189,16 +179,16 @@ class EagleDrafter(StateDrafter):
         most, shift = growth.budget, text.start + 1
         return TreeStart(tokens, first, room, keys, growth.budget, levels, most, growth.rules, shift, states)
 
-    def _forward(self, growths: Sequence[Growth]) -> Tensor | None:
-        """[frontier nodes of all, d] the states that they predict; None where nothing is left to expand."""
-        packer, fed = self.body.packer(), []
-        for growth in growths:
-            if growth.frontier:
+    def _forward(self, growths: Sequence[Growth]) -> Tensor:
+        """[frontier nodes of all, d] the states that they predict."""
+        if not growths[0].states:  # the roots, whose states are the texts' own
+            found = self.body.catch_up([growth.sequence for growth in growths])
+        else:
+            packer, fed = self.body.packer(), []
+            for growth in growths:
                 pack_frontier(packer, growth, self.body.texts[growth.sequence.key].cache)
                 fed += [growth.states[growth.draft.parents[node - 1]] for node in growth.frontier]
-        if not fed:
-            return None
-        found = self.body.run(packer, torch.stack(fed))
+            found = self.body.run(packer, torch.stack(fed))
         rows = iter(found)
         for growth in growths:
             growth.states |= {node: next(rows) for node in growth.frontier}

@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.options import check, option
@@ -39,26 +39,14 @@ from ...training.features import Features, OnlineFeatures, last_states, top_toke
 from ...training.losses import SoftTarget, TargetTop, mse_cross_entropy
 from ...training.multistream import CarrierRows, group_attention, make_carriers
 from ...training.network import Network, attend, finish, project, rotation_of, visible
-from .head import StateHead
 from .start import start_from_target
 
 if TYPE_CHECKING:
     from ...training.registry import BuildContext
-    from ..lyanna.token_info import TokenInfo
+    from ..eagle.model import EagleModel
+    from ..lyanna.model import LyannaModel
 
 BRANCHES = 4  # children of a node that the held-out figures count (Lyanna, Table 1)
-
-
-class Unrollable(Protocol):
-    """A drafter of states, as training sees it: an `nn.Module`, too."""
-
-    head: StateHead
-    info: TokenInfo | None  # what a token adds to the logits of the one after it; None: nothing
-    reads_tokens: bool  # whether the first step sees the token that follows the state
-    feeds_tokens: bool  # whether later steps see the one that follows theirs
-
-    def resume(self, folder: Path) -> None:
-        """Take the parameters of another one, to train them on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +75,7 @@ class UnrollOptions:
             raise ConfigError(f"hot_head={self.hot_head:g}, top=0", wrong, "set top, to 32 for example")
 
 
-def begin(model: Unrollable, options: UnrollOptions, context: BuildContext) -> None:
+def begin(model: EagleModel | LyannaModel, options: UnrollOptions, context: BuildContext) -> None:
     """Fill a fresh drafter as the options say (see `start_from_target`), or go on from ``context.init``."""
     if context.init is not None:
         model.resume(context.init)
@@ -143,7 +131,7 @@ class Ahead:
 
 
 def unroll(
-    model: Unrollable,
+    model: EagleModel | LyannaModel,
     features: Tensor,
     batch: TokenBatch,
     anchors: CarrierRows,
@@ -202,7 +190,7 @@ class UnrolledRecipe:
     def __init__(
         self,
         name: str,
-        module: Any,
+        module: EagleModel | LyannaModel,
         target: Network,
         options: UnrollOptions,
         held_out: Mapping[str, Sequence[TokenBatch]],
@@ -218,8 +206,7 @@ class UnrolledRecipe:
             self._places = torch.full((len(target.head_weight),), len(self.hot), device=self.hot.device)
             self._places[self.hot] = torch.arange(len(self.hot), device=self.hot.device)
         self.name, self.target, self.options, self.held_out = name, target, options, held_out
-        self.module: nn.Module = module
-        self.model: Unrollable = module
+        self.module = module
         self.features = features or OnlineFeatures(target, options.top)
         self._held: dict[
             str, list[tuple[Tensor, Tensor]]
@@ -237,7 +224,7 @@ class UnrolledRecipe:
         with torch.no_grad():
             true = self.target.final(self.features.states(batch))  # [B, T, d]
         said, places = self.features.said(batch), (batch.weights.flatten() > 0).cumsum(0) - 1
-        states = unroll(self.model, self._noised(true, generator), batch, anchors, o.depth, self.embed)
+        states = unroll(self.module, self._noised(true, generator), batch, anchors, o.depth, self.embed)
         total, figures = true.new_zeros(()), {}
         for step, state in enumerate(states, 1):
             ahead = Ahead.of(batch, anchors.index, step)
@@ -269,7 +256,7 @@ class UnrolledRecipe:
         Returns:
             [R, d + r] and [V, d + r], of which the first d columns are the target's own.
         """
-        head, info = self.target.head_weight, self.model.info
+        head, info = self.target.head_weight, self.module.info
         if info is None:
             return states, head
         u = info.factors(self.embed(ahead.tokens), ahead.tokens)
@@ -323,7 +310,7 @@ class UnrolledRecipe:
             none = true.new_zeros(steps, 0)
             return none[:, None].bool().expand(-1, 2, 0), none.float(), none.bool()
         hits, losses, exists = [], [], []
-        for step, state in enumerate(unroll(self.model, true, batch, anchors, steps, self.embed), 1):
+        for step, state in enumerate(unroll(self.module, true, batch, anchors, steps, self.embed), 1):
             ahead = Ahead.of(batch, anchors.index, step)
             found, loss = self._guess(state, ahead, says.flatten()[ahead.rows], batch.targets.flatten()[ahead.rows])
             exists.append(ahead.weights > 0)

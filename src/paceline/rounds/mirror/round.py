@@ -18,7 +18,7 @@ import torch
 
 from ...core.inference import inference
 from ...core.tree import TokenTree
-from ...drafters.base import DraftRule
+from ...drafters.base import DraftRule, Levels
 from ...drafters.sessions import GoingSessions, Opening
 from ...network.exits import ExitHead
 from ..ahead import SessionGuard
@@ -26,7 +26,7 @@ from ..base import RoundParts, RunningSequence, StepResult, Work
 from ..outcome import Emitter, keep
 from ..passes import Pass, decide, embed, lay_out, read_logits
 from ..verification import make_verifier
-from .channel import Message, outcome_chances, overlap, speak
+from .channel import outcome_chances, overlap, speak
 from .records import StepTimes, WindowVerdict
 from .rollout import Branch, Chain, Outcome, Rollout, share_rows
 
@@ -178,13 +178,14 @@ class MirrorRound:
         if not drafting:
             return None
         roots = [work.sequence.view.tokens[-1] for work in drafting]
-        return TokenTree.from_paths(roots, [[self._window(work).tokens] for work in drafting])
+        tokens = [self._window(work).tokens for work in drafting]
+        return TokenTree.from_parents(roots, [range(len(row)) for row in tokens], tokens)
 
     # -- while the pass is under way
 
-    def _speak(self, p: Pass, windows: Mapping[int, Chain]) -> dict[int, Message]:
+    def _speak(self, p: Pass, windows: Mapping[int, Chain]) -> dict[int, Levels]:
         """The token channel: by work, where a draft may follow."""
-        told: dict[int, Message] = {}
+        told: dict[int, Levels] = {}
         kappa = self._kappa(len(p.generating))
         listening = [i for i in p.generating if self._listens(p.works[i])] if kappa else []
         if not listening:
@@ -209,29 +210,31 @@ class MirrorRound:
         """Candidates of a position at a batch size."""
         return next((k for size, k in self._kappas if batch >= size), 0)
 
-    def _prepare(self, p: Pass, windows: Mapping[int, Chain], told: Mapping[int, Message]) -> Rollout:
+    def _prepare(self, p: Pass, windows: Mapping[int, Chain], told: Mapping[int, Levels]) -> Rollout:
         """A branch below every candidate that leaves room for a draft."""
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
-        for i, message in told.items():
+        for i, (tokens_of, log_p) in told.items():
             work, window = p.works[i], windows[i]
             wanted = min(work.budget or self.gamma, self.gamma)
             key, branches = work.sequence.view.key, list[Branch]()
-            for place, tokens in enumerate(message.tokens):
+            for place, tokens in enumerate(tokens_of):
                 levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
                 if levels > 0:
                     branches += [Branch(key, window.behind(place), levels, token, place) for token in tokens]
             if self.config.rows is not None:
-                branches = self._share(branches, message, self.config.rows)
+                branches = self._share(branches, tokens_of, log_p, self.config.rows)
             rollout.prepare(branches)
         return rollout
 
-    def _share(self, branches: Sequence[Branch], message: Message, rows: int) -> list[Branch]:
+    def _share(
+        self, branches: Sequence[Branch], tokens: list[list[int]], log_p: list[list[float]], rows: int
+    ) -> list[Branch]:
         """The branches that are worth a row, with as many levels as they are worth."""
         counts = [*zip(self._accepted, self._offered, strict=True)]
         kept = [(1 + accepted) / (2 + offered) for accepted, offered in counts]
         mean = (1 + sum(self._accepted)) / (2 + sum(self._offered))
-        by_place = outcome_chances(message, kept)
-        chances = [by_place[b.place][message.tokens[b.place].index(b.token)] for b in branches]
+        by_place = outcome_chances(log_p, kept)
+        chances = [by_place[b.place][tokens[b.place].index(b.token)] for b in branches]
         for branch, count in zip(branches, share_rows(chances, [b.levels for b in branches], rows, mean), strict=True):
             branch.levels, branch.whole = count, branch.levels if self.waits else 0
         return [branch for branch in branches if branch.levels]
@@ -283,7 +286,7 @@ class MirrorRound:
                 found[sequence.view.key, count - 1, said[-1]] = said
         return found
 
-    def _verdicts(self, p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Message]) -> list[WindowVerdict]:
+    def _verdicts(self, p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Levels]) -> list[WindowVerdict]:
         """What came out of the windows; taken before tokens are emitted, while samplers stand in front of them."""
         found = []
         for i in p.generating:
@@ -293,7 +296,7 @@ class MirrorRound:
             accepted, message = len(p.paths[i]), messages.get(i)
             candidates, chances = list[int](), list[float]()
             if message is not None:
-                logits, candidates = p.logits[p.rows[i].start + accepted], message.tokens[accepted]
+                logits, candidates = p.logits[p.rows[i].start + accepted], message[0][accepted]
                 chances = overlap(view, window.tokens, accepted, logits, candidates)
             said, drafts_follow = p.tokens[i][accepted], p.works[i].max_depth > accepted + 1
             told = message is not None and drafts_follow
