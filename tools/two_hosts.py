@@ -231,6 +231,8 @@ def alone(model: str, max_tokens: int) -> None:
 
     llm = LLM(model, threads=1, max_model_len=512, max_sequences=1, exact=True)
     params, stamps, found = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), [], list[int]()
+    llm.generate([PROMPT], params)
+    llm.forget()
     for chunk in llm.stream(PROMPT, params):
         stamps.append(time.perf_counter())
         found += chunk.token_ids

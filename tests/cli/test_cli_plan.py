@@ -186,7 +186,9 @@ def test_layouts_name_the_cluster_and_say_what_does_not_run(run: Any) -> None:
     (piped,) = [made for made in found["layouts"] if (made["stages"], made["ranks"]) == (4, 1)]
     assert found["links"] == "given" and "--pipeline 4" in piped["command"] and "auto,cores=1" in piped["command"]
     (ranks,) = [made for made in found["layouts"] if (made["stages"], made["ranks"]) == (1, 2)]
-    assert ranks["missing"] == "ranks of a stage are processes of one host" and ranks["command"] is None
+    assert "--tensor-parallel 2" in ranks["command"] and "--cluster auto,cores=1" in ranks["command"]
+    mesh = [made for made in found["layouts"] if made["stages"] > 1 and made["ranks"] > 1]
+    assert {made["missing"] for made in mesh} == {"ranks of a stage are processes of one host"}
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])

@@ -13,6 +13,7 @@ import torch
 from kits.state import algorithm_1
 from torch import Tensor
 
+from paceline.core.tree import padded_paths
 from paceline.drafters.base import SequenceView
 from paceline.drafters.growth import Grower
 from paceline.drafters.lyanna.trees import Bias, LevelGrowth, beam_sampling, token_info_sampling
@@ -45,7 +46,11 @@ def assert_same(found: dict[tuple[int, ...], float], wanted: dict[tuple[int, ...
 
 def grown(chains: Sequence[tuple[int, Tensor]], branches: int, bias: Bias, rule: Any = None) -> list[Proposal]:
     """The trees of Algorithm 1 of roots and levels; ``rule`` stands in the place of a request's rules."""
-    sampler: Any = SimpleNamespace(plain=rule is None, process=rule)
+
+    def ranked(logits: Tensor, paths: Any, positions: Any, noisy: bool) -> Tensor:
+        return logits if rule is None else rule(logits, padded_paths(paths, logits.device))
+
+    sampler: Any = SimpleNamespace(plain=rule is None, ranked=ranked)
     views = [SequenceView(i, [root], 1, sampler) for i, (root, _) in enumerate(chains)]
     growths = [LevelGrowth(v, 999, len(own), logits=own) for v, (_, own) in zip(views, chains, strict=True)]
     token_info_sampling(growths, Grower((1,) * 9, branches, "point"), bias)

@@ -341,7 +341,7 @@ def test_levels_in_short_draft_what_logits_do(name: str) -> None:
         propose = drafter.propose
 
         def watched(request: Any, propose: Any = propose, told: Any = told, kept: Any = kept) -> Any:
-            kept |= {type(held.said) for held in drafter._resampling._drafted.values()}  # noqa: B023
+            kept |= {type(said) for _, said in drafter._resampling._drafted.values()}  # noqa: B023
             tree = propose(request)
             lists = tree
             told += zip(lists.tokens, lists.parents, [row[1:] for row in lists.sources], strict=True)

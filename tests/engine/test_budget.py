@@ -340,12 +340,12 @@ def plain_speed(name: str, batch: int, steps: int, seed: int) -> float:
 @pytest.mark.parametrize("drafter", [LOOKUP, NETWORK], ids=["lookup", "network"])
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, *(pytest.param(b, marks=pytest.mark.full) for b in (16, 32, 64))])
 def test_never_slower(batch: int, drafter: dict[str, float]) -> None:
-    """Every shape of cost x every acceptance; the mean of two seeds. (The hard worlds below have 32, too.)"""
-    steps = 400 if batch == 8 else 900  # what a first ask of all costs is to be paid back
+    """Every shape of cost x every acceptance; the mean of some seeds. (The hard worlds below have 32, too.)"""
+    steps, seeds = (400, (0, 1, 2)) if batch == 8 else (900, (0, 1))  # what a first ask of all costs is to be paid back
     for name, acceptance in itertools.product(STEP_COSTS, (0.0, 0.2, 0.5, 0.95)):
-        worlds = [World(STEP_COSTS[name], acceptance=lambda _, a=acceptance: a, seed=s, **drafter) for s in (0, 1)]
+        worlds = [World(STEP_COSTS[name], acceptance=lambda _, a=acceptance: a, seed=s, **drafter) for s in seeds]
         found = [run(auto(w), w, batch, steps).speed / plain_speed(name, batch, steps, w.seed) for w in worlds]
-        assert sum(found) / 2 >= 0.97, f"{name} costs, acceptance {acceptance}: {found}"
+        assert sum(found) / len(found) >= 0.97, f"{name} costs, acceptance {acceptance}: {found}"
 
 
 def test_plain_decoding_is_as_fast_in_every_world_of_the_same_costs() -> None:

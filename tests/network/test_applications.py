@@ -369,7 +369,7 @@ def test_an_application_with_streams_brings_its_drafter(
         ([], "which one answers"),
         (["--as", "nosuch"], "no such application"),
         (["--as", "sql", "--as", "prose", "--as", "base"], "3 times for 1 prompts"),
-        (["--application", "sql"], "NAME=FOLDER"),
+        (["--application", "sql"], "NAME=VALUE"),
         (["--application", "sql=elsewhere"], "there twice"),
     ],
 )

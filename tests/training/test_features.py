@@ -316,7 +316,7 @@ def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
     full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     said: list[str] = []
-    with pytest.raises(ConfigError, match=r"it takes .* bytes .* are free.*take fewer likeliest tokens"):
+    with pytest.raises(ConfigError, match=r"takes .* bytes .* are free.*take fewer likeliest tokens"):
         prepare(job(data, target, tmp_path / "out", cache=tmp_path / "deep" / "cache"), (), said.append)
     assert len(said) == 1
     assert not list(tmp_path.rglob(RECORDS))
