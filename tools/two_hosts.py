@@ -194,15 +194,16 @@ def timed(model: str, stages: int, cluster: str, max_tokens: int, turns: int) ->
     print(json.dumps(found))
 
 
-def ranked(model: str, ranks: int, cluster: str, max_tokens: int, whole_ms: float) -> None:
-    """In a namespace: an answer of a rank a host, exact and not; prints ids and times beside the plan's."""
+def ranked(model: str, ranks: int, cluster: str, max_tokens: int, whole_ms: float, little: bool) -> None:
+    """In a namespace: an answer of a rank a host, exact and, unless there is ``little`` memory, by sums; prints ids and
+    times beside the plan's."""
     from paceline import LLM, SamplingParams
     from paceline.distributed.links import measure_link
     from paceline.distributed.placement import parse_cluster
 
     link, params = measure_link(parse_cluster(cluster), False), SamplingParams(temperature=0, max_tokens=max_tokens)
     said: dict[str, Any] = {"alpha_us": 1e6 * link.alpha, "gbit": 8e-9 / max(link.beta, 1e-12)}
-    for exact in (True, False):
+    for exact in (True,) if little else (True, False):
         llm = LLM(model, tensor_parallel=ranks, cluster=cluster, exact=exact, max_model_len=512, max_sequences=1)
         found: Any = llm._target.decoder.ranks  # type: ignore[union-attr]
         (first,) = llm.generate([PROMPT], replace(params, ignore_eos=True))
@@ -262,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if asked.inside:
         if asked.ranks:
-            ranked(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.whole_ms)
+            ranked(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.whole_ms, bool(asked.memory))
             return 0
         if asked.frames:
             timed(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.frames)
@@ -296,9 +297,10 @@ def over_ranks(asked: argparse.Namespace) -> int:
             print(f"one process on a host of {asked.memory} MB: status {tried.returncode}, {last}", flush=True)
         head, prefix = start_ray(hosts, folder, env), inside(next(iter(hosts)))
         given = "--ranks", "--hosts", str(asked.hosts), "--whole-ms", str(wanted["ms"]), "--inside", f"{head},cores=1"
+        given += ("--memory", str(asked.memory)) if asked.memory else ()
         found = json.loads(run(*prefix, sys.executable, __file__, *given, *size, env=env).stdout.splitlines()[-1])
         print(f"a link: {found['alpha_us']:.0f} us, {found['gbit']:.2f} Gbit/s", flush=True)
-        for kind in ("exact", "sums"):
+        for kind in ("exact", "sums")[: 1 if asked.memory else 2]:
             own = found[kind]
             same = "the ids of one process" if own["token_ids"] == wanted["token_ids"] else "OTHER IDS"
             print(
