@@ -114,8 +114,13 @@ class LLM:
         places = _reserve(self.config)
         self._target = load_target(self.config, partial(_start_ranks, places)) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
-        starts = [partial(start, places) for start in (_serve_apart, _start_stages, _start_tracks)]
-        self.engine = build_engine(self.config, self._target, *starts)
+        self.engine = build_engine(
+            self.config,
+            self._target,
+            partial(_serve_apart, places),
+            partial(_start_stages, places),
+            partial(_start_tracks, places),
+        )
         self.learning = None if self.config.learn is None else _learn(self)
 
     def _shared(self, other: Any) -> LoadedModel:
