@@ -112,9 +112,7 @@ class AutoBudget(DraftBudget):
         self._library = native.in_use()
         self._one = len(self.sources) == 1
         self._prepares, self._blind, self._spares = prepares, blind, spares
-        self._late = (
-            prepares or 0
-        )  # the source whose time is what others did not take: streams are read behind the pass
+        self._late = prepares or 0  # this source's time is what the others did not take: it drafts behind the pass
         self._kinds: dict[str | None, RequestKind] = {}
         self._histories: dict[int, History] = {}
         self._sizes: dict[int, _BatchSize] = {}  # by bucket
@@ -473,9 +471,8 @@ class AutoBudget(DraftBudget):
     def describe(self) -> dict[str, Any]:
         """The last choice and the figures behind it."""
         _, nodes, tokens = self._choice
-        held = [
-            chances.by_depth() for kind in [*self._kinds.values()][:1] for chances in kind.chances
-        ]  # of the first met
+        first = [*self._kinds.values()][:1]
+        held = [chances.by_depth() for kind in first for chances in kind.chances]
         return {
             "kind": "auto",
             "why": self.explain(),
