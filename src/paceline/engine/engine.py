@@ -75,9 +75,8 @@ class Engine:
         self.between: Callable[[], None] | None = None
         self._torn = False  # whether a call is under way, or ended in its middle
         self._cancelled: deque[str] = deque()  # requests that are to be aborted
-        self._untold: list[
-            LiveRequest
-        ] = []  # ended, or may have got tokens in an interrupted step: the next step reports them
+        # Requests that ended, or may have got tokens, in an interrupted step: the next step reports them.
+        self._untold: list[LiveRequest] = []
         self._totals, self._steps = Totals(), 0
         self._keys = count()
         self._arrivals = count()
