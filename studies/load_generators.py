@@ -148,8 +148,9 @@ def servers(ask: argparse.Namespace, port: int) -> dict[str, list[str]]:
     own = [sys.executable, "-m", "paceline", "serve", ask.model, "--port", str(port)]
     own += ["--served-model-name", NAME, "--metrics-names", "vllm", "--threads", str(ask.threads)]
     theirs = [*_vllm(), "serve", ask.tokenizer, "--served-model-name", NAME, "--port", str(port)]
-    theirs += ["--max-model-len", "2048", "--max-num-seqs", "16", "--per-request-spec-decode-metrics", "summary"]
+    theirs += ["--max-model-len", "2048", "--max-num-seqs", "16"]
     ngrams = ["--speculative-config", json.dumps({"method": "ngram", **VLLM_NGRAM})]
+    ngrams += ["--per-request-spec-decode-metrics", "summary"]  # refused by a server that drafts nothing
     commands = ([*own, "--drafter", ask.drafter], [*theirs, *ngrams], [*own, "--drafter", "none"], theirs)
     every = dict(zip(SERVERS, commands, strict=True))
     return {name: every[name] for name in ask.server or SERVERS[:1]}
