@@ -40,6 +40,7 @@ WORKLOADS = ("spec_bench", "gsm8k", "humaneval", "humaneval_x", "mmlu", "wikisql
 PROMPT_CHARS = 400
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # streams at once
 LEAST_ANSWERS = 8  # of a turn of ``load``
+WAVES = 4  # answers of a turn of ``load`` for each stream at once
 STREAMS = 16  # of ``chunks``
 SETTLE_S = 3.0  # until a server that is ready has made all that it will need, its spare process, too
 SCHEMA = {
@@ -193,11 +194,14 @@ def at_rest(ask: argparse.Namespace, server: Server) -> Iterator[list[str]]:
 
 
 def under_load(ask: argparse.Namespace, drafting: Server, plain: Server) -> Iterator[list[str]]:
-    """The server with its own drafter beside one without, by streams at once; a first turn of each number, from which
-    the budget learns what that costs, is not counted."""
+    """The server with its own drafter beside one without, by streams at once, each of which asks anew when it is
+    answered; a first turn of each number, from which the budget learns what that costs, is not counted. A turn is several
+    answers long: drafts help some answers more than others, so that those which are asked at once end one after the
+    other, and the last ones alone; without drafts all end together.
+    """
     numbers = count(1)
     for at_once in LOADS:
-        asked = [[*islice(prompts(numbers), max(at_once, LEAST_ANSWERS))] for _ in range(ask.repeats + 1)]
+        asked = [[*islice(prompts(numbers), max(WAVES * at_once, LEAST_ANSWERS))] for _ in range(ask.repeats + 1)]
 
         def run(server: Server, turn: int, at_once: int = at_once, asked: list[list[str]] = asked) -> Run:
             return server.run(asked[turn], ask.tokens, at_once, ignore_eos=True)
