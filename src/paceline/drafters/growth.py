@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from ..kv.pool import SequenceCache
 from ..network.packing import RowPacker
 from .base import SequenceView
 from .proposal import Proposal
+
+NONE = torch.empty(0)
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class Growth:
     forwarded: int = 0  # the first so many nodes have K/V
     states: dict[int, Tensor] = field(default_factory=dict)  # [d] what a node's row gave, where its children are fed it
     cache: SequenceCache | None = None  # the target's K/V of the text, where the target's layers draft
+    logits: Tensor = NONE  # [levels, V] raw, where a whole tree is made of a draft's levels
 
     @property
     def rules(self) -> bytes | None:
@@ -107,9 +110,6 @@ class Growth:
         return mask
 
 
-G = TypeVar("G", bound=Growth)
-
-
 @dataclass(frozen=True, slots=True)
 class Grower:
     """The shape of trees, and how children are picked."""
@@ -123,7 +123,7 @@ class Grower:
         """The same with a floor, where tokens are not drawn: whether a node is drawn must not depend on the draw."""
         return replace(self, floor=-math.inf if self.proposes == "sampled" else floor)
 
-    def grow(self, growths: Sequence[G], forward: Callable[[Sequence[G]], Tensor]) -> int:
+    def grow(self, growths: Sequence[Growth], forward: Callable[[Sequence[Growth]], Tensor]) -> int:
         """Grow all trees, a pass a level; returns the passes that it took.
 
         Args:

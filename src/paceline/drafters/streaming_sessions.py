@@ -25,7 +25,7 @@ from ..core.errors import PoolFullError
 from ..network.adapters import joined
 from ..network.base import ForwardState
 from ..network.streams import StreamSet
-from .model_sessions import ModelSessions, Ready, Session
+from .model_sessions import Expansion, ModelSessions, Session
 from .sessions import ROOT
 
 MAX_CARRIERS = 256  # nodes whose streams one pass runs at most; chains beyond it go on a token at a time
@@ -87,7 +87,7 @@ class StreamingSessions(ModelSessions):
         self._guessed.pop(key, None)
         super().commit(key, tokens)
 
-    def _expand(self, ready: Sequence[Ready]) -> None:
+    def _expand(self, ready: Sequence[Expansion]) -> None:
         chains = [self._guess(one) for one in ready]
         packer, rows = self._lay_out(ready)
         state = self.decoder.embed(packer.batch())
@@ -114,7 +114,7 @@ class StreamingSessions(ModelSessions):
 
     # -- what a pass checks
 
-    def _guess(self, one: Ready) -> list[_Chain]:
+    def _guess(self, one: Expansion) -> list[_Chain]:
         """Add the guesses below the nodes to expand, to what is computed and wanted; no chains where children are
         several."""
         if one.ask.width > 1:
@@ -144,7 +144,7 @@ class StreamingSessions(ModelSessions):
         one.wanted += new
         return chains
 
-    def _walk(self, one: Ready, chains: Sequence[_Chain], logits: Tensor, first: int) -> list[_Carrier]:
+    def _walk(self, one: Expansion, chains: Sequence[_Chain], logits: Tensor, first: int) -> list[_Carrier]:
         """Append to each chain what the model says, along the guesses that it confirms.
 
         Args:
