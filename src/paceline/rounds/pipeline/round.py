@@ -56,6 +56,7 @@ class PipelineRound:
     name = "pipeline"
     sources: tuple[str, ...] = ()  # its trees have one width for all requests
     past = 0
+    admits = None
 
     def __init__(self, config: PipelineConfig, parts: RoundParts, stage_line: StageLine, source: Source | None) -> None:
         self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
