@@ -36,7 +36,6 @@ class Growth:
     budget: int
     max_depth: int
     draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
-    depths: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
     forwarded: int = 0  # the first so many nodes have K/V
     states: dict[int, Tensor] = field(default_factory=dict)  # [d] what a node's row gave, where its children are fed it
@@ -59,7 +58,6 @@ class Growth:
 
     def add(self, parent: int, token: int, log_q: float) -> int:
         """Append a child; returns its node."""
-        self.depths.append(self.depth(parent) + 1)
         return self.draft.add(parent, token, self.score(parent) + log_q)
 
     def token(self, node: int) -> int:
@@ -77,7 +75,7 @@ class Growth:
 
     def depth(self, node: int) -> int:
         """Of a node; the root's is 0."""
-        return self.depths[node - 1] if node else 0
+        return len(self.path(node))
 
     def compact(self) -> None:
         """The frontier gets K/V: move it in front of the nodes that will never be expanded.
@@ -97,7 +95,6 @@ class Growth:
             log_scores=[old.log_scores[node - 1] for node in order],
             q={moved[node]: row for node, row in old.q.items()},
         )
-        self.depths = [self.depths[node - 1] for node in order]
         self.frontier = [moved[node] for node in self.frontier]
         self.forwarded = done + len(self.frontier)
 

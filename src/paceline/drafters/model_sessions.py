@@ -53,7 +53,7 @@ class Session(DraftTree):
         return sorted(found, key=lambda node: (self.nodes[node].depth, node))
 
 
-NOBODY = Ask(-1)
+NOBODY = Ask(-1)  # of a pass that no level was asked for
 
 
 @dataclass(slots=True)
@@ -106,9 +106,9 @@ class ModelSessions(TextSessions):
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
         session: Session | None = self._open.get(key)
+        super().close(key)
         if session is not None:
             session.cache.release()
-        super().close(key)
         if not self._open and not self.pool.idle:  # a level or a release ended in its middle
             self.pool.reset()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -210,18 +211,12 @@ class StreamingSessions(ModelSessions):
         slots = torch.arange(scratch.start, scratch.stop, device=device)
         segments: list[Segment] = []
         places: list[int] = []
-        start = 0
-        while start < len(able):
-            session = able[start].session
-            stop = start
-            while stop < len(able) and able[stop].session is session:
-                stop += 1
-            own = able[start:stop]
-            at = [len(session.view.tokens) - 1 + session.depth(c.node) for c in own]
-            where = [position + j for position in at for j in range(1, gamma + 1)]
-            segments.append(self._segment(own, start * gamma, slots[start * gamma : stop * gamma], where))
+        for _, group in groupby(able, key=lambda carrier: id(carrier.session)):
+            own, first = [*group], len(places)
+            root = len(own[0].session.view.tokens) - 1
+            where = [root + c.session.depth(c.node) + j for c in own for j in range(1, gamma + 1)]
+            segments.append(self._segment(own, first, slots[first : first + len(where)], where))
             places += where
-            start = stop
         positions = torch.tensor(places, device=device)
         begun = self.streams.begin(inner[torch.tensor([c.state for c in able], device=device)]).flatten(0, 1)
         state = ForwardState(begun, positions, scratch, self.decoder.plan(segments, positions))
