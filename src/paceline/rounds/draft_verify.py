@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..core.errors import CapabilityError
 from ..core.inference import inference
-from ..drafters.base import DrafterSpec, DraftRule, StreamRules
+from ..drafters.base import DrafterSpec, DraftRule, Levels, StreamRules
 from ..network.base import Taps
 from ..network.streams import StreamSet, check_exit
 from .base import Round, RoundConfig, RoundParts, RunningSequence, StepResult, Work
@@ -164,17 +166,9 @@ class DraftVerifyRound:
         shown = None if tapped is None else show(p, tapped)
         taken = perf_counter()
         keep(p, self.pool)
+        late, logits, levels = self._read(p, carriers, said)
         read = perf_counter()
-        if said is not None:
-            count_stream_drafts(p, said, self.target.num_layers)
-            late = said.late_ms / 1e3
-            self.guard.observe(p, shown, stream_levels=said.levels(len(p.works)))
-        else:
-            count_streams(p, carriers, self.target.num_layers)
-            logits = read_streams(p, carriers, self.target, self.pool)
-            late = perf_counter() - read
-            read += late
-            self.guard.observe(p, shown, logits)
+        self.guard.observe(p, shown, logits, levels)
         ended = perf_counter()
         taps = 0.0 if tapped is None else tapped.ms / 1e3
         asked = drafted - began + late
@@ -208,6 +202,20 @@ class DraftVerifyRound:
             tapped.source = {name: states[: p.main_rows] for name, states in taps.hidden.items()}
         decide(p, verify, chosen)
         return None, tapped
+
+    def _read(
+        self, p: Pass, carriers: Sequence[Carriers], said: StreamDrafts | None
+    ) -> tuple[float, Sequence[Tensor | None], Sequence[Levels | None]]:
+        """Count the streams; the seconds that they took behind the pass, and what they say: logits, or levels."""
+        if self.rules is None:
+            return 0.0, (), ()
+        if said is not None:
+            count_stream_drafts(p, said, self.target.num_layers)
+            return said.late_ms / 1e3, (), said.levels(len(p.works))
+        began = perf_counter()
+        count_streams(p, carriers, self.target.num_layers)
+        logits = read_streams(p, carriers, self.target, self.pool)
+        return perf_counter() - began, logits, ()
 
     def _prunes(self, p: Pass) -> bool:
         """Whether the trees of this pass are pruned: in batches there are neither trees nor pruning (appendix L)."""
