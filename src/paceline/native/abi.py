@@ -49,8 +49,10 @@ def _fields(text: str) -> list[tuple[str, Any]]:
     """The fields that a struct's declaration has: "int64_t n, k; const float* bias;"."""
     found: list[tuple[str, Any]] = []
     for declaration in filter(None, map(str.strip, text.split(";"))):
-        kind, names = re.fullmatch(r"(.*\*|\w+) +(.*)", declaration, re.DOTALL).groups()  # type: ignore[union-attr]
-        found += [(name.strip(), _kind(kind)) for name in names.split(",")]
+        written = re.fullmatch(r"(.*\*|\w+) +(.*)", declaration, re.DOTALL)
+        if written is None:
+            raise RuntimeError(f"the kernels declare {declaration!r}, which native/abi.py cannot read: write KIND NAME")
+        found += [(name.strip(), _kind(written[1])) for name in written[2].split(",")]
     return found
 
 
