@@ -20,7 +20,7 @@ from paceline.drafters.base import DrafterSpec, DraftRule
 from paceline.drafters.resampling import left_over
 from paceline.rounds import ROUNDS
 from paceline.rounds.base import Round, RoundConfig, RoundParts, RunningSequence, StepResult, Work
-from paceline.rounds.serial import SerialRound
+from paceline.rounds.draft_verify import DraftVerifyRound
 
 
 class ExtraPass:
@@ -32,9 +32,10 @@ class ExtraPass:
 
     name = "extra_pass"
     busy = False
+    admits = None
     sources: tuple[str, ...] = ()  # it drafts for all requests alike
 
-    def __init__(self, inner: SerialRound) -> None:
+    def __init__(self, inner: DraftVerifyRound) -> None:
         self.inner, self.guard, self.emitter = inner, inner.guard, inner.emitter
 
     @property
@@ -83,7 +84,7 @@ class ExtraPassConfig(RoundConfig):
         if getattr(config, "resample", None) != "alone":
             wrong = "its re-sampled trees are verified beside fresh ones"
             raise ConfigError("round='extra_pass'", wrong, "draft with resample=alone")
-        return ExtraPass(SerialRound(parts.target, parts.pool, parts.drafter, parts.verifier))
+        return ExtraPass(DraftVerifyRound("serial", parts))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from kit import figures
 from kit.figures import Panel, Series
 from kit.study import Table
+from kit.token_info import eager
 from torch import Tensor
 
 from lyanna_parts.common import STEPS, LyannaFlags, fastest, study, verdict
@@ -269,7 +270,7 @@ def collapsed(info: TokenInfo, embedding: Tensor) -> Tensor:
     tokens = torch.arange(len(embedding)) if info.hot is None else info.hot
     rows = []
     for part in tokens.split(CHUNK):
-        row = info.eager(embedding[part], part)
+        row = eager(info, embedding[part], part)
         rows.append((row if info.hot is None else row[:, info.hot]).bfloat16())
     return torch.cat(rows)
 

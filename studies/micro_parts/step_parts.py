@@ -30,7 +30,7 @@ FUNCTIONS = {
     "pack": ("lay_out", "embed", "choose_carriers"),
     "head": ("read_logits",),
     "verdict": ("decide",),
-    "pass and verdict": ("decide_compiled", "decide_streams_compiled"),
+    "pass and verdict": ("decide_compiled",),
     "keep": ("keep",),
     "streams": ("count_streams", "read_streams", "count_stream_drafts"),
 }

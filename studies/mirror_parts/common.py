@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from kit.mirror_watch import StepTimes, WindowVerdict, watch
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Options, Study, asked
 
@@ -16,7 +17,7 @@ from paceline import LLM, SamplingParams
 from paceline.bench import workloads
 from paceline.core.options import written
 from paceline.core.request import RequestOutput
-from paceline.rounds.mirror.records import StepTimes, WindowVerdict
+from paceline.rounds.mirror.round import MirrorRound
 
 CATEGORIES = "spec_bench"  # the workload whose categories are tasks, too
 SIX = "humanities,math,roleplay,stem,coding,math_reasoning"  # of figure 7
@@ -129,8 +130,8 @@ def listen(
         heard.verdicts.extend(pending)
         pending.clear()
 
-    if hasattr(round_, "on_verdict"):
-        round_.on_verdict, round_.on_step = pending.append, step
+    if isinstance(round_, MirrorRound):
+        watch(round_, pending.append, step)
     with _clocked(llm.engine, heard):
         for part in [[job] for job in jobs] if alone else [jobs]:
             heard.outputs += llm.generate([prompt for prompt, _ in part], [params for _, params in part])

@@ -14,6 +14,7 @@ import numpy as np
 from kit import figures
 from kit.clock import VIRTUAL, VirtualClock
 from kit.figures import Panel, Series
+from kit.mirror_watch import WindowVerdict
 from kit.study import Table
 
 from mirror_parts.common import MirrorFlags, drafter_of, listen, mirror_of, plain_llm, prompts_of, study
@@ -21,7 +22,6 @@ from mirror_parts.modelled import HALF as BEHIND
 from mirror_parts.modelled import TABLE_1, TASKS, constant, exception, ratios
 from paceline import LLM
 from paceline.core.errors import ConfigError
-from paceline.rounds.mirror.records import WindowVerdict
 
 COUNTS: dict[str, Any] = {"prompts": 2, "max_new_tokens": 32, "repeats": 1}
 OWN = "sql,spec_bench"

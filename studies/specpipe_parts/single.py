@@ -168,7 +168,7 @@ def figure_12(ask: PipeFlags) -> Iterator[Table | None]:
     jobs = [(prompt, greedy(tokens))]
     run = decode(ask, jobs, draft_of(ask), levels(ask), **two_hosts(ask))
     same = run.said == plain(ask, jobs)
-    flushes = sum(verdict.flushed for tick in run.ticks for verdict in tick.verdicts)
+    flushes = sum(not verdict.alive for tick in run.ticks for verdict in tick.verdicts)
     shares = {
         what: sum(span.ended - span.began for span in run.spans if span.what == what)
         for what in ("compute", "transmit", "prune")

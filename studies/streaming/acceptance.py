@@ -17,7 +17,7 @@ from paceline.bench.records import Method
 from paceline.bench.report import wording as say
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.core.verify import Accepted, lossy_stream_rejection, sample_and_match
+from paceline.core.verify import Accepted, lossy_stream_rejection, walk
 from paceline.drafters.base import SequenceView
 from paceline.llm import LLM
 from streaming.common import CUT, StreamingFlags, TrainedSet, grid_of, study
@@ -125,7 +125,7 @@ class Distance:
         noise = -torch.empty(self.draws, few.shape[1], dtype=few.dtype).exponential_(generator=self.noise).log()
         lossy = lossy_stream_rejection(trees, many, uniform, lambda b, node: noise[b])
         chosen = torch.multinomial(few, self.draws, replacement=True, generator=self.noise).T.tolist()
-        for mean, verdicts in ((self.lossy, lossy), (self.exact, sample_and_match(trees, chosen))):
+        for mean, verdicts in ((self.lossy, lossy), (self.exact, [*map(walk, trees.tokens, trees.parents, chosen)])):
             weight, distance = variation(known, parents, few, verdicts)
             mean.total += weight * distance
             mean.tokens += weight

@@ -64,7 +64,7 @@ class TestIds:
         c = checker(["a", "b"])
         assert c.feed([1, 2, 1]) == (3, None, None)
         assert c.feed([]) == (0, None, None)
-        assert (c.text, c.finished, c.remaining) == ("aba", False, 97)
+        assert (c.text, c.finished, c.num_tokens) == ("aba", False, 3)
 
     def test_eos_in_mid_path_cuts_and_has_no_text(self):
         c = checker(["a", "b"])
@@ -89,7 +89,7 @@ class TestIds:
         c = checker(["a"], max_tokens=3)
         assert c.feed([1, 1]) == (2, None, None)
         assert c.feed([1, 1, 1]) == (1, "length", None)
-        assert (c.text, c.remaining) == ("aaa", 0)
+        assert (c.text, c.num_tokens) == ("aaa", 3)
 
     @pytest.mark.parametrize(("last", "reason"), [(EOS, None), (2, 2), (3, "!")], ids=["eos", "stop id", "stop string"])
     def test_last_and_stop_is_a_stop(self, last, reason):

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.verdicts import sample_and_match
 from torch import Tensor
 
 from paceline.core import verify
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.tree import TokenTree
-from paceline.core.verify import Accepted, block, rejection, sample_and_match
+from paceline.core.verify import Accepted, block, rejection
 
 VOCAB = 3
 

@@ -14,6 +14,7 @@ import pytest
 from distributed_drafts import bound
 from kit.clock import VirtualClock
 from kit.links import Link
+from kit.mirror_watch import WindowVerdict, watch
 from kits.channels import InProcess, LinkedChannel, RealTime
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
@@ -24,7 +25,6 @@ from paceline.distributed.placement import Placement
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
 from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
 from paceline.rounds.base import RoundParts
-from paceline.rounds.mirror.records import WindowVerdict
 from paceline.rounds.mirror.round import MirrorRound
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
@@ -243,7 +243,7 @@ def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[WindowVerdi
     assert isinstance(made, MirrorRound) and isinstance(sessions, GoingSessions)
     parts = RoundParts(target=made.target, pool=made.pool, drafter=draft_model(noise=0.2, depth=4))
     engine.round = MirrorRound(made.config, parts, made.exit, sessions)
-    engine.round.on_verdict = verdicts.append
+    watch(engine.round, verdicts.append)
     return ids(run(engine, JOBS)), verdicts
 
 

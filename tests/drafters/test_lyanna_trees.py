@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.core.tree import padded_paths
 from paceline.drafters.base import SequenceView
-from paceline.drafters.growth import Grower
-from paceline.drafters.lyanna.trees import Bias, LevelGrowth, beam_sampling, token_info_sampling
+from paceline.drafters.growth import Grower, Growth
+from paceline.drafters.lyanna.trees import Bias, beam_sampling, token_info_sampling
 from paceline.drafters.proposal import Proposal
 
 V = 11
@@ -52,7 +52,7 @@ def grown(chains: Sequence[tuple[int, Tensor]], branches: int, bias: Bias, rule:
 
     sampler: Any = SimpleNamespace(plain=rule is None, ranked=ranked)
     views = [SequenceView(i, [root], 1, sampler) for i, (root, _) in enumerate(chains)]
-    growths = [LevelGrowth(v, 999, len(own), logits=own) for v, (_, own) in zip(views, chains, strict=True)]
+    growths = [Growth(v, 999, len(own), logits=own) for v, (_, own) in zip(views, chains, strict=True)]
     token_info_sampling(growths, Grower((1,) * 9, branches, "point"), bias)
     return [growth.draft for growth in growths]
 

@@ -16,8 +16,7 @@ from paceline.drafters.base import SequenceView
 from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.model_sessions import ModelSessions
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
-from paceline.drafters.text_sessions import LookUps
-from paceline.drafters.tree_sessions import opened
+from paceline.drafters.text_sessions import LookUps, opened
 
 TARGET = tiny_decoder()
 GREEDY = SamplingParams(temperature=0, max_tokens=64)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
+from kit.token_info import eager
 from kits.draft import paths_of, text, view, want
 from kits.native import needs_kernels
 from kits.state import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand, taps_of
@@ -114,7 +115,7 @@ def info_table(stage: Stage) -> torch.Tensor:
     info = stage.drafter.model.info
     if info is None:
         return torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    return info.eager(stage.decoder.embedding.data, torch.arange(VOCAB)).detach()
+    return eager(info, stage.decoder.embedding.data, torch.arange(VOCAB)).detach()
 
 
 MODELS = {

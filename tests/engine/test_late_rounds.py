@@ -36,6 +36,7 @@ class LateRound:
     """The serial round, each of whose passes ends ``delay`` steps after it began."""
 
     name = "late"
+    admits = None
     failure = None
     past = 0
 

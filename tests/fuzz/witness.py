@@ -53,7 +53,7 @@ class Witness:
 
     def _saw_tick(self, tick: Tick) -> None:
         self.met["pipelines' hits"] += tick.hits
-        self.met["pipelines' flushes"] += sum(verdict.flushed for verdict in tick.verdicts)
+        self.met["pipelines' flushes"] += sum(not verdict.alive for verdict in tick.verdicts)
         self.met["late siblings"] += tick.late
         self.met["partial refills"] += tick.refills
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from paceline.core.tree import TokenTree
-from paceline.core.verify import Accepted, sample_and_match
+from paceline.core.verify import Accepted, walk
 from paceline.drafters.base import SequenceView
 from paceline.rounds.verification import choose_nodes
 
@@ -16,6 +16,11 @@ def choices(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) 
     """[B][nodes] the target's own choice after every node."""
     rows = zip(sequences, logits.split(tree.counts), strict=True)
     return [choose_nodes(sequence, own, tree, b).tolist() for b, (sequence, own) in enumerate(rows)]
+
+
+def sample_and_match(tree: TokenTree, chosen: Sequence[Sequence[int]]) -> list[Accepted]:
+    """Follow each tree along the choices [B][nodes] after its nodes."""
+    return [*map(walk, tree.tokens, tree.parents, chosen)]
 
 
 def match(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:

@@ -27,7 +27,7 @@ from paceline.network.base import Batch, ForwardState
 from paceline.network.decoder import Decoder
 from paceline.network.stream_rows import StreamRows
 from paceline.network.streams import StreamSet
-from paceline.rounds import fused
+from paceline.rounds import draft_verify
 from paceline.rounds.passes import Pass
 from paceline.rounds.pruning import surviving
 
@@ -296,7 +296,7 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(
     insertion = target().num_layers - layers
     trained = tiny_streams(layers=layers, exits=(layer,) if layer != insertion else ())
     cuts: list[tuple[list[int], list[int], list[int], list[int]]] = []  # text, and the tree with what is kept of it
-    prune = fused.prune
+    prune = draft_verify.prune
 
     def watched(p: Pass, *given: Any) -> bool:
         assert p.tree is not None
@@ -305,7 +305,7 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(
         cuts.append(([*p.works[0].sequence.view.tokens], lists.tokens[0], lists.parents[0], p.kept.get(0, [])))
         return done
 
-    monkeypatch.setattr(fused, "prune", watched)
+    monkeypatch.setattr(draft_verify, "prune", watched)
     options = {"prune_layer": layer, "prune_exit": exit_, "prune_count": 4, "prune_threshold": 1e-4}
     engine = assemble(streams(trained=trained, k=6, nodes=9, at="nodes", **options), decoder=target())
     assert run(engine, [(PROMPTS[1], GREEDY)])[0].stats.pruned

@@ -19,8 +19,7 @@ from paceline.network.adapters import AdapterConfig
 from paceline.network.decoder import Decoder
 from paceline.network.native_streams import StreamCarrier, StreamRun
 from paceline.network.streams import StreamSet
-from paceline.rounds import riders
-from paceline.rounds.riders import choose_riders, frontier_chances
+from paceline.rounds.compiled import choose_riders, frontier_chances
 
 pytestmark = needs_kernels
 # Heads of 8 and a feed-forward width of 45: the compiled layers pad both.
@@ -96,8 +95,8 @@ def test_one_call_says_what_its_parts_say(
     decoder = decoder_of(kind)
     assert decoder.stack is not None
     first, each, decoder.stack.free_rows = RIDES[ride]
-    monkeypatch.setattr(riders, "FIRST", first)
-    monkeypatch.setattr(riders, "EACH", each)
+    monkeypatch.setattr("paceline.rounds.compiled.FIRST", first)
+    monkeypatch.setattr("paceline.rounds.compiled.EACH", each)
     for options in ({}, {"chain": True}):
         found = {}
         for compiled in (True, False):
@@ -170,8 +169,8 @@ def test_streams_that_go_through_an_adapter_in_place_of_the_mlp(
     decoder = decoder_of(kind)
     assert decoder.stack is not None
     first, each, decoder.stack.free_rows = RIDES[ride]
-    monkeypatch.setattr(riders, "FIRST", first)
-    monkeypatch.setattr(riders, "EACH", each)
+    monkeypatch.setattr("paceline.rounds.compiled.FIRST", first)
+    monkeypatch.setattr("paceline.rounds.compiled.EACH", each)
     own = AdapterConfig(rank=4, layers=(2, 3), linears=("qkv", "out", "mlp"))
     found = {}
     for compiled in (True, False):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.mirror_watch import StepTimes, WindowVerdict, overlap, watch
 from kits.native import needs_kernels
 from kits.tiny import (
     LOOKUP,
@@ -43,8 +44,7 @@ from paceline.network.exits import ExitHeads, ExitsConfig, exit_layer
 from paceline.network.files import fingerprint
 from paceline.network.loader import resolve_folder
 from paceline.rounds import parse_round
-from paceline.rounds.mirror.channel import outcome_chances, overlap, speak
-from paceline.rounds.mirror.records import StepTimes, WindowVerdict
+from paceline.rounds.mirror.channel import outcome_chances, speak
 from paceline.rounds.mirror.rollout import share_rows
 from paceline.rounds.mirror.round import MirrorRound
 
@@ -71,7 +71,7 @@ def mirrored(
     engine = assemble(drafter(noise, depth=depth), round=round_, decoder=DECODER, **options)
     verdicts: list[WindowVerdict] = []
     assert isinstance(engine.round, MirrorRound)
-    engine.round.on_verdict = verdicts.append
+    watch(engine.round, verdicts.append)
     return engine, engine.round, verdicts
 
 
@@ -109,7 +109,7 @@ def test_several_drafters_at_once(parts: str) -> None:
     engine = assemble(made, round=MIRROR, decoder=DECODER, kv_tokens=128, block_size=4, max_batch_rows=20)
     round_: Any = engine.round
     verdicts: list[WindowVerdict] = []
-    round_.on_verdict = verdicts.append
+    watch(round_, verdicts.append)
     outputs = run(engine, jobs)
     assert ids(outputs) == plain(jobs) and round_.failure is None
     accepted, longest = (5, 4) if "draft_model" in parts else (0, 2)  # look-ups hardly hit on a random target
@@ -187,7 +187,7 @@ def test_a_verdict_ends_what_is_not_needed_any_more() -> None:
         engine, round_, verdicts = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=4)
         round_.sessions.inner = Slow(round_.sessions.inner)
         times: list[StepTimes] = []
-        round_.on_step = times.append
+        watch(round_, verdicts.append, times.append)
         run(engine, [job])
         steps.append([(v.window, v.accepted, v.said, v.reused) for v in verdicts])
         nodes.append(sum(t.nodes for t in times))
@@ -215,10 +215,10 @@ def test_a_step_takes_the_longer_of_target_and_rollout_not_both() -> None:
     """Eq. 14 by a clock around the engine's steps, with times that are given: 60 ms behind the exit, rollouts of 60."""
     walls = {}
     for way in ("between", "beside"):
-        engine, round_, _ = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=2)
+        engine, round_, verdicts = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=2)
         round_.sessions.inner, round_.target = Slow(round_.sessions.inner), SlowAbove(round_.target)  # type: ignore[assignment]
         times: list[StepTimes] = []
-        round_.on_step = times.append
+        watch(round_, verdicts.append, times.append)
         engine.submit(PROMPTS[1], replace(GREEDY, max_tokens=16))
         found = []
         while engine.live:
@@ -280,7 +280,7 @@ def test_branches_of_unequal_depth(way: str) -> None:
         for rows in ("", ",rows=12"):
             engine, round_, verdicts = mirrored(f"mirror,kappa=8,exit=2,rollout={way}{rows}", depth=4)
             times: list[StepTimes] = []
-            round_.on_step = times.append
+            watch(round_, verdicts.append, times.append)
             run(engine, [job])
             assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps and round_.failure is None
             nodes.append(max(t.nodes for t in times))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from kit.mirror_watch import StepTimes, WindowVerdict, watch
 from kits.tiny import assemble, run
 from test_mirror import DECODER, PARAMS, PROMPTS, drafter, ids, plain
 
@@ -15,7 +16,6 @@ from paceline.drafters.sessions import Ask, GoingSessions, Grown, Opening
 from paceline.engine.engine import Engine
 from paceline.rounds.base import RoundParts
 from paceline.rounds.mirror import MirrorConfig
-from paceline.rounds.mirror.records import StepTimes, WindowVerdict
 from paceline.rounds.mirror.rollout import Rollout
 from paceline.rounds.mirror.round import MirrorRound
 
@@ -126,7 +126,7 @@ def elsewhere(
     round_ = MirrorRound(config, parts, config.exit_head(made.target), going)
     verdicts: list[WindowVerdict] = []
     times: list[StepTimes] = []
-    round_.on_verdict, round_.on_step = verdicts.append, times.append
+    watch(round_, verdicts.append, times.append)
     engine.round = round_
     return engine, going, verdicts, times
 

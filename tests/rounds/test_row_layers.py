@@ -19,7 +19,6 @@ from paceline.network.decoder import Decoder
 from paceline.network.native_calls import TokenPass
 from paceline.network.native_streams import StreamRun
 from paceline.network.streams import StreamSet
-from paceline.rounds import riders
 
 SHAPE = tiny_config(num_layers=5, windows=(None, 24, None, None, None))
 GAMMA, LAYERS = 3, 2
@@ -123,8 +122,8 @@ def test_a_plain_pass_has_no_upper_ones(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("at", ["frontier", "nodes"])
 def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled call is watched in the same way: the rows that it is given, and the streams that it runs."""
-    monkeypatch.setattr(riders, "FIRST", ride[0])
-    monkeypatch.setattr(riders, "EACH", ride[1])
+    monkeypatch.setattr("paceline.rounds.compiled.FIRST", ride[0])
+    monkeypatch.setattr("paceline.rounds.compiled.EACH", ride[1])
     shape = tiny_config(head_dim=16, num_layers=5, windows=(None,) * 5)
     decoder = tiny_decoder(shape, dtype=torch.float32, compiled=True)
     adapter = AdapterConfig(rank=4, layers=(3, 4))

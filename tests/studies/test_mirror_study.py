@@ -11,6 +11,7 @@ from typing import Any
 import mirror
 import pytest
 import torch
+from kit.mirror_watch import WindowVerdict
 from kits.stream_sets import save_set
 from mirror_parts.common import MirrorFlags, plain_llm, prompts_of
 from mirror_parts.counted import Costs, Fallbacks, after_the_verdict, clock
@@ -18,7 +19,6 @@ from mirror_parts.forecast import Forecast, Parts, after, others_of, whole
 from mirror_parts.timed import law_of
 
 from paceline.distributed.placement import cores
-from paceline.rounds.mirror.records import WindowVerdict
 
 pytest.importorskip("matplotlib")
 needs_two_cores = pytest.mark.skipif(not {0, 1} <= {*cores()}, reason="needs the cores 0 and 1")

@@ -131,13 +131,12 @@ def test_the_loss_is_its_formula(options: dict[str, Any]) -> None:
     with torch.no_grad():
         loss, figures = made.loss(data, context())
         offset = int(torch.randint(4, (1,), generator=context()))
-        known = made.know(data)
-        rows = [*made._rows(data, offset, known)]
+        past, final = made.know(data)
+        rows = [*made._rows(data, offset, past)]
         hidden, places = torch.cat([r.hidden for r in rows]), torch.cat([r.places for r in rows])
         targets, weights = torch.cat([r.targets for r in rows]), torch.cat([r.weights for r in rows])
         log_q = made.module.network.logits(hidden).log_softmax(-1)
-        assert known.final is not None
-        p = made.target.logits(known.final.flatten(0, 1)[places]).softmax(-1)
+        p = made.target.logits(final.flatten(0, 1)[places]).softmax(-1)
         if "loss" in options:
             each = -log_q.gather(1, targets[:, None])[:, 0]
         else:
@@ -185,12 +184,11 @@ def test_held_out_figures_by_hand() -> None:
     made = recipe(held_out={"x": [data, data]})
     found = made.evaluate()
     with torch.no_grad():
-        known = made.know(data)
-        assert known.final is not None
+        past, final = made.know(data)
         chances, alphas = {}, {}
-        for step, part in enumerate(made._rows(data, 0, known)):
+        for step, part in enumerate(made._rows(data, 0, past)):
             q = made.module.network.logits(part.hidden).softmax(-1)
-            p = made.target.logits(known.final.flatten(0, 1)[part.places]).softmax(-1)
+            p = made.target.logits(final.flatten(0, 1)[part.places]).softmax(-1)
             blocks = part.kept.nonzero().tolist()
             for row, (b, number) in enumerate(blocks):
                 y = part.targets[row]

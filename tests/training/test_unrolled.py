@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
+from kit.token_info import eager
 from kits.eager_losses import TargetLogits, eager_mse_cross_entropy
 from kits.state import steps_by_hand
 from kits.tiny import VOCAB, tiny_config
@@ -127,7 +128,7 @@ def test_token_info_is_its_formula(form: str) -> None:
     tokens = torch.arange(VOCAB)
     embedded = torch.randn(VOCAB, 32, dtype=torch.float64)
     found = made.factors(embedded, tokens) @ made.table().t()
-    torch.testing.assert_close(found, made.eager(embedded, tokens), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, eager(made, embedded, tokens), rtol=1e-10, atol=1e-12)
     cold = torch.isin(tokens, HOT, invert=True)
     if form != "dense":
         assert not found[cold].any() and not found[:, cold].any()
@@ -185,7 +186,7 @@ def test_the_loss_is_its_formula(form: str) -> None:
         logits = state @ target.head_weight.t()
         info = getattr(model, "info", None)
         if info is not None:
-            logits = logits + info.eager(own.embed(ahead.tokens), ahead.tokens)
+            logits = logits + eager(info, own.embed(ahead.tokens), ahead.tokens)
         aim = true.flatten(0, 1)[ahead.rows]
         part = eager_mse_cross_entropy(
             state, aim, logits, torch.eye(VOCAB, dtype=torch.float64), TargetLogits(target.logits(aim)), ahead.weights,
@@ -222,7 +223,7 @@ def test_the_loss_over_hot_tokens_is_its_formula(form: Any) -> None:
         ahead = Ahead.of(data, anchors.index, step)
         logits = state @ target.head_weight.t()
         if getattr(model, "info", None) is not None:
-            logits = logits + model.info.eager(own.embed(ahead.tokens), ahead.tokens)
+            logits = logits + eager(model.info, own.embed(ahead.tokens), ahead.tokens)
         q = logits.masked_fill(~alive, -torch.inf).softmax(-1)
         said = likeliest(target, true.flatten(0, 1)[ahead.rows], 12)
         summed, count = 0.0, ahead.weights.sum()
@@ -311,7 +312,7 @@ def test_held_out_figures_by_hand() -> None:
                 if not ahead.weights > 0:
                     break
                 logits = (
-                    target.logits(states[step][number]) + model.info.eager(own.embed(ahead.tokens), ahead.tokens)[0]
+                    target.logits(states[step][number]) + eager(model.info, own.embed(ahead.tokens), ahead.tokens)[0]
                 )
                 following = data.tokens.flatten()[at + step + 2]
                 losses[step].append(float(F.cross_entropy(logits, following)))

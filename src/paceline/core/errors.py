@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 
 class PacelineError(Exception):
     """Base of every error that Paceline raises on purpose."""
+
+    def __reduce__(self) -> Any:
+        """Made again from its words and fields, whatever it was made of."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class ConfigError(PacelineError, ValueError):
@@ -26,9 +31,6 @@ class ConfigError(PacelineError, ValueError):
         self.asked = asked
         self.wrong = wrong
         self.remedy = remedy
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
-        return type(self), (self.asked, self.wrong, self.remedy)
 
 
 class CapabilityError(ConfigError):
@@ -54,9 +56,6 @@ class RequestError(PacelineError):
         self.why = why
         self.output = output
 
-    def __reduce__(self) -> tuple[type[RequestError], tuple[str, str, Any]]:
-        return type(self), (self.request_id, self.why, self.output)
-
 
 class QueueFull(PacelineError):
     """As many requests wait as may: this one was not taken.
@@ -68,9 +67,6 @@ class QueueFull(PacelineError):
     def __init__(self, waiting: int) -> None:
         super().__init__(f"a request: the queue is full ({waiting} sequences wait). Try again later.")
         self.waiting = waiting
-
-    def __reduce__(self) -> tuple[type[QueueFull], tuple[int]]:
-        return type(self), (self.waiting,)
 
 
 class PassesLost(PacelineError):

@@ -68,16 +68,12 @@ class Matcher(Protocol):
 
     def __call__(self, output: Sequence[int]) -> Tensor:
         """[V] bool: the tokens that may follow these."""
-        ...
 
     def fill(self, output: Sequence[int], words: Tensor) -> None:
         """The same as the bits of ``words`` [(V + 31) // 32] int32, the lowest bit first."""
-        ...
 
     def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
         """Of texts that go on behind an output, which the grammar allows."""
-        ...
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
         """The tokens that follow whatever is chosen: the beginning of every text that the grammar allows."""
-        ...

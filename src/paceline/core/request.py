@@ -25,15 +25,12 @@ class TextStream(Protocol):
     @property
     def sure(self) -> bool:
         """Whether `push` never fails, so that it may be called later than its token comes."""
-        ...
 
     def push(self, token: int) -> str:
         """The text that the next token adds; "" while a character is incomplete."""
-        ...
 
     def end(self) -> str:
         """The remaining text at the end of the output: U+FFFD for an incomplete character."""
-        ...
 
 
 class Texts(Protocol):
@@ -41,16 +38,13 @@ class Texts(Protocol):
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
         """What turns the tokens of an answer to this prompt into text."""
-        ...
 
     def prompt(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of a prompt that was given as ids."""
-        ...
 
     @property
     def token(self) -> DecodeToken:
         """The text of one token as it stands in running text."""
-        ...
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,11 +156,6 @@ class StopChecker:
         return self.finish_reason is not None
 
     @property
-    def remaining(self) -> int:
-        """Tokens that ``max_tokens`` still allows."""
-        return self.max_tokens - self.num_tokens
-
-    @property
     def text(self) -> str:
         """All text so far, the possible beginning of a stop string included."""
         return self._text.whole()
@@ -207,31 +196,25 @@ class StopChecker:
         """
         if self.finish_reason is not None:
             raise RuntimeError("this output has ended: nothing can follow it")
-        count = len(tokens)
-        if self._waits and self.num_tokens + count < self.max_tokens and self.enders.isdisjoint(tokens):
-            self.num_tokens += count
-            self._unread += tokens
-            if len(self._unread) >= _MOST_UNREAD:
-                _ = self._text
-            return count, None, None
+        if self.pass_over(tokens):
+            return len(tokens), None, None
         for kept, token in enumerate(tokens, start=1):
             self._take(token)
             if self.finished:
                 return kept, self.finish_reason, self.stop_reason
         return len(tokens), None, None
 
-    def pass_over(self, token: int) -> bool:
-        """`feed` of one token that ends nothing and whose text can wait; False: it is none, nothing was done."""
-        if (
-            not self._waits
-            or self.num_tokens + 1 >= self.max_tokens
-            or token in self.enders
-            or len(self._unread) + 1 >= _MOST_UNREAD
-            or self.finish_reason is not None
-        ):
+    def pass_over(self, tokens: Sequence[int]) -> bool:
+        """`feed` of tokens that end nothing and whose text can wait; False: they are none, nothing was done."""
+        count = len(tokens)
+        if not self._waits or self.num_tokens + count >= self.max_tokens or not self.enders.isdisjoint(tokens):
             return False
-        self.num_tokens += 1
-        self._unread.append(token)
+        if self.finished:
+            return False
+        self.num_tokens += count
+        self._unread += tokens
+        if len(self._unread) >= _MOST_UNREAD:
+            _ = self._text
         return True
 
     def end(self, reason: Literal["abort", "deadline", "error"]) -> None:
@@ -394,7 +377,7 @@ class SequenceState:
     def accept_plain(self, tokens: Sequence[int]) -> bool:
         """`accept` of one token that was not drafted and of which nothing is asked; False: it is no such token, nothing
         was done."""
-        if self.request.params.logprobs is not None or not self.checker.pass_over(tokens[0]):
+        if self.request.params.logprobs is not None or not self.checker.pass_over(tokens):
             return False
         self.origins += _TARGET
         self.sampler.commit(tokens)

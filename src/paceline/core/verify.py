@@ -24,9 +24,14 @@ ResidualGumbel = Callable[[int, int], Tensor]
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> Accepted:
-    """Follow one tree along the tokens that the target itself chose after each node.
+    """Sample and match: follow one tree along the tokens that the target itself chose after each node (argmax, or a
+    draw from p with noise keyed by seed, sample index and position).
 
-    One scan, since children come after their parents; of siblings with the same token the first is followed.
+    Lossless for any tree at all: every emitted token is the target's own choice after the tokens before it, so the
+    output is that of plain decoding with the same noise. One scan, since children come after their parents; of siblings
+    with the same token the first is followed.
+
+    Source: Mirror-SD, eq. 3 and 11; SpecPipe, section 3.4.
     """
     path: list[int] = []
     frontier, want = 0, chosen[0]
@@ -35,23 +40,6 @@ def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -
             path.append(node)
             frontier, want = node, chosen[node]
     return path, want
-
-
-def sample_and_match(tree: TokenTree, chosen: Sequence[Sequence[int]]) -> list[Accepted]:
-    """Follow each tree along the tokens that the target itself chose.
-
-    Lossless for any tree at all: every emitted token is the target's own choice after the tokens before
-    it, so the output is that of plain decoding with the same noise. The tree decides only how many tokens are emitted
-    at once.
-
-    Args:
-        tree: the candidates.
-        chosen: [B][N] the target's choice after each node (argmax, or a draw from p with noise keyed by seed, sample
-            index and position).
-
-    Source: Mirror-SD, eq. 3 and 11; SpecPipe, section 3.4.
-    """
-    return [*map(walk, tree.tokens, tree.parents, chosen)]
 
 
 def rejection(

@@ -123,23 +123,18 @@ class DraftRule(Protocol):
 
     def ask(self, source: int, views: Sequence[SequenceView], first: Sequence[float]) -> list[int]:
         """Indices of the sequences to ask a source for, given each one's chance of having the next token already."""
-        ...
 
     def record_cost(self, source: int, passes: int, ms: float) -> None:
         """Learn the time of the last call of a source, and how many passes its network took."""
-        ...
 
     def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
         """The chance that one of a source's first tokens is right, from its own log scores of them."""
-        ...
 
     def level_chance(self, source: int, count: int) -> float:
         """The chance of a path that pays for one more level below it, in a call for ``count`` sequences."""
-        ...
 
     def select(self, views: Sequence[SequenceView], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
         """The nodes to check, of a proposal that took so many passes (`DraftRequest.passes`); None: none."""
-        ...
 
 
 @dataclass(slots=True)

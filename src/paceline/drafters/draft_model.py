@@ -15,7 +15,8 @@ from q, for rejection sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -35,7 +36,7 @@ from ..network.streams import StreamSet, read_config
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
 from .fit import check_vocabulary
 from .growth import Grower, Growth, compiles
-from .model_sessions import Expansion, ModelSessions, Session
+from .model_sessions import Expansion, ModelSessions
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
@@ -148,14 +149,6 @@ def _own_streams(config: DraftModelConfig, loaded: Any, context: DrafterContext)
     return found
 
 
-@dataclass(slots=True)
-class _Growth(Growth):
-    """A tree while it grows, and the session of its sequence."""
-
-    session: Session = field(kw_only=True)
-    numbers: dict[int, int] = field(default_factory=lambda: {0: ROOT})  # node -> its number in the session
-
-
 class DraftModel(Drafter):
     """Drafts with a decoder of its own and its own K/V pool.
 
@@ -166,6 +159,7 @@ class DraftModel(Drafter):
     """
 
     trusted = True
+    own_sessions: ModelSessions | None = None  # texts and K/V of the sequences that it proposes for
 
     def __init__(self, config: DraftModelConfig, loaded: Any, streams: StreamSet | None = None) -> None:
         self.config, self.streams = config, streams
@@ -182,7 +176,6 @@ class DraftModel(Drafter):
             observes=False,
             tree=not config.is_chain,
         )
-        self._model: ModelSessions | None = None  # texts and K/V of the sequences that it proposes for
         self._vocab, self._eos_ids = 0, tuple[int, ...]()
         self._size = 0, 0, self.decoder.device  # sequences, tokens of the target's pool, device
         self._grower = Grower(config.factors, config.topk, config.proposes)
@@ -194,20 +187,18 @@ class DraftModel(Drafter):
         check_vocabulary(target, self.tokenizer, self.decoder.config.vocab_size, self.name)
         self._vocab, self._eos_ids = target.vocab_size, target.eos_ids
         self._size = max_sequences, pool_tokens, device
-        self._model = self._make(self.config.num_nodes)
-        if self.streams is not None:
-            self.own_sessions, self._lengths = self._model, {}
+        self.own_sessions, self._lengths = self._make(self.config.num_nodes), {}
 
     @property
     def model(self) -> ModelSessions:
         """Texts and K/V of the sequences that it proposes for."""
-        assert self._model is not None, "bind comes before propose, and `sessions` stand in its place"
-        return self._model
+        assert self.own_sessions is not None, "bind comes before propose, and `sessions` stand in its place"
+        return self.own_sessions
 
     def sessions(self, rows: int) -> ModelSessions:
         """See `Drafter`: over K/V of their own."""
         assert self._vocab and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
-        self._model = self.own_sessions = None
+        self.own_sessions = None
         return self._make(rows)
 
     def _make(self, rows: int) -> ModelSessions:
@@ -225,15 +216,10 @@ class DraftModel(Drafter):
 
     def release(self, keys: Sequence[int]) -> None:
         """Free the K/V of ended or preempted sequences (their blocks remain in the prefix cache)."""
-        super().release(keys)
-        if self._model is not None:
+        if self.own_sessions is not None:
             for key in keys:
-                self._model.close(key)
-
-    def forget(self) -> None:
-        """Forget the K/V of ended sequences."""
-        if self._model is not None:
-            self._model.forget()
+                self._lengths.pop(key, None)
+                self.own_sessions.close(key)
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
@@ -252,11 +238,11 @@ class DraftModel(Drafter):
         # Of a dynamic tree the best nodes: a node's score is never above its parent's.
         return [g.draft.best(g.budget) if self.config.topk > 1 else g.draft for g in growths]
 
-    def _roll(self, growths: Sequence[_Growth], stack: Stack) -> None:
+    def _roll(self, growths: Sequence[Growth], stack: Stack) -> None:
         """Grow chains in one compiled call."""
         chains = []
         for growth in growths:
-            cache, tokens = growth.session.cache, growth.sequence.tokens
+            cache, tokens = self.model.follow(growth.sequence).cache, growth.sequence.tokens
             steps = min(growth.max_depth, growth.budget)
             keys = cache.slots(0, len(tokens) + steps - 1)
             chains.append(
@@ -264,13 +250,14 @@ class DraftModel(Drafter):
             )
         for growth, drafted in zip(growths, roll(stack, chains, self.model.pool, self._vocab), strict=True):
             growth.follow(drafted)
-            self.model.computed(growth.session, growth.draft, len(drafted) - 1)
+            self.model.computed(growth.sequence, growth.draft, len(drafted) - 1)
 
-    def _sprout(self, growths: Sequence[_Growth], stack: Stack) -> None:
+    def _sprout(self, growths: Sequence[Growth], stack: Stack) -> None:
         """The same for trees."""
         config, seeds = self.config, []
         for growth in growths:
-            cache, tokens, levels = growth.session.cache, growth.sequence.tokens, growth.max_depth
+            cache, tokens = self.model.follow(growth.sequence).cache, growth.sequence.tokens
+            levels = growth.max_depth
             most = config.topk * (1 + config.topk * (levels - 1)) if config.topk > 1 else config.nodes_of(levels)
             room, first = self._room(levels), cache.committed
             keys = cache.slots(0, len(tokens) + room)
@@ -279,30 +266,28 @@ class DraftModel(Drafter):
         grown = grow(stack, seeds, config.factors, config.topk, floor, pool, self._vocab)
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
-            self.model.computed(growth.session, growth.draft, tree.forwarded)
+            self.model.computed(growth.sequence, growth.draft, tree.forwarded)
 
-    def _forward(self, growths: Sequence[_Growth]) -> Tensor:
+    def _forward(self, growths: Sequence[Growth]) -> Tensor:
         """K/V and logits [frontier nodes of all, V] of the next level."""
         parts = []
         for growth in growths:
-            session, numbers = growth.session, growth.numbers
+            session = self.model.follow(growth.sequence)
             if growth.frontier == [0]:
                 session.cache.reserve(session.pending)
                 parts.append(Expansion(session, [ROOT], []))
             else:
                 growth.compact()
                 session.cache.reserve(len(growth.frontier))  # in blocks that are there
-                for node in growth.frontier:
-                    parent, token = growth.draft.parents[node - 1], growth.draft.tokens[node - 1]
-                    numbers[node] = session.add(numbers[parent], token, 0.0)
-                nodes = [numbers[node] for node in growth.frontier]
+                tokens = [[growth.token(above) for above in growth.path(node)] for node in growth.frontier]
+                nodes = [reduce(session.add, path, ROOT) for path in tokens]
                 parts.append(Expansion(session, nodes, nodes))
         return self.model.compute(parts)
 
-    def _start(self, view: SequenceView, budget: int, max_depth: int) -> _Growth:
+    def _start(self, view: SequenceView, budget: int, max_depth: int) -> Growth:
         """A tree that is still empty; its budget is 0 where the target goes on alone."""
         session = self.model.follow(view)
-        growth = _Growth(view, 0, self._depth(view, max_depth), session=session)
+        growth = Growth(view, 0, self._depth(view, max_depth))
         if not self.model.reads(session):
             session.cache.release()  # of no use any more: the text will keep that token
             return growth

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from ..network.packing import RowPacker
 from .base import SequenceView
 from .proposal import Proposal
 
+NONE = torch.empty(0)
+
 
 @dataclass(slots=True)
 class Growth:
@@ -34,11 +36,11 @@ class Growth:
     budget: int
     max_depth: int
     draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
-    depths: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
     forwarded: int = 0  # the first so many nodes have K/V
     states: dict[int, Tensor] = field(default_factory=dict)  # [d] what a node's row gave, where its children are fed it
     cache: SequenceCache | None = None  # the target's K/V of the text, where the target's layers draft
+    logits: Tensor = NONE  # [levels, V] raw, where a whole tree is made of a draft's levels
 
     @property
     def rules(self) -> bytes | None:
@@ -56,7 +58,6 @@ class Growth:
 
     def add(self, parent: int, token: int, log_q: float) -> int:
         """Append a child; returns its node."""
-        self.depths.append(self.depth(parent) + 1)
         return self.draft.add(parent, token, self.score(parent) + log_q)
 
     def token(self, node: int) -> int:
@@ -74,7 +75,7 @@ class Growth:
 
     def depth(self, node: int) -> int:
         """Of a node; the root's is 0."""
-        return self.depths[node - 1] if node else 0
+        return len(self.path(node))
 
     def compact(self) -> None:
         """The frontier gets K/V: move it in front of the nodes that will never be expanded.
@@ -94,7 +95,6 @@ class Growth:
             log_scores=[old.log_scores[node - 1] for node in order],
             q={moved[node]: row for node, row in old.q.items()},
         )
-        self.depths = [self.depths[node - 1] for node in order]
         self.frontier = [moved[node] for node in self.frontier]
         self.forwarded = done + len(self.frontier)
 
@@ -105,9 +105,6 @@ class Growth:
         columns = [n - 1 for node in self.frontier for n in self.path(node)]
         mask[rows, columns] = True
         return mask
-
-
-G = TypeVar("G", bound=Growth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,7 @@ class Grower:
         """The same with a floor, where tokens are not drawn: whether a node is drawn must not depend on the draw."""
         return replace(self, floor=-math.inf if self.proposes == "sampled" else floor)
 
-    def grow(self, growths: Sequence[G], forward: Callable[[Sequence[G]], Tensor]) -> int:
+    def grow(self, growths: Sequence[Growth], forward: Callable[[Sequence[Growth]], Tensor]) -> int:
         """Grow all trees, a pass a level; returns the passes that it took.
 
         Args:

@@ -62,6 +62,8 @@ class MagicDec(Drafter):
     """
 
     trusted = True
+    decoder: Decoder  # the target; `bind` sets it, and what drafting passes see
+    view: PoolView
 
     def __init__(self, config: MagicDecConfig) -> None:
         self.config = config
@@ -75,8 +77,6 @@ class MagicDec(Drafter):
             scratch=config.sinks,
         )
         self._grower = Grower((1,) * config.depth, proposes=config.proposes)
-        self._decoder: Decoder | None = None
-        self._view: PoolView | None = None
 
     # -- the contract
 
@@ -93,9 +93,9 @@ class MagicDec(Drafter):
         if self.shape.keys >= target.max_position:
             wrong = f"{target.name} has {target.max_position} positions, and the view leaves none of them out"
             raise ConfigError(asked, wrong, f"give window and sinks below {target.max_position} together")
-        self._decoder = target.decoder
+        self.decoder = target.decoder
         assert shape.rope is not None, "it was checked"
-        self._view = PoolView(self.shape, shape.rope, target.max_position, target.dtype, device)
+        self.view = PoolView(self.shape, shape.rope, target.max_position, target.dtype, device)
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
@@ -116,18 +116,6 @@ class MagicDec(Drafter):
         return [growth.draft for growth in growths]
 
     # -- its parts
-
-    @property
-    def decoder(self) -> Decoder:
-        """The target."""
-        assert self._decoder is not None, "bind comes first"
-        return self._decoder
-
-    @property
-    def view(self) -> PoolView:
-        """What drafting passes see."""
-        assert self._view is not None, "bind comes first"
-        return self._view
 
     def _grow_compiled(self, growths: Sequence[Growth], stack: Stack, floor: float) -> None:
         """What `Grower.grow` does, in one compiled call."""

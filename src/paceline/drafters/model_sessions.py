@@ -29,8 +29,7 @@ from ..network.parallel import LOGITS, NOTHING
 from .base import SequenceView
 from .proposal import Proposal
 from .sessions import ROOT, Ask, Grown
-from .text_sessions import Found, LookUps
-from .tree_sessions import DraftTree, TreeSessions
+from .text_sessions import DraftTree, Found, LookUps, TextSessions
 
 PREFILL_ROWS = 512  # rows of one pass over a long text
 
@@ -54,6 +53,9 @@ class Session(DraftTree):
         return sorted(found, key=lambda node: (self.nodes[node].depth, node))
 
 
+NOBODY = Ask(-1)  # of a pass that no level was asked for
+
+
 @dataclass(slots=True)
 class Expansion:
     """One sequence's part of a pass."""
@@ -61,17 +63,11 @@ class Expansion:
     session: Session
     wanted: list[int]  # nodes to expand
     computed: list[int]  # nodes without K/V that the pass computes, parents first
+    ask: Ask = NOBODY  # the level that was asked for, where it is one
+    grown: Grown = field(default_factory=Grown)  # the answer
 
 
-@dataclass(slots=True)
-class Ready(Expansion):
-    """The same, of a level that was asked for."""
-
-    ask: Ask
-    grown: Grown  # the answer
-
-
-class ModelSessions(TreeSessions[Session]):
+class ModelSessions(TextSessions):
     """Sessions of one draft model over a K/V pool of their own.
 
     Args:
@@ -89,18 +85,18 @@ class ModelSessions(TreeSessions[Session]):
         eos_ids: tuple[int, ...],
         coupled: bool,
     ) -> None:
-        super().__init__(vocab_size, eos_ids)
+        super().__init__(None, vocab_size, eos_ids)
         self.decoder, self.pool = decoder, pool
         self._coupled = coupled
-        self.look_ups: LookUps | None = None  # asked first for every node: what they are sure of is not computed
+        self.look_ups: LookUps | None  # asked first for every node: what they are sure of is not computed
 
     def begin(self, view: SequenceView) -> Session:
-        """See `TreeSessions`."""
+        """See `TextSessions`."""
         return Session(view, cache=self.pool.open(view.tokens, expected=view.max_len), known=len(view.tokens))
 
     def follow(self, view: SequenceView) -> Session:
         """The session of a sequence whose own view it reads, brought up to its text; opened where it is new."""
-        session = self._open.get(view.key)
+        session: Session | None = self._open.get(view.key)
         if session is None:
             session = self._open[view.key] = self.begin(view)
         if len(view.tokens) > session.known:
@@ -109,22 +105,20 @@ class ModelSessions(TreeSessions[Session]):
 
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
-        session = self._open.pop(key, None)
+        session: Session | None = self._open.get(key)
+        super().close(key)
         if session is not None:
             session.cache.release()
-        if self.look_ups is not None:
-            self.look_ups.release([key])
         if not self._open and not self.pool.idle:  # a level or a release ended in its middle
             self.pool.reset()
 
     def forget(self) -> None:
         """See `DraftSessions`."""
         self.pool.forget()
-        if self.look_ups is not None:
-            self.look_ups.forget()
+        super().forget()
 
     def clear(self, tree: Session, said: Sequence[int]) -> None:
-        """See `TreeSessions`. K/V of drafted nodes that became text is kept, but for the last token: what is drafted
+        """See `TextSessions`. K/V of drafted nodes that became text is kept, but for the last token: what is drafted
         next needs the logits behind it."""
         node, rows = ROOT, list[int]()
         for token in said[:-1]:
@@ -136,7 +130,7 @@ class ModelSessions(TreeSessions[Session]):
         self.keep(tree, rows, len(rows))
 
     def keep(self, tree: Session, rows: Sequence[int], done: int) -> None:
-        """See `TreeSessions`."""
+        """See `TextSessions`."""
         self.pool.settle([(tree.cache, rows, done)])
         tree.cache.publish(tree.view.tokens)
         tree.known = len(tree.view.tokens)
@@ -147,7 +141,7 @@ class ModelSessions(TreeSessions[Session]):
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`: at most one pass, over the nodes that no look-up is sure of."""
         grown, unsure = [Grown() for _ in asks], list[dict[int, Found]]()
-        ready: list[Ready] = []
+        ready: list[Expansion] = []
         for ask, own in zip(asks, grown, strict=True):
             session = self._open[ask.key]
             own.given = [session.add(parent, token, 0.0) for parent, token in ask.given]
@@ -155,7 +149,7 @@ class ModelSessions(TreeSessions[Session]):
             wanted = [node for node in unsure[-1] if self._may_expand(session, node)]
             computed = session.uncomputed(wanted)
             if wanted and self.make_room(session, len(computed)):
-                ready.append(Ready(session, wanted, computed, ask, own))
+                ready.append(Expansion(session, wanted, computed, ask, own))
         if ready:
             self._expand(ready)
         if self.look_ups is not None:
@@ -226,7 +220,7 @@ class ModelSessions(TreeSessions[Session]):
             return False
         return True
 
-    def _expand(self, ready: Sequence[Ready]) -> None:
+    def _expand(self, ready: Sequence[Expansion]) -> None:
         """One pass over all that is to be computed, and the children from its logits."""
         logits = self.compute(ready)
         for one, said in zip(ready, logits.split([len(one.wanted) for one in ready]), strict=True):
@@ -242,9 +236,9 @@ class ModelSessions(TreeSessions[Session]):
             self._entered(one.session, one.computed)
         return logits
 
-    def computed(self, session: Session, draft: Proposal, forwarded: int) -> None:
+    def computed(self, view: SequenceView, draft: Proposal, forwarded: int) -> None:
         """Note what compiled code did: K/V of the text's pending tokens, then of the first nodes of a draft."""
-        numbers = [ROOT]
+        session, numbers = self.follow(view), [ROOT]
         for row, parent in enumerate(draft.parents[:forwarded]):
             numbers.append(session.add(numbers[parent], draft.tokens[row], 0.0))
             session.nodes[numbers[-1]].row = row

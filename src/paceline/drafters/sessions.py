@@ -86,7 +86,6 @@ class DraftSessions(Protocol):
 
     def open(self, opening: Opening) -> None:
         """Begin with a sequence."""
-        ...
 
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """One level for each of several sequences; nodes that cannot be expanded (for want of room, say) get no child.
@@ -97,23 +96,18 @@ class DraftSessions(Protocol):
         Raises:
             KeyError: a sequence, or a node, that is not there.
         """
-        ...
 
     def reroot(self, key: int, node: int) -> None:
         """The text goes on with the tokens from below the root to ``node``, which becomes the root."""
-        ...
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
         """The text goes on with ``tokens``, drafted or not; no node stays but the last of them, the root."""
-        ...
 
     def close(self, key: int) -> None:
         """Drop all state of a sequence."""
-        ...
 
     def forget(self) -> None:
         """Drop what was kept of sequences that are closed."""
-        ...
 
 
 class Growing(Protocol):
@@ -138,7 +132,6 @@ class GoingSessions(DraftSessions, Protocol):
         Raises:
             ConfigError: they never will be.
         """
-        ...
 
     def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growing:
         """Begin to grow, and wait for nothing.
@@ -147,15 +140,12 @@ class GoingSessions(DraftSessions, Protocol):
             asks: the first level, each of another sequence and with a node or more.
             levels: of each ask, for every given and every expanded node, tokens wanted below it.
         """
-        ...
 
     def look(self) -> None:
         """Take what came of all growths."""
-        ...
 
     def wait(self, growing: Growing) -> None:
         """Until a growth is done."""
-        ...
 
 
 def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Proposal]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..core.errors import PoolFullError
 from ..network.adapters import joined
 from ..network.base import ForwardState
 from ..network.streams import StreamSet
-from .model_sessions import ModelSessions, Ready, Session
+from .model_sessions import Expansion, ModelSessions, Session
 from .sessions import ROOT
 
 MAX_CARRIERS = 256  # nodes whose streams one pass runs at most; chains beyond it go on a token at a time
@@ -87,7 +88,7 @@ class StreamingSessions(ModelSessions):
         self._guessed.pop(key, None)
         super().commit(key, tokens)
 
-    def _expand(self, ready: Sequence[Ready]) -> None:
+    def _expand(self, ready: Sequence[Expansion]) -> None:
         chains = [self._guess(one) for one in ready]
         packer, rows = self._lay_out(ready)
         state = self.decoder.embed(packer.batch())
@@ -114,7 +115,7 @@ class StreamingSessions(ModelSessions):
 
     # -- what a pass checks
 
-    def _guess(self, one: Ready) -> list[_Chain]:
+    def _guess(self, one: Expansion) -> list[_Chain]:
         """Add the guesses below the nodes to expand, to what is computed and wanted; no chains where children are
         several."""
         if one.ask.width > 1:
@@ -144,7 +145,7 @@ class StreamingSessions(ModelSessions):
         one.wanted += new
         return chains
 
-    def _walk(self, one: Ready, chains: Sequence[_Chain], logits: Tensor, first: int) -> list[_Carrier]:
+    def _walk(self, one: Expansion, chains: Sequence[_Chain], logits: Tensor, first: int) -> list[_Carrier]:
         """Append to each chain what the model says, along the guesses that it confirms.
 
         Args:
@@ -210,18 +211,12 @@ class StreamingSessions(ModelSessions):
         slots = torch.arange(scratch.start, scratch.stop, device=device)
         segments: list[Segment] = []
         places: list[int] = []
-        start = 0
-        while start < len(able):
-            session = able[start].session
-            stop = start
-            while stop < len(able) and able[stop].session is session:
-                stop += 1
-            own = able[start:stop]
-            at = [len(session.view.tokens) - 1 + session.depth(c.node) for c in own]
-            where = [position + j for position in at for j in range(1, gamma + 1)]
-            segments.append(self._segment(own, start * gamma, slots[start * gamma : stop * gamma], where))
+        for _, group in groupby(able, key=lambda carrier: id(carrier.session)):
+            own, first = [*group], len(places)
+            root = len(own[0].session.view.tokens) - 1
+            where = [root + c.session.depth(c.node) + j for c in own for j in range(1, gamma + 1)]
+            segments.append(self._segment(own, first, slots[first : first + len(where)], where))
             places += where
-            start = stop
         positions = torch.tensor(places, device=device)
         begun = self.streams.begin(inner[torch.tensor([c.state for c in able], device=device)]).flatten(0, 1)
         state = ForwardState(begun, positions, scratch, self.decoder.plan(segments, positions))

@@ -1,14 +1,17 @@
-"""Draft sessions of drafters that look texts up: nothing is computed below a node, so a tree is all that is kept."""
+"""Draft sessions in this process: a text and a tree of drafted nodes for each sequence. And drafters that look texts
+up, which compute nothing below a node: a tree is all that their sessions keep.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from ..core.sampling import SequenceSampler
 from .base import Drafter, DraftRequest, SequenceView
 from .proposal import Proposal
-from .sessions import Ask, Grown
-from .tree_sessions import DraftTree, TreeSessions
+from .sessions import ROOT, Ask, Grown, Opening
 
 if TYPE_CHECKING:
     import torch
@@ -92,39 +95,161 @@ class LookUps(LookUp):
             part.forget()
 
 
-class TextSessions(TreeSessions[DraftTree]):
-    """Sessions of one drafter of this kind.
+@dataclass(slots=True)
+class Node:
+    """A node of a session's tree."""
+
+    parent: int
+    token: int
+    depth: int  # below the root, as of now
+    score: float = 0.0  # log q of the drafted tokens behind the last given one
+    row: int = -1  # of its K/V, behind the text's; -1: not computed
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """One sequence: its text, and the nodes below its root by their numbers."""
+
+    view: SequenceView
+    nodes: dict[int, Node] = field(default_factory=dict)
+    children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
+    fresh: int = ROOT + 1  # the next number
+
+    def add(self, parent: int, token: int, score: float = 0.0) -> int:
+        """A child of a node, new or there already."""
+        found = self.children.get((parent, token))
+        if found is not None:
+            return found
+        if parent != ROOT and parent not in self.nodes:
+            raise KeyError(f"node {parent} of sequence {self.view.key}")
+        number, self.fresh = self.fresh, self.fresh + 1
+        self.nodes[number] = Node(parent, token, self.depth(parent) + 1, score)
+        self.children[parent, token] = number
+        return number
+
+    def depth(self, node: int) -> int:
+        """Of a node; the root's is 0."""
+        return self.nodes[node].depth if node != ROOT else 0
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from below the root to ``node``."""
+        found: list[int] = []
+        while node != ROOT:
+            found.append(node)
+            node = self.nodes[node].parent
+        return found[::-1]
+
+    def tokens(self, node: int) -> list[int]:
+        """Drafted tokens from below the root to ``node``."""
+        return [self.nodes[number].token for number in self.path(node)]
+
+    def cut(self, root: int) -> tuple[list[int], int]:
+        """Make a node the root and drop all that is not below it.
+
+        Returns:
+            Rows of K/V that stay, ascending, and how many of them, the first ones, are of the text now.
+        """
+        path, depth = self.path(root), self.depth(root)
+        below = {root}
+        for number in sorted(self.nodes):  # children have higher numbers than their parents
+            if self.nodes[number].parent in below:
+                below.add(number)
+        stays = [number for number in [*path, *sorted(below - {root})] if self.nodes[number].row >= 0]
+        done = sum(self.nodes[number].row >= 0 for number in path)
+        rows = sorted(self.nodes[number].row for number in stays)
+        moved = {row: place - done for place, row in enumerate(rows)}
+        kept = {number: self.nodes[number] for number in below - {root}}
+        for node in kept.values():
+            node.depth -= depth
+            node.parent = ROOT if node.parent == root else node.parent
+            node.row = moved.get(node.row, -1)
+        self.nodes = kept
+        self.children = {(node.parent, node.token): number for number, node in kept.items()}
+        return rows, done
+
+
+class TextSessions:
+    """Sessions of a look-up, and what those of a draft model share with them.
 
     Args:
-        drafter: that says how texts go on.
+        look_ups: say how texts go on; None: nobody does.
         vocab_size, eos_ids: of the target.
     """
 
-    def __init__(self, drafter: LookUp, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
-        super().__init__(vocab_size, eos_ids)
-        self._drafter = drafter
+    def __init__(self, look_ups: LookUp | None, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        self.look_ups, self._vocab, self._eos_ids = look_ups, vocab_size, eos_ids
+        self._open: dict[int, Any] = {}  # by sequence: its tree
 
     def begin(self, view: SequenceView) -> DraftTree:
-        """See `TreeSessions`."""
+        """A sequence's tree, without nodes."""
         return DraftTree(view)
+
+    def open(self, opening: Opening) -> None:
+        """See `DraftSessions`."""
+        self.close(opening.key)
+        self._open[opening.key] = self.begin(opened(opening, self._vocab, self._eos_ids))
 
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`."""
         return [self._grow(ask) for ask in asks]
 
     def _grow(self, ask: Ask) -> Grown:
-        tree = self._open[ask.key]
+        assert self.look_ups is not None
+        tree: DraftTree = self._open[ask.key]
         grown = Grown([tree.add(*one) for one in ask.given])
         for parent in dict.fromkeys([*grown.given, *ask.expand]):
-            for token, log_q in self._drafter.continuations(tree.view, tree.tokens(parent), ask.width):
+            for token, log_q in self.look_ups.continuations(tree.view, tree.tokens(parent), ask.width):
                 grown.add(parent, tree.add(parent, token), token, log_q)
         return grown
 
+    def reroot(self, key: int, node: int) -> None:
+        """See `DraftSessions`."""
+        tree: DraftTree = self._open[key]
+        said = tree.tokens(node)
+        rows, done = tree.cut(node)
+        self._say(tree, said)
+        self.keep(tree, rows, done)
+
+    def commit(self, key: int, tokens: Sequence[int]) -> None:
+        """See `DraftSessions`."""
+        tree: DraftTree = self._open[key]
+        self._say(tree, tokens)
+        self.clear(tree, tokens)
+
+    @staticmethod
+    def _say(tree: DraftTree, tokens: Sequence[int]) -> None:
+        tree.view.tokens += tokens
+        tree.view.sampler.commit(tokens)
+
+    def clear(self, tree: Any, said: Sequence[int]) -> None:
+        """The text has gone on with these tokens: drop all nodes."""
+        tree.nodes, tree.children = {}, {}
+
+    def keep(self, tree: Any, rows: Sequence[int], done: int) -> None:
+        """Keep these rows of K/V, of which the first are of the text, where there is any."""
+
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
-        if self._open.pop(key, None) is not None:
-            self._drafter.release([key])
+        self._open.pop(key, None)
+        if self.look_ups is not None:
+            self.look_ups.release([key])
 
     def forget(self) -> None:
         """See `DraftSessions`."""
-        self._drafter.forget()
+        if self.look_ups is not None:
+            self.look_ups.forget()
+
+
+def opened(opening: Opening, vocab_size: int, eos_ids: tuple[int, ...]) -> SequenceView:
+    """A sequence with a sampler of its own, for a target of so many tokens."""
+    tokens, prompt = [*opening.tokens], [*opening.tokens[: opening.prompt_len]]
+    sampler = SequenceSampler(
+        opening.params,
+        prompt,
+        seed=opening.seed,
+        sample_index=opening.sample_index,
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+    )
+    sampler.commit(tokens[opening.prompt_len :])
+    return SequenceView(opening.key, tokens, opening.prompt_len, sampler, opening.max_len)

@@ -10,7 +10,7 @@ from ..core.request import Texts
 from ..core.sampling import SamplingParams
 from ..grammar import Grammars
 from ..network.applications import Application
-from ..rounds.base import Round, StreamingRound
+from ..rounds.base import Round
 from .live import EngineLimits
 
 
@@ -85,13 +85,13 @@ def check_streams(round_: Round, applications: Mapping[str, Application]) -> Non
     for application in applications.values():
         if application.streams is None:
             continue
-        if not isinstance(round_, StreamingRound):
+        if round_.admits is None:
             raise CapabilityError(
                 f"application {application.name!r} in round {round_.name!r}",
                 "its answers depend on streams beside every generated token, and this round has none",
                 "use drafter='streams'",
             )
-        round_.admit(application.streams)
+        round_.admits(application.streams)
 
 
 def echo(texts: Texts | None, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:

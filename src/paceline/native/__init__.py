@@ -36,7 +36,7 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
-from .abi import CRules, require_same, require_signatures
+from . import abi
 
 log = logging.getLogger(__name__)
 
@@ -45,48 +45,10 @@ SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; "generic": without inst
 COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
-RULES_BYTES = ctypes.sizeof(CRules)  # which `SequenceSampler.rules` packs
+RULES_BYTES = ctypes.sizeof(abi.CRules)  # which `SequenceSampler.rules` packs
 ISA_NAMES = ("portable", "avx512-bf16", "amx-bf16")
 ANY_ISA = AMX = len(ISA_NAMES) - 1
 TILE_ROWS, VECTOR_ROWS = 16, 4  # rows that a product takes at little more than the price of one, with AMX and without
-FUNCTIONS = {  # of the library: kinds of arguments, > and of what is returned, where that is no int; see `_declared`
-    "pl_init": "i",
-    "pl_packed_size": "nni>n",
-    "pl_pack": "pnnip>-",
-    "pl_pack_rows": "pnnipi",
-    "pl_dots": "nn>n",
-    "pl_linear": "ppnpi",
-    "pl_embed": "pppnp>-",
-    "pl_run_layers": "ppii",
-    "pl_norm": "ppnp",
-    "pl_logits": "ppnpi",
-    "pl_choose": "ppppp",
-    "pl_choose_streams": "pppppp",
-    "pl_roll": "pppnpn",
-    "pl_grow": "pppnpnpp",
-    "pl_sample": "pppnpppnniip",
-    "pl_keys": "pppnp",
-    "pl_recall": "pppnppnpd",
-    "pl_heads": "pppnnppippi",
-    "pl_draw": "pnnppp",
-    "pl_top": "pnnnpp",
-    "pl_pick_rows": "pnnpnp",
-    "pl_copy_rows": "pnnnpn",
-    "pl_ngrams_new": "nn>p",
-    "pl_ngrams_free": "p>-",
-    "pl_ngrams": "pp",
-    "pl_suffixes_new": "n>p",
-    "pl_suffixes_free": "p>-",
-    "pl_suffixes_add": "ppn",
-    "pl_suffix_text_new": "n>p",
-    "pl_suffix_text_free": "p>-",
-    "pl_suffixes": "pppp",
-    "pl_weigh": "pppppp>n",
-    "pl_rank_sum": "ppni",
-    "pl_rank_gather": "ppnn",
-    "pl_rank_begin": "pi",
-}
-
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights
 MIXED = 15  # weights in blocks whose rows are of several types: a table of addresses and kinds
 GGML = 16  # from here on: weights in blocks, by their type in a GGUF file
@@ -125,7 +87,6 @@ def _load() -> tuple[Any, str | None]:
         return None, f"{SWITCH}=0"
     try:
         found = _open(_built(generic=mode == "generic"))
-        require_signatures(FUNCTIONS, "\n".join(_texts(SOURCE)))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         log.warning("no compiled kernels, torch's are used: %s", error)
         return None, str(error)
@@ -134,29 +95,15 @@ def _load() -> tuple[Any, str | None]:
 
 
 def _open(path: Path) -> Any:
-    """The library with its functions declared.
+    """The functions of the library.
 
     Raises:
-        RuntimeError: it lacks one.
+        RuntimeError: it lacks one, or has other structs.
     """
     try:
-        return _declared(ctypes.CDLL(str(path)))
+        return abi.declared(ctypes.CDLL(str(path)), "\n".join(_texts(SOURCE)))
     except AttributeError as error:
-        raise RuntimeError(
-            f"{path} is no library of these kernels: it lacks what native.FUNCTIONS names ({error})"
-        ) from error
-
-
-def _declared(found: Any) -> Any:
-    """The library with its functions' arguments: p an address (a structure by reference), n int64, i int, d double."""
-    require_same(found)
-    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
-    for name, arguments in FUNCTIONS.items():
-        function = getattr(found, name)
-        taken, _, returned = arguments.partition(">")
-        function.argtypes = [kinds[kind] for kind in taken]
-        function.restype = kinds.get(returned or "i")
-    return found
+        raise RuntimeError(f"{path} is no library of these kernels: it lacks a function of theirs ({error})") from error
 
 
 def built(source: Path) -> Path:

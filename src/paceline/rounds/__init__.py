@@ -10,10 +10,9 @@ from ..core.named import made, pairs
 from ..core.options import MOST_TEXT, shown
 from ..drafters.base import DrafterSpec
 from .base import Round, RoundConfig, RoundParts
-from .fused import FusedConfig
+from .draft_verify import FusedConfig, SerialConfig
 from .mirror import MirrorConfig
 from .pipeline import PipelineConfig
-from .serial import SerialConfig
 
 ROUNDS: dict[str, type[RoundConfig]] = {
     config.kind: config for config in (SerialConfig, FusedConfig, MirrorConfig, PipelineConfig)

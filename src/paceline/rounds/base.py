@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ..core.named import NamedConfig
 from ..core.request import Logprob, SequenceState
@@ -135,24 +135,25 @@ class Round(Protocol):
     name: str
 
     @property
+    def admits(self) -> Callable[[StreamSet], None] | None:
+        """Checks an application's set against the rules of the drafter and the layers, and raises CapabilityError where
+        it does not fit; None: no main row can attend to streams here."""
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """The drafters that a request may choose among, by source mark; none: it can only have drafts or none."""
-        ...
 
     @property
     def busy(self) -> bool:
         """Whether a step has something to do without new work: passes are in flight."""
-        ...
 
     @property
     def failure(self) -> str | None:
         """Why the drafter was disabled, if it failed."""
-        ...
 
     @property
     def past(self) -> int | None:
         """Last tokens of a text that must be computed while the drafter looks on; see `DrafterSpec.past`."""
-        ...
 
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One target pass over the rows of ``works``, with whatever drafting belongs to it.
@@ -163,16 +164,13 @@ class Round(Protocol):
 
         Tokens, caches, statistics and the drafter's state of what came out are updated when it returns.
         """
-        ...
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """The sequences ended or were preempted: let the drafter drop their state. Nothing of them comes out any more,
         and of their passes in flight none touches a sequence again; their caches are let go as these end."""
-        ...
 
     def forget(self) -> None:
         """Let the drafter forget sequences that ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,16 +238,3 @@ class RoundConfig(NamedConfig):
                 started.
         """
         raise NotImplementedError(f"{type(self).__name__}.build")
-
-
-@runtime_checkable
-class StreamingRound(Round, Protocol):
-    """A round in which the main rows of an application can attend to its streams."""
-
-    def admit(self, streams: StreamSet) -> None:
-        """Check an application's set against the rules of the drafter and the layers.
-
-        Raises:
-            CapabilityError: it does not fit them.
-        """
-        ...

@@ -90,11 +90,6 @@ class GuardedDrafter:
             kept.append(nodes)
         return tree if [*map(len, kept)] == tree.counts else tree.kept(kept)
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The layers whose states the drafter asked for."""
-        return () if self.drafter is None or self.failure is not None else self.drafter.spec.taps
-
     def tapped(self, p: Pass) -> Tapped | None:
         """The rows of a pass whose states the drafter is to be shown; None: none."""
         return None if self.drafter is None or self.failure is not None else rows_to_tap(p, self.drafter.spec)
@@ -117,14 +112,15 @@ class GuardedDrafter:
         if self.drafter is None or self.failure is not None or not self.drafter.spec.observes:
             return
         paths = [p.paths.get(i, []) for i in range(len(p.works))]
+        hidden, rows, first = shown or ({}, (), ())
         seen = StepFeatures(
             sequences=[w.sequence.view for w in p.works],
             committed=[w.sequence.view.tokens[-n:] if n else [] for w, n in zip(p.works, p.emitted, strict=True)],
             num_accepted=[len(path) for path in paths],
             paths=paths,
-            hidden=shown.hidden if shown else {},
-            hidden_rows=shown.rows if shown else (),
-            first=shown.first if shown else (),
+            hidden=hidden,
+            hidden_rows=rows,
+            first=first,
             stream_logits=stream_logits,
             stream_levels=stream_levels,
         )
@@ -186,36 +182,3 @@ def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
         return tree
     kept = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
     return tree.kept(kept)
-
-
-class GuardedRound:
-    """The part of a round that asks `guard` for drafts: what it says of the drafter, and tells it."""
-
-    guard: GuardedDrafter
-    busy = False  # a pass ends in the step that began it
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """See `Round.sources`."""
-        drafter = self.guard.drafter
-        if drafter is None:
-            return ()
-        return drafter.spec.sources if drafter.spec.parts else (drafter.spec.name,)
-
-    @property
-    def failure(self) -> str | None:
-        """Why the drafter was disabled, if it failed."""
-        return self.guard.failure
-
-    @property
-    def past(self) -> int | None:
-        """Last tokens of a text that its drafter needs the states of."""
-        return self.guard.past
-
-    def release(self, sequences: Sequence[RunningSequence]) -> None:
-        """Let the drafter drop the state of ended or preempted sequences."""
-        self.guard.release(sequences)
-
-    def forget(self) -> None:
-        """Let the drafter forget sequences that ended."""
-        self.guard.forget()

@@ -90,21 +90,27 @@ def _late_segments(p: Pass, carriers: Sequence[Carriers], scratch: slice, device
 
 
 def count_streams(p: Pass, carriers: Sequence[Carriers], num_layers: int) -> None:
-    """Row-layers of streams and of pruned nodes, the nodes that were pruned, and whether the streams that are read
-    rode; of a pass whose tokens are emitted."""
+    """Count the streams and the pruned nodes of a pass that went part by part, its tokens emitted."""
     for c in carriers:
-        work, nodes = p.works[c.work], p.spans[c.work].nodes
         if c.work not in p.paths:  # in mid-prompt; by now the work itself no longer says so
             continue
-        useful = _of_use(p, c.work)
-        rode = c.segment is not None
-        streams = c.gamma * (nodes if rode else useful)
-        upper = num_layers - c.insertion
-        stats = work.sequence.state.stats
-        above = c.pruned * max(0, c.pruned_at - c.insertion)  # of pruned nodes, in the streams' layers
-        stats.row_layers += c.pruned * c.pruned_at + streams * upper + c.gamma * above * rode
-        if streams:
-            stats.upper_row_layers += (nodes + streams) * upper + above * (1 + c.gamma * rode)
-        stats.pruned += c.pruned
-        stats.stream_drafts += useful
-        stats.rode += useful and rode
+        useful, rode = _of_use(p, c.work), c.segment is not None
+        count_carrier(p, c, c.gamma * (p.spans[c.work].nodes if rode else useful), useful, rode, num_layers)
+
+
+def count_carrier(p: Pass, c: Carriers, streams: int, useful: bool, rode: bool, num_layers: int) -> None:
+    """Count row-layers of one sequence's streams and of its pruned nodes.
+
+    Args:
+        streams: rows of them, those of pruned nodes not counted.
+        useful: whether those of its last accepted node were read.
+        rode: whether they were rows of the pass itself.
+    """
+    upper, nodes, stats = num_layers - c.insertion, p.spans[c.work].nodes, p.works[c.work].sequence.state.stats
+    above = c.pruned * max(0, c.pruned_at - c.insertion)  # of pruned nodes, in the streams' layers
+    stats.row_layers += c.pruned * c.pruned_at + streams * upper + c.gamma * above * rode
+    if streams:
+        stats.upper_row_layers += (nodes + streams) * upper + above * (1 + c.gamma * rode)
+    stats.pruned += c.pruned
+    stats.stream_drafts += useful
+    stats.rode += useful and rode

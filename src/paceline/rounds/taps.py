@@ -5,7 +5,7 @@ A step of a small model takes two milliseconds, and these functions run in every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -34,13 +34,8 @@ class Tapped:
         return [row for start, span in parts for row in range(start, span.stop)]
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What a drafter sees of them: rows of tokens that are kept. See `StepFeatures`."""
-
-    hidden: Mapping[int, Tensor]
-    rows: list[slice]  # [B]
-    first: list[int]  # [B]
+# What a drafter sees of them, rows of tokens that are kept: `hidden`, `hidden_rows` and `first` of `StepFeatures`.
+Shown = tuple[Mapping[int, Tensor], Sequence[slice], Sequence[int]]
 
 
 def rows_to_tap(p: Pass, spec: DrafterSpec) -> Tapped | None:
@@ -72,7 +67,7 @@ def show(p: Pass, tapped: Tapped) -> Shown:
     if tapped.whole and p.tree is None:  # all rows are kept
         caches = [work.sequence.cache for work in p.works]
         first = [0 if cache is None else cache.committed for cache in caches]
-        return Shown(tapped.source, [slice(span.start, span.stop) for span in p.spans], first)
+        return tapped.source, [slice(span.start, span.stop) for span in p.spans], first
     rows: list[int] = []
     slices: list[slice] = []
     first, taken = [], 0
@@ -90,7 +85,7 @@ def show(p: Pass, tapped: Tapped) -> Shown:
             first.append(cache.committed + work.rows)
         slices.append(slice(begin, len(rows)))
         taken += span.stop - start
-    return Shown(_picked(tapped.source, rows), slices, first)
+    return _picked(tapped.source, rows), slices, first
 
 
 def _picked(source: Mapping[int, Tensor], rows: list[int]) -> Mapping[int, Tensor]:

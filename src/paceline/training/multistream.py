@@ -1,4 +1,4 @@
-"""Speculative streams with gradients, over whole packed rows: what `rounds/fused.py` computes token by token.
+"""Speculative streams with gradients, over whole packed rows: what `rounds/draft_verify.py` computes token by token.
 
 Main rows [B, T] run unchanged up to layer N - Ns. From there each *carrier*, a main row whose next token is
 generated, has gamma streams beside it: stream j of row t attends to the main keys of its document up to t and to

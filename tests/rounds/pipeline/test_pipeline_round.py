@@ -313,7 +313,7 @@ def test_levels_that_are_pruned_away_are_refilled_from_an_older_one() -> None:
         assert ids(run(engine, [job])) == plain([job])
         refills += sum(tick.refills for tick in ticks)
         late += sum(tick.late for tick in ticks)
-        missed = sum(verdict.flushed for tick in ticks for verdict in tick.verdicts)
+        missed = sum(not verdict.alive for tick in ticks for verdict in tick.verdicts)
         flushes += missed
         assert len(ticks) < 8 * 40 and len(ticks) >= 8 + 39 + 7 * missed
     assert refills and late and flushes

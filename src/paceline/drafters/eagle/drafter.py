@@ -27,7 +27,7 @@ from ..growth import Grower, Growth, compiles, pack_frontier
 from ..proposal import Proposal
 from ..registry import DrafterContext, option, proposes_option
 from ..resampling import REFUSED
-from ..states.body import StateBody, StateDrafter, StateNetwork
+from ..states.body import StateBody, StateDrafter
 from ..states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
 from .eagle3 import Eagle3Model, Eagle3Network
 from .model import EagleModel, load_head, read_head
@@ -128,7 +128,7 @@ class EagleDrafter(StateDrafter):
             raise CapabilityError(self.config.asked, wrong, "use the target that it was trained for")
         model.embedding = None  # the target's serves both
         room = self.config.topk * max(1, self.depth - 1)
-        network: StateNetwork
+        network: HeadNetwork | Eagle3Network
         if isinstance(model, EagleModel):
             quant = stored_as(self.config.storage, target)
             network = HeadNetwork(model.head, target.handle, device, hot=self._hot, quant=quant)
@@ -137,7 +137,7 @@ class EagleDrafter(StateDrafter):
                 asked = f"{self.config.asked} with storage={self.config.storage}"
                 raise CapabilityError(asked, "an EAGLE-3 head runs on plain weights alone", "leave out storage")
             network = Eagle3Network(model, model.taps(target.num_layers), target.handle, device)
-        self._body = StateBody(network, room, self.config.past, max_sequences, pool_tokens, device)
+        self.body = StateBody(network, room, self.config.past, max_sequences, pool_tokens, device)
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:

@@ -121,7 +121,7 @@ def _shapes(c: DecoderConfig, tokens: int) -> dict[str, tuple[int, ...]]:
 
 
 class Eagle3Network:
-    """Runs a head on torch's kernels; see `StateNetwork`.
+    """Runs a head on torch's kernels; in a `HeadNetwork`'s place.
 
     Args:
         model: its parameters.
@@ -149,19 +149,19 @@ class Eagle3Network:
         self._rope = RopeTable(c.rope, c.max_position, handle.dtype, device)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """As `StateNetwork.plan`."""
+        """As `HeadNetwork.plan`."""
         return self._attention.plan(segments, positions, frozenset({None}))
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """As `StateNetwork.read`: the three taps, mapped to one state."""
+        """As `HeadNetwork.read`: the three taps, mapped to one state."""
         return F.linear(torch.cat([hidden[layer] for layer in self.taps], -1), self._weights["fc.weight"])
 
     def final(self, states: Tensor) -> Tensor:
-        """As `StateNetwork.final`: as they are."""
+        """As `HeadNetwork.final`: as they are."""
         return states
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
-        """As `StateNetwork.run`; rows always have a token."""
+        """As `HeadNetwork.run`; rows always have a token."""
         c = self.config
         embedded = self._norm("input_layernorm", self.handle.embed(batch.tokens))
         x = torch.cat((embedded, self._norm("hidden_norm", states)), -1)
@@ -176,7 +176,7 @@ class Eagle3Network:
         return hidden + self._times("mlp.down_proj", gated)
 
     def logits(self, states: Tensor) -> Tensor:
-        """As `StateNetwork.logits`; tokens that the draft lacks are impossible."""
+        """As `HeadNetwork.logits`; tokens that the draft lacks are impossible."""
         scale, floor = self._norms["norm.weight"]
         own = F.linear(rms(states, scale, floor), self._weights["lm_head.weight"])
         wide = own if own.dtype == torch.float64 else own.float()

@@ -24,14 +24,14 @@ from ...network.native_drafts import MANY, NativeTokenInfo, SampleStart, sample
 from ...network.native_linear import NativeLinear
 from ..base import DrafterSpec, DraftRequest, SequenceView
 from ..fit import TrainedDrafterConfig, tokenizer_mark
-from ..growth import Grower
+from ..growth import Grower, Growth
 from ..proposal import Proposal
 from ..registry import DrafterContext, option, proposes_option
 from ..resampling import FORMS, Resample, Resampling, ResamplingConfig, merge
 from ..states.body import StateBody, StateDrafter
 from ..states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
 from .model import LyannaModel, read_shape
-from .trees import Bias, LevelGrowth, beam_sampling, token_info_sampling
+from .trees import Bias, beam_sampling, token_info_sampling
 
 if TYPE_CHECKING:
     from ...network.decoder import TargetInfo
@@ -122,10 +122,10 @@ class LyannaDrafter(StateDrafter):
             raise CapabilityError(self.config.asked, wrong, remedy)
         reads, quant = self.model.reads_tokens, stored_as(self.config.storage, target)
         network = HeadNetwork(self.model.head, target.handle, device, reads, self._hot, quant)
-        self._body = StateBody(network, self.depth, self.config.past, max_sequences, pool_tokens, device)
+        self.body = StateBody(network, self.depth, self.config.past, max_sequences, pool_tokens, device)
         info = _token_info(self.model, target.handle, device)
         self._bias = _bias(info)
-        if info is not None and self._body.fuse is not None:
+        if info is not None and self.body.fuse is not None:
             table = info[1] if self._hot is None else info[1][self._hot]
             self._info = NativeTokenInfo(info[0], NativeLinear(table, None))
 
@@ -199,9 +199,9 @@ class LyannaDrafter(StateDrafter):
         keys = text.cache.slots(0, first + len(pending) + steps - 1)
         return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
 
-    def _keep(self, draft: _SequenceDraft, logits: Tensor) -> LevelGrowth:
+    def _keep(self, draft: _SequenceDraft, logits: Tensor) -> Growth:
         """The new draft's tree, still empty; its logits [steps, V] stay for the next time."""
-        draft.fresh = LevelGrowth(draft.view, MANY, len(logits), logits=logits)
+        draft.fresh = Growth(draft.view, MANY, len(logits), logits=logits)
         self.states_drafted += len(logits)
         self._resampling.keep(draft.view, logits)
         return draft.fresh
@@ -213,7 +213,7 @@ class LyannaDrafter(StateDrafter):
         if most <= 0 or not self.body.ready(draft.view):
             return
         if isinstance(left, Tensor):  # logits are what is kept here
-            draft.again = LevelGrowth(draft.view, MANY, len(left), logits=left)
+            draft.again = Growth(draft.view, MANY, len(left), logits=left)
             self.states_reused += len(left)
         if self._resampling.fresh(left):
             draft.steps = min(self.depth, most)
@@ -246,8 +246,8 @@ class _SequenceDraft:
     budget: int
     max_depth: int
     steps: int = 0  # of a new draft; 0: none
-    fresh: LevelGrowth | None = None
-    again: LevelGrowth | None = None  # of the states left over
+    fresh: Growth | None = None
+    again: Growth | None = None  # of the states left over
 
 
 @torch.no_grad()

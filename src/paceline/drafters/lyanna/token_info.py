@@ -92,14 +92,3 @@ class TokenInfo(nn.Module):
             return rows
         kept = rows[self.hot] if len(rows) == self.vocab else rows
         return rows.new_zeros(self.vocab, rows.shape[1]).index_copy(0, self.hot, kept)
-
-    def eager(self, embedded: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """[..., V] the biases as the formula has them, whole rows normed: the reference of ``factors @ table^T``."""
-        row = embedded @ self.down @ self.up  # [..., columns]
-        row = row * (row.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.gain
-        if self.hot is None:
-            return row
-        assert tokens is not None
-        kept = row[..., self.hot] if row.shape[-1] == self.vocab else row
-        whole = row.new_zeros(*row.shape[:-1], self.vocab).index_copy(-1, self.hot, kept)
-        return whole * torch.isin(tokens, self.hot)[..., None]

@@ -10,7 +10,6 @@ Source: Lyanna, section 5.2 (Algorithm 1, naive beam sampling).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,14 +21,7 @@ from ..proposal import Proposal, best_nodes
 Bias = Callable[[Sequence[int]], "Tensor | None"]
 
 
-@dataclass(slots=True)
-class LevelGrowth(Growth):
-    """A whole tree that is made of a draft's levels; its frontier is Q of Algorithm 1."""
-
-    logits: Tensor = field(kw_only=True)  # [levels, V] raw: without any token's info
-
-
-def token_info_sampling(growths: Sequence[LevelGrowth], grower: Grower, bias: Bias) -> None:
+def token_info_sampling(growths: Sequence[Growth], grower: Grower, bias: Bias) -> None:
     """Algorithm 1 for several sequences at once: level by level the k likeliest children of every node of Q, and of all
     of them the k with the highest joint probability are the next Q.
 
@@ -37,7 +29,7 @@ def token_info_sampling(growths: Sequence[LevelGrowth], grower: Grower, bias: Bi
     probability, which holds every kept node's parent, since no node is likelier than its parent.
 
     Args:
-        growths: their trees are filled.
+        growths: each with the levels' logits; their trees are filled. A frontier is Q of Algorithm 1.
         grower: of dynamic trees; k is its ``topk``.
         bias: token-info.
     """

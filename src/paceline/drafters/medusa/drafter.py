@@ -80,6 +80,7 @@ class MedusaDrafter(Drafter):
     """
 
     trusted = True
+    _pass: HeadPass  # `bind` sets it
 
     def __init__(self, config: MedusaConfig, heads: Heads, hot: Tensor | None = None) -> None:
         self.config, self.heads, self._hot = config, heads, hot
@@ -101,7 +102,6 @@ class MedusaDrafter(Drafter):
             tree=not full.is_chain or self._resampling.on,
             sources=self._resampling.sources(config.kind),
         )
-        self._pass: HeadPass | None = None
         self._last: dict[int, tuple[Tensor, int, int]] = {}  # sequence -> states, row of its last one, position behind
 
     # -- the contract
@@ -175,7 +175,6 @@ class MedusaDrafter(Drafter):
 
     def _said(self, views: Sequence[SequenceView]) -> list[Said]:
         """What the heads say to each sequence: in short where compiled code knows its rules, else by logits."""
-        assert self._pass is not None, "bind comes before propose"
         states, samplers = self._states(views), [view.sampler for view in views]
         compiled = self._pass.native
         if compiled is not None and all(s.plain or s.draws for s in samplers):

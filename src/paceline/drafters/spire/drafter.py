@@ -94,6 +94,10 @@ class SpireDrafter(Drafter):
     """
 
     trusted = True
+    network: SpireNetwork  # the draft; `bind` sets it and what follows
+    ring: RingCache  # its K/V
+    _target: Decoder
+    _scratch: KVPool  # the target's K/V of a text's sinks, while they are computed
 
     def __init__(
         self,
@@ -121,10 +125,6 @@ class SpireDrafter(Drafter):
         self._grower = Grower((1,) * self.depth, proposes=config.proposes)
         self._source = source
         self._texts: dict[int, _RingText] = {}
-        self._network: SpireNetwork | None = None
-        self._ring: RingCache | None = None
-        self._target: Decoder | None = None
-        self._scratch: KVPool | None = None  # the target's K/V of a text's sinks, while they are computed
 
     # -- the contract
 
@@ -139,10 +139,10 @@ class SpireDrafter(Drafter):
         decoder, memory = self._load(target, device)
         c = decoder.config
         self.config.check_shape(c, self.shape.target, target)
-        self._network = SpireNetwork(decoder, memory)
+        self.network = SpireNetwork(decoder, memory)
         decoder.cut(load_hot(self._source, c.vocab_size) if isinstance(self._source, Path) else None)
         view = SinkWindow(self.shape.sinks, self.shape.window)
-        self._ring = RingCache(decoder.cache_shape, view, self.depth, max_sequences, target.dtype, device)
+        self.ring = RingCache(decoder.cache_shape, view, self.depth, max_sequences, target.dtype, device)
         if self._taps and self.shape.sinks:
             self._scratch = KVPool(*self._target.cache_shape, self.shape.sinks, target.dtype, device)
 
@@ -201,18 +201,6 @@ class SpireDrafter(Drafter):
 
     # -- its parts
 
-    @property
-    def network(self) -> SpireNetwork:
-        """The draft."""
-        assert self._network is not None, "bind comes first"
-        return self._network
-
-    @property
-    def ring(self) -> RingCache:
-        """Its K/V."""
-        assert self._ring is not None, "bind comes first"
-        return self._ring
-
     def _note(self, key: int, first: int, stop: int) -> list[int]:
         """Positions first .. stop - 1 of a text are verified: those of them whose memory is kept."""
         if stop <= first:
@@ -261,7 +249,6 @@ class SpireDrafter(Drafter):
         """Memory of a text's first tokens, which no pass has shown: the target runs once more over these alone, whose
         activations depend on nothing behind them."""
         target, pool = self._target, self._scratch
-        assert target is not None and pool is not None
         packer, places = RowPacker(target, target.device), [*range(count)]
         packer.add(view.tokens[:count], places, slice(0, count), slice(0, count), count, 0)
         state, taps = target.embed(packer.batch()), Taps(self.spec.taps)

@@ -83,11 +83,9 @@ class SpireModule(nn.Module):
         self.memory = None if made is None else nn.Parameter(made.to(network.head_weight.device))
 
 
-class TargetStates(NamedTuple):
-    """What the target makes of a batch."""
-
-    past: list[Tensor] | None  # of each layer [B, T, d] the memory of verified tokens; None: the draft's embeddings
-    final: Tensor | None  # [B, T, d] its last states behind the final norm; None: nobody learns from them
+# What the target makes of a batch: of each layer [B, T, d] the memory of verified tokens (None: the draft's
+# embeddings), and [B, T, d] its last states behind the final norm.
+TargetStates = tuple[list[Tensor] | None, Tensor]
 
 
 class PassRows(NamedTuple):
@@ -132,14 +130,14 @@ class SpireRecipe:
         """The weighted mean over the rows of all passes, and that of each pass."""
         offset = int(torch.randint(self.shape.depth, (1,), generator=generator))
         needed = self.shape.past != "embedding" or self.options.loss == "mixed"
-        known = self.know(batch) if needed else TargetStates(None, None)
-        rows = list(self._rows(batch, offset, known))
+        past, final = self.know(batch) if needed else (None, None)
+        rows = list(self._rows(batch, offset, past))
         total = sum((part.weights.sum() for part in rows), start=batch.weights.new_zeros(()))
         if not total > 0:
             return no_loss(self.module), {}
         loss, figures = batch.weights.new_zeros(()), {}
         for step, part in enumerate(rows, 1):
-            share, mean = part.weights.sum() / total, self._mean(part, known.final)
+            share, mean = part.weights.sum() / total, self._mean(part, final)
             loss = loss + share * mean
             figures[f"loss_{step}"] = float(mean.detach())
         return loss, figures
@@ -161,12 +159,12 @@ class SpireRecipe:
         last, inputs = target.run(target.embed(batch.tokens, batch.positions), 0, target.config.num_layers, batch)
         # y^{N-n-1+i} for draft layer i: what the target's own layer N - n + i reads (section 3.3)
         past = {"layers": inputs[-n:], "last": [last] * n, "embedding": None}[self.shape.past]
-        return TargetStates(past, target.final(last))
+        return past, target.final(last)
 
-    def _rows(self, batch: TokenBatch, offset: int, known: TargetStates) -> Iterator[PassRows]:
+    def _rows(self, batch: TokenBatch, offset: int, past: list[Tensor] | None) -> Iterator[PassRows]:
         """Of each pass the rows that have something to learn."""
         blocks = Blocks.of(batch, self.shape.depth, offset)
-        passes = run_blocks(self.module.network, self.module.memory, self.shape, batch, blocks, known.past)
+        passes = run_blocks(self.module.network, self.module.memory, self.shape, batch, blocks, past)
         first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * batch.tokens.shape[1]
         # A document's first token has no earlier one, and no draft begins there.
         useful = blocks.there & (batch.positions[:, blocks.places[:, 0], None] > 0)
@@ -208,12 +206,11 @@ class SpireRecipe:
             offset: where its first block begins.
             known: what `know` made of it, for several offsets.
         """
-        known = known or self.know(batch)
-        assert known.final is not None
+        past, final = known or self.know(batch)
         chances, alphas = [], []
-        for part in self._rows(batch, offset, known):
+        for part in self._rows(batch, offset, past):
             of_rows = torch.full((2, *part.kept.shape), torch.nan, device=part.hidden.device)
-            of_rows[:, part.kept] = self._compare(part, known.final.flatten(0, 1)[part.places])
+            of_rows[:, part.kept] = self._compare(part, final.flatten(0, 1)[part.places])
             chances.append(of_rows[0].flatten())
             alphas.append(of_rows[1].flatten())
         return torch.stack(chances, 1), torch.stack(alphas, 1)

@@ -12,26 +12,23 @@ target's own states, which are better than the drafted ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...attention.base import Segment
 from ...core.errors import PoolFullError
 from ...core.inference import inference
 from ...kv.pool import KVPool, SequenceCache
-from ...network.base import Batch
 from ...network.native_calls import join, pick
 from ...network.packing import RowPacker
 from ..base import Drafter, SequenceView, StepFeatures
 
 if TYPE_CHECKING:
-    from ...network.handle import TargetHandle
-    from ...network.native import Stack
-    from ...network.native_drafts import NativeFuse
+    from ..eagle.eagle3 import Eagle3Network
+    from .network import HeadNetwork
 
 CATCH_UP_ROWS = 512  # of a text, in one pass
 
@@ -58,32 +55,6 @@ class StateText:
         return whole[:count] if self.waiting else whole
 
 
-class StateNetwork(Protocol):
-    """What computes the rows of a body."""
-
-    handle: TargetHandle
-    reads_tokens: bool  # whether the rows of a text see the token that follows them
-    cache_shape: tuple[int, int, int]  # layers, K/V heads and a head's width
-    stack: Stack | None  # the compiled layer; None: torch's kernels run it
-    fuse: NativeFuse | None  # how compiled code makes its rows; None: it does not
-
-    def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """See `Planner`."""
-
-    def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """[rows, d] what is kept of the taps that a pass showed."""
-
-    def final(self, states: Tensor) -> Tensor:
-        """[rows, d] the states that rows are made of, from what was kept; where rows are fused in compiled code, that
-        does it."""
-
-    def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
-        """[rows, d] the states that come next; see `StateBody.run`."""
-
-    def logits(self, states: Tensor) -> Tensor:
-        """[rows, V] float32 or wider, of states that it predicted."""
-
-
 class StateBody:
     """Texts with states, and the network that drafts from them.
 
@@ -96,7 +67,7 @@ class StateBody:
 
     def __init__(
         self,
-        network: StateNetwork,
+        network: HeadNetwork | Eagle3Network,
         room: int,
         past: int | None,
         max_sequences: int,
@@ -242,11 +213,11 @@ class StateBody:
 
 
 class StateDrafter(Drafter):
-    """Base of drafters that run one layer over the target's states: they add `spec`, `bind`, which sets `_body`, and
+    """Base of drafters that run one layer over the target's states: they add `spec`, `bind`, which sets `body`, and
     `draft`."""
 
     trusted = True
-    _body: StateBody | None = None
+    body: StateBody  # the layer at work
     witness: Callable[[StepFeatures], None] | None = None  # told of what the drafter is shown
 
     @inference
@@ -258,11 +229,4 @@ class StateDrafter(Drafter):
 
     def release(self, keys: Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
-        if self._body is not None:
-            self._body.drop(keys)
-
-    @property
-    def body(self) -> StateBody:
-        """The layer at work."""
-        assert self._body is not None, "bind comes first"
-        return self._body
+        self.body.drop(keys)

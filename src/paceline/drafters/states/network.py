@@ -46,7 +46,7 @@ def stored_as(asked: Storage, target: TargetInfo) -> Quant | None:
 
 
 class HeadNetwork:
-    """Runs a state head; see `StateNetwork`.
+    """Runs a state head: what computes the rows of a `StateBody`.
 
     Args:
         head: its parameters; its layer is of no other use afterwards.
@@ -89,25 +89,26 @@ class HeadNetwork:
             self.fuse = NativeFuse(*parts, self._sum, reads_tokens, handle.stack)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """As `StateNetwork.plan`."""
+        """See `Planner`."""
         return self.decoder.plan(segments, positions)
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """As `StateNetwork.read`: of the last layer, raw."""
+        """[rows, d] what is kept of the taps that a pass showed: the last layer, raw."""
         return hidden[LAST]
 
     def final(self, states: Tensor) -> Tensor:
-        """As `StateNetwork.final`: behind the final norm."""
+        """[rows, d] the states that rows are made of, from what was kept: behind the final norm. Where rows are fused
+        in compiled code, that does it."""
         return self.handle.final(states)
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
-        """As `StateNetwork.run`."""
+        """[rows, d] the states that come next; see `StateBody.run`."""
         fused = self._fused(states, self.handle.embed(batch.tokens) if tokens else None)
         state = ForwardState(fused, batch.positions, batch.slots, batch.attn)
         return self.decoder.run_layers(state, 0, 1, pool).hidden
 
     def logits(self, states: Tensor) -> Tensor:
-        """As `StateNetwork.logits`: by the target's own head."""
+        """[rows, V] float32 or wider, of states that it predicted: by the target's own head."""
         return self.decoder.read(states)
 
     def _fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:

@@ -1,5 +1,5 @@
-// What Python passes in. Every struct here has its twin in native/abi.py, with the same fields in the same order: each
-// says what it is made of, and Python compares that with its own when it loads the library. A struct starts as zeros,
+// What Python passes in. Python makes its structs of this text (native/abi.py): each says here what it is made of, and
+// Python compares that with what it has read when it loads the library. A struct starts as zeros,
 // and its fields are set by name: {a, b, c} does not compile, so a field that is put between others shifts no value.
 
 #pragma once

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
-import torch
 from torch import Tensor
 
 from ...drafters.base import Levels, SequenceView
@@ -71,23 +70,3 @@ def outcome_chances(log_p: Sequence[Sequence[float]], kept: Sequence[float]) -> 
         found.append([reached * (1 - passed) * share / (sum(shares) or 1.0) for share in shares])
         reached *= passed
     return found
-
-
-def overlap(
-    view: SequenceView, window: Sequence[int], accepted: int, logits: Tensor, said: Sequence[int]
-) -> list[float]:
-    """The target's own probability of each candidate, where the window ended; their sum is the mass of eq. 9.
-
-    In front of the window's end it is renormalised without the window's own next token, which was wrong.
-
-    Args:
-        view: the sequence, as it was before the pass.
-        window: [gamma] drafted tokens.
-        accepted: how many of them were.
-        logits: [V] of the target behind the last accepted one.
-        said: the candidates of that position.
-    """
-    path = torch.tensor([window[:accepted]], device=logits.device) if accepted else None
-    p = view.sampler.probs(logits[None], path)[0]
-    left = 1.0 - float(p[window[accepted]]) if accepted < len(window) else 1.0
-    return [chance / left if left > 0 else 0.0 for chance in p[list(said)].tolist()]

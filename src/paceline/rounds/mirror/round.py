@@ -10,7 +10,6 @@ what it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -26,12 +25,18 @@ from ..base import RoundParts, RunningSequence, StepResult, Work
 from ..outcome import Emitter, keep
 from ..passes import Pass, decide, embed, lay_out, read_logits
 from ..verification import make_verifier
-from .channel import outcome_chances, overlap, speak
-from .records import StepTimes, WindowVerdict
+from .channel import outcome_chances, speak
 from .rollout import Branch, Chain, Outcome, Rollout, share_rows
 
 if TYPE_CHECKING:
     from .config import MirrorConfig
+
+# Told of a pass once it is decided, before its tokens are emitted: windows by work, and what the exit said. Gives what
+# is told of the step's end: the rollout, the branches that are reused, and when, by `perf_counter`, the step began,
+# windows were drafted, the exit was reached, candidates were laid out, the rollout had started, the pass was decided,
+# tokens were emitted, and the step ended.
+Tell = Callable[[Rollout, Mapping[Outcome, Branch], Sequence[float]], None]
+Watch = Callable[[Pass, Mapping[int, Chain], Mapping[int, Levels]], Tell]
 
 
 class MirrorRound:
@@ -51,6 +56,7 @@ class MirrorRound:
     name = "mirror"
     sources: tuple[str, ...] = ()  # its sessions draft for all requests alike
     busy = False  # a pass ends in the step that began it
+    admits = None
     past = 0
 
     def __init__(self, config: MirrorConfig, parts: RoundParts, exit_head: ExitHead, sessions: GoingSessions) -> None:
@@ -64,8 +70,7 @@ class MirrorRound:
         self.waits = config.policy == "wait"
         vocab = parts.target.config.vocab_size
         self._kappas = [(size, min(k, vocab)) for size, k in sorted(config.kappas.items(), reverse=True)]
-        self.on_verdict: Callable[[WindowVerdict], None] | None = None  # told every verdict, where anybody listens
-        self.on_step: Callable[[StepTimes], None] | None = None  # told the times of every step
+        self.watch: Watch | None = None  # told of every pass, where anybody listens
         self._rollout: Rollout | None = None  # the one under way
         self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
         self._fallen: set[int] = set()  # whose last outcome was not prepared for
@@ -102,29 +107,17 @@ class MirrorRound:
         decide(p, verify, read_logits(p, self.target, verify))
         checked = perf_counter()
         self._count(p, windows)
-        verdicts = self._verdicts(p, windows, told) if self.on_verdict is not None else []
+        tell = None if self.watch is None else self.watch(p, windows, told)
         self.emitter.emit(p)
         keep(p, self.pool)
         emitted = perf_counter()
         reused = self._finish(self._said(p), [w.sequence.view.key for w in works if w.sequence.finished])
         ended = perf_counter()
-        self._tell(verdicts, reused)
-        late = started - prepared + ended - emitted
-        times = StepTimes(
-            fresh=(drafted - began) * 1e3,
-            prefix=(halfway - drafted) * 1e3,
-            rendezvous_exit=(prepared - halfway) * 1e3,
-            suffix=(checked - started) * 1e3,
-            exposed=late * 1e3 - rollout.told_ms,
-            rendezvous_final=rollout.told_ms,
-            host=(emitted - checked) * 1e3,
-            draft=rollout.ms,
-            nodes=rollout.nodes,
-        )
-        if self.on_step is not None:
-            self.on_step(times)
-        draft = times.fresh + times.rendezvous_exit + times.exposed + times.rendezvous_final
-        return p.result(draft, times.prefix + times.suffix, times.host, draft)
+        if tell is not None:
+            tell(rollout, reused, (began, drafted, halfway, prepared, started, checked, emitted, ended))
+        draft = (drafted - began + started - halfway + ended - emitted) * 1e3
+        verified = (halfway - drafted + checked - started) * 1e3
+        return p.result(draft, verified, (emitted - checked) * 1e3, draft)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Close the sessions of ended or preempted sequences."""
@@ -285,31 +278,6 @@ class MirrorRound:
                 said = p.tokens[i][:count]
                 found[sequence.view.key, count - 1, said[-1]] = said
         return found
-
-    def _verdicts(self, p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Levels]) -> list[WindowVerdict]:
-        """What came out of the windows; taken before tokens are emitted, while samplers stand in front of them."""
-        found = []
-        for i in p.generating:
-            view, window = p.works[i].sequence.view, windows[i]
-            if view.fault is not None or p.works[i].rows > 1:
-                continue
-            accepted, message = len(p.paths[i]), messages.get(i)
-            candidates, chances = list[int](), list[float]()
-            if message is not None:
-                logits, candidates = p.logits[p.rows[i].start + accepted], message[0][accepted]
-                chances = overlap(view, window.tokens, accepted, logits, candidates)
-            said, drafts_follow = p.tokens[i][accepted], p.works[i].max_depth > accepted + 1
-            told = message is not None and drafts_follow
-            found.append(WindowVerdict(view.key, window.tokens, accepted, said, told, False, 0, candidates, chances))
-        return found
-
-    def _tell(self, verdicts: Sequence[WindowVerdict], reused: Mapping[Outcome, Branch]) -> None:
-        """The verdicts, with what became of them."""
-        for verdict in verdicts:
-            branch = reused.get((verdict.key, verdict.accepted, verdict.said))
-            prepared = 0 if branch is None else branch.prepared
-            told = replace(verdict, reused=branch is not None, prepared=prepared)
-            self.on_verdict(told)  # type: ignore[misc]  # there are none else
 
     def _close(self, key: int) -> None:
         if self._forget(key):

@@ -51,13 +51,8 @@ class Cut:
     version: int  # verdicts so far, this one included
     token: int
     hit: bool  # whether the token was in flight: else the pipeline starts again with it
-    alive: frozenset[int]  # nodes that are left; of those that had been added before
+    alive: frozenset[int]  # nodes that are left, of those that had been added before; none: a flush
     rows: tuple[int, ...]  # of K/V that stay, ascending; the first is the old root's, which is text now
-
-    @property
-    def flushed(self) -> bool:
-        """Whether the token was not in the tree at all."""
-        return not self.alive
 
 
 class Draft(NamedTuple):

@@ -24,22 +24,6 @@ class Tick:
     late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
 
 
-class PendingMoves:
-    """Moves of K/V that the next frame takes along; in the ledger's place of a store."""
-
-    def __init__(self) -> None:
-        self.moves: list[tuple[Sequence[int], Sequence[int]]] = []
-
-    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `SlotStore`."""
-        self.moves.append((sources, targets))
-
-    def take(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """All moves since the last frame."""
-        taken, self.moves = self.moves, []
-        return taken
-
-
 @dataclass(slots=True, eq=False)
 class Running:
     """A sequence whose levels are in flight, or parts of its prompt."""

@@ -33,7 +33,7 @@ from ..passes import record_prompt
 from ..verification import choose_nodes
 from . import lossy
 from .flight import Cut, Flight, Offer
-from .records import PendingMoves, Running, Tick
+from .records import Running, Tick
 from .source import Source
 from .stage_line import StageLine
 from .widths import Widths
@@ -56,6 +56,7 @@ class PipelineRound:
     name = "pipeline"
     sources: tuple[str, ...] = ()  # its trees have one width for all requests
     past = 0
+    admits = None
 
     def __init__(self, config: PipelineConfig, parts: RoundParts, stage_line: StageLine, source: Source | None) -> None:
         self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
@@ -74,8 +75,8 @@ class PipelineRound:
         self._requests: dict[int, int] = {}  # by sequence's key
         self._queue: list[tuple[Running, Work]] = []  # text that waits for its turn
         self._ended: list[int] = []  # requests that the stages may forget
-        self._moves = PendingMoves()
-        self.pool.store = self._moves
+        self._moves: list[tuple[Sequence[int], Sequence[int]]] = []  # of K/V, that the next frame takes along
+        self.pool.store = self
         self._fresh = self._epoch = 0
         self._turn = 0  # who comes first where not all have room in a tick
         self._verdicts: list[Cut] = []  # of the tick
@@ -103,7 +104,7 @@ class PipelineRound:
         began, self._torn = perf_counter(), True
         self._enqueue([(self._admit(work), work) for work in works])
         said: list[tuple[Running, int]] = []
-        while not said and self._going:
+        while not said and (self._queue or self._ticks < self.stage_line.count):
             said = self._tick()
         self._torn = False
         told = [(running.sequence, count) for running, count in said]
@@ -115,10 +116,6 @@ class PipelineRound:
         now = {running.request: (running, work) for running, work in fresh}
         waiting = [now.pop(running.request, (running, work)) for running, work in self._queue]
         self._queue = [*waiting, *now.values()]
-
-    @property
-    def _going(self) -> bool:
-        return bool(self._queue) or self._ticks < self.stage_line.count
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots.
@@ -136,13 +133,17 @@ class PipelineRound:
             self._asked(partial(Source.close, request=request))
         if self._torn:  # the engine starts over: nothing of the stages' K/V will be found again
             self._epoch, self._torn = self.stage_line.clear(), False
-            self._moves.take()
+            self._moves.clear()
             self._ended.clear()
 
     def forget(self) -> None:
         """Let the source forget requests that ended."""
         if self._guard is not None:
             self._guard.forget()
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `SlotStore`: moves go with the next frame."""
+        self._moves.append((sources, targets))
 
     # -- what enters
 
@@ -200,7 +201,7 @@ class PipelineRound:
         if not self._tree:
             parts += self._levels({running.request for running, _ in taken})
         ended, self._ended = self._ended, []
-        moves = self._moves.take()
+        moves, self._moves = self._moves, []
         if not (parts or moves or ended):
             return None
         return Frame(self._epoch, parts, None, moves, ended)
@@ -289,19 +290,15 @@ class PipelineRound:
         """A root with all that is drafted below it, within the static tree; what is missing is waited for."""
         flight = running.flight
         assert flight is not None
-        while self.source is not None and running.request in self.source.open and self._lacks(flight, running.farthest):
+        source, deepest = self.source, flight.place + len(self._tree)
+        while source is not None and running.request in source.open and flight.tips(min(running.farthest, deepest)):
             self._asked(self._ask)
             if not self._asked(self._wait):
                 break
         running.cache.reserve(0)  # what was reserved for the root alone
-        deepest = flight.place + len(self._tree)
         level = flight.enter(max(1, self._room(running)), deepest, self._tick_count)
         running.counted += len(level) - 1
         return self._rows(running, flight, level)
-
-    def _lacks(self, flight: Flight, farthest: int) -> bool:
-        """Whether the static tree has levels that are still to be drafted."""
-        return bool(flight.tips(min(farthest, flight.place + len(self._tree))))
 
     def _wait(self, source: Source) -> bool:
         self._extend(found := source.take(wait=True))

@@ -22,21 +22,16 @@ class StageLine(Protocol):
         Returns:
             What the last stage computed.
         """
-        ...
 
     def rest(self) -> bool:
         """After a tick from which no row came: wait for a moment, so that a level which is late may still enter with
         the next one. False: the tick is over, and nobody has waited."""
-        ...
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
         """A verdict, to all stages; see `Stage.tell`."""
-        ...
 
     def close(self, request: int) -> None:
         """A request ended; see `Stage.close`."""
-        ...
 
     def clear(self) -> int:
         """Drop all frames and begin a new epoch, which is returned."""
-        ...

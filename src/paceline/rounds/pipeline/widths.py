@@ -111,33 +111,28 @@ class TickTime:
     """t(w) as a straight line through what ticks took, the newest ones most: one that leaps is followed late."""
 
     def __init__(self) -> None:
-        self._count = self._rows = self._seconds = self._squares = self._products = 0.0
+        self._sums = [0.0] * 5  # of 1, rows, seconds, rows squared, rows times seconds
 
     def saw(self, rows: int, seconds: float) -> None:
         """A tick whose largest frame had so many rows."""
-        for name, value in (
-            ("_count", 1.0),
-            ("_rows", rows),
-            ("_seconds", seconds),
-            ("_squares", rows * rows),
-            ("_products", rows * seconds),
-        ):
-            setattr(self, name, FORGET * getattr(self, name) + value)
+        values = 1.0, rows, seconds, rows * rows, rows * seconds
+        self._sums = [FORGET * total + value for total, value in zip(self._sums, values, strict=True)]
 
     @property
     def known(self) -> bool:
         """Whether ticks were seen, some of them with other rows than the others."""
-        return self._count > LEAST_TICKS and self._spread > 1e-3 * self._squares
+        return self._sums[0] > LEAST_TICKS and self._spread > 1e-3 * self._sums[3]
 
     @property
     def _spread(self) -> float:
-        return self._squares - self._rows**2 / max(self._count, 1.0)
+        count, rows, _, squares, _ = self._sums
+        return squares - rows**2 / max(count, 1.0)
 
     def __call__(self, rows: float) -> float:
         """Seconds; more rows never take less."""
-        slope = (self._products - self._rows * self._seconds / self._count) / self._spread
-        mean = self._seconds / self._count
-        return mean + max(0.0, slope) * (rows - self._rows / self._count) if slope > 0 else mean
+        count, known, seconds, _, products = self._sums
+        slope, mean = (products - known * seconds / count) / self._spread, seconds / count
+        return mean + slope * (rows - known / count) if slope > 0 else mean
 
 
 class Widths:

@@ -1,0 +1,142 @@
+"""What becomes of windows in the mirror round, and the times of its steps.
+
+Source: Mirror Speculative Decoding, section 3.1, eq. 9, 10 and 14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.drafters.base import Levels, SequenceView
+from paceline.rounds.mirror.rollout import Branch, Chain, Outcome, Rollout
+from paceline.rounds.mirror.round import MirrorRound, Tell
+from paceline.rounds.passes import Pass
+
+
+@dataclass(frozen=True, slots=True)
+class WindowVerdict:
+    """What became of one sequence's window in one pass."""
+
+    key: int
+    window: list[int]  # tokens that were verified
+    accepted: int
+    said: int  # the correction, or the bonus token
+    told: bool  # whether the exit spoke and a draft could follow: what was said is then reused, or a fallback
+    reused: bool
+    prepared: int  # tokens of the next window that were drafted before the verdict
+    candidates: list[int]  # where the window ended, likeliest first; empty: the exit did not speak
+    chances: list[float]  # the target's own probability of each
+
+    @property
+    def mass(self) -> float:
+        """Of the candidates together: the overlap mass of eq. 9 where the window ended."""
+        return sum(self.chances)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What the terms of eq. 10 and 14 were in one step, in ms. They are no forecast of it: together they are the step.
+
+    While the rollout runs beside the target ``exposed`` is what of ``draft`` the step had to wait for; between the
+    layers it is all of it. Of sessions elsewhere ``draft`` is from the start of the rollout until they had drafted the
+    last level that they were not called off from, and what was still missing after that.
+    """
+
+    fresh: float  # windows drafted before the pass, after outcomes that were not prepared for
+    prefix: float  # T_target^{1:l_e}
+    rendezvous_exit: float  # the exit's scores, the token channel, candidates laid out
+    suffix: float  # T_target^{l_e+1:N}, head and verdict
+    exposed: float
+    rendezvous_final: float  # the verdict told, surviving branches kept: T_rv^(fv)
+    host: float  # emitting tokens, keeping K/V
+    draft: float  # T_draft^gen
+    nodes: int  # drafted in it
+
+
+def watch(
+    round_: MirrorRound,
+    on_verdict: Callable[[WindowVerdict], None],
+    on_step: Callable[[StepTimes], None] = lambda times: None,
+) -> None:
+    """Have every verdict told, and the times of every step."""
+
+    def decided(p: Pass, windows: Mapping[int, Chain], told: Mapping[int, Levels]) -> Tell:
+        verdicts = _verdicts(p, windows, told)
+
+        def ended(rollout: Rollout, reused: Mapping[Outcome, Branch], marks: Sequence[float]) -> None:
+            for verdict in verdicts:
+                branch = reused.get((verdict.key, verdict.accepted, verdict.said))
+                prepared = 0 if branch is None else branch.prepared
+                on_verdict(replace(verdict, reused=branch is not None, prepared=prepared))
+            on_step(_times(rollout, *marks))
+
+        return ended
+
+    round_.watch = decided
+
+
+def _times(
+    rollout: Rollout,
+    began: float,
+    drafted: float,
+    halfway: float,
+    prepared: float,
+    started: float,
+    checked: float,
+    emitted: float,
+    ended: float,
+) -> StepTimes:
+    """Of the moments of a step; see `Watch`."""
+    return StepTimes(
+        fresh=(drafted - began) * 1e3,
+        prefix=(halfway - drafted) * 1e3,
+        rendezvous_exit=(prepared - halfway) * 1e3,
+        suffix=(checked - started) * 1e3,
+        exposed=(started - prepared + ended - emitted) * 1e3 - rollout.told_ms,
+        rendezvous_final=rollout.told_ms,
+        host=(emitted - checked) * 1e3,
+        draft=rollout.ms,
+        nodes=rollout.nodes,
+    )
+
+
+def _verdicts(p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Levels]) -> list[WindowVerdict]:
+    """What came out of the windows; taken before tokens are emitted, while samplers stand in front of them."""
+    found = []
+    for i in p.generating:
+        view, window = p.works[i].sequence.view, windows[i]
+        if view.fault is not None or p.works[i].rows > 1:
+            continue
+        accepted, message = len(p.paths[i]), messages.get(i)
+        candidates, chances = list[int](), list[float]()
+        if message is not None:
+            logits, candidates = p.logits[p.rows[i].start + accepted], message[0][accepted]
+            chances = overlap(view, window.tokens, accepted, logits, candidates)
+        said, drafts_follow = p.tokens[i][accepted], p.works[i].max_depth > accepted + 1
+        told = message is not None and drafts_follow
+        found.append(WindowVerdict(view.key, window.tokens, accepted, said, told, False, 0, candidates, chances))
+    return found
+
+
+def overlap(
+    view: SequenceView, window: Sequence[int], accepted: int, logits: Tensor, said: Sequence[int]
+) -> list[float]:
+    """The target's own probability of each candidate, where the window ended; their sum is the mass of eq. 9.
+
+    In front of the window's end it is renormalised without the window's own next token, which was wrong.
+
+    Args:
+        view: the sequence, as it was before the pass.
+        window: [gamma] drafted tokens.
+        accepted: how many of them were.
+        logits: [V] of the target behind the last accepted one.
+        said: the candidates of that position.
+    """
+    path = torch.tensor([window[:accepted]], device=logits.device) if accepted else None
+    p = view.sampler.probs(logits[None], path)[0]
+    left = 1.0 - float(p[window[accepted]]) if accepted < len(window) else 1.0
+    return [chance / left if left > 0 else 0.0 for chance in p[list(said)].tolist()]
