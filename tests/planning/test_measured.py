@@ -47,8 +47,7 @@ def test_a_law_is_found_again_from_the_passes_that_are_timed() -> None:
     sparse = replace(network, shape=network.shape.last_layers(3), keys=65)
     assert found.seconds(sparse, 64, 1984) == pytest.approx(TRUE.seconds(sparse, 64, 1984), rel=1e-6)
     assert found.seconds(sparse, 64, 1984) < 0.2 * found.seconds(network, 64, 1984)
-    seen = found.machine("a test", 8e9, 2)
-    assert seen.bandwidth == pytest.approx(30e9) and seen.hoi == pytest.approx(TRUE.hoi) and seen.memory == 8e9
+    assert found.weight == pytest.approx(1 / 30e9)
 
 
 def test_noise_moves_it_little_and_no_term_falls_below_zero() -> None:

@@ -8,7 +8,7 @@ measured, and what is assumed of others.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ConfigError
-from ..core.options import suggest
 
-DEPTH = 4  # of a tau for which no depth is given: the k of SPIRe
 CONTEXT = 512  # of which SPIRe takes its tau for all multipliers
 SIBLINGS = 0.3  # see `Acceptance.siblings`, and the file for where it is from
 STEPS = 60  # of a bisection: beyond a float's precision
@@ -81,28 +79,6 @@ def assumed(
         same = pair["target"] == names[0] and pair.get("draft", names[1]) == names[1]
         if same and window in (None, pair.get("window", window)):
             found[pair["drafter"]] = _read(pair, context, own=True)
-    return found
-
-
-def given(taus: Mapping[str, str], drafters: Iterable[str]) -> dict[str, Acceptance]:
-    """What a user says: ``{"spire": "3.4"}``, or ``"3.4@8"`` of drafts of 8 tokens.
-
-    Raises:
-        ConfigError: an unknown drafter, or no number.
-    """
-    known, found = list(drafters), {}
-    for name, text in taus.items():
-        asked, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
-        if name not in known:
-            raise ConfigError(asked, "the planner has no model of such a drafter", suggest(name, known, "drafter"))
-        try:
-            tokens, levels = float(tau), int(depth) if at else DEPTH
-        except ValueError:
-            tokens, levels = 0.0, 0
-        if levels < 1:
-            remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
-            raise ConfigError(asked, "not a number of tokens a round", remedy)
-        found[name] = Acceptance(accept=accept_of(tokens, levels), source=asked)
     return found
 
 

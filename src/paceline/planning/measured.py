@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import ConfigError
-from .machines import Machine
 from .throughput import Cost, ServedModel, pass_cost
 
 LEAST_POINTS = 8  # timed passes that a law of six figures is fitted to
@@ -53,12 +51,6 @@ class PassLaw:
     def with_cores(self, times: float) -> PassLaw:
         """With so many times the cores: rows and arithmetic go faster, reads and the host do not."""
         return replace(self, row=self.row / times, hoi=self.hoi * times, attention=self.attention / times)
-
-    def machine(self, about: str, memory: float, cores: int) -> Machine:
-        """This processor as the planner has others: what it was seen to read and to multiply; ``memory`` in bytes."""
-        read, source = 1 / max(self.weight, 1e-15), "measured now: paceline plan --measured"
-        known: dict[str, Any] = {"flops": read * self.hoi, "bandwidth": read, "memory": memory, "cores": cores}
-        return Machine(name="here", about=about, device="cpu", source=source, **known)
 
 
 def fit(timed: Timed) -> PassLaw:
