@@ -19,9 +19,8 @@ from paceline.bench.methods import parse_method
 from paceline.cli import app, plan_view
 from paceline.cli.plan import resolve, this_machine
 from paceline.drafters import registry
-from paceline.planning.measured import PassLaw
 from paceline.planning.plan import DRAFTERS, PLAIN
-from paceline.planning.throughput import ServedModel
+from paceline.planning.throughput import PassLaw, ServedModel
 
 LARGE = ("--target", "llama-3-70b", "--machine", "h100", "--batch", "64", "--context", "65536")
 SMALL = ("--target", "paceline-small", "--machine", "cpu", "--context", "256")

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from paceline import zoo
 from paceline.cli.plan import given_acceptance
-from paceline.cli.plan_view import devices_needed, reason
+from paceline.cli.plan_view import critical_batch, devices_needed, reason
 from paceline.core.errors import ConfigError
+from paceline.core.tables import read_table
 from paceline.planning import acceptance, machines, models, plan, throughput
 from paceline.planning.acceptance import Acceptance
 from paceline.planning.plan import PlanRequest, RankedDrafter
 from paceline.planning.throughput import ServedModel
+
+PAIRS = read_table("planning/acceptance.toml")["pair"]
 
 
 def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) -> PlanRequest:
@@ -114,7 +117,7 @@ def test_the_link_is_named_where_devices_talk() -> None:
 def test_compute_binds_from_some_batch_on() -> None:
     for asked, bound in ((question(context=128), True), (question(), False)):
         served = asked.network(asked.target)
-        assert (throughput.critical_batch(served, asked.context, asked.machine.hoi, 5) is not None) == bound
+        assert (critical_batch(served, asked.context, asked.machine.hoi, 5) is not None) == bound
 
 
 @given(st.floats(0, 1), st.integers(1, 64))
@@ -153,7 +156,7 @@ def embedded(**more: Any) -> PlanRequest:
 
 def test_a_measured_pair_takes_its_own_tau_draft_and_window() -> None:
     asked, found = embedded(), {made.drafter: made for made in plan.rank(embedded())}
-    stored = {pair["drafter"]: pair for pair in acceptance._table()["pair"] if pair["target"] == "paceline-small"}
+    stored = {pair["drafter"]: pair for pair in PAIRS if pair["target"] == "paceline-small"}
     assert {*stored} == {*plan.DRAFTERS}
     for name in ("spire", "magicdec", "draft_model"):
         known = found[name].acceptance
@@ -181,7 +184,7 @@ def test_another_draft_or_window_is_another_pair() -> None:
 
 
 def test_tau_of_a_pair_lies_between_the_contexts_that_were_measured() -> None:
-    (stored,) = (p["tau"] for p in acceptance._table()["pair"] if p["drafter"] == "magicdec")
+    (stored,) = (p["tau"] for p in PAIRS if p["drafter"] == "magicdec")
     (first, low), (second, high) = stored[:2]
     taus = [
         acceptance.assumed("paceline-small", None, c)["magicdec"].tokens(4) for c in (1, first, (first + second) / 2)
@@ -211,6 +214,8 @@ def test_acceptances_that_cannot_be(tau: str, wrong: str) -> None:
         ({"context": 0}, "context must be 1 or more"),
         ({"batch": 0}, "batch must be 1 or more"),
         ({"window": 0}, "window must be 1 or more"),
+        ({"weight_bytes": -1.0}, "weight_bytes must be above 0"),
+        ({"kv_bytes": 0.0}, "kv_bytes must be above 0"),
         ({"depth": 0}, "depth must be 1 or more"),
         ({"width": 65}, "width must be 64 or less"),
         ({"draft": models.named("qwen3-8b")}, "qwen3-8b has 40,960 positions"),

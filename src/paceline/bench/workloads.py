@@ -16,7 +16,6 @@ import gzip
 import hashlib
 import json
 import random
-import tomllib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter, Val
 
 from ..core.errors import ConfigError
 from ..core.options import shown, suggest
+from ..core.tables import read_table
 
 FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
 PACKAGED = "packaged sample"  # where a workload that comes along is read from
@@ -97,8 +97,7 @@ class Workload:
 
 
 _PROMPTS = TypeAdapter(Prompt)
-_CATALOGUE = tomllib.loads((resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8"))
-WORKLOADS = {name: Workload(name=name, **facts) for name, facts in _CATALOGUE.items()}
+WORKLOADS = {name: Workload(name=name, **facts) for name, facts in read_table("bench/workloads.toml").items()}
 
 
 # -- finding and loading

@@ -12,7 +12,7 @@ import typer
 from ..adapt.config import AdaptConfig
 from ..adapt.run import Outcome, adapt
 from . import INTERRUPTED
-from .console import note, stderr, stdout
+from .console import note, stderr, stdout, this_command
 from .options import takes
 
 app = typer.Typer(add_completion=False)
@@ -60,12 +60,11 @@ def command(
     Ctrl-C keeps all that was made, and the same command goes on. The folder is a drafter: --drafter DIR.
     """
     asked, line = AdaptConfig(model=model, **config), ProgressLine()
-    again = shlex.join(["paceline", *sys.argv[1:]])
     try:
         made = adapt(asked, line.say, line.show, dry_run, shlex.join(sys.argv[1:]))
     except KeyboardInterrupt as stop:
         line.close()
-        note(f"stopped; what was made is in {asked.folder}, go on: {again}")
+        note(f"stopped; what was made is in {asked.folder}, go on: {this_command()}")
         raise typer.Exit(INTERRUPTED) from stop
     finally:
         line.close()

@@ -22,9 +22,9 @@ from ..planning import machines, models
 from ..planning.acceptance import Acceptance, accept_of
 from ..planning.hosts import Hosts
 from ..planning.machines import Machine
-from ..planning.measured import PassLaw
 from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
+from ..planning.throughput import PassLaw
 from . import plan_hosts, plan_view
 from .console import note
 from .options import takes
@@ -110,10 +110,13 @@ def plan(
     if measured:
         _refuse_beside_measured({"--machine": machine, "--kv": kv, **several})
         kv = "float32" if weights == "float32" else "bfloat16"
+    elif machine is None:
+        wrong, remedy = "it is not said for which machine", "add --machine NAME, or --measured for this one"
+        raise ConfigError("paceline plan", wrong, remedy)
     drafting = _draft_name(target, draft)
     asked = PlanRequest(
         target=shape,
-        machine=machines.machine(machine or _no_machine(measured)),
+        machine=machines.machine(machine or "cpu"),  # what is measured takes its place
         draft=None if drafting is None else resolve(drafting),
         weight_bytes=_bytes("--weights", weights),
         kv_bytes=_bytes("--kv", kv or "bfloat16"),
@@ -248,14 +251,6 @@ def this_machine(found: PassLaw) -> Machine:
         device="cpu",
         source="measured now: paceline plan --measured",
     )
-
-
-def _no_machine(measured: bool) -> str:
-    """The machine that a question begins with where none is named: what is measured takes its place."""
-    if not measured:
-        wrong, remedy = "it is not said for which machine", "add --machine NAME, or --measured for this one"
-        raise ConfigError("paceline plan", wrong, remedy)
-    return "cpu"
 
 
 def resolve(text: str) -> ModelSizes:

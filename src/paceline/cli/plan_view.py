@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..planning.machines import Machine
 from ..planning.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter, rank
-from ..planning.throughput import critical_batch, link_seconds, pass_cost
+from ..planning.throughput import ServedModel, link_seconds, pass_cost
 from .console import note, stdout
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 SUFFIXES = (".svg", ".png")
+MOST_BATCH = 2**40  # beyond it nothing changes
 LEAST_BATCH, LEAST_CONTEXT = 256, 8192  # where plots end at least
 DEAR = 1.05  # a verification that costs more plain passes than this is said to
 LAW_HEAD = ("layers", "sequences", "context", "rows each", "measured, ms", "predicted, ms", "error")
@@ -181,6 +183,17 @@ def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
         f"{best.drafter} holds {holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}",
         f"a pass over {best.rows} row{'s' if best.rows > 1 else ''} a sequence is compute-bound {bound}",
     ]
+
+
+def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) -> int | None:
+    """The smallest batch for which a pass is compute-bound (B_crit of SPIRe, section 4); None: there is none.
+
+    Beyond it a larger batch adds latency and no throughput. The intensity rises with the batch, since weights are
+    shared and K/V is not.
+    """
+    sizes = range(1, MOST_BATCH + 1)
+    place = bisect_left(sizes, True, key=lambda batch: pass_cost(network, batch, context, rows).intensity >= hoi)
+    return sizes[place] if place < MOST_BATCH else None
 
 
 def how_to_run(question: PlanRequest, made: RankedDrafter, target: str | None, draft: str | None) -> HowToRun:

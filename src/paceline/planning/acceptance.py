@@ -7,16 +7,14 @@ measured, and what is assumed of others.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
 
 from ..core.errors import ConfigError
+from ..core.tables import read_table
 
 CONTEXT = 512  # of which SPIRe takes its tau for all multipliers
 SIBLINGS = 0.3  # see `Acceptance.siblings`, and the file for where it is from
@@ -73,7 +71,10 @@ def assumed(
         context: tokens that a sequence has; between measured ones tau lies on a line.
         window: keys of a sparse draft; None: as it was measured. Of another window nobody measured anything.
     """
-    table, names = _table(), tuple((name or "").partition(",")[0] for name in (target, draft))
+    table, names = (
+        read_table("planning/acceptance.toml"),
+        tuple((name or "").partition(",")[0] for name in (target, draft)),
+    )
     found = {name: _read(entry, context, own=False) for name, entry in table["drafter"].items()}
     for pair in table["pair"]:
         same = pair["target"] == names[0] and pair.get("draft", names[1]) == names[1]
@@ -91,8 +92,3 @@ def _read(entry: Mapping[str, Any], context: float, own: bool) -> Acceptance:
     accept = entry["accept"] if tau is None else accept_of(float(tau), entry["depth"])
     given = {name: entry[name] for name in ("siblings", "layers", "window") if name in entry}
     return Acceptance(accept=accept, source=entry["source"], own=own, **given)
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads((resources.files(__package__) / "acceptance.toml").read_text(encoding="utf-8"))

@@ -10,9 +10,8 @@ from ..core.errors import ConfigError
 from ..core.options import check, option
 from .acceptance import Acceptance, assumed
 from .machines import Machine
-from .measured import PassLaw
 from .models import ModelSizes
-from .throughput import RoundCost, ServedModel, held_bytes, pass_seconds, round_of
+from .throughput import PassLaw, RoundCost, ServedModel, held_bytes, pass_seconds, round_of
 
 PLAIN = "none"  # the drafter of plain decoding
 DEPTHS = tuple(range(1, 9))
@@ -20,13 +19,8 @@ WIDTHS = (1, 2, 4)
 SINK = 1  # a sparse view keeps the first token, too
 LEAST_WINDOW = 64  # of SPIRe, section 3.1
 SHARE = 8  # a window is an eighth of the context where that is more, as in SPIRe's figure 6
-DRAFTERS = {  # with the network that drafts: none, a small one, the target itself, or one cut out of it
-    "ngram": "",
-    "streams": "",
-    "draft_model": "small",
-    "magicdec": "itself",
-    "spire": "cut",
-}
+# Drafters with the network that drafts: none, a small one, the target itself, or one that is cut out of it.
+DRAFTERS = {"ngram": "", "streams": "", "draft_model": "small", "magicdec": "itself", "spire": "cut"}
 SPARSE = ("magicdec", "spire")  # drafts that see a window with a sink alone
 TREES = ("draft_model",)  # drafters of several chains
 RIDING = ("streams",)  # drafters whose rows ride in the verifying pass
@@ -34,11 +28,7 @@ RIDING = ("streams",)  # drafters whose rows ride in the verifying pass
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is planned for.
-
-    Raises:
-        ConfigError: a number out of bounds, a context that target or draft cannot have, more devices than parts.
-    """
+    """What is planned for; raises a `ConfigError` where a number is out of bounds, or of the target's or draft's."""
 
     target: ModelSizes = option(help="the target's sizes")
     machine: Machine = option(help="one device")

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from paceline import zoo
-from paceline.bench.law import FITTED, HELD_OUT
+from paceline.bench.law import FITTED, HELD_OUT, Timed, errors, fit
 from paceline.core.errors import ConfigError
 from paceline.engine.costs import CostTable, cost_points
 from paceline.planning import models
 from paceline.planning.machines import machine
-from paceline.planning.measured import PassLaw, Timed, errors, fit
-from paceline.planning.throughput import ServedModel, pass_seconds
+from paceline.planning.throughput import PassLaw, ServedModel, pass_seconds
 
 TRUE = PassLaw(host=4e-4, row=3e-5, weight=1 / 30e9, hoi=2 ** (14 / 4), kv=1 / 12e9, attention=1 / 40e9)
 
