@@ -104,11 +104,9 @@ def measure_law(
     """Time passes of a target and fit the law of the machine to them.
 
     Args:
-        llm: the target, loaded as it will be used.
-        network: its sizes, all its layers.
+        llm, network: the target, loaded as it will be used, and its sizes.
         progress: called with the number of rounds done, of ``repeats + 1``.
         fitted, held_out: the passes; those beyond the model's positions are left out.
-        repeats: of each pass.
 
     Raises:
         ConfigError: a model with too few positions for enough passes.
@@ -131,15 +129,10 @@ def measure_law(
 
 
 def store_law(llm: LLM, network: ServedModel, law: PassLaw, draft: tuple[str, ServedModel] | None) -> Path:
-    """Write the law's table down, where the draft budget finds it.
+    """Write the law's table of the target down, where the draft budget finds it; returns the file.
 
     Args:
-        llm, network: the target.
-        law: of its passes.
         draft: name and sizes of its draft model, whose passes the law predicts as well.
-
-    Returns:
-        The file.
 
     Raises:
         ConfigError: no place to write to.

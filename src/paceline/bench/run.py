@@ -59,11 +59,9 @@ class Run:
     """A benchmark.
 
     Args:
-        config: what to measure.
         out: folder for the report; None keeps nothing.
         overwrite: start again even if ``out`` holds a report.
         command: the command line that repeats it.
-        progress: is told how far it is.
     """
 
     encode: Callable[..., Encoded] = Encoded  # makes ids of a workload's prompts
@@ -151,12 +149,7 @@ class Run:
                 self.notes.append(f"{where}: {spare} of {len(prompts)} prompts are in two groups, to fill the last")
 
     def build(self, folder: Path, stack: ExitStack) -> None:
-        """Every method's runner, so that what cannot be is found before the first trial.
-
-        Args:
-            folder: of the model.
-            stack: closes what is opened here.
-        """
+        """Every runner, so that what cannot be is found before the first trial; ``stack`` closes what is opened."""
         for method in self.config.methods:
             if method.own:
                 self._tell(f"preparing {method.name}", None)

@@ -82,17 +82,7 @@ class Workload:
 
     def as_dict(self) -> dict[str, Any]:
         """What a report keeps, ready for JSON; ``prompts`` is how many were used, of ``total``."""
-        names = (
-            "title",
-            "description",
-            "source",
-            "licence",
-            "origin",
-            "total",
-            "chat",
-            "max_new_tokens",
-            "fingerprint",
-        )
+        names = "title", "description", "source", "licence", "origin", "total", "chat", "max_new_tokens", "fingerprint"
         return {**{name: getattr(self, name) for name in names}, "prompts": len(self.prompts)}
 
 
@@ -119,11 +109,9 @@ def load(
     limit: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Prompts by the name of a workload, or from a file.
+    """Prompts by the name of a workload (of ``folder``, else of the packaged sample), or of a file.
 
-    A name is read from ``folder`` where its file is there, else from the packaged sample; a path gives the records of
-    its file. Records of the form prompt and completion that have the same prompt become one prompt with several
-    references.
+    Records of the form prompt and completion that have the same prompt become one with several references.
 
     Args:
         name_or_path: a name of `WORKLOADS`, or the path of a file.
