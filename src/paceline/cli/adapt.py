@@ -26,10 +26,6 @@ class ProgressLine:
         self.console, self.last = stderr(), 0.0
         self.status = self.console.status("") if self.console.is_terminal else None
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        note(text)
-
     def show(self, text: str) -> None:
         """How far it is."""
         if self.status is not None:
@@ -61,7 +57,7 @@ def command(
     """
     asked, line = AdaptConfig(model=model, **config), ProgressLine()
     try:
-        made = adapt(asked, line.say, line.show, dry_run, shlex.join(sys.argv[1:]))
+        made = adapt(asked, note, line.show, dry_run, shlex.join(sys.argv[1:]))
     except KeyboardInterrupt as stop:
         line.close()
         note(f"stopped; what was made is in {asked.folder}, go on: {this_command()}")

@@ -125,9 +125,8 @@ def how_to_serve(q: PlanRequest, hosts: Hosts, made: RankedLayout, target: str |
     try:
         LLMConfig(model=target, **given)  # type: ignore[arg-type]
     except PacelineError as error:
-        if (
-            getattr(error, "asked", "") != f"device={given.get('device')!r}"
-        ):  # that is this host's, not the planned one's
+        lacking = f"device={given.get('device')!r}"  # here, not on the planned hosts
+        if getattr(error, "asked", "") != lacking:
             return None, str(error)
     flags = {name: value for name, value in given.items() if value not in (None, 1)}
     if layout.replicas > 1:
