@@ -13,7 +13,7 @@ from ..adapt.config import AdaptConfig
 from ..adapt.run import Outcome, adapt
 from . import INTERRUPTED
 from .console import note, stderr, stdout, this_command
-from .options import takes
+from .options import ModelArgument, takes
 
 app = typer.Typer(add_completion=False)
 LINE_EVERY_S = 30.0  # where no terminal shows a line that changes
@@ -44,7 +44,7 @@ class ProgressLine:
 @app.command(name="adapt")
 @takes(config=AdaptConfig, without=("model",))
 def command(
-    model: Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")],
+    model: ModelArgument,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Measure, choose, say what is expected, and stop.")
     ] = False,
