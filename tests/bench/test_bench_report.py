@@ -26,7 +26,7 @@ from rich.console import Console
 
 from paceline.bench import figures
 from paceline.bench.records import Method, Report
-from paceline.bench.report import load_report, markdown, page, save_report, terminal, write_all
+from paceline.bench.report import load_report, markdown, page, terminal, write_all, write_text
 from paceline.bench.report import wording as say
 from paceline.bench.summary import Summary
 from paceline.core.errors import ConfigError
@@ -197,9 +197,9 @@ def test_markdown_tables_are_whole(report: Report) -> None:
 
 
 def test_json_comes_back(report: Report, tmp_path: Path) -> None:
-    path = save_report(report, tmp_path / "r.json")
+    path = write_text(tmp_path / "r.json", report.as_json())
     assert load_report(path).as_json() == report.as_json()
-    assert save_report(load_report(path), tmp_path / "again.json").read_text() == path.read_text()
+    assert write_text(tmp_path / "again.json", load_report(path).as_json()).read_text() == path.read_text()
 
 
 # -- what they say
@@ -391,7 +391,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("paceline.bench.report.os.replace", full)
     with pytest.raises(ConfigError, match="No space left"):
-        save_report(World().report(), path)
+        write_text(path, World().report().as_json())
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -404,7 +404,7 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
 def test_infinities_are_none_in_json(tmp_path: Path) -> None:
     report = World(groups=1).report()
     report.trials[0].budget = {"why": "cheap", "costs": [1.0, math.inf, math.nan]}
-    path = save_report(report, tmp_path / "r.json")
+    path = write_text(tmp_path / "r.json", report.as_json())
     text = path.read_text()
     assert "Infinity" not in text and "NaN" not in text
     assert load_report(path).trials[0].budget == {"why": "cheap", "costs": [1.0, None, None]}
@@ -553,7 +553,7 @@ def test_in_a_headless_browser(case: str, tmp_path: Path) -> None:
 
 def test_a_packed_report_is_read(tmp_path: Path) -> None:
     report = World().report()
-    plain = save_report(report, tmp_path / "report.json")
+    plain = write_text(tmp_path / "report.json", report.as_json())
     packed = tmp_path / "report.json.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert load_report(packed) == load_report(plain)

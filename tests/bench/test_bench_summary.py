@@ -19,9 +19,9 @@ from paceline.bench.summary import (
     draw_groups,
     figures_of,
     overall_ratio,
-    paired_logs,
     percentile_bounds,
     slower_cells,
+    speed_logs,
 )
 
 CELL = Cell(workload="w")
@@ -90,8 +90,8 @@ def test_a_slow_moment_that_hits_both_of_a_pair_changes_nothing() -> None:
 def test_only_pairs_count() -> None:
     trials = [trial("plain", 0, 0, 100.0), trial("plain", 0, 1, 900.0), trial("plain", 1, 0, 100.0)]
     trials += [trial("fast", 0, 0, 50.0), trial("fast", 1, 0, 10.0, error="broken"), trial("fast", 2, 0, 1.0)]
-    logs = paired_logs([t for t in trials if t.method == "fast"], [t for t in trials if t.method == "plain"])
-    assert logs == [[pytest.approx(math.log(2))]]
+    logs = speed_logs([t for t in trials if t.method == "fast"], [t for t in trials if t.method == "plain"])
+    assert logs == {0: [pytest.approx(math.log(2))]}
     assert overall_ratio(Summary(report_of(trials, PLAIN, FAST)), "fast", "nobody", [CELL]) is None
 
 

@@ -17,11 +17,10 @@ from paceline.bench import law as laws
 from paceline.bench.law import MeasuredLaw, errors_of
 from paceline.bench.methods import parse_method
 from paceline.cli import app, plan_view
-from paceline.cli.plan import resolve
+from paceline.cli.plan import resolve, this_machine
 from paceline.drafters import registry
-from paceline.planning.measured import PassLaw
 from paceline.planning.plan import DRAFTERS, PLAIN
-from paceline.planning.throughput import ServedModel
+from paceline.planning.throughput import PassLaw, ServedModel
 
 LARGE = ("--target", "llama-3-70b", "--machine", "h100", "--batch", "64", "--context", "65536")
 SMALL = ("--target", "paceline-small", "--machine", "cpu", "--context", "256")
@@ -160,7 +159,7 @@ def test_the_law_and_its_errors_are_shown(capsys: pytest.CaptureFixture[str], mo
     }
     rows = errors_of(law, passes)
     found = MeasuredLaw(law=law, fitted=rows[:1], held_out=rows)
-    plan_view.show_law(found, law.machine("a test", 8e9, 2))
+    plan_view.show_law(found, this_machine(law))
     told = capsys.readouterr()
     assert "weights 10.0 GB/s, products 160 GFLOP/s, K/V at no cost, attention beside its reads" in told.out
     assert "-20%" in told.out and "not fitted to: median 0%, largest 20%; of the others: median 0%" in told.out

@@ -17,9 +17,9 @@ from paceline.planning import machines, models
 from paceline.planning.acceptance import Acceptance
 from paceline.planning.hosts import DRAFT, Hosts, RankedLayout, _Site, rank_layouts
 from paceline.planning.hosts import HostLayout as Of
-from paceline.planning.measured import PassLaw
 from paceline.planning.models import ModelSizes
 from paceline.planning.plan import PLAIN, PlanRequest
+from paceline.planning.throughput import PassLaw
 
 SIZES: dict[str, Any] = {"d_model": 4, "d_ff": 4, "num_heads": 4, "num_kv_heads": 4, "head_dim": 1, "vocab_size": 8}
 TARGET = ModelSizes(name="four layers", num_layers=4, max_position=2048, gated=False, **SIZES)

@@ -10,9 +10,9 @@ import pytest
 from spire_parts import law
 
 from paceline import zoo
+from paceline.bench.law import errors, fit
 from paceline.engine.costs import CostTable, cost_points
 from paceline.planning import models
-from paceline.planning.measured import errors, fit
 from paceline.planning.models import ModelSizes
 from paceline.planning.throughput import ServedModel
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from .records import Cell, Report
 from .report import wording as say
 from .report.terminal import FAINT, figures_table, titled
-from .summary import SEED, Interval, Summary, bootstrap, draw_groups, interval_of, speeds
+from .summary import SEED, Interval, Summary, bootstrap, draw_groups, interval_of, speed_logs, speeds
 
 Logs = dict[tuple[str, ...], list[float]]  # prompts of a group -> logs, one a repeat
 MARKS = {"faster": "▲", "slower": "▼", "same": "=", "unknown": "?"}
@@ -107,17 +107,10 @@ def _row(left: Summary, right: Summary, name: str, cells: Sequence[Cell], cell: 
 
 def _logs(summary: Summary, name: str, cell: Cell, paired: bool = False) -> Logs:
     """Logs of speeds; paired: of their ratios to plain decoding's, and none of plain decoding itself."""
-    trials = summary.trials[cell, name]
-    values = speeds(trials)
-    if paired:
-        reference = summary.reference(summary.methods[name])
-        plain = speeds(summary.trials.get((cell, reference), ())) if reference not in (None, name) else {}
-        values = {key: speed / plain[key] for key, speed in values.items() if key in plain}
-    found: Logs = {}
-    for trial in trials:
-        if (trial.group, trial.repeat) in values:
-            found.setdefault(tuple(trial.prompts), []).append(float(np.log(values[trial.group, trial.repeat])))
-    return found
+    trials, reference = summary.trials[cell, name], summary.reference(summary.methods[name])
+    plain = summary.trials.get((cell, reference), ()) if reference not in (None, name) else ()
+    prompts = {trial.group: tuple(trial.prompts) for trial in trials}
+    return {prompts[group]: logs for group, logs in speed_logs(trials, plain if paired else None).items()}
 
 
 def _mean(sides: Sequence[Logs]) -> float:

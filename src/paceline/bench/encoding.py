@@ -58,18 +58,11 @@ class Encoded:
         self.prompts = [self._encoded(prompt, prompt.id, prompt.turns[:1]) for prompt in workload.prompts]
 
     def next_turn(self, prompt: Prompt, turn_index: int, answers: Sequence[str]) -> PromptIds:
-        """A later turn, with the conversation before it.
-
-        With a chat template, user and assistant alternate in it; without one, turns and answers are plain
-        text with a blank line in between.
+        """A later turn, behind the turns and answers before it; its id ends in ``/2`` for the second turn.
 
         Args:
-            prompt: one of the workload's.
             turn_index: of the turn to be answered, from 1 (the second turn) on.
             answers: text of the answers to the turns before it.
-
-        Returns:
-            Ids; the id of the prompt ends in ``/2`` for the second turn.
         """
         turns = zip_longest(prompt.turns[: turn_index + 1], answers)
         texts = [text for pair in turns for text in pair if text is not None]
@@ -81,7 +74,7 @@ class Encoded:
         return [f"{self.workload.name}: {said}"] if self.cut else []
 
     def render(self, texts: Sequence[str]) -> tuple[list[int], str]:
-        """Ids and text of a conversation."""
+        """Ids and text of a conversation; without a chat template plain text with a blank line in between."""
         if self.uses_template:
             roles = ("user", "assistant")
             messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -115,10 +108,8 @@ def prompt_ids(
     Later turns follow on answers of plain, greedy decoding.
 
     Args:
-        config, workload: what is asked.
         engine: plain decoding, with room for sequences of such lengths (see `measure.Builder`).
         cell: its context, to which ``encode`` brings every prompt (None: prompts as they are), and new tokens.
-        encode: makes ids of the prompts.
 
     Raises:
         ConfigError: a prompt that does not fit.

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..assembly.drafting import draft_key
+from ..core.errors import ConfigError
 from ..engine.costs import CostTable, cost_points
 from ..llm import LLM
-from ..planning.measured import PassLaw, Timed, errors, fit
-from ..planning.throughput import ServedModel
+from ..planning.throughput import PassLaw, ServedModel, law_terms, pass_cost
 from .calibrate import store, time_passes
 
 REPEATS = 9  # of each pass; medians count
+LEAST_POINTS = 8  # timed passes that a law of six figures is fitted to
+INTENSITIES = tuple(2 ** (n / 4) for n in range(41))  # FLOPs a byte that are tried: 1 to 1,024
+Timed = Mapping[tuple[ServedModel, int, int, int], float]
+"""Seconds of passes by network (the layers that were run), sequences, tokens in front of the rows of each, rows."""
 Size = tuple[int, int, int, bool]  # sequences, tokens that each has, rows of each; a quarter of the layers alone
 FITTED: tuple[Size, ...] = (
     *((1, 64, rows, False) for rows in (1, 2, 4, 8, 16, 32)),
@@ -39,6 +47,42 @@ class MeasuredLaw:
     held_out: list[dict[str, float]]
 
 
+def fit(timed: Timed) -> PassLaw:
+    """The law with the least relative errors, no term of it below 0.
+
+    Raises:
+        ConfigError: too few passes, or times that are not above 0.
+    """
+    if len(timed) < LEAST_POINTS or not all(seconds > 0 for seconds in timed.values()):
+        asked = f"a law of {len(timed)} timed passes"
+        raise ConfigError(asked, f"it takes {LEAST_POINTS} of more than 0 seconds", "time more passes")
+    return min((_fit(timed, hoi) for hoi in INTENSITIES), key=lambda law: sum(e * e for e in errors(law, timed)))
+
+
+def _fit(timed: Timed, hoi: float) -> PassLaw:
+    """The best law of one intensity: least squares over every choice of terms, those below 0 left out."""
+    table = np.array([law_terms(pass_cost(*size), size[1] * size[3], hoi) for size in timed])
+    table /= np.array([*timed.values()])[:, None]
+    scale = np.linalg.norm(table, axis=0)
+    scale[scale == 0] = 1.0
+    best, least = np.zeros(table.shape[1]), float("inf")
+    for count in range(1, table.shape[1] + 1):
+        for chosen in combinations(range(table.shape[1]), count):
+            part: NDArray[np.float64] = table[:, chosen] / scale[list(chosen)]
+            values = np.linalg.lstsq(part, np.ones(len(timed)), rcond=None)[0]
+            left = float(np.square(part @ values - 1).sum())
+            if (values >= 0).all() and left < least:
+                best, least = np.zeros(table.shape[1]), left
+                best[list(chosen)] = values / scale[list(chosen)]
+    host, row, weight, kv, attention = (float(value) for value in best)
+    return PassLaw(host=host, row=row, weight=weight, hoi=hoi, kv=kv, attention=attention)
+
+
+def errors(law: PassLaw, timed: Timed) -> list[float]:
+    """Predicted over measured time, less 1, of each pass."""
+    return [law.seconds(*size) / seconds - 1 for size, seconds in timed.items()]
+
+
 def errors_of(law: PassLaw, timed: Timed) -> list[dict[str, float]]:
     """Passes with what they took, ``measured_ms``, and the law's relative ``error`` of each."""
     return [
@@ -60,11 +104,9 @@ def measure_law(
     """Time passes of a target and fit the law of the machine to them.
 
     Args:
-        llm: the target, loaded as it will be used.
-        network: its sizes, all its layers.
+        llm, network: the target, loaded as it will be used, and its sizes.
         progress: called with the number of rounds done, of ``repeats + 1``.
         fitted, held_out: the passes; those beyond the model's positions are left out.
-        repeats: of each pass.
 
     Raises:
         ConfigError: a model with too few positions for enough passes.
@@ -87,15 +129,10 @@ def measure_law(
 
 
 def store_law(llm: LLM, network: ServedModel, law: PassLaw, draft: tuple[str, ServedModel] | None) -> Path:
-    """Write the law's table down, where the draft budget finds it.
+    """Write the law's table of the target down, where the draft budget finds it; returns the file.
 
     Args:
-        llm, network: the target.
-        law: of its passes.
         draft: name and sizes of its draft model, whose passes the law predicts as well.
-
-    Returns:
-        The file.
 
     Raises:
         ConfigError: no place to write to.

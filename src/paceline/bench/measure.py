@@ -164,8 +164,6 @@ class Builder:
     """Makes the engines of a run. Methods whose target is the same share its weights.
 
     Args:
-        model: name or folder.
-        device, threads: of `LLMConfig`.
         applications: folders of the trained sets that methods name.
     """
 

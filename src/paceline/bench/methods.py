@@ -39,11 +39,7 @@ _FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;bud
 
 
 def parse_method(text: str, dtype: str = "auto") -> Method:
-    """Read one method.
-
-    Args:
-        text: see the top of the module.
-        dtype: where the text names none.
+    """Read one method, of this dtype where the text names none.
 
     Raises:
         ConfigError: no such drafter or option, or a value that does not fit.

@@ -13,7 +13,6 @@ another one, and repeated. Aggregates are never stored without the trials behind
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, PlainSerializer, TypeAdapter, ValidationError
@@ -189,7 +188,7 @@ class Report(Record):
         for trial in values.get("trials", ()):
             trial.pop("peak_bytes", None)  # older reports have it
         try:
-            report = _adapter().validate_python(values)
+            report = _REPORT.validate_python(values)
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -202,9 +201,7 @@ class Report(Record):
 
     def as_json(self) -> str:
         """The inverse as text; JSON cannot say infinities and NaN, which become null."""
-        return _adapter().dump_json(self).decode()
+        return _REPORT.dump_json(self).decode()
 
 
-@cache
-def _adapter() -> TypeAdapter[Report]:
-    return TypeAdapter(Report)
+_REPORT = TypeAdapter(Report)

@@ -49,20 +49,19 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
 WARM_UP_TOKENS = 16
-# Settings that a report repeats as they are.
-SETTINGS = ("prompts", "repeats", "seed", "device", "batches", "temperatures", "top_ks", "contexts")
-MORE_SETTINGS = ("prompt_tokens", "time_limit_s", "applications")
+SETTINGS = (  # that a report repeats as they are
+    *("prompts", "repeats", "seed", "device", "batches", "temperatures", "top_ks", "contexts"),
+    *("prompt_tokens", "time_limit_s", "applications"),
+)
 
 
 class Run:
     """A benchmark.
 
     Args:
-        config: what to measure.
         out: folder for the report; None keeps nothing.
         overwrite: start again even if ``out`` holds a report.
         command: the command line that repeats it.
-        progress: is told how far it is.
     """
 
     encode: Callable[..., Encoded] = Encoded  # makes ids of a workload's prompts
@@ -150,12 +149,7 @@ class Run:
                 self.notes.append(f"{where}: {spare} of {len(prompts)} prompts are in two groups, to fill the last")
 
     def build(self, folder: Path, stack: ExitStack) -> None:
-        """Every method's runner, so that what cannot be is found before the first trial.
-
-        Args:
-            folder: of the model.
-            stack: closes what is opened here.
-        """
+        """Every runner, so that what cannot be is found before the first trial; ``stack`` closes what is opened."""
         for method in self.config.methods:
             if method.own:
                 self._tell(f"preparing {method.name}", None)
@@ -225,7 +219,7 @@ class Run:
             versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES},
             commit=self.commit,
             settings={
-                **{name: getattr(config, name) for name in (*SETTINGS, *MORE_SETTINGS)},
+                **{name: getattr(config, name) for name in SETTINGS},
                 "threads": torch.get_num_threads(),
                 "ignore_eos": config.ignores_eos,
                 "order": "methods in rotated order within (group, repeat); workloads in turns",
@@ -321,10 +315,6 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parents[3]
     if shutil.which("git") is None or not (root / ".git").exists():
         return None
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    head = git("rev-parse", "HEAD")
-    return (head + "-dirty" if git("status", "--porcelain", "--untracked-files=no") else head) or None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return done.stdout.strip() or None

@@ -158,8 +158,8 @@ class Summary:
         """Of the ratio a/b; None where nothing pairs."""
         key = (a, b, cell)
         if key not in self._samples:
-            logs = paired_logs(self.trials.get((cell, a), ()), self.trials.get((cell, b), ()))
-            self._samples[key] = _sample(logs, f"{a}|{b}|{cell}") if logs else None
+            logs = speed_logs(self.trials.get((cell, a), ()), self.trials.get((cell, b), ()))
+            self._samples[key] = _sample([*logs.values()], f"{a}|{b}|{cell}") if logs else None
         return self._samples[key]
 
     def _row(self, name: str, cells: Sequence[Cell], cell: Cell | None = None) -> Row:
@@ -212,14 +212,14 @@ def interval_of(value: float, resamples: Sequence[Floats], pairs: int) -> Interv
     return Interval(value=float(np.exp(value)), low=float(np.exp(low)), high=float(np.exp(high)), pairs=pairs)
 
 
-def paired_logs(a: Iterable[Trial], b: Iterable[Trial]) -> list[list[float]]:
-    """Logs of the ratios a/b of tokens/s, one list a group, one entry a repeat that both finished."""
-    left, right = speeds(a), speeds(b)
+def speed_logs(a: Iterable[Trial], b: Iterable[Trial] | None = None) -> dict[int, list[float]]:
+    """Logs of tokens/s, or of the ratios a/b, by group, one entry a repeat that is finished (in both)."""
+    left = speeds(a)
+    right = dict.fromkeys(left, 1.0) if b is None else speeds(b)
     groups: dict[int, list[float]] = {}
     for group, repeat in sorted(left.keys() & right.keys()):
-        ratio = left[group, repeat] / right[group, repeat]
-        groups.setdefault(group, []).append(float(np.log(ratio)))
-    return list(groups.values())
+        groups.setdefault(group, []).append(float(np.log(left[group, repeat] / right[group, repeat])))
+    return groups
 
 
 def speeds(trials: Iterable[Trial]) -> dict[tuple[int, int], float]:

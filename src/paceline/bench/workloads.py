@@ -16,7 +16,6 @@ import gzip
 import hashlib
 import json
 import random
-import tomllib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter, Val
 
 from ..core.errors import ConfigError
 from ..core.options import shown, suggest
+from ..core.tables import read_table
 
 FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
 PACKAGED = "packaged sample"  # where a workload that comes along is read from
@@ -82,23 +82,12 @@ class Workload:
 
     def as_dict(self) -> dict[str, Any]:
         """What a report keeps, ready for JSON; ``prompts`` is how many were used, of ``total``."""
-        names = (
-            "title",
-            "description",
-            "source",
-            "licence",
-            "origin",
-            "total",
-            "chat",
-            "max_new_tokens",
-            "fingerprint",
-        )
+        names = "title", "description", "source", "licence", "origin", "total", "chat", "max_new_tokens", "fingerprint"
         return {**{name: getattr(self, name) for name in names}, "prompts": len(self.prompts)}
 
 
 _PROMPTS = TypeAdapter(Prompt)
-_CATALOGUE = tomllib.loads((resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8"))
-WORKLOADS = {name: Workload(name=name, **facts) for name, facts in _CATALOGUE.items()}
+WORKLOADS = {name: Workload(name=name, **facts) for name, facts in read_table("bench/workloads.toml").items()}
 
 
 # -- finding and loading
@@ -120,11 +109,9 @@ def load(
     limit: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Prompts by the name of a workload, or from a file.
+    """Prompts by the name of a workload (of ``folder``, else of the packaged sample), or of a file.
 
-    A name is read from ``folder`` where its file is there, else from the packaged sample; a path gives the records of
-    its file. Records of the form prompt and completion that have the same prompt become one prompt with several
-    references.
+    Records of the form prompt and completion that have the same prompt become one with several references.
 
     Args:
         name_or_path: a name of `WORKLOADS`, or the path of a file.

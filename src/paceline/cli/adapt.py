@@ -12,8 +12,8 @@ import typer
 from ..adapt.config import AdaptConfig
 from ..adapt.run import Outcome, adapt
 from . import INTERRUPTED
-from .console import note, stderr, stdout
-from .options import takes
+from .console import note, stderr, stdout, this_command
+from .options import ModelArgument, takes
 
 app = typer.Typer(add_completion=False)
 LINE_EVERY_S = 30.0  # where no terminal shows a line that changes
@@ -25,10 +25,6 @@ class ProgressLine:
     def __init__(self) -> None:
         self.console, self.last = stderr(), 0.0
         self.status = self.console.status("") if self.console.is_terminal else None
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        note(text)
 
     def show(self, text: str) -> None:
         """How far it is."""
@@ -48,7 +44,7 @@ class ProgressLine:
 @app.command(name="adapt")
 @takes(config=AdaptConfig, without=("model",))
 def command(
-    model: Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")],
+    model: ModelArgument,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Measure, choose, say what is expected, and stop.")
     ] = False,
@@ -60,12 +56,11 @@ def command(
     Ctrl-C keeps all that was made, and the same command goes on. The folder is a drafter: --drafter DIR.
     """
     asked, line = AdaptConfig(model=model, **config), ProgressLine()
-    again = shlex.join(["paceline", *sys.argv[1:]])
     try:
-        made = adapt(asked, line.say, line.show, dry_run, shlex.join(sys.argv[1:]))
+        made = adapt(asked, note, line.show, dry_run, shlex.join(sys.argv[1:]))
     except KeyboardInterrupt as stop:
         line.close()
-        note(f"stopped; what was made is in {asked.folder}, go on: {again}")
+        note(f"stopped; what was made is in {asked.folder}, go on: {this_command()}")
         raise typer.Exit(INTERRUPTED) from stop
     finally:
         line.close()

@@ -6,6 +6,8 @@ Answers go to stdout, everything else to stderr, so that a pipe gets the answer 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +39,11 @@ def stderr() -> Console:
 def note(text: str) -> None:
     """A dim line on stderr: figures and remarks."""
     stderr().print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def this_command() -> str:
+    """The command line that was given: the same again goes on where it stopped."""
+    return shlex.join(["paceline", *sys.argv[1:]])
 
 
 def coloured(console: Console) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -14,14 +13,13 @@ from rich.text import Text
 from .. import zoo
 from ..drafters.registry import DrafterRow, describe
 from .console import stdout
+from .options import JsonLines
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
-def drafters(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-) -> None:
+def drafters(as_json: JsonLines = False) -> None:
     """List the drafters and their options, and for which models the zoo has weights of them.
 
     One is chosen with --drafter NAME, --drafter NAME:WEIGHTS or --drafter NAME,OPTION=VALUE,...; a trained one without

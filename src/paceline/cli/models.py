@@ -15,6 +15,7 @@ from ..core.options import suggest
 from ..network.hub import env_offline, from_hub
 from ..published import Published, cache
 from .console import stdout
+from .options import JsonLines
 
 app = typer.Typer(add_completion=False)
 
@@ -22,7 +23,7 @@ app = typer.Typer(add_completion=False)
 @app.callback(invoke_without_command=True)
 def models(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """List the models known by name and the sets trained for them.
 

@@ -30,6 +30,8 @@ from ..core.options import alternatives, named_values
 from ..core.options import read as read_text
 
 DEFAULT_MODEL = "paceline-small"
+ModelArgument = Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 DRAFTER_SHOWN = "the applications' streams, or the model's own drafter where the zoo names one, else none"
 Flag = tuple[inspect.Parameter, Callable[[Any], Any]]  # as typer reads it, and from that to what Python takes
 

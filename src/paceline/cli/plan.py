@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,10 +18,13 @@ from ..core.options import named_values, shown, suggest
 from ..distributed.placement import cores, parse_cluster
 from ..engine.calibration import processor
 from ..llm import LLM
-from ..planning import acceptance, machines, models
+from ..planning import machines, models
+from ..planning.acceptance import Acceptance, accept_of
 from ..planning.hosts import Hosts
+from ..planning.machines import Machine
 from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
+from ..planning.throughput import PassLaw
 from . import plan_hosts, plan_view
 from .console import note
 from .options import takes
@@ -34,6 +37,7 @@ MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its 
 RUNNABLE = ("float32", "bfloat16", "int8")  # of weights: what this engine runs
 DEVICES = ("devices", "stages")  # of one host, whose drafters are ranked
 ASSUMED_BYTES = 8e9  # of memory, where the system does not tell
+TAU_DEPTH = 4  # of a --tau that names no depth: the k of SPIRe
 STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 
 
@@ -100,43 +104,33 @@ def plan(
     With --hosts stages, ranks and replicas are ranked in place of drafters.
     """
     links = dict[str, Any](cluster=cluster, insecure=insecure_cluster)
-    _refuse_beside_hosts(site, links, {"--plot": plot, **{f"--{name}": question[name] > 1 for name in DEVICES}})
+    several = {f"--{name}": question[name] > 1 for name in DEVICES}
+    _refuse_beside_hosts(site, links, {"--plot": plot, **several})
     shape = resolve(target)
     if measured:
-        given = {
-            "--machine": machine,
-            "--kv": kv,
-            **{f"--{name}": question[name] > 1 for name in DEVICES},
-        }
-        _refuse_beside_measured(given)
+        _refuse_beside_measured({"--machine": machine, "--kv": kv, **several})
         kv = "float32" if weights == "float32" else "bfloat16"
+    elif machine is None:
+        wrong, remedy = "it is not said for which machine", "add --machine NAME, or --measured for this one"
+        raise ConfigError("paceline plan", wrong, remedy)
     drafting = _draft_name(target, draft)
     asked = PlanRequest(
         target=shape,
-        machine=machines.machine(machine or _no_machine(measured)),
+        machine=machines.machine(machine or "cpu"),  # what is measured takes its place
         draft=None if drafting is None else resolve(drafting),
         weight_bytes=_bytes("--weights", weights),
         kv_bytes=_bytes("--kv", kv or "bfloat16"),
-        acceptance=acceptance.given(named_values("--tau", tau or ()), DRAFTERS),
+        acceptance=given_acceptance(tau or ()),
         **question,
     )
-    own, here, found = _runnable(target), None, dict[str, Any]()
+    names, found = (_runnable(target), _runnable(drafting) if drafting else None), dict[str, Any]()
     if measured:
-        other = (drafting, asked.network(asked.drafting)) if drafting else None
-        llm, network = _runnable_here(own, weights), asked.network(shape)
-        with counting("timing passes", law.REPEATS + 1) as progress:
-            here = law.measure_law(llm, network, progress)
-        found = asdict(here) | {"file": str(law.store_law(llm, network, here.law, other))}
-        asked = replace(asked, machine=here.law.machine(processor("cpu"), _memory(), len(cores())), law=here.law)
-    draft_named = _runnable(drafting) if drafting else None
-    if here is not None and not as_json:
-        plan_view.show_law(here, asked.machine)
-        note(f"written to {found['file']}, where the automatic budget finds it")
+        asked, found = _measured(asked, _runnable_here(names[0], weights), drafting, as_json)
     if site["hosts"] is not None:
-        plan_hosts.show_layouts(asked, *_linked(site, **links), own, draft_named, as_json)
+        plan_hosts.show_layouts(asked, *_linked(site, **links), *names, as_json)
         return
     ranked = rank(asked)
-    ways = [plan_view.how_to_run(asked, made, own, draft_named) for made in ranked]
+    ways = [plan_view.how_to_run(asked, made, *names) for made in ranked]
     file = None if plot is None else plan_view.draw(asked, plot)
     if as_json:
         plan_view.print_json(asked, ranked, ways, found)
@@ -144,6 +138,41 @@ def plan(
         plan_view.show(asked, ranked, ways)
     if file is not None:
         note(f"drawn: {file}")
+
+
+def _measured(asked: PlanRequest, llm: LLM, draft: str | None, as_json: bool) -> tuple[PlanRequest, dict[str, Any]]:
+    """The question with the law of this machine, which is stored and shown; and what JSON says of it."""
+    network, other = asked.network(asked.target), (draft, asked.network(asked.drafting)) if draft else None
+    with counting("timing passes", law.REPEATS + 1) as progress:
+        here = law.measure_law(llm, network, progress)
+    file = law.store_law(llm, network, here.law, other)
+    asked = replace(asked, machine=this_machine(here.law), law=here.law)
+    if not as_json:
+        plan_view.show_law(here, asked.machine)
+        note(f"written to {file}, where the automatic budget finds it")
+    return asked, {**asdict(here), "file": str(file)}
+
+
+def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
+    """What ``--tau`` says of drafters: ``spire=3.4``, or ``spire=3.4@8`` of drafts of 8 tokens.
+
+    Raises:
+        ConfigError: an unknown drafter, or no number.
+    """
+    found = {}
+    for name, text in named_values("--tau", taus).items():
+        asked, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
+        if name not in DRAFTERS:
+            raise ConfigError(asked, "the planner has no model of such a drafter", suggest(name, DRAFTERS, "drafter"))
+        try:
+            tokens, levels = float(tau), int(depth) if at else TAU_DEPTH
+        except ValueError:
+            tokens, levels = 0.0, 0
+        if levels < 1:
+            remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
+            raise ConfigError(asked, "not a number of tokens a round", remedy)
+        found[name] = Acceptance(accept=accept_of(tokens, levels), source=asked)
+    return found
 
 
 def _refuse_beside_hosts(site: Mapping[str, Any], links: Mapping[str, Any], others: Mapping[str, object]) -> None:
@@ -205,20 +234,23 @@ def _runnable_here(name: str | None, weights: str) -> LLM:
     return LLM(name, dtype=weights)
 
 
-def _memory() -> float:
-    """Bytes of this machine's memory."""
+def this_machine(found: PassLaw) -> Machine:
+    """This processor as the planner has others: what it was seen to read and to multiply."""
     try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, OSError, ValueError):
-        return ASSUMED_BYTES
-
-
-def _no_machine(measured: bool) -> str:
-    """The machine that a question begins with where none is named: what is measured takes its place."""
-    if not measured:
-        wrong, remedy = "it is not said for which machine", "add --machine NAME, or --measured for this one"
-        raise ConfigError("paceline plan", wrong, remedy)
-    return "cpu"
+        memory = ASSUMED_BYTES
+    read = 1 / max(found.weight, 1e-15)
+    return Machine(
+        name="here",
+        about=processor("cpu"),
+        flops=read * found.hoi,
+        bandwidth=read,
+        memory=memory,
+        cores=len(cores()),
+        device="cpu",
+        source="measured now: paceline plan --measured",
+    )
 
 
 def resolve(text: str) -> ModelSizes:

@@ -15,7 +15,7 @@ from ..core.errors import PacelineError
 from ..planning.hosts import DRAFT, HostLayout, Hosts, RankedLayout, rank_layouts
 from ..planning.plan import PLAIN, PlanRequest
 from .console import note, stdout
-from .plan_view import DTYPES, HowToRun
+from .plan_view import DTYPES, HowToRun, wide_table
 
 SHOWN = 5  # layouts
 HEAD = ("stages", "ranks", "replicas", "a host", "draft", "ms a token", "tokens/s", "of a plain pass")
@@ -67,9 +67,7 @@ def _commands(ways: Sequence[HowToRun]) -> list[str]:
 
 
 def _table(ranked: Sequence[RankedLayout]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in HEAD:
-        table.add_column(name, justify="left" if name in ("draft", HEAD[-1]) else "right", overflow="fold")
+    table = wide_table(HEAD, ("draft", HEAD[-1]))
     for made in ranked:
         layout = made.layout
         sizes = [str(count) for count in (layout.stages, layout.ranks, layout.replicas, layout.per_host)]
@@ -127,9 +125,8 @@ def how_to_serve(q: PlanRequest, hosts: Hosts, made: RankedLayout, target: str |
     try:
         LLMConfig(model=target, **given)  # type: ignore[arg-type]
     except PacelineError as error:
-        if (
-            getattr(error, "asked", "") != f"device={given.get('device')!r}"
-        ):  # that is this host's, not the planned one's
+        lacking = f"device={given.get('device')!r}"  # here, not on the planned hosts
+        if getattr(error, "asked", "") != lacking:
             return None, str(error)
     flags = {name: value for name, value in given.items() if value not in (None, 1)}
     if layout.replicas > 1:

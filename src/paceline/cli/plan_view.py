@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,8 +22,8 @@ from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..planning.machines import Machine
-from ..planning.plan import DRAFTERS, PLAIN, SINK, PlanRequest, RankedDrafter, devices_needed, rank
-from ..planning.throughput import critical_batch
+from ..planning.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter, rank
+from ..planning.throughput import ServedModel, link_seconds, pass_cost
 from .console import note, stdout
 
 if TYPE_CHECKING:
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 SUFFIXES = (".svg", ".png")
+MOST_BATCH = 2**40  # beyond it nothing changes
 LEAST_BATCH, LEAST_CONTEXT = 256, 8192  # where plots end at least
+DEAR = 1.05  # a verification that costs more plain passes than this is said to
 LAW_HEAD = ("layers", "sequences", "context", "rows each", "measured, ms", "predicted, ms", "error")
 ADVICE = {  # where a drafter's weights are missing
     "streams": "train a set of streams (paceline train streams)",
@@ -46,7 +50,7 @@ def show(question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[
     """The table, what was assumed, and how to run each drafter."""
     console = stdout()
     console.print(_title(question), style="bold", markup=False)
-    console.print(_table(ranked))
+    console.print(_table(question, ranked))
     for line in _remarks(question, ranked):
         console.print(line, markup=False)
     _show_acceptance(ranked)
@@ -93,8 +97,9 @@ def print_json(
     for made, (command, missing) in zip(ranked, ways, strict=True):
         took = {"draft_s": made.round.draft, "verify_s": made.round.verify, "plain_s": made.round.plain}
         values = {name: value for name, value in asdict(made).items() if name != "round"}
-        devices = devices_needed(question, made.holds)
-        rows.append({**values, **took, "devices_needed": devices, "command": command, "missing": missing})
+        devices = devices_needed(question, made)
+        told = {"reason": reason(question, made), "devices_needed": devices, "command": command, "missing": missing}
+        rows.append({**values, **took, **told})
     asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
     found = {"measured": {**measured, "machine": asked["machine"]}} if measured else {}
     typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **found}))
@@ -119,22 +124,58 @@ def _title(q: PlanRequest) -> str:
     return f"{q.target.name} on {about}; batch {q.batch:,}, context {q.context:,}"
 
 
-def _table(ranked: Sequence[RankedDrafter]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in HEAD:
-        table.add_column(name, justify="left" if name in ("drafter", "why") else "right", overflow="fold")
+def _table(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> Table:
+    table = wide_table(HEAD, ("drafter", "why"))
     for made in ranked:
         form = ("", "") if made.drafter == PLAIN else (str(made.depth), str(made.width))
         figures_ = (f"{made.tau:.2f}", f"{made.multiplier:.2f}", f"{made.tokens_per_s:,.0f}")
-        table.add_row(made.drafter, *form, *figures_, made.reason)
+        table.add_row(made.drafter, *form, *figures_, reason(q, made))
     return table
+
+
+def wide_table(head: Sequence[str], words: Sequence[str]) -> Table:
+    """An empty table; the columns of words are on the left, figures on the right."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in head:
+        table.add_column(name, justify="left" if name in words else "right", overflow="fold")
+    return table
+
+
+def reason(q: PlanRequest, made: RankedDrafter) -> str:
+    """Why a drafter is worth what it is, in words."""
+    bound, took = f"{_bound(q, 1)}-bound", made.round
+    if made.drafter == PLAIN:
+        return bound
+    drafts = "drafts are rows of the same pass" if made.drafter in RIDING else "drafts cost nothing"
+    if DRAFTERS[made.drafter]:
+        keys = q.keys(made.drafter) or q.context
+        kind = f"sparse draft of {keys:,} keys" if keys < q.context else "dense draft"
+        drafts = f"{kind}, a pass takes {took.draft / made.depth / took.plain:.0%} of the target's"
+    words = [f"{bound}: {drafts}"]
+    if (verify := took.verify / took.plain) > DEAR:
+        words.append(f"verifying {made.rows} rows takes {verify:.2g} passes, {_bound(q, made.rows)}-bound")
+    if q.all_devices > 1:
+        talk = link_seconds(q.network(q.target), q.machine, q.batch, made.rows, q.devices, q.stages)
+        words.append(f"{talk / took.verify:.0%} of that is on the link")
+    return "; ".join(words)
+
+
+def _bound(q: PlanRequest, rows: int) -> str:
+    """What limits a target pass."""
+    cost = pass_cost(q.network(q.target), math.ceil(q.batch / q.stages), q.context, rows)
+    return cost.bound(q.machine.hoi).removesuffix("s")
+
+
+def devices_needed(q: PlanRequest, made: RankedDrafter) -> int:
+    """The fewest devices whose memory holds target and draft."""
+    return max(1, math.ceil(made.holds / q.machine.memory))
 
 
 def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
     """Memory, and from where on verification is compute-bound."""
     best = ranked[0]
     holds, have = best.holds, q.machine.memory * q.all_devices
-    needed = devices_needed(q, holds)
+    needed = devices_needed(q, best)
     room = "fits" if holds <= have else f"does not fit: {needed} devices would hold it; figures are as if it did"
     batch = critical_batch(q.network(q.target), q.context, q.machine.hoi, best.rows)
     bound = "at no batch size" if batch is None else f"from batch {batch:,} on"
@@ -142,6 +183,17 @@ def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
         f"{best.drafter} holds {holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}",
         f"a pass over {best.rows} row{'s' if best.rows > 1 else ''} a sequence is compute-bound {bound}",
     ]
+
+
+def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) -> int | None:
+    """The smallest batch for which a pass is compute-bound (B_crit of SPIRe, section 4); None: there is none.
+
+    Beyond it a larger batch adds latency and no throughput. The intensity rises with the batch, since weights are
+    shared and K/V is not.
+    """
+    sizes = range(1, MOST_BATCH + 1)
+    place = bisect_left(sizes, True, key=lambda batch: pass_cost(network, batch, context, rows).intensity >= hoi)
+    return sizes[place] if place < MOST_BATCH else None
 
 
 def how_to_run(question: PlanRequest, made: RankedDrafter, target: str | None, draft: str | None) -> HowToRun:
@@ -169,7 +221,7 @@ def _missing(q: PlanRequest, made: RankedDrafter, target: bool, weights: bool) -
         "CPUs and CUDA GPUs are what there is so far": not q.machine.device,
         "weights are float32, bfloat16 or int8, keys and values as activations": q.weight_bytes not in DTYPES
         or q.kv_bytes != kv,
-        f"memory: {devices_needed(q, made.holds)} devices would hold it": made.holds > q.machine.memory,
+        f"memory: {devices_needed(q, made)} devices would hold it": made.holds > q.machine.memory,
         f"{ADVICE.get(made.drafter)} first": not weights,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -16,7 +16,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..options import LLMOptions
 from ..serve.config import ServeConfig
 from ..serve.engine import engine_client
-from .options import DEFAULT_MODEL, DRAFTER_SHOWN, takes
+from .options import DEFAULT_MODEL, DRAFTER_SHOWN, ModelArgument, takes
 
 app = typer.Typer(add_completion=False)
 
@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
     defaults={"max_prompt_rows": "auto"},
 )
 def serve(
-    model: Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")] = DEFAULT_MODEL,
+    model: ModelArgument = DEFAULT_MODEL,
     *,
     serve: dict[str, Any],
     llm: dict[str, Any],

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +26,7 @@ from ..training.recipe import locate, read_recipe
 from ..training.registry import KINDS, RecipeKind
 from ..training.trainer import Phase, TrainConfig, require_accelerate
 from . import INTERRUPTED
-from .console import note, stderr, stdout
+from .console import note, stderr, stdout, this_command
 from .options import takes
 from .train_progress import Bar, event_file
 
@@ -173,7 +171,7 @@ def _train(job: TrainingJob, asked: RunConfig) -> None:
             note(f"{trainer.step} steps, {trainer.tokens:,} tokens; the last part took {trainer.seconds:.0f} s")
             stdout().print(str(result), markup=False)
     elif first:
-        again = re.sub(r" --stop-after[ =]\S+", "", shlex.join(["paceline", *sys.argv[1:]]))
+        again = re.sub(r" --stop-after[ =]\S+", "", this_command())
         note(f"stopped after step {trainer.step} of {job.config.steps}, with a checkpoint in {job.out}; go on: {again}")
     if trainer.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -210,8 +208,7 @@ def answers(
         try:
             count = answering.write(part, SourceSpec(file=name), encoder, asked, answer, mark, batch * 8, note)
         except KeyboardInterrupt as stop:
-            again = shlex.join(["paceline", *sys.argv[1:]])
-            note(f"stopped; the answers in {part} are kept, go on: {again}")
+            note(f"stopped; the answers in {part} are kept, go on: {this_command()}")
             raise typer.Exit(INTERRUPTED) from stop
         note(f"{count:,} answers in {part}")
 

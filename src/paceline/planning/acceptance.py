@@ -7,19 +7,15 @@ measured, and what is assumed of others.
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
 
 from ..core.errors import ConfigError
-from ..core.options import suggest
+from ..core.tables import read_table
 
-DEPTH = 4  # of a tau for which no depth is given: the k of SPIRe
 CONTEXT = 512  # of which SPIRe takes its tau for all multipliers
 SIBLINGS = 0.3  # see `Acceptance.siblings`, and the file for where it is from
 STEPS = 60  # of a bisection: beyond a float's precision
@@ -75,34 +71,15 @@ def assumed(
         context: tokens that a sequence has; between measured ones tau lies on a line.
         window: keys of a sparse draft; None: as it was measured. Of another window nobody measured anything.
     """
-    table, names = _table(), tuple((name or "").partition(",")[0] for name in (target, draft))
+    table, names = (
+        read_table("planning/acceptance.toml"),
+        tuple((name or "").partition(",")[0] for name in (target, draft)),
+    )
     found = {name: _read(entry, context, own=False) for name, entry in table["drafter"].items()}
     for pair in table["pair"]:
         same = pair["target"] == names[0] and pair.get("draft", names[1]) == names[1]
         if same and window in (None, pair.get("window", window)):
             found[pair["drafter"]] = _read(pair, context, own=True)
-    return found
-
-
-def given(taus: Mapping[str, str], drafters: Iterable[str]) -> dict[str, Acceptance]:
-    """What a user says: ``{"spire": "3.4"}``, or ``"3.4@8"`` of drafts of 8 tokens.
-
-    Raises:
-        ConfigError: an unknown drafter, or no number.
-    """
-    known, found = list(drafters), {}
-    for name, text in taus.items():
-        asked, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
-        if name not in known:
-            raise ConfigError(asked, "the planner has no model of such a drafter", suggest(name, known, "drafter"))
-        try:
-            tokens, levels = float(tau), int(depth) if at else DEPTH
-        except ValueError:
-            tokens, levels = 0.0, 0
-        if levels < 1:
-            remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
-            raise ConfigError(asked, "not a number of tokens a round", remedy)
-        found[name] = Acceptance(accept=accept_of(tokens, levels), source=asked)
     return found
 
 
@@ -115,8 +92,3 @@ def _read(entry: Mapping[str, Any], context: float, own: bool) -> Acceptance:
     accept = entry["accept"] if tau is None else accept_of(float(tau), entry["depth"])
     given = {name: entry[name] for name in ("siblings", "layers", "window") if name in entry}
     return Acceptance(accept=accept, source=entry["source"], own=own, **given)
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads((resources.files(__package__) / "acceptance.toml").read_text(encoding="utf-8"))

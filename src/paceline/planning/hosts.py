@@ -121,7 +121,8 @@ class _Site:
         self.devices = 1 if cores else self.slots  # cores of a host share its memory
         times = self.slots / cores if cores else 1.0  # arithmetic goes with cores, reads do not
         machine = replace(q.machine, flops=q.machine.flops * times)
-        self.q = replace(q, machine=machine, law=q.law and q.law.with_cores(times))
+        law = q.law and replace(q.law, row=q.law.row / times, hoi=q.law.hoi * times, attention=q.law.attention / times)
+        self.q = replace(q, machine=machine, law=law)
         if self.count * self.slots > MOST:
             asked = f"{self.count} hosts with {self.slots} processes each"
             raise ConfigError(asked, f"{MOST:,} in all are planned for, at most", "name fewer hosts")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
 from ..core.errors import ConfigError
 from ..core.options import check, option, shown, suggest
+from ..core.tables import read_table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One device. All figures are peaks.
-
-    Raises:
-        ConfigError: a rate or a size that is not above 0.
-    """
+    """One device, all figures peaks; raises a `ConfigError` where a rate or a size is not above 0."""
 
     name: str = option(help="name of the device")
     flops: float = option(help="dense arithmetic at 16 bits, FLOP/s", above=0)
@@ -41,8 +36,7 @@ class Machine:
 @cache
 def machines() -> dict[str, Machine]:
     """All of them, by name."""
-    table = tomllib.loads((resources.files(__package__) / "machines.toml").read_text(encoding="utf-8"))
-    return {name: Machine(name=name, **values) for name, values in table.items()}
+    return {name: Machine(name=name, **values) for name, values in read_table("planning/machines.toml").items()}
 
 
 def machine(name: str) -> Machine:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.tables import read_table
 from ..network.families import DecoderConfig, decoder_config
 from ..network.files import read_json
 from ..network.gguf import is_gguf
 from ..network.gguf_layout import read_gguf_config
+
+TABLE = "planning/models.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,9 @@ class Experts:
     layers: int  # that have a mixture; the others have the dense MLP
 
     def touched(self, rows: int) -> float:
-        """Experts of a layer whose weights a pass over ``rows`` tokens reads: the expected size of the union.
+        """Experts of a layer that a pass over ``rows`` tokens reads: the expected union of even, independent choices.
 
-        Every token chooses ``per_token`` of them, all choices as likely and independent of each other. Tokens of one
-        text choose more alike than that, so this is the upper side.
+        Tokens of one text choose more alike than that, so this is the upper side.
         """
         return self.count * (1 - (1 - self.per_token / self.count) ** rows)
 
@@ -54,11 +53,6 @@ class ModelSizes:
     experts: Experts | None = None
     source: str = ""
     hub: str = ""  # its name on the hub, where it has one
-
-    @property
-    def attention_parameters(self) -> int:
-        """Of one layer: queries and output, keys and values."""
-        return 2 * self.d_model * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     @property
     def head_parameters(self) -> int:
@@ -90,7 +84,8 @@ class ModelSizes:
 
     def _body(self, experts: float) -> float:
         mixed = self.experts.layers if self.experts else 0
-        dense = self.num_layers * self.attention_parameters + (self.num_layers - mixed) * self._mlp(self.d_ff)
+        attention = 2 * self.d_model * self.head_dim * (self.num_heads + self.num_kv_heads)  # Q and output, K and V
+        dense = self.num_layers * attention + (self.num_layers - mixed) * self._mlp(self.d_ff)
         if self.experts is None:
             return dense
         router = self.d_model * self.experts.count
@@ -119,10 +114,9 @@ class ModelSizes:
         )
 
     def halved(self) -> ModelSizes:
-        """A dense draft of half the layers and half the width: an eighth of the body, a quarter of the K/V.
+        """A dense draft of half the layers and width: an eighth of the body (the vanilla draft of SPIRe, section 4).
 
-        It is the vanilla draft of SPIRe, section 4 (4 layers of width 512 for 8 of 1,024). Of a mixture, the width that
-        one token goes through is halved.
+        Of a mixture, the width that one token goes through is halved.
         """
         active = self.d_ff
         if self.experts:
@@ -143,12 +137,12 @@ class ModelSizes:
 
 def names() -> list[str]:
     """Models that have a name."""
-    return list(_table())
+    return list(read_table(TABLE))
 
 
 def named(name: str) -> ModelSizes | None:
     """The model of that name or alias, or None."""
-    for own, values in _table().items():
+    for own, values in read_table(TABLE).items():
         if name in (own, *values.get("aliases", ())):
             sizes = {field: value for field, value in values.items() if field not in ("aliases", "experts", "source")}
             experts = Experts(**values["experts"]) if "experts" in values else None
@@ -166,11 +160,9 @@ def read_shape(path: Path) -> ModelSizes:
     """
     if is_gguf(path):
         return replace(shape_of(read_gguf_config(path), path.stem), source=str(path))
-    file = path / "config.json" if path.is_dir() else path
-    shape = shape_of(
-        decoder_config(read_json(file, "name a Hugging Face config.json")), path.name if path.is_dir() else str(path)
-    )
-    return replace(shape, source=str(file))
+    file, name = (path / "config.json", path.name) if path.is_dir() else (path, str(path))
+    config = decoder_config(read_json(file, "name a Hugging Face config.json"))
+    return replace(shape_of(config, name), source=str(file))
 
 
 def shape_of(config: DecoderConfig, name: str = "") -> ModelSizes:
@@ -180,8 +172,3 @@ def shape_of(config: DecoderConfig, name: str = "") -> ModelSizes:
     sizes: dict[str, Any] = {name: getattr(config, name) for name in (*names, "gated")}
     shape = ModelSizes(name=name, window=min(sliding, default=None), sliding_layers=len(sliding), **sizes)
     return shape.stretched(config.stretch)
-
-
-@cache
-def _table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads((resources.files(__package__) / "models.toml").read_text(encoding="utf-8"))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
 from .acceptance import Acceptance, assumed
 from .machines import Machine
-from .measured import PassLaw
 from .models import ModelSizes
-from .throughput import RoundCost, ServedModel, held_bytes, link_seconds, pass_cost, pass_seconds, round_of
+from .throughput import PassLaw, RoundCost, ServedModel, held_bytes, pass_seconds, round_of
 
 PLAIN = "none"  # the drafter of plain decoding
 DEPTHS = tuple(range(1, 9))
@@ -22,35 +19,16 @@ WIDTHS = (1, 2, 4)
 SINK = 1  # a sparse view keeps the first token, too
 LEAST_WINDOW = 64  # of SPIRe, section 3.1
 SHARE = 8  # a window is an eighth of the context where that is more, as in SPIRe's figure 6
-DEAR = 1.05  # a verification that costs more plain passes than this is said to
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterKind:
-    """A kind of drafter."""
-
-    drafts: Literal["nothing", "small", "cut", "itself"]  # with which network; cut: out of the target
-    sparse: bool = False  # whether that sees a window with a sink alone
-    tree: bool = False  # whether it can draft several chains
-    streams: bool = False  # whether its rows ride in the verifying pass
-
-
-DRAFTERS = {
-    "ngram": DrafterKind(drafts="nothing"),
-    "streams": DrafterKind(drafts="nothing", streams=True),
-    "draft_model": DrafterKind(drafts="small", tree=True),
-    "magicdec": DrafterKind(drafts="itself", sparse=True),
-    "spire": DrafterKind(drafts="cut", sparse=True),
-}
+# Drafters with the network that drafts: none, a small one, the target itself, or one that is cut out of it.
+DRAFTERS = {"ngram": "", "streams": "", "draft_model": "small", "magicdec": "itself", "spire": "cut"}
+SPARSE = ("magicdec", "spire")  # drafts that see a window with a sink alone
+TREES = ("draft_model",)  # drafters of several chains
+RIDING = ("streams",)  # drafters whose rows ride in the verifying pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is planned for.
-
-    Raises:
-        ConfigError: a number out of bounds, a context that target or draft cannot have, more devices than parts.
-    """
+    """What is planned for; raises a `ConfigError` where a number is out of bounds, or of the target's or draft's."""
 
     target: ModelSizes = option(help="the target's sizes")
     machine: Machine = option(help="one device")
@@ -95,7 +73,7 @@ class PlanRequest:
 
     def keys(self, drafter: str) -> int | None:
         """Keys of a sparse view; None: the drafter sees all."""
-        return min(self.context, self.last_keys(drafter) + SINK) if DRAFTERS[drafter].sparse else None
+        return min(self.context, self.last_keys(drafter) + SINK) if drafter in SPARSE else None
 
     @property
     def all_devices(self) -> int:
@@ -140,16 +118,13 @@ class RankedDrafter:
     multiplier: float
     tokens_per_s: float  # of the whole batch
     holds: float  # bytes of target and draft together
-    reason: str
     acceptance: Acceptance | None = None
 
 
-def rank(question: PlanRequest) -> list[RankedDrafter]:
+def rank(q: PlanRequest) -> list[RankedDrafter]:
     """The best form of each drafter and plain decoding, the fastest first."""
-    q, accepted = question, question.assumptions()
-    depths = DEPTHS if q.depth is None else (q.depth,)
-    widths = WIDTHS if q.width is None else (q.width,)
-    forms = {name: product(depths, widths if kind.tree else (1,)) for name, kind in DRAFTERS.items()}
+    accepted, depths, widths = q.assumptions(), [q.depth] if q.depth else DEPTHS, [q.width] if q.width else WIDTHS
+    forms = {name: product(depths, widths if name in TREES else [1]) for name in DRAFTERS}
     found = [[_form(q, name, *form, accepted[name]) for form in of] for name, of in forms.items()]
     best = [max(made, key=lambda one: one.multiplier) for made in found]
     return sorted([_form(q, PLAIN, 0, 1, None), *best], key=lambda made: -made.multiplier)
@@ -157,12 +132,11 @@ def rank(question: PlanRequest) -> list[RankedDrafter]:
 
 def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptance | None) -> RankedDrafter:
     """One drafter in one form; without an acceptance it is plain decoding."""
-    kind, target = DRAFTERS.get(name, DrafterKind(drafts="nothing")), q.network(q.target)
-    network = None if accepted is None else _network(q, name, accepted)
-    rows = 1 + depth * width + (depth if kind.streams else 0)  # streams of one row, counted through all layers
+    target, network = q.network(q.target), None if accepted is None else _network(q, name, accepted)
+    rows = 1 + depth * width + (depth if name in RIDING else 0)  # streams of one row, counted through all layers
     took = round_of(q.seconds, target, network, depth, width, rows=rows)
     tau = 1.0 if accepted is None else accepted.tokens(depth, width)
-    held = [target, *([network] if network is not None and kind.drafts != "itself" else [])]
+    held = [target, *([network] if network is not None and DRAFTERS[name] != "itself" else [])]
     return RankedDrafter(
         drafter=name,
         depth=depth,
@@ -173,7 +147,6 @@ def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptanc
         multiplier=took.multiplier(tau),
         tokens_per_s=q.batch * tau / (took.draft + took.verify),
         holds=sum(held_bytes(each, q.batch, q.context) for each in held),
-        reason=_reason(q, name, depth, rows, network, took),
         acceptance=accepted,
     )
 
@@ -181,38 +154,5 @@ def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptanc
 def _network(q: PlanRequest, name: str, accepted: Acceptance) -> ServedModel | None:
     layers = accepted.layers or max(1, round(q.target.num_layers / 4))
     shapes = {"small": q.drafting, "cut": q.target.last_layers(layers), "itself": q.target}
-    shape = shapes.get(DRAFTERS[name].drafts)
+    shape = shapes.get(DRAFTERS[name])
     return None if shape is None else q.network(shape, q.keys(name))
-
-
-def _bound(q: PlanRequest, rows: int) -> str:
-    """What limits a target pass, as words have it."""
-    cost = pass_cost(q.network(q.target), math.ceil(q.batch / q.stages), q.context, rows)
-    return {"weights": "weight"}.get(bound := cost.bound(q.machine.hoi), bound)
-
-
-def _reason(q: PlanRequest, name: str, depth: int, rows: int, draft: ServedModel | None, took: RoundCost) -> str:
-    """Why it is worth what it is, in words."""
-    bound, verify = f"{_bound(q, 1)}-bound", took.verify / took.plain
-    if name == PLAIN:
-        return bound
-    words = [f"{bound}: {_drafting(q, name, depth, draft, took)}"]
-    if verify > DEAR:
-        words.append(f"verifying {rows} rows takes {verify:.2g} passes, {_bound(q, rows)}-bound")
-    if q.all_devices > 1:
-        talk = link_seconds(q.network(q.target), q.machine, q.batch, rows, q.devices, q.stages)
-        words.append(f"{talk / took.verify:.0%} of that is on the link")
-    return "; ".join(words)
-
-
-def _drafting(q: PlanRequest, name: str, depth: int, draft: ServedModel | None, took: RoundCost) -> str:
-    if draft is None:
-        return "drafts are rows of the same pass" if DRAFTERS[name].streams else "drafts cost nothing"
-    keys = draft.keys or q.context
-    kind = f"sparse draft of {keys:,} keys" if keys < q.context else "dense draft"
-    return f"{kind}, a pass takes {took.draft / depth / took.plain:.0%} of the target's"
-
-
-def devices_needed(question: PlanRequest, holds: float) -> int:
-    """The fewest devices whose memory holds so many bytes."""
-    return max(1, math.ceil(holds / question.machine.memory))

@@ -3,11 +3,14 @@
     forward cost = max(compute, (weights + K/V) x HOI)          FLOPs or their equivalents
     multiplier   = tau / ((k x t_draft + t_verify) / t_target)
 
-A pass over several rows of a sequence (verification of k drafts has k + 1) computes that many times as much, and reads
-weights and K/V once. Reads and arithmetic overlap wholly, as the paper assumes.
+A pass over several rows computes that many times as much and reads weights and K/V once; reads and arithmetic overlap.
+The paper leaves the LM head and attention's arithmetic out of the model; both are counted here. Not in it: activations,
+norms, sampling, launches, the host's time.
 
-The paper leaves the LM head and the arithmetic of attention out of the model; both are counted here. Not in the model:
-activations, norms, sampling, launches, the host's time.
+Of the present machine a law that is fitted to timed passes (`bench.law`) takes the place of peaks. K/V is read beside
+weights and products in it; attention's own arithmetic, rows x keys, has a rate of its own, on CPUs a far lower one:
+
+    seconds = host + row x rows + max(weights / read, products / multiply) + K/V / fetch + attention / attend
 
 Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sections in docstrings are its.
 """
@@ -15,16 +18,13 @@ Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sect
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError
-from ..core.options import check, option
 from .machines import Machine
 from .models import ModelSizes
 
-MOST_ROWS = 2**40  # sequences: beyond it nothing changes
 ACTIVATION_BYTES = 2  # of one number on its way to another device
 
 
@@ -33,18 +33,12 @@ class ServedModel:
     """A model as it is served: its sizes, how numbers are stored, and how many keys a row sees at most.
 
     Arithmetic is done at the machine's 16-bit rate whatever is stored.
-
-    Raises:
-        ConfigError: bytes that are not above 0, or a view of less than one key.
     """
 
-    shape: ModelSizes = option(help="the sizes of the model")
-    weight_bytes: float = option(2.0, help="bytes of a weight, such as 2 (bf16), 1 (int8), 0.5 (4 bits)", above=0)
-    kv_bytes: float = option(2.0, help="bytes of a number in the K/V cache, such as 2 or 1", above=0)
-    keys: int | None = option(None, help="keys of a sparse view, sinks and window together; none: all", minimum=1)
-
-    def __post_init__(self) -> None:
-        check(self)
+    shape: ModelSizes
+    weight_bytes: float = 2.0  # of a weight: 2 (bf16), 1 (int8), 0.5 (4 bits)
+    kv_bytes: float = 2.0  # of a number in the K/V cache
+    keys: int | None = None  # of a sparse view, sinks and window together; None: all
 
     def seen(self, context: float) -> float:
         """Keys that a row sees of so many tokens."""
@@ -76,12 +70,8 @@ class Cost:
 
     def part(self, ranks: int, heads: int) -> Cost:
         """Of one of so many ranks, which share weights and arithmetic evenly, and K/V by that many of its heads."""
-        return Cost(
-            compute=self.compute / ranks,
-            attention=self.attention / ranks,
-            weights=self.weights / ranks,
-            kv=self.kv / heads,
-        )
+        compute, attention, weights = (value / ranks for value in (self.compute, self.attention, self.weights))
+        return Cost(compute=compute, attention=attention, weights=weights, kv=self.kv / heads)
 
     def bound(self, hoi: float) -> str:
         """What takes longest: compute, weights or KV."""
@@ -93,8 +83,8 @@ class Cost:
 def pass_cost(network: ServedModel, batch: int, context: float, rows: int = 1) -> Cost:
     """What a pass over ``rows`` tokens of each of ``batch`` sequences with ``context`` tokens computes and reads.
 
-    A product of a row with a matrix is 2 FLOPs a weight. Attention is 4 FLOPs for each key, query head and dimension of
-    it (scores, then their sum of values). What the rows themselves add to the cache is left out, as in the paper.
+    A product is 2 FLOPs a row and weight, attention 4 for each key, query head and dimension of it (scores, then their
+    sum of values). What the rows themselves add to the cache is left out, as in the paper.
     """
     shape, keys, tokens = network.shape, network.seen(context), batch * rows
     return Cost(
@@ -103,6 +93,33 @@ def pass_cost(network: ServedModel, batch: int, context: float, rows: int = 1) -
         weights=network.weight_bytes * (shape.read_parameters(tokens) + shape.head_parameters),
         kv=network.kv_bytes * batch * shape.kv_values(keys),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassLaw:
+    """The law of the present machine. Times are in seconds."""
+
+    host: float  # a pass, whatever it holds
+    row: float  # a row: packing, norms, the choice of a token
+    weight: float  # a byte of weights that is read
+    hoi: float  # FLOPs of products that pass while a byte of weights is read
+    kv: float  # a byte of K/V that is read
+    attention: float  # a FLOP of attention's own arithmetic
+
+    def seconds(self, network: ServedModel, batch: int, context: float, rows: int = 1) -> float:
+        """A pass over ``rows`` rows of each of ``batch`` sequences with ``context`` tokens in front of them."""
+        return self.of(pass_cost(network, batch, context, rows), batch * rows)
+
+    def of(self, cost: Cost, rows: int, share: float = 1.0) -> float:
+        """A pass over so many rows in all that costs this, with a share of the machine."""
+        rates = self.host, self.row, self.weight, self.kv, self.attention
+        host, *others = (rate * term for rate, term in zip(rates, law_terms(cost, rows, self.hoi), strict=True))
+        return host + sum(others) / share
+
+
+def law_terms(cost: Cost, rows: int, hoi: float) -> tuple[float, ...]:
+    """What the law's rates are multiplied with: pass, rows, bytes of weights, bytes of K/V, FLOPs of attention."""
+    return 1.0, rows, max(cost.weights, cost.compute / hoi), cost.kv, cost.attention
 
 
 def held_bytes(network: ServedModel, batch: int, context: float) -> float:
@@ -178,7 +195,6 @@ def round_of(
     """A round whose passes over so many rows a sequence cost ``each(network, rows)``.
 
     Args:
-        target: what verifies.
         draft: what drafts, in one pass a level; None: a drafter without a network.
         depth: tokens of a chain (the paper's k); 0 is plain decoding.
         width: chains of a draft, which begin with the likeliest first tokens.
@@ -186,14 +202,3 @@ def round_of(
     """
     drafted = 0.0 if draft is None else each(draft, 1) + (depth - 1) * each(draft, width)
     return RoundCost(plain=each(target, 1), draft=drafted, verify=each(target, rows or 1 + depth * width))
-
-
-def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) -> int | None:
-    """B_crit of section 4 and figure 3: the smallest batch for which a pass is compute-bound; None: there is none.
-
-    Beyond it a larger batch adds latency and no throughput. The intensity rises with the batch, since weights are
-    shared and K/V is not.
-    """
-    sizes = range(1, MOST_ROWS + 1)
-    place = bisect_left(sizes, True, key=lambda batch: pass_cost(network, batch, context, rows).intensity >= hoi)
-    return sizes[place] if place < MOST_ROWS else None

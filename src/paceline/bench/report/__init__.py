@@ -37,15 +37,6 @@ def load_report(path: Path | str) -> Report:
         raise ConfigError(f"report {file}", f"not a benchmark report ({error})", remedy) from error
 
 
-def save_report(report: Report, path: Path | str) -> Path:
-    """Write a report as JSON, all of it or nothing.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    return write_text(Path(path), report.as_json() + "\n")
-
-
 def write_all(report: Report, folder: Path | str, lead: str = "", pictures: Sequence[str] = ()) -> list[Path]:
     """Write JSON, page and Markdown into a folder, which is made where it is missing.
 
@@ -61,7 +52,7 @@ def write_all(report: Report, folder: Path | str, lead: str = "", pictures: Sequ
 
     target, summary = Path(folder), Summary(report)
     return [
-        save_report(report, target / JSON_NAME),
+        write_text(target / JSON_NAME, report.as_json() + "\n"),
         write_text(target / PAGE_NAME, page.render(summary, lead, pictures)),
         write_text(target / MARKDOWN_NAME, markdown.render(summary, lead=lead)),
     ]

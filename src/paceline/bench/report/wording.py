@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
 from typing import Any
 
+from ...core.tables import read_table
 from ..records import Cell, Exactness, Method, Report
 from ..summary import CONFIDENCE, NEVER_SLOWER, RESAMPLES, Interval, Row, Summary, best, slower_cells
 
@@ -127,9 +126,8 @@ def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
 
 def definitions(report: Report) -> list[tuple[str, str]]:
     """Term and meaning, of the words that the report uses."""
-    known = tomllib.loads(resources.files(__package__).joinpath("definitions.toml").read_text(encoding="utf-8"))
+    known, used = read_table("bench/report/definitions.toml"), any(method.synthetic for method in report.methods)
     filled = [(term, text.format(confidence=CONFIDENCE, resamples=RESAMPLES)) for term, text in known.items()]
-    used = any(method.synthetic for method in report.methods)
     return [(term, text) for term, text in filled if term != SYNTHETIC or used]
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from paceline import zoo
-from paceline.bench.law import FITTED, HELD_OUT
+from paceline.bench.law import FITTED, HELD_OUT, Timed, errors, fit
 from paceline.core.errors import ConfigError
 from paceline.engine.costs import CostTable, cost_points
 from paceline.planning import models
 from paceline.planning.machines import machine
-from paceline.planning.measured import PassLaw, Timed, errors, fit
-from paceline.planning.throughput import ServedModel, pass_seconds
+from paceline.planning.throughput import PassLaw, ServedModel, pass_seconds
 
 TRUE = PassLaw(host=4e-4, row=3e-5, weight=1 / 30e9, hoi=2 ** (14 / 4), kv=1 / 12e9, attention=1 / 40e9)
 
@@ -47,8 +46,7 @@ def test_a_law_is_found_again_from_the_passes_that_are_timed() -> None:
     sparse = replace(network, shape=network.shape.last_layers(3), keys=65)
     assert found.seconds(sparse, 64, 1984) == pytest.approx(TRUE.seconds(sparse, 64, 1984), rel=1e-6)
     assert found.seconds(sparse, 64, 1984) < 0.2 * found.seconds(network, 64, 1984)
-    seen = found.machine("a test", 8e9, 2)
-    assert seen.bandwidth == pytest.approx(30e9) and seen.hoi == pytest.approx(TRUE.hoi) and seen.memory == 8e9
+    assert found.weight == pytest.approx(1 / 30e9)
 
 
 def test_noise_moves_it_little_and_no_term_falls_below_zero() -> None:
