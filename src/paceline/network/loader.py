@@ -21,7 +21,7 @@ from .decoder import Decoder
 from .families import DecoderConfig, decoder_config, linear_shapes
 from .files import StoredTensor, free_bytes, get_tensor, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .gguf import is_gguf, read_gguf
-from .gguf_layout import read_gguf_config, read_pieces
+from .gguf_model import read_gguf_config, read_pieces
 from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
 from .group_quant import take_groups
 from .hub import RECEIVED, env_offline, first_line, from_hub, local
@@ -236,10 +236,8 @@ class Layout:
 
 
 def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) -> Layout:
-    """Find every parameter in the headers of the folder's safetensors files; no data is read.
-
-    Args:
-        layers_only: the files are to hold the layers' tensors, and nothing of what is before and behind them.
+    """Find every parameter in the headers of the folder's safetensors files, or with ``layers_only`` those of the
+    layers, which the files hold alone then; no data is read.
 
     Raises:
         ConfigError: a file or tensor that is missing, broken, misshaped, there twice or left over.
@@ -293,14 +291,7 @@ def _check_piece(piece: Piece, tensor: StoredTensor) -> None:
 
 
 def load_weights(decoder: Decoder, folder: Path, layers_only: bool = False) -> None:
-    """Fill the decoder's parameters from the folder's safetensors files.
-
-    Args:
-        layers_only: as of `read_layout`; embedding, norm and head are left as they are.
-
-    Raises:
-        ConfigError: as `read_layout`.
-    """
+    """Fill the decoder's parameters from the folder's safetensors files; arguments and errors as of `read_layout`."""
     fill_all(decoder, read_layout(folder, decoder.config, layers_only))
 
 
@@ -389,14 +380,9 @@ def _read_json(file: Path) -> Any:
 
 
 def resolve_folder(name_or_path: str | Path, revision: str | None = None, offline: bool = False) -> Path:
-    """The folder of a model: an embedded model's name, a local folder, or a hub name (which is downloaded).
-
-    A stretched model has none (`core.model_spec`): who can load one asks for the folder of what it is made of.
-
-    Args:
-        name_or_path: ``paceline-small``, ``./my-model``, ``org/name``.
-        revision: branch, tag or commit on the hub.
-        offline: use what is cached; the environment's HF_HUB_OFFLINE does the same.
+    """The folder of a model: an embedded model's name (``paceline-small``), a local folder, or a hub name
+    (``org/name``), which is downloaded; ``offline``, as HF_HUB_OFFLINE, uses what is cached. A stretched model has none
+    (`core.model_spec`): who can load one asks for the folder of what it is made of.
 
     Raises:
         ConfigError: nothing of that name, or the hub cannot be reached.

@@ -47,12 +47,8 @@ class Loaded(Protocol):
 
 
 class NativeWeights:
-    """All weights of a decoder, which gives them up.
-
-    Args:
-        decoder: its parameters are loaded.
-        stored: weights that are in blocks, by the parameter's name.
-        lender: whose embedding, norm and head are used; None: the decoder has its own.
+    """All weights of a loaded decoder, which gives them up; ``stored`` are in blocks, by the parameter's name.
+    Embedding, norm and head are the lender's, where there is one.
 
     Raises:
         CapabilityError: a final norm that is lent and rounds otherwise.

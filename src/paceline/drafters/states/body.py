@@ -68,7 +68,7 @@ class StateNetwork(Protocol):
     fuse: NativeFuse | None  # how compiled code makes its rows; None: it does not
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """See `Planner`."""
+        """See `Decoder.plan`."""
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """[rows, d] what is kept of the taps that a pass showed."""
