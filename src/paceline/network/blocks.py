@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,7 +63,8 @@ class StoredRows(NamedTuple):
         return self._replace(order=torch.full_like(self.order, -1))
 
 
-StoredWeights = Mapping[str, Sequence[StoredRows]]  # by the decoder's parameter: parts that follow each other
+# By the decoder's parameter: tensors that follow each other, whose ``stored()`` gives `StoredRows`.
+StoredWeights = Mapping[str, Sequence[Any]]
 
 
 def dequantise(kind: BlockType, raw: np.ndarray) -> np.ndarray:

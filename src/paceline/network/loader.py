@@ -17,6 +17,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.model_spec import STRETCH
 from ..core.options import shown
 from . import generation
+from .blocks import StoredWeights
 from .decoder import Decoder
 from .families import DecoderConfig, decoder_config, linear_shapes
 from .files import StoredTensor, free_bytes, get_tensor, is_file, is_out_of_memory, opened, read_json, stored_tensors
@@ -27,7 +28,7 @@ from .group_quant import take_groups
 from .hub import RECEIVED, env_offline, first_line, from_hub, local
 from .linear import QUANTS, Quant
 from .parallel import Ranks
-from .stored_blocks import BlockTensor, InBlocks
+from .stored_blocks import BlockTensor, in_blocks
 from .weights import Piece, weight_map
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -88,18 +89,18 @@ def load_model(
         layout, config = _part(layout, layers, ends), config.part(*layers, ends)
     if ranks is not None:
         layout = layout.cut(ranks.share.cut)
-    blocks = layout.blocks(config) if quant == "stored" else None
+    blocks = layout.blocks(config) if quant == "stored" else {}
     with memory_for(folder, layout, config, kind, place, blocks):
         given: dict[str, Any] = {"exact": exact, "quant": quant, "native": native, "ranks": ranks}
         decoder = Decoder(config, attention, dtype=kind, device=place, **given)
-        decoder.allocate(blocks or {})
+        decoder.allocate(blocks)
         for name, parameter in decoder.named_parameters():
             if ranks is not None and ranks.share.absent(name):
                 parameter.data.zero_()
         if not ends:
             for parameter in (decoder.embedding, *(() if decoder.norm is None else decoder.norm.parameters())):
                 parameter.data.zero_()
-        fill_all(decoder, layout, blocks or {})
+        fill_all(decoder, layout, blocks)
         return decoder.finish(blocks)
 
 
@@ -122,19 +123,19 @@ def memory_for(
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
-    blocks: InBlocks | None,
+    blocks: StoredWeights,
 ) -> Iterator[None]:
     """Refuse, in words, weights that do not fit: before they are loaded, and where the allocator gives up."""
-    count = sum(piece.numel for piece, _ in layout.pieces if piece.into not in (blocks or ()))
+    count = sum(piece.numel for piece, _ in layout.pieces if piece.into not in blocks)
     count += (config.depth - config.num_layers) * sum(i * o for i, o in linear_shapes(config).values())
     # One tensor more: weights are converted and packed one at a time.
     wanted = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize + _table_bytes(
         config, dtype, device
     )
-    wanted += 0 if blocks is None else round(1.1 * blocks.nbytes)
+    wanted += round(1.1 * sum(tensor.nbytes for own in blocks.values() for tensor in own))
     free = free_bytes(device)
     asked = f"the model in {folder} as {str(dtype).removeprefix('torch.')} on {device}"
-    held = count + sum(piece.numel for piece, _ in layout.pieces if piece.into in (blocks or ()))
+    held = count + sum(piece.numel for piece, _ in layout.pieces if piece.into in blocks)
     needs = f"its {held:,} parameters take {wanted / 2**30:.1f} GiB while they are loaded"
     remedy = "use a smaller dtype or model, or free some memory"
     if free is not None and wanted > free:
@@ -224,7 +225,7 @@ class Layout:
         """What of each tensor is read, where that is not all."""
         return Layout([(own, tensor) for piece, tensor in self.pieces for own in part(piece)])
 
-    def blocks(self, config: DecoderConfig) -> InBlocks:
+    def blocks(self, config: DecoderConfig) -> dict[str, list[BlockTensor]]:
         """The parameters that stay in blocks."""
         plain = {piece.into: tensor for piece, tensor in self.pieces if isinstance(tensor, StoredTensor)}
         blocks = [(piece, tensor) for piece, tensor in self.pieces if not isinstance(tensor, StoredTensor)]
@@ -232,7 +233,7 @@ class Layout:
             if piece.into in plain:
                 wrong = f"{plain[piece.into].name}, which is multiplied together with it, is not quantised"
                 raise CapabilityError(f"tensor {tensor.name}", wrong, "load it with dtype='bfloat16' or 'int8'")
-        return InBlocks(blocks, config)
+        return in_blocks(blocks, config)
 
 
 def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) -> Layout:

@@ -243,7 +243,7 @@ def load_tracks(
     config = read_config(folder)
     kind, quant = parse_dtype(dtype, config)
     layout, place = read_layout(folder, config), parse_device(device)
-    with memory_for(folder, layout, config, kind, place, None):
+    with memory_for(folder, layout, config, kind, place, {}):
         given: dict[str, Any] = {"device": place, "quant": quant, "native": native, "ranks": ranks}
         made = Tracks(config, attention, dtype=kind, **given)
         fill_all(made, layout.cut(made.cut_of))
