@@ -217,7 +217,7 @@ class Stack:
 
         Returns:
             The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
-                compiled code does not know, or by so little that the last bits of a logarithm count.
+            compiled code does not know, or by so little that the last bits of a logarithm count.
 
         Raises:
             ConfigError, ValueError: as `run`.
@@ -237,8 +237,8 @@ class Stack:
 
         Returns:
             The token after each of the wanted rows, as by `decide`; for each carrier the ``streams.k`` best tokens of
-                its streams, None where no draft behind its last accepted node is of use, or where that node is not
-                known here; ms that streams took behind the pass.
+            its streams, None where no draft behind its last accepted node is of use, or where that node is not
+            known here; ms that streams took behind the pass.
 
         Raises:
             ConfigError, ValueError: as `run`; a set that `native_streams` refuses.
