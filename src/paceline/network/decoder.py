@@ -42,10 +42,7 @@ class Decoder(nn.Module):
     weights into the fastest form for their device; after it the module is for inference only.
 
     Args:
-        config: the network's shape.
-        attention: computes attention over the cache.
         dtype: of weights, activations and cache.
-        device: where everything lies.
         exact: a row's bits depend on nothing but its own input: not on the number of rows in the pass,
             nor on its place among them.
         quant: how the weights of the linear layers and of the head are stored; None: as ``dtype``.

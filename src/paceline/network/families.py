@@ -173,10 +173,6 @@ def _refuse_other_heads(config: Json) -> None:
 # --- families -------------------------------------------------------------------------------------------------
 
 
-def _llama(f: Fields) -> DecoderConfig:
-    return _rotary_family(f, **_biased(f), mlp_bias=f.flag("mlp_bias", False))
-
-
 def _biased(f: Fields) -> dict[str, Any]:
     """Whether the linears of attention have biases."""
     return dict.fromkeys(("qkv_bias", "out_bias"), f.flag("attention_bias", False))
@@ -202,10 +198,6 @@ def _tracks(f: Fields) -> DecoderConfig:
 def _one_window(usual: int | None, f: Fields) -> DecoderConfig:
     """Mistral and Phi-3: all layers see as far as each other, ``usual`` where the file does not say."""
     return _rotary_family(f, windows=(f.optional_integer("sliding_window", usual),) * f.layers())
-
-
-def _qwen2(f: Fields) -> DecoderConfig:
-    return _rotary_family(f, qkv_bias=True, windows=_layered_windows(f))
 
 
 def _qwen3(f: Fields) -> DecoderConfig:
@@ -284,11 +276,11 @@ def _opt(f: Fields) -> DecoderConfig:
 
 FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "gemma3_text": _gemma3,
-    "llama": _llama,
+    "llama": lambda f: _rotary_family(f, **_biased(f), mlp_bias=f.flag("mlp_bias", False)),
     "mistral": partial(_one_window, 4096),
     "opt": _opt,
     "phi3": partial(_one_window, None),
-    "qwen2": _qwen2,
+    "qwen2": lambda f: _rotary_family(f, qkv_bias=True, windows=_layered_windows(f)),
     "qwen3": _qwen3,
     "smollm3": _smollm3,
 }

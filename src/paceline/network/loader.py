@@ -55,14 +55,12 @@ def load_model(
     ends: bool = True,
     ranks: Ranks | None = None,
 ) -> Decoder:
-    """Load the checkpoint in a local folder, or a part of its layers.
+    """Load the checkpoint in a local folder (`resolve_folder`), or a part of its layers.
 
     The headers of the weight files are compared with ``config.json``, and the memory that the weights need with what is
     free, before anything is allocated.
 
     Args:
-        path: a folder, as `resolve_folder` gives it.
-        attention: computes attention over the cache.
         dtype: "bfloat16", "float16", "float32", "float64", "int8", "q8_0" or "q4_0" (weights in 8 or 4 bits, bf16
             activations), or "auto" for what the checkpoint is stored in.
         device: "cpu", "cuda" or "cuda:1".

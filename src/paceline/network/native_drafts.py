@@ -86,7 +86,6 @@ def roll(stack: Stack, chains: Sequence[ChainStart], cache: KVCache, limit: int)
     """Catch up with every chain's pending tokens and continue it, a token a pass, all in each pass.
 
     Args:
-        chains: where each starts and ends.
         cache: K and V; every position of a chain but that of its last token gets its own.
         limit: tokens at and above this are never chosen.
 
@@ -126,7 +125,6 @@ def grow(
     """Catch up with every start's pending tokens and grow its draft tree, a level a pass, all in each pass.
 
     Args:
-        starts: where each starts.
         factors: children a level of static trees, and how many levels there may be.
         topk: of dynamic trees the children of a node, and the nodes that are expanded a level; 1: static ones.
         floor: nodes with a score below it are not expanded.
@@ -247,8 +245,6 @@ def sample(
     """Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
 
     Args:
-        stack: the drafter's layer.
-        starts: where each starts.
         branches: k of Algorithm 1.
         noisy: whether tokens are ranked with the noise of the target's own choices.
         fused, info: how rows are made, and what tokens say; None: nothing.
@@ -397,9 +393,7 @@ def recall(
     """Draft chains, a token a pass, all in each pass.
 
     Args:
-        stack: the draft's layers.
         ring: K and V of what each chain's rows see.
-        chains: where each starts.
         mix: [layers, layers + 1] float32, what a row's memory is made of; None: rows see the layers' own K and V.
         floor: a chain ends once its cumulative log-probability is below this.
         limit: tokens at and above this are never chosen.

@@ -116,7 +116,6 @@ class Trainer:
     Args:
         phases: row lengths over the run, ending at 1.
         facts: what the checkpoint must agree with when it is resumed: recipe, target, data.
-        watchers: told after every step.
     """
 
     def __init__(
