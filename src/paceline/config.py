@@ -77,11 +77,7 @@ class LLMConfig(LLMOptions):
             raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
 
     def _check_ranks(self) -> None:
-        """Refuse what ranks do not do.
-
-        Raises:
-            CapabilityError: stages of this process, or a device other than the CPU, beside ranks.
-        """
+        """Refuse stages of this process, or a device other than the CPU, beside ranks."""
         asked = f"tensor_parallel={self.tensor_parallel}"
         if self.pipeline is None and isinstance(parse_round(self.round), PipelineConfig):
             wrong = "stages of one process share its ranks, which know no stages"
@@ -104,12 +100,7 @@ class LLMConfig(LLMOptions):
             raise ConfigError(f"{asked} with named cores", wrong, "say how many: cluster='auto,cores=2'")
 
     def _piped(self, stages: int) -> str:
-        """The round over so many stages in processes.
-
-        Raises:
-            ConfigError: another round is named, or another number of stages.
-            CapabilityError: applications, which such stages do not have.
-        """
+        """The round over so many stages in processes."""
         asked = f"pipeline={shown(self.pipeline)}"
         if self.applications:
             wrong = "stages in processes have the base model's layers alone, without adapters or streams"

@@ -13,7 +13,6 @@ from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import Drafter, DraftRule
 from paceline.engine.engine import Engine
-from paceline.kv.pool import SequenceCache
 from paceline.rounds.base import Round, RunningSequence, StepResult, Work
 
 DECODER = tiny_decoder()
@@ -28,7 +27,6 @@ class Flight:
     """A pass under way."""
 
     works: list[Work]
-    caches: list[SequenceCache]
     gone: set[int] = field(default_factory=set)  # sequences that were released meanwhile
 
 
@@ -52,17 +50,14 @@ class LateRound:
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         assert works or self.busy
         self.empty += not works
-        caches = [work.sequence.cache for work in works if work.sequence.cache is not None]
-        for cache in caches:
-            cache.enter()
-            cache.hold()
-        self.flights.append(Flight([*works], caches))
+        for work in works:
+            if work.sequence.cache is not None:
+                work.sequence.cache.enter()
+        self.flights.append(Flight([*works]))
         return self.end(rule) if len(self.flights) > self.delay or not works else NOTHING
 
     def end(self, rule: DraftRule | None) -> StepResult:
         flight = self.flights.popleft()
-        for cache in flight.caches:
-            cache.let_go()
         alive = [work for work in flight.works if id(work.sequence) not in flight.gone]
         self.gone += len(flight.works) - len(alive)
         self.late += len(alive)
@@ -99,7 +94,7 @@ def test_late_passes_say_what_plain_decoding_says(delay: int, params: SamplingPa
     assert engine.pool.idle and not engine.busy
 
 
-def test_rows_of_requests_that_end_in_flight_are_let_go() -> None:
+def test_requests_may_end_in_flight() -> None:
     """Aborts, and preemption in a pool that is too small, while passes are under way."""
     jobs = [(prompt, WARM) for prompt in PROMPTS]
     plain = [run(assemble(decoder=DECODER), [job])[0].outputs[0].token_ids for job in jobs]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kits.pools import cached_prefix
 
 from paceline.core.errors import ConfigError, PoolFullError
 from paceline.kv.blocks import ROOT_CONTENT, BlockAllocator
@@ -75,7 +76,7 @@ class PoolModel(RuleBasedStateMachine):
         more=st.none() | st.integers(0, 40),
     )
     def open(self, tokens: list[int], reuse: int | None, more: int | None) -> None:
-        found = self.pool.cached_prefix(tokens)
+        found = cached_prefix(self.pool, tokens)
         if reuse is not None:
             found = min(found, reuse // SIZE * SIZE)
         cache = self.pool.open(tokens, reuse, None if more is None else len(tokens) + more)
@@ -166,10 +167,10 @@ def test_finds_exactly_the_longest_published_prefix():
     first = opened(pool, tokens)
     for kept in range(1, 12):
         other = tokens[:kept] + [99] * 4  # parts from it after `kept` tokens
-        assert pool.cached_prefix(other) == min(kept, 8) // SIZE * SIZE
-    assert pool.cached_prefix(tokens[:8]) == 4  # its last token must be left to compute
-    assert pool.cached_prefix(tokens[:9]) == 8
-    assert pool.cached_prefix([2, *tokens]) == 0  # the same blocks elsewhere are other blocks
+        assert cached_prefix(pool, other) == min(kept, 8) // SIZE * SIZE
+    assert cached_prefix(pool, tokens[:8]) == 4  # its last token must be left to compute
+    assert cached_prefix(pool, tokens[:9]) == 8
+    assert cached_prefix(pool, [2, *tokens]) == 0  # the same blocks elsewhere are other blocks
     first.release()
     again = pool.open(tokens)
     assert again.committed == again.reused == 8 and contents(again) == tokens[:8]
@@ -232,13 +233,13 @@ def test_what_was_used_last_is_evicted_last_and_tails_go_before_heads():
     old, new = [1] * 9, [2] * 9
     for tokens in (old, new):
         opened(pool, tokens[:8]).release()
-    assert pool.cached_prefix(old) == pool.cached_prefix(new) == 8  # the pool is full of them
+    assert cached_prefix(pool, old) == cached_prefix(pool, new) == 8  # the pool is full of them
     pool.open(old).release()  # used again: now the newest
     expected = [(8, 4), (8, 0), (4, 0), (0, 0)]
     cache = pool.open()
     for kept in expected:
         cache.reserve(cache.capacity + 1)
-        assert (pool.cached_prefix(old), pool.cached_prefix(new)) == kept
+        assert (cached_prefix(pool, old), cached_prefix(pool, new)) == kept
         pool.check_integrity()
     with pytest.raises(PoolFullError):
         cache.reserve(cache.capacity + 1)

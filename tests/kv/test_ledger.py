@@ -65,7 +65,6 @@ class LedgerModel(RuleBasedStateMachine):
         self.store = LateStore(blocks * SIZE)
         self.ledger = Ledger(blocks * SIZE, self.store, CPU, SIZE)
         self.rows: dict[SequenceCache, tuple[list[int], list[int]]] = {}  # committed and entered rows, by value
-        self.ended: list[SequenceCache] = []  # released while passes were in flight
         self.fresh = 1
         self.stayed = 0  # rows that were kept without being committed
 
@@ -118,25 +117,12 @@ class LedgerModel(RuleBasedStateMachine):
         self.rows[cache] = (self.rows[cache][0], [])
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data(), held=st.integers(0, 2))
-    def release(self, data: st.DataObject, held: int) -> None:
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
         cache = self.pick(data)
         del self.rows[cache]
-        for _ in range(held):
-            cache.hold()
         cache.release()
-        if held:
-            assert cache in self.ledger.sequences
-            self.ended.append(cache)
-
-    @precondition(lambda self: self.ended)
-    @rule()
-    def let_go(self) -> None:
-        cache = self.ended[0]
-        cache.let_go()
-        if not cache.held:
-            self.ended.pop(0)
-            assert cache not in self.ledger.sequences and not cache.blocks
+        assert cache not in self.ledger.sequences and not cache.blocks
 
     @rule(count=st.integers(1, 4))
     def deliver(self, count: int) -> None:
@@ -147,7 +133,7 @@ class LedgerModel(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         self.ledger.check_integrity()
-        assert self.ledger.sequences == {*self.rows, *self.ended}
+        assert self.ledger.sequences == {*self.rows}
         late = ListStore(0)  # what the store will hold once everything has arrived
         late.values = [*self.store.values]
         for kind, slots, others in self.store.inbox:
@@ -192,14 +178,3 @@ def test_what_is_kept_must_be_there() -> None:
     cache.reserve(2)
     with pytest.raises(AssertionError, match="row 2 kept of 2"):
         ledger.settle([(cache, [0, 2], 1)])
-
-
-def test_slots_of_a_pass_in_flight_go_to_nobody_else() -> None:
-    ledger = Ledger(2 * SIZE, ListStore(2 * SIZE), CPU, SIZE)
-    cache = ledger.open()
-    cache.reserve(2 * SIZE)
-    cache.hold()
-    cache.release()
-    assert ledger.allocator.num_free == 0 and not ledger.idle
-    cache.let_go()
-    assert ledger.idle

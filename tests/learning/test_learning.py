@@ -31,7 +31,7 @@ from paceline.training import job
 from paceline.training.data import SourceSpec
 from paceline.training.job import TrainingJob, finish, prepare
 from paceline.training.network import Network
-from paceline.training.scoring import RememberedScorer, network_scores
+from paceline.training.scoring import network_scores, remembered_scores
 from paceline.training.trainer import Phase, TrainConfig
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
@@ -237,7 +237,7 @@ def test_states_are_kept_as_the_target_computes_them_and_not_computed_again(
         Network.load(target, frozen=True),
         set(),
     )
-    remembers = RememberedScorer(known, network, nullcontext, lambda: pytest.fail("it scores"))
+    remembers = remembered_scores(known, network, nullcontext, lambda: pytest.fail("it scores"))
     for one in served:
         skipped, rows = states.of(one.number)
         ids = np.array([*one.prompt, *one.answer], dtype=np.int32)[: skipped + len(rows)]

@@ -30,7 +30,7 @@ from paceline.network.adapters import AdapterConfig, AdapterRange, LowRank, line
 from paceline.network.base import ForwardState
 from paceline.network.decoder import Decoder
 from paceline.network.native import unsupported
-from paceline.network.native_drafts import ChainStart, NativeView, RingChain, recall, roll, write_keys
+from paceline.network.native_drafts import ChainStart, RingChain, recall, roll, sparse_view, write_keys
 from paceline.network.native_linear import NativeLinear, top
 
 CPU = torch.device("cpu")
@@ -280,9 +280,9 @@ def test_caches_that_cannot_be(change: str) -> None:
         decoder.run_layers(state, 0, 2, pool)
 
 
-def sparse(sinks: int = 2, window: int = 1, gaps: int = 9) -> NativeView:
+def sparse(sinks: int = 2, window: int = 1, gaps: int = 9) -> Any:
     ones = torch.ones(gaps, 1, 8)
-    return NativeView(sinks, window, Rotation(ones, ones))
+    return sparse_view(sinks, window, Rotation(ones, ones))
 
 
 CHAINS: dict[str, tuple[dict[str, Any], str]] = {

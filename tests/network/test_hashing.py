@@ -212,12 +212,12 @@ def test_a_damaged_record_is_not_believed(
     assert json.loads(kept.read_bytes()) == record, "it is written anew"
 
 
-def _keep_often(state: hashing._State) -> None:
+def _keep_often(state: hashing.State) -> None:
     for _ in range(300):
         hashing._keep(state, "a" * 64)
 
 
-def _recall_often(state: hashing._State) -> set[str | None]:
+def _recall_often(state: hashing.State) -> set[str | None]:
     return {hashing._recall(state) for _ in range(2000)}
 
 

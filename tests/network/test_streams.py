@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kits.pools import cached_prefix
 from kits.tiny import tiny_config, tiny_streams
 from safetensors.torch import load_file, save_file
 
@@ -407,8 +408,8 @@ def test_blocks_are_found_under_their_identity_alone() -> None:
         sequence.reserve(16)
         pool.commit([(sequence, range(16))])
         sequence.publish(tokens)
-        assert pool.cached_prefix(tokens, identity) == 16
-    assert pool.cached_prefix(tokens, "prose") == 0
+        assert cached_prefix(pool, tokens, identity) == 16
+    assert cached_prefix(pool, tokens, "prose") == 0
     assert pool.cost(tokens, 99, identity="prose")[0] == 17 and pool.cost(tokens, 99, identity="sql")[0] == 1
     pool.check_integrity()
 
@@ -420,13 +421,13 @@ def test_only_shareable_tokens_are_published_and_found() -> None:
     first.reserve(16)
     pool.commit([(first, range(16))])
     first.publish(tokens)
-    assert pool.cached_prefix(tokens) == 8
+    assert cached_prefix(pool, tokens) == 8
     whole = pool.open(tokens)
     whole.reserve(8)
     pool.commit([(whole, range(8))])
     whole.publish(tokens)
-    assert pool.cached_prefix(tokens) == 16
-    assert pool.cached_prefix(tokens, shareable=15) == 12
+    assert cached_prefix(pool, tokens) == 16
+    assert cached_prefix(pool, tokens, shareable=15) == 12
     assert pool.open(tokens, shareable=15).reused == 12
     pool.check_integrity()
 

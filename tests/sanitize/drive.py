@@ -44,8 +44,6 @@ from paceline.network.native_drafts import (
     ChainStart,
     NativeFuse,
     NativeHeads,
-    NativeTokenInfo,
-    NativeView,
     RingChain,
     SampleStart,
     TreeStart,
@@ -53,6 +51,8 @@ from paceline.network.native_drafts import (
     recall,
     roll,
     sample,
+    sparse_view,
+    token_info,
     write_keys,
 )
 from paceline.network.native_linear import NativeLinear, top
@@ -252,14 +252,14 @@ def one_roll(decoder: Decoder, draw: random.Random) -> None:
         assert 1 <= len(found) <= chain.steps and all(0 <= token < limit for token, _ in found)
 
 
-def some_view(draw: random.Random, decoder: Decoder, pending: int, slots: int) -> tuple[NativeView | None, int]:
+def some_view(draw: random.Random, decoder: Decoder, pending: int, slots: int) -> tuple[Any, int]:
     """What the rows of a chain see, and where its sinks may be copied to, up to the cache's end."""
     assert decoder.config.rope is not None
     if pending > 1 or any(decoder.config.windows) or draw.random() < 0.3:
         return None, 0
     sinks, window = draw.choice([0, 1, min(3, slots)]), draw.choice([1, 2, 15, 2**31 - 1])
     table = RopeTable(decoder.config.rope, 64, torch.float32, decoder.device)
-    return NativeView(sinks, window, table.reach(slots)), slots - sinks
+    return sparse_view(sinks, window, table.reach(slots)), slots - sinks
 
 
 def some_rules(draw: random.Random, vocab: int) -> bytes:
@@ -308,7 +308,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
     both, state = (linear_of(n, d, dtype) for n in (d if summed else 2 * d, d))
     target = draw.choice([None, decoder.stack])
     fused = NativeFuse(both, state, torch.randn(1, d).to(dtype), summed, draw.random() < 0.7, target)
-    info = NativeTokenInfo(torch.randn(vocab, rank).to(dtype), linear_of(rank, vocab, dtype))
+    info = token_info(torch.randn(vocab, rank).to(dtype), linear_of(rank, vocab, dtype))
     sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([0, 1, 2, 5])) for _ in range(3)]
     cache, order, at = Cache(body, sum(map(sum, sizes))), torch.randperm(sum(map(sum, sizes))), 0
     contiguous, sprouts, seeds = draw.random() < 0.5, [], []

@@ -106,7 +106,7 @@ def test_carriers_are_the_rows_whose_next_token_is_generated() -> None:
     assert torch.equal(generated(batch), wanted)
     carriers = choose_carriers(batch)
     assert len(carriers) == int(wanted.sum())
-    spans = [(b.keys.start, b.keys.stop) for b in carriers.blocks]
+    spans = [(keys.start, keys.stop) for _, keys in carriers.blocks]
     assert spans == [(0, 16), (17, 27), (32, 55), (56, 60)]
     cut = list(carriers.segments(4))
     assert torch.equal(torch.cat([c.index for c in cut]), carriers.index)

@@ -165,7 +165,7 @@ def write(file: Path, served: Sequence[ServedRequest], states: StateRing) -> dic
     """Requests as data, ids alone; of one with states the part that they were kept of.
 
     Returns:
-        Those states, as `RememberedScorer` takes them: a document's last token needs none.
+        Those states, as `remembered_scores` takes them: a document's last token needs none.
     """
     lines, known = [], {}
     for one in served:

@@ -36,15 +36,8 @@ def _load_drafts(
     dtype: str,
     processes: int = 1,
 ) -> LoadedModel:
-    """A model that a drafter runs, loaded as the target was; ``auto``: what dtype "auto" means.
-
-    Args:
-        processes: that share it; ``start`` starts all but this one.
-
-    Raises:
-        ConfigError: it cannot be loaded, or has another number of tracks.
-        CapabilityError: tracks in processes for a drafter on a GPU, or where nobody starts them.
-    """
+    """A model that a drafter runs, loaded as the target was; ``auto`` is what dtype "auto" means, and ``start`` starts
+    all but this one of its ``processes``."""
     wanted = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
     source = open_source(config, name, wanted)
     if processes == 1:
@@ -89,12 +82,8 @@ def _of_the_zoo(model: str, kind: str) -> str:
 def build_drafter(
     config: LLMConfig, target: LoadedModel, streams: int, tracks: StartTracks | None = None
 ) -> Drafter | None:
-    """The drafter that the configuration names; None: it names none.
-
-    Args:
-        streams: most streams that a row of the applications beside it carries.
-        tracks: starts the processes of a draft's tracks.
-    """
+    """The drafter that the configuration names; None: it names none. Rows of the applications beside it carry
+    ``streams`` at most, and ``tracks`` starts the processes of a draft's tracks."""
     chosen = drafter_of(config)
     if chosen is None:
         return None
@@ -111,13 +100,8 @@ def drafter_context(
     texts: bool = True,
     tracks: StartTracks | None = None,
 ) -> DrafterContext:
-    """What a drafter may use while it is built, for a target of this name, folder and dtype.
-
-    Args:
-        streams: most streams that a row of the applications beside it carries.
-        texts: whether texts are read and written here; else of tokenizers their vocabulary is enough.
-        tracks: starts the processes of a draft's tracks.
-    """
+    """What a drafter may use while it is built, for a target of this name, folder and dtype; ``streams`` and ``tracks``
+    as of `build_drafter`. Without ``texts`` none are read or written here: of tokenizers their vocabulary is enough."""
     return DrafterContext(
         load_model=partial(_load_drafts, config, texts, dtype, tracks),
         dtype=dtype,

@@ -38,12 +38,8 @@ from .models import (
 
 
 def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedModel:
-    """The target. Everything that can be checked without the weights is checked before they are read.
-
-    Args:
-        config: the options.
-        start: starts its other ranks, where it has some.
-    """
+    """The target; ``start`` starts its other ranks, where it has some. Everything that can be checked without the
+    weights is checked before they are read."""
     source = open_source(config, config.model, config.dtype)
     if source.shape.tracks > 1:
         wrong = "it is a draft of tracks, which no target is"
@@ -77,12 +73,8 @@ def build_engine(
     start: StartStages | None = None,
     tracks: StartTracks | None = None,
 ) -> Engine:
-    """Drafter, pool, budget, round and engine over a loaded target.
-
-    Args:
-        serve: starts a drafter's own process, where the round asks for one.
-        start: starts the stages' processes, where the target is split.
-        tracks: starts those of a draft's tracks, where each has one.
+    """Drafter, pool, budget, round and engine over a loaded target; ``serve`` starts a drafter's own process, ``start``
+    the stages', and ``tracks`` those of a draft's tracks, where these have some.
 
     Raises:
         ConfigError: a part that is not available, or parts that do not fit together.
@@ -126,11 +118,7 @@ def build_engine(
 
 
 def _check_beside_ranks(count: int, drafter: Drafter | None, applications: Mapping[str, Application]) -> None:
-    """Refuse what reads weights of the target, or does to streams what takes all of its heads.
-
-    Raises:
-        CapabilityError: such a drafter or application.
-    """
+    """Refuse what reads weights of the target, or does to streams what takes all of its heads."""
     for name, own in applications.items():
         if own.streams is not None and own.streams.config.value_rotation is not None:
             wrong = "its streams rotate values, which ranks do not"

@@ -32,7 +32,7 @@ from ..network.loader import (
 from ..network.native import unsupported
 from ..network.parallel import Ranks, Share, by_outputs
 from ..network.streams import CONFIG_FILE
-from ..network.tracks import Tracks, load_tracks
+from ..network.tracks import load_tracks
 from ..rounds import parse_round
 from ..rounds.base import Place
 from ..rounds.pipeline import PipelineConfig
@@ -98,18 +98,24 @@ def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = Ta
 
 def load_share(config: LLMConfig, source: Source, ranks: Ranks, part: TargetPart) -> Decoder:
     """A rank's share of a part of the target; errors as of `load_model`."""
-    return load_model(
-        source.folder,
-        attention=make_attention(config, source.dtype, config.exact),
-        dtype=source.quant or source.dtype,
-        device=config.device,
-        exact=config.exact,
-        native=compiled_layers(config, source.shape, source.dtype),
-        stretch=source.shape.stretch,
-        ranks=ranks,
-        layers=part.layers,
-        ends=part.ends,
-    )
+    return _decoder(config, source, config.exact, config.device, part, ranks)
+
+
+def _decoder(
+    config: LLMConfig, source: Source, exact: bool, device: str, part: TargetPart, ranks: Ranks | None = None
+) -> Decoder:
+    """A part of a checkpoint, or one rank's share of it."""
+    given: dict[str, Any] = {
+        "attention": make_attention(config, source.dtype, exact),
+        "dtype": source.quant or source.dtype,
+        "device": device,
+        "native": compiled_layers(config, source.shape, source.dtype),
+        "ranks": ranks,
+    }
+    if source.shape.tracks > 1:
+        return load_tracks(source.folder, **given)
+    given |= {"stretch": source.shape.stretch, "layers": part.layers, "ends": part.ends}
+    return load_model(source.folder, exact=exact, **given)
 
 
 def stage_devices(config: LLMConfig) -> list[str]:
@@ -193,33 +199,14 @@ def load_source(
     config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None, texts: bool = True
 ) -> LoadedModel:
     """A checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
-    folder, kind = source.folder, source.dtype
-    compiled = compiled_layers(config, source.shape, kind)
-    attention = make_attention(config, kind, exact)
-    # Before the weights: what is wrong with it is said at once.
-    tokenizer = source.tokenizer(texts)
-    if source.shape.tracks > 1:
-        own: dict[str, Any] = {"dtype": source.quant or kind, "device": stage_devices(config)[-1], "native": compiled}
-        tracks = load_tracks(folder, attention=attention, **own)
-        return LoadedModel(source.name, tracks, tokenizer, folder, source.shape.num_layers)
-    decoder = load_model(
-        folder,
-        attention=attention,
-        dtype=source.quant or kind,
-        device=stage_devices(config)[-1],
-        exact=exact,
-        native=compiled,
-        stretch=source.shape.stretch,
-        layers=layers,
-    )
-    return LoadedModel(source.name, decoder, tokenizer, folder, source.shape.num_layers)
+    tokenizer = source.tokenizer(texts)  # before the weights: what is wrong with it is said at once
+    decoder = _decoder(config, source, exact, stage_devices(config)[-1], TargetPart(layers))
+    return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
 
 
-def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Tracks:
+def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
     """The track of one of several processes; errors as of `load_model`."""
-    kind = source.dtype
-    how: dict[str, Any] = {"dtype": source.quant or kind, "native": compiled_layers(config, source.shape, kind)}
-    return load_tracks(source.folder, attention=make_attention(config, kind, False), ranks=ranks, **how)
+    return _decoder(config, source, False, "cpu", TargetPart(), ranks)
 
 
 def make_attention(config: LLMConfig, dtype: torch.dtype, exact: bool) -> AttentionBackend:

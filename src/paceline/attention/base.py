@@ -35,10 +35,13 @@ class Segment:
     positions: Tensor | None  # [num_keys - prefix] int64 positions of the block's keys; None: prefix + arange
 
 
-class AttentionPlan(Protocol):
-    """Prepared once a forward pass by `AttentionBackend.plan`; opaque to the network."""
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What a backend prepares once for all layers of a forward pass."""
 
     segments: Sequence[Segment]
+    made: Any  # the backend's own
+    held: Sequence[Tensor] = ()  # what must live as long
 
 
 class AttentionBackend(Protocol):
@@ -46,7 +49,7 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> Any:
+    def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> AttentionPlan:
         """Prepare masks for every sliding window in use.
 
         Args:
@@ -59,7 +62,7 @@ class AttentionBackend(Protocol):
 
     def attend(
         self,
-        plan: Any,
+        plan: AttentionPlan,
         query: Tensor,  # [rows, heads, head_dim]
         k_cache: Tensor,  # [kv_heads, slots, head_dim]
         v_cache: Tensor,  # [kv_heads, slots, head_dim]
@@ -92,13 +95,8 @@ def key_positions(segment: Segment, device: torch.device) -> Tensor:
 
 
 def key_mask(segment: Segment, positions: Tensor, window: int | None) -> Tensor:
-    """[rows, num_keys] bool: the keys each row may see.
-
-    Args:
-        segment: the rows' segment.
-        positions: [rows] int64, the rows' absolute positions.
-        window: keys at positions <= row position - window are out of sight; None: none is.
-    """
+    """[rows, num_keys] bool: the keys that the rows of a segment, at absolute positions [rows] int64, may see; those at
+    positions <= row position - window are out of sight, where there is a window."""
     device = positions.device
     rows = segment.stop - segment.start
     mask = torch.ones(rows, segment.num_keys, dtype=torch.bool, device=device)

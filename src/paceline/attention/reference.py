@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .base import Segment, key_mask
-
-
-@dataclass(frozen=True, slots=True)
-class ReferencePlan:
-    """Boolean masks, one a segment and window."""
-
-    segments: Sequence[Segment]
-    masks: dict[int | None, list[Tensor]]  # by window: for each segment [rows, keys] bool
+from .base import AttentionPlan, Segment, key_mask
 
 
 class ReferenceAttention:
@@ -24,14 +15,14 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> ReferencePlan:
-        """One boolean mask a segment and window."""
+    def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> AttentionPlan:
+        """By window, one boolean mask [rows, keys] a segment."""
         masks = {w: [key_mask(s, positions[s.start : s.stop], w) for s in segments] for w in windows}
-        return ReferencePlan(segments, masks)
+        return AttentionPlan(segments, masks)
 
     def attend(
         self,
-        plan: ReferencePlan,
+        plan: AttentionPlan,
         query: Tensor,  # [rows, heads, head_dim]
         k_cache: Tensor,  # [kv_heads, slots, head_dim]
         v_cache: Tensor,  # [kv_heads, slots, head_dim]
@@ -41,7 +32,7 @@ class ReferenceAttention:
         """Attention of every row over the keys that its mask shows."""
         outputs = []
         groups = query.shape[1] // k_cache.shape[0]
-        for segment, mask in zip(plan.segments, plan.masks[window], strict=True):
+        for segment, mask in zip(plan.segments, plan.made[window], strict=True):
             q = query[segment.start : segment.stop]  # [rows, heads, head_dim]
             k = k_cache[:, segment.keys].repeat_interleave(groups, dim=0)  # [heads, keys, head_dim]
             v = v_cache[:, segment.keys].repeat_interleave(groups, dim=0)

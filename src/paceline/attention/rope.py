@@ -110,16 +110,12 @@ class Rotation:
 class RopeTable:
     """cos and signed sin by position: two look-ups a forward pass. Threads may share it.
 
-    A table, and not cos() of each pass's positions, since a vectorised cos may round a lane and a tail
-    differently, and bits must not depend on how many rows a pass has.
+    A table, and not cos() of each pass's positions, since a vectorised cos may round a lane and a tail differently, and
+    bits must not depend on how many rows a pass has. ``max_position`` positions are the model's context.
 
-    Args:
-        rope: the rotation.
-        max_position: positions of the model's context.
-        dtype, device: of the table.
-        fixed: it holds the context from the start, and `rows` never makes it grow: positions beyond the context are
-            announced by `expect`. None: so on every device but the CPU, where asking for a pass's largest position
-            would stall the queue.
+    A fixed one holds the context from the start, and `rows` never makes it grow: positions beyond the context are
+    announced by `expect`. So is every one but on the CPU (None), where asking for a pass's largest position would stall
+    the queue.
     """
 
     def __init__(
@@ -177,12 +173,8 @@ class RopeTable:
 
 
 class RopeTables:
-    """The tables of a network's layers, one for each rotation that there is.
-
-    Args:
-        rotations: [layers] of each; None: that layer rotates nothing.
-        max_position, dtype, device, fixed: as of `RopeTable`.
-    """
+    """The tables of a network's layers, one for each of their rotations [layers] that differs; None: that layer rotates
+    nothing."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .base import PADDING_SLOTS, Segment, key_mask, key_positions, slot_indices
+from .base import PADDING_SLOTS, AttentionPlan, Segment, key_mask, key_positions, slot_indices
 
 BUCKET = 64  # keys; exact rows are padded to a multiple of it
 # What a gather of one exact group of tree rows may hold, in keys over all rows (memory, not speed).
@@ -39,21 +39,9 @@ class Call:
     grouped: Tensor | None = None  # the mask once for each query head of a K/V head; made by the first layer
 
 
-@dataclass(frozen=True, slots=True)
-class SdpaPlan:
-    """Kernel calls by window."""
-
-    segments: Sequence[Segment]
-    calls: dict[int | None, list[Call]]
-
-
 class SdpaAttention:
-    """The default backend on CPU and GPU.
-
-    Args:
-        dtype: of queries, keys and masks.
-        exact: ids must not depend on the width, batch or chunking of a pass.
-    """
+    """The default backend on CPU and GPU, for queries, keys and masks of ``dtype``; ``exact``: ids must not depend on
+    the width, batch or chunking of a pass."""
 
     name = "sdpa"
 
@@ -61,15 +49,15 @@ class SdpaAttention:
         self.dtype = dtype
         self.exact = exact
 
-    def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> SdpaPlan:
-        """Choose the kernel calls and build their masks, once a pass."""
+    def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> AttentionPlan:
+        """By window, the kernel calls with their masks."""
         make = _exact_calls if self.exact else _calls
         calls = {w: [c for s in segments for c in make(s, positions, w, self.dtype)] for w in windows}
-        return SdpaPlan(segments, calls)
+        return AttentionPlan(segments, calls)
 
     def attend(
         self,
-        plan: SdpaPlan,
+        plan: AttentionPlan,
         query: Tensor,  # [rows, heads, head_dim]
         k_cache: Tensor,  # [kv_heads, slots, head_dim]
         v_cache: Tensor,  # [kv_heads, slots, head_dim]
@@ -78,7 +66,7 @@ class SdpaAttention:
     ) -> Tensor:  # [rows, heads * head_dim]
         """Attention of every row over the keys of its own segment."""
         kernel: Callable[..., Tensor] = _attend_each if self.exact else _attend_together
-        calls = plan.calls[window]
+        calls = plan.made[window]
         if len(calls) == 1:
             return kernel(calls[0], query, k_cache, v_cache, scale)
         return torch.cat([kernel(call, query[call.rows], k_cache, v_cache, scale) for call in calls])

@@ -12,20 +12,12 @@ from torch import Tensor
 
 
 def stream_sees(owner: Tensor, stream: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
-    """[queries, keys] bool: stream j of main row t sees streams 1 .. j of that row, itself included (eq. 2).
-
-    Args:
-        owner, stream: [queries] int64, owner and number of each querying stream.
-        key_owner, key_stream: [keys] int64, of the streams whose keys they are.
-    """
+    """[queries, keys] bool: stream j of main row t sees streams 1 .. j of that row, itself included (eq. 2), by the
+    owner and number, int64, of each querying stream [queries] and of those whose keys they are [keys]."""
     return (owner[:, None] == key_owner) & (key_stream <= stream[:, None])
 
 
 def main_sees(row: Tensor, key_owner: Tensor) -> Tensor:
-    """[queries, keys] bool: main row t sees all streams of its own (eq. 3, shared mode alone).
-
-    Args:
-        row: [queries] int64, the main rows.
-        key_owner: [keys] int64, the owner of each stream whose key it is.
-    """
+    """[queries, keys] bool: main row t of ``row`` [queries] int64 sees all streams of its own, by the owner of each key
+    [keys] (eq. 3, shared mode alone)."""
     return row[:, None] == key_owner

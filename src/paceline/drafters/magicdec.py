@@ -24,7 +24,7 @@ from ..kv.pool import KVPool, SequenceCache
 from ..kv.views import PoolView, SinkWindow
 from ..network.applications import adapter_ranges
 from ..network.native import Stack
-from ..network.native_drafts import ChainStart, NativeView, roll
+from ..network.native_drafts import ChainStart, roll, sparse_view
 from ..network.packing import RowPacker
 from .base import Drafter, DrafterSpec, DraftRequest
 from .fit import check_rotary
@@ -121,7 +121,7 @@ class MagicDec(Drafter):
         """What `Grower.grow` does, in one compiled call."""
         chains = []
         ends = [len(growth.sequence.tokens) + growth.max_depth - 1 for growth in growths]
-        view = NativeView(self.shape.sinks, self.shape.window, self.view.reach(max(ends) - 1))
+        view = sparse_view(self.shape.sinks, self.shape.window, self.view.reach(max(ends) - 1))
         for index, (growth, end) in enumerate(zip(growths, ends, strict=True)):
             tokens, cache = growth.sequence.tokens, growth.cache
             assert cache is not None

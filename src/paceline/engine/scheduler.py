@@ -171,10 +171,7 @@ class Scheduler:
 
     def _make_room(self, sequence: RunningSequence, wanted: int, rows: dict[int, int]) -> bool:
         """Have blocks free for pending rows, preempting less urgent or younger sequences, or this one, if the pool is
-        full.
-
-        Those of a sequence with passes in flight come free when these are through: False until then, too.
-        """
+        full; False: it was this one."""
         assert sequence.cache is not None
         if sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
             for other in self.running:
@@ -182,10 +179,9 @@ class Scheduler:
                     other.cache.trim()
         while sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
             victim = max(reversed(self.running), key=_priority)
-            held = victim.cache is not None and victim.cache.held
             self._preempt(victim)
             rows.pop(id(victim), None)
-            if victim is sequence or held:
+            if victim is sequence:
                 return False
         return True
 

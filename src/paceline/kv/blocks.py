@@ -23,14 +23,9 @@ ROOT_CONTENT = 0  # what stands before the first block of every sequence
 
 
 class BlockAllocator:
-    """Allocates blocks, consecutive ones where possible.
-
-    A sequence whose blocks are consecutive is read as one slice, without a gather; so a sequence grows
-    into the block after its last one, and a new sequence starts where the most room is.
-
-    Args:
-        num_blocks: blocks in the pool.
-    """
+    """Allocates blocks, consecutive ones where possible: a sequence whose blocks are consecutive is read as one slice,
+    without a gather. So a sequence grows into the block after its last one, and a new sequence starts where the most
+    room is."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -48,11 +43,8 @@ class BlockAllocator:
         return self.num_empty + len(self._cached)
 
     def allocate(self, after: int | None, want: int | None = None) -> int:
-        """One block with one reference: the one behind ``after`` if it is free.
-
-        Args:
-            after: the sequence's last block; None for its first.
-            want: blocks that the sequence may come to hold from here on, where that is known.
+        """One block with one reference: the one behind the sequence's last, ``after``, if it is free. The sequence may
+        come to hold ``want`` blocks from here on, where that is known.
 
         Raises:
             PoolFullError: no block is free.
@@ -119,12 +111,8 @@ class BlockAllocator:
             self.num_empty += 1
 
     def publish(self, block: int, before: int, tokens: Sequence[int]) -> int:
-        """Make a full block findable by its content.
-
-        Args:
-            block: the block that holds K and V of ``tokens``.
-            before: content id of the block in front of it (`ROOT_CONTENT` for the first).
-            tokens: its tokens, exactly one block of them.
+        """Make a full block, with K and V of exactly its ``tokens``, findable behind the content ``before``
+        (`ROOT_CONTENT` for the first).
 
         Returns:
             The content id. Where another block already holds this content, that one stays the one found.

@@ -42,13 +42,11 @@ class SlotStore(Protocol):
 
 
 class Ledger:
-    """Blocks, prefixes and sequences of one pool of slots.
+    """Blocks, prefixes and sequences of one pool of slots, ``num_tokens`` rounded up to whole blocks.
 
     Args:
-        num_tokens: slots wanted; rounded up to whole blocks.
         store: copies K and V where rows are moved, or prefixes copied.
         device: where index tensors of scattered slots go.
-        block_size: slots a block.
         scratch_slots: slots that belong to no sequence, for K and V that only one pass needs.
 
     Raises:
@@ -81,11 +79,8 @@ class Ledger:
         return slice(first, first + count)
 
     def content_root(self, identity: str | None) -> int:
-        """The content id before the first block, of sequences whose K/V depends on more than their tokens.
-
-        Args:
-            identity: of what it depends on (an adapter); None: the base model alone.
-        """
+        """The content id before the first block, of sequences whose K/V depends on more than their tokens: on what has
+        this identity (an adapter), or on the base model alone (None)."""
         if identity is None:
             return ROOT_CONTENT
         return self._roots.setdefault(identity, ROOT_CONTENT - 1 - len(self._roots))
@@ -118,10 +113,6 @@ class Ledger:
             sequence._adopt(tokens, reuse)
         return sequence
 
-    def cached_prefix(self, tokens: Sequence[int], identity: str | None = None, shareable: int | None = None) -> int:
-        """How many leading ``tokens`` a new sequence would find computed; arguments as for `open`."""
-        return len(self._lookup(tokens, self.content_root(identity), shareable, None)) * self.block_size
-
     def cost(
         self,
         tokens: Sequence[int],
@@ -130,15 +121,8 @@ class Ledger:
         identity: str | None = None,
         shareable: int | None = None,
     ) -> tuple[int, int]:
-        """What it would take to `open` a sequence and to reserve rows for its next tokens; nothing is changed.
-
-        Args:
-            tokens, reuse, identity, shareable: as for `open`.
-            most: rows to reserve at most.
-
-        Returns:
-            The rows to reserve, and the free blocks that are gone then.
-        """
+        """What it would take to `open` a sequence and to reserve at most so many rows for its next tokens: these rows,
+        and the free blocks that are gone then; nothing is changed."""
         root = self.content_root(identity)
         found = [block for block, _ in self._lookup(tokens, root, shareable, reuse)]
         prefix = len(found) * self.block_size
@@ -172,33 +156,22 @@ class Ledger:
         return found
 
     def commit(self, kept: Sequence[tuple[SequenceCache, Sequence[int]]]) -> None:
-        """Keep rows of several sequences' speculative regions and drop the others.
-
-        Args:
-            kept: for each sequence the rows to keep, ascending, counted from its committed length.
-        """
-        sources: list[int] = []
-        targets: list[int] = []
-        for sequence, rows in kept:
-            if rows and rows[-1] != len(rows) - 1:  # some that lie between are dropped
-                sequence.moves(rows, sources, targets)
-            sequence.advance(len(rows))
-        if sources:
-            self.store.copy_slots(sources, targets)
+        """Keep rows of several sequences' speculative regions and drop the others: for each sequence the rows to keep,
+        ascending, counted from its committed length."""
+        self.settle([(sequence, rows, len(rows)) for sequence, rows in kept])
 
     def settle(self, kept: Sequence[tuple[SequenceCache, Sequence[int], int]]) -> None:
-        """Keep rows of several sequences' speculative regions, of which the first are committed; drop the others.
+        """Keep rows of several sequences' speculative regions, of which the first are committed; drop the others: for
+        each sequence the rows to keep, ascending, counted from its committed length, and how many of them are part of
+        the answer now.
 
         What is kept without being committed becomes the first rows of the region, in its order, and counts as entered.
-
-        Args:
-            kept: for each sequence the rows to keep, ascending, counted from its committed length; and how many of
-                them are part of the answer now.
         """
         sources: list[int] = []
         targets: list[int] = []
         for sequence, rows, commit in kept:
-            sequence.moves(rows, sources, targets)
+            if commit < len(rows) or (rows and rows[-1] != commit - 1):  # else the first ones stay where they are
+                sequence.moves(rows, sources, targets)
             sequence.advance(commit)
             sequence.front += len(rows) - commit
         if sources:
@@ -255,8 +228,6 @@ class SequenceCache:
     _contiguous: bool = True
     _slots: Tensor | None = None  # [capacity] int64, built when the blocks are not contiguous
     _published: int = 0  # blocks published or adopted
-    held: int = 0  # passes in flight that write to its slots
-    _ended: bool = False  # released, while passes were in flight
 
     @property
     def capacity(self) -> int:
@@ -403,22 +374,8 @@ class SequenceCache:
         self.blocks = []
         self.committed = self.front = self.reserved = 0
 
-    def hold(self) -> None:
-        """Say that a pass in flight writes to the slots: no other sequence gets them before `let_go`."""
-        self.held += 1
-
-    def let_go(self) -> None:
-        """Say that a pass that `hold` announced has ended, or will never write."""
-        self.held -= 1
-        if self._ended and not self.held:
-            self.release()
-
     def release(self) -> None:
-        """Give all blocks back, once no pass in flight writes to them. Published ones can be found again until they
-        are evicted."""
-        if self.held:
-            self._ended = True
-            return
+        """Give all blocks back. Published ones can be found again until they are evicted."""
         for block in reversed(self.blocks):
             self.pool.allocator.free(block)
         self.blocks.clear()

@@ -11,15 +11,7 @@ from .store import KVStore
 
 
 class KVPool(Ledger):
-    """K and V of all sequences, in blocks of ``block_size`` slots.
-
-    Args:
-        num_layers: layers that have K and V.
-        kv_heads: K/V heads a layer.
-        head_dim: width of a head.
-        num_tokens, block_size, scratch_slots: see `Ledger`.
-        dtype, device: of the tensors.
-    """
+    """K and V of all sequences, in blocks of ``block_size`` slots; see `Ledger` and `KVStore`."""
 
     def __init__(
         self,

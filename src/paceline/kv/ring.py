@@ -16,14 +16,12 @@ from .views import SinkWindow
 
 
 class RingCache:
-    """Rings of several texts.
+    """Rings of several texts, as many as may be held at once.
 
     Args:
         cache_shape: layers, K/V heads and a head's width.
         view: what rows see.
         spare: slots beyond the window, for tokens that are drafted.
-        texts: that may be held at once.
-        dtype, device: of the tensors.
     """
 
     def __init__(

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..attention.rope import rotated
 from ..native.memory import Arena
 
 
 class KVStore:
-    """K and V of a range of layers.
-
-    Args:
-        num_layers: layers that have K and V here.
-        kv_heads: K/V heads a layer.
-        head_dim: width of a head.
-        slots: of the tensors, scratch and padding included.
-        dtype, device: of the tensors.
-    """
+    """K and V of a range of layers; ``slots`` are those of the tensors, scratch and padding included."""
 
     def __init__(
         self, num_layers: int, kv_heads: int, head_dim: int, slots: int, dtype: torch.dtype, device: torch.device
@@ -65,15 +58,7 @@ class KVStore:
             cache.index_copy_(2, target, cache.index_select(2, source))
 
     def copy_turned(self, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Copy K and V of slots of every layer, the keys turned by angles of their own.
-
-        Args:
-            source, target: [n] int64 slots.
-            cos, sin: [n, dim] float32 or wider, for the first dimensions of a head, sin signed; see `Rotation`.
-        """
-        dim = cos.shape[-1]
-        k = self.all_k.index_select(2, source)  # [layers, kv_heads, n, head_dim]
-        part = k[..., :dim].to(cos.dtype)
-        k[..., :dim] = (part * cos + part.roll(dim // 2, -1) * sin).to(k.dtype)
-        self.all_k.index_copy_(2, target, k)
+        """Copy K and V of slots [n] int64 of every layer, the keys turned by angles of their own: cos and sin [n, dim]
+        float32 or wider, for the first dimensions of a head, sin signed; see `Rotation`."""
+        self.all_k.index_copy_(2, target, rotated(self.all_k.index_select(2, source), cos, sin))
         self.all_v.index_copy_(2, target, self.all_v.index_select(2, source))

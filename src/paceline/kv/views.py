@@ -39,14 +39,7 @@ class PoolView:
 
     Positions are those within the view, without the gap. Rotary attention knows differences of positions alone, so the
     window's keys stay as they lie in the pool, and the sinks' are turned on by the gap. These are copies in scratch
-    slots: what belongs to a text is only read.
-
-    Args:
-        shape: what rows see.
-        rope: of the keys.
-        positions: that a text may have.
-        dtype: of the pool.
-        device: where it lies.
+    slots: what belongs to a text is only read. ``positions`` are as many as a text may have.
     """
 
     def __init__(
@@ -58,13 +51,8 @@ class PoolView:
         self._table = RopeTable(replace(rope, attention_factor=1.0), positions, wide, device)
 
     def keys(self, cache: SequenceCache, position: int, index: int) -> slice | Tensor:
-        """Slots of what the row at ``position`` sees, in order, its own last.
-
-        Args:
-            cache: of its text.
-            position: of the row.
-            index: of the text among those of `turn`.
-        """
+        """Slots of what the row at ``position`` sees, in order, its own last; ``index`` is that of the text among those
+        of `turn`."""
         sinks, gap = self.shape.sinks, self.shape.gap(position)
         if not gap:
             return cache.slots(0, position + 1)
@@ -81,12 +69,8 @@ class PoolView:
         return slice(whole.stop - sinks, whole.stop)
 
     def turn(self, pool: KVPool, rows: Sequence[tuple[SequenceCache, int]]) -> None:
-        """Copy the sinks of some texts into the scratch slots of a pass, their keys turned; of those with a gap.
-
-        Args:
-            pool: that the texts lie in.
-            rows: of each text its cache and the position of the pass's row.
-        """
+        """Copy the sinks of some texts, each with its cache and the position of the pass's row, into the scratch slots
+        of a pass, their keys turned; of those with a gap."""
         gaps = [self.shape.gap(position) for _, position in rows]
         moved = [index for index, gap in enumerate(gaps) if gap]
         if not self.shape.sinks or not moved:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from .families import linear_shapes as linear_shapes
-from .linear import LinearOp, PadRows, make_linear, nan_parameter
+from .linear import LinearOp, RowBlocks, make_linear, nan_parameter
 
 LINEARS = ("qkv", "out", "up", "down")
 MLP = "mlp"  # not beside a linear: rows with this pair go through it in place of the whole MLP (appendix H.2)
@@ -53,15 +53,11 @@ class AdapterConfig:
 
 
 class LowRank(nn.Module):
-    """The adapters of one set: a pair (down [rank, in], up [out, rank]) for each layer and linear named.
+    """The adapters of one set: a pair (down [rank, in], up [out, rank]) for each layer and linear named; ``shapes`` are
+    as of `linear_shapes`.
 
-    The parameters hold NaN until they are loaded or made by `start`. They can be trained as they are;
-    `prepare` turns them into the kernels that inference uses.
-
-    Args:
-        config: which pairs there are.
-        shapes: (inputs, outputs) of each linear; see `linear_shapes`.
-        dtype, device: of the parameters.
+    The parameters hold NaN until they are loaded or made by `start`. They can be trained as they are; `prepare` turns
+    them into the kernels that inference uses.
 
     Raises:
         ConfigError: a linear without a shape.
@@ -115,10 +111,8 @@ class LowRank(nn.Module):
         return (self.down[key], self.up[key]) if key in self.down else None
 
     def prepare(self, exact: bool = False) -> LowRank:
-        """Make `delta` use inference kernels from now on; later changes of parameters have no effect.
-
-        Args:
-            exact: a row's bits must not depend on the number of rows.
+        """Make `delta` use inference kernels from now on; later changes of parameters have no effect. ``exact``: a
+        row's bits must not depend on the number of rows.
 
         Raises:
             ConfigError: a parameter that holds NaN.
@@ -169,11 +163,8 @@ class AdapterRange:
 
 
 def joined(parts: Iterable[tuple[int, int, LowRank | None]]) -> tuple[AdapterRange, ...]:
-    """(start, stop, adapter) as disjoint ranges; neighbours with the same adapters are one.
-
-    Args:
-        parts: ascending; those without rows or adapters are left out.
-    """
+    """(start, stop, adapter), ascending, as disjoint ranges: neighbours with the same adapters are one, and those
+    without rows or adapters are left out."""
     ranges: list[AdapterRange] = []
     for start, stop, adapter in parts:
         if adapter is None or start == stop:
@@ -197,7 +188,7 @@ def fill_normal(parameter: Tensor, deviation: float, generator: torch.Generator 
 def _op(weight: Tensor, exact: bool) -> LinearOp:
     """A product as inference wants it; so narrow a one, on either side, that the probe of `make_linear` cannot be
     trusted to see whether its bits depend on the number of rows."""
-    return PadRows(make_linear(weight, None)) if exact else make_linear(weight, None)
+    return RowBlocks(make_linear(weight, None)) if exact else make_linear(weight, None)
 
 
 def _of_mlp(shapes: Shapes) -> dict[str, tuple[int, int]]:

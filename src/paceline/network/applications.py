@@ -55,16 +55,11 @@ def locate(named: Mapping[str, str], offline: bool = False) -> dict[str, Path]:
 def load_applications(
     folders: Mapping[str, Path], decoder: Decoder, target: str, target_folder: Path
 ) -> dict[str, Application]:
-    """Load trained sets for one target.
-
-    Args:
-        folders: by the name that requests use.
-        decoder: the target.
-        target, target_folder: its name, for messages, and where its checkpoint lies.
+    """Trained sets by the names that requests use, for the target whose checkpoint lies in a folder.
 
     Raises:
-        ConfigError: an invalid name, files that are missing or broken, a set in lossless mode, or one
-            that was trained for another target.
+        ConfigError: an invalid name, files that are missing or broken, a set in lossless mode, or one that was trained
+            for another target.
     """
     if not folders:
         return {}
@@ -133,15 +128,12 @@ def _check_shapes(asked: str, adapter: LowRank, shape: DecoderConfig) -> None:
 def adapter_ranges(
     applications: Sequence[Application | None], rows: Sequence[tuple[int, int]]
 ) -> tuple[AdapterRange, ...]:
-    """Which rows of a pass have which adapters.
+    """Which rows of a pass have which adapters: disjoint ranges in ascending order; neighbours with the same adapters
+    are one.
 
     Args:
         applications: [B] of each sequence.
         rows: [B] (first, one past the last) packed row of each sequence, ascending.
-
-    Returns:
-        Disjoint ranges in ascending order. Neighbours with the same adapters are one range; rows of the base
-        model are in none.
     """
     adapters = [None if application is None else application.adapter for application in applications]
     return joined((start, stop, adapter) for adapter, (start, stop) in zip(adapters, rows, strict=True))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from ..attention.base import Segment, slot_indices
+from ..attention.base import AttentionPlan, slot_indices
 
 if TYPE_CHECKING:
     from .adapters import AdapterRange
@@ -38,7 +38,7 @@ class Batch:
     tokens: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64  absolute: root position + depth
     slots: Tensor | slice  # [rows] int64  where each row's K and V go; a slice where contiguous
-    attn: Any  # AttentionPlan, from the cache view and the tree
+    attn: AttentionPlan  # from the cache view and the tree
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class ForwardState:
     hidden: Tensor  # [rows, d_model]
     positions: Tensor  # [rows] int64
     slots: Tensor | slice  # [rows]
-    attn: Any  # AttentionPlan
+    attn: Any  # AttentionPlan; None: pruned, it must be given anew
     rope: dict[Any, Any] = field(default_factory=dict)  # by network what `RopeTables.rows` gives for these positions
     adapters: Sequence[AdapterRange] = ()  # rows with low-rank adapters: disjoint ranges, in order
     special: StreamRows | None = None  # what the torch path does otherwise for stream rows, where anything
@@ -70,9 +70,9 @@ class KVCache(Protocol):
     v: list[Tensor]
 
 
-class Planner(Protocol):
-    """Turns segments into an attention plan."""
+@dataclass(eq=False)
+class LayerCache:
+    """K and V of some layers."""
 
-    def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """The plan for rows at ``positions`` [rows] int64."""
-        ...
+    k: list[Tensor]
+    v: list[Tensor]

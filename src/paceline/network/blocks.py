@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +22,9 @@ from ..core.errors import ConfigError
 Raw = np.ndarray  # [blocks, bytes] uint8
 
 
-class Unpacked(NamedTuple):
-    """Blocks as numbers: ``scale * codes + least`` in float32."""
-
-    codes: np.ndarray  # [blocks, scales, codes of each]
-    scale: np.ndarray  # [blocks, scales, 1] float32
-    least: np.ndarray | None = None  # likewise; None: zero
+# Blocks as numbers: codes [blocks, scales, codes of each], scale and least [blocks, scales, 1] float32. In float32 they
+# are ``scale * codes + least``; without least it is zero.
+Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,8 @@ class StoredRows(NamedTuple):
         return self._replace(order=torch.full_like(self.order, -1))
 
 
-StoredWeights = Mapping[str, Sequence[StoredRows]]  # by the decoder's parameter: parts that follow each other
+# By the decoder's parameter: tensors that follow each other, whose ``stored()`` gives `StoredRows`.
+StoredWeights = Mapping[str, Sequence[Any]]
 
 
 def dequantise(kind: BlockType, raw: np.ndarray) -> np.ndarray:
@@ -147,13 +145,13 @@ def _simple(least: bool, fifth: bool) -> Callable[[Raw], Unpacked]:
             codes |= np.unpackbits(raw[:, begin : begin + 4], axis=1, bitorder="little").view(np.int8) << 4
         if not least:
             codes -= 16 if fifth else 8
-        return Unpacked(codes[:, None], head[:, :1], head[:, 1:] if least else None)
+        return codes[:, None], head[:, :1], head[:, 1:] if least else None
 
     return unpack
 
 
 def _q8_0(raw: Raw) -> Unpacked:
-    return Unpacked(raw[:, None, 2:].view(np.int8), _halves(raw[:, :2])[:, :, None])
+    return raw[:, None, 2:].view(np.int8), _halves(raw[:, :2])[:, :, None], None
 
 
 def six_bits(raw: Raw) -> tuple[np.ndarray, np.ndarray]:
@@ -174,7 +172,7 @@ def _k(fifth: bool) -> Callable[[Raw], Unpacked]:
         if fifth:
             codes = codes | _bits(raw[:, 16:48], range(8), 1) << 4
         by, less = factors[:, :1] * scale.astype(np.float32), factors[:, 1:] * least.astype(np.float32)
-        return Unpacked(codes, by[:, :, None], -less[:, :, None])
+        return codes, by[:, :, None], -less[:, :, None]
 
     return unpack
 
@@ -183,7 +181,7 @@ def _q6_k(raw: Raw) -> Unpacked:
     scales, factor = raw[:, 192:208].view(np.int8), _halves(raw[:, 208:])
     upper = np.concatenate([_bits(part, range(0, 8, 2), 3) for part in np.split(raw[:, 128:192], 2, axis=1)], 1)
     codes = (_nibbles(raw[:, :128], 64) | upper.reshape(len(raw), 256) << 4).view(np.int8) - np.int8(32)
-    return Unpacked(codes.reshape(len(raw), 16, 16), (factor * scales.astype(np.float32))[:, :, None])
+    return codes.reshape(len(raw), 16, 16), (factor * scales.astype(np.float32))[:, :, None], None
 
 
 # What a code of four bits stands for.
@@ -192,20 +190,20 @@ FP4_VALUES = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 
 
 def _iq4_nl(raw: Raw) -> Unpacked:
-    return Unpacked(NL_VALUES[_nibbles(raw[:, 2:], 16)][:, None], _halves(raw[:, :2])[:, :, None])
+    return NL_VALUES[_nibbles(raw[:, 2:], 16)][:, None], _halves(raw[:, :2])[:, :, None], None
 
 
 def _iq4_xs(raw: Raw) -> Unpacked:
     upper = np.ascontiguousarray(raw[:, 2:4]).view("<u2") >> np.arange(0, 16, 2).astype(np.uint16) & 3  # [blocks, 8]
     scales = (_nibbles(raw[:, 4:8, None], 1).reshape(len(raw), 8) | upper.astype(np.uint8) << 4).view(np.int8) - 32
     codes = NL_VALUES[_nibbles(raw[:, 8:], 16)].reshape(len(raw), 8, 32)
-    return Unpacked(codes, (_halves(raw[:, :2]) * scales.astype(np.float32))[:, :, None])
+    return codes, (_halves(raw[:, :2]) * scales.astype(np.float32))[:, :, None], None
 
 
 def _mxfp4(raw: Raw) -> Unpacked:
     exponent = raw[:, :1].astype(np.uint32)
     bits = np.where(exponent < 2, np.uint32(0x00200000) << exponent, exponent - np.uint32(1) << np.uint32(23))
-    return Unpacked(FP4_VALUES[_nibbles(raw[:, 1:], 16)][:, None], bits.astype(np.uint32).view(np.float32)[:, :, None])
+    return FP4_VALUES[_nibbles(raw[:, 1:], 16)][:, None], bits.astype(np.uint32).view(np.float32)[:, :, None], None
 
 
 def _grouped(zeros: bool) -> Callable[[Raw], Unpacked]:
@@ -213,7 +211,7 @@ def _grouped(zeros: bool) -> Callable[[Raw], Unpacked]:
 
     def unpack(raw: Raw) -> Unpacked:
         codes = _nibbles(raw[:, 2 + zeros :], 16).view(np.int8) - (raw[:, 2:3].view(np.int8) if zeros else np.int8(8))
-        return Unpacked(codes[:, None], _halves(raw[:, :2])[:, :, None])
+        return codes[:, None], _halves(raw[:, :2])[:, :, None], None
 
     return unpack
 

@@ -42,10 +42,7 @@ class Decoder(nn.Module):
     weights into the fastest form for their device; after it the module is for inference only.
 
     Args:
-        config: the network's shape.
-        attention: computes attention over the cache.
         dtype: of weights, activations and cache.
-        device: where everything lies.
         exact: a row's bits depend on nothing but its own input: not on the number of rows in the pass,
             nor on its place among them.
         quant: how the weights of the linear layers and of the head are stored; None: as ``dtype``.
@@ -107,7 +104,7 @@ class Decoder(nn.Module):
         self._head: LinearOp | None = None
         self._native = native
         self.stack: Stack | None = None  # the compiled layers, where they run this network
-        self._hot: Tensor | None = None  # the only tokens that the head is computed for; None: all
+        self._hot: Tensor | None = None  # the only tokens with a chance, where `stack` does not see to that; None: all
 
     def in_order(self) -> list[Layer]:
         """Every layer of a pass; a list, since an nn.ModuleList is slow to index."""
@@ -159,11 +156,9 @@ class Decoder(nn.Module):
     def finish(self, stored: StoredWeights | None = None) -> Decoder:
         """Check that everything is loaded and turn the weights into their fastest form, one at a time.
 
-        Packed and int8 weights replace the plain ones. A tied head is packed beside the embedding table,
-        which the look-up needs as it is: vocab_size * d_model elements are then held twice, but where it is in blocks.
-
-        Args:
-            stored: weights that are in blocks, by the parameter's name.
+        Packed and int8 weights replace the plain ones. A tied head is packed beside the embedding table, which the
+        look-up needs as it is: vocab_size * d_model elements are then held twice, but where it is in blocks: ``stored``
+        has such weights by the parameter's name.
         """
         self._fill_added()
         self.assert_loaded()
@@ -190,7 +185,8 @@ class Decoder(nn.Module):
         if hot is not None and self.stack is not None:
             self.stack.cut(hot)
             self._head = self.stack.head
-        self._hot = hot
+        else:
+            self._hot = hot
 
     def scale_embedding(self) -> None:
         """Scale the table of embeddings, once for all who look tokens up. A tied head is made of it before."""
@@ -342,9 +338,11 @@ class Decoder(nn.Module):
     def read(self, hidden: Tensor) -> Tensor:
         """[rows, vocab], float32 or wider: final norm and output head of any hidden states [rows, d_model]."""
         if self.ranks is None:
-            return self._read_own(hidden)
-        with self._reading(self.ranks, hidden, LOGITS):
-            return self.ranks.logits(self._read_own(hidden))
+            logits = self._read_own(hidden)
+        else:
+            with self._reading(self.ranks, hidden, LOGITS):
+                logits = self.ranks.logits(self._read_own(hidden))
+        return logits if self._hot is None else masked(logits, self._hot)
 
     def best(self, hidden: Tensor) -> Tensor:
         """[rows] int64: the first of the likeliest tokens behind any hidden states [rows, d_model]."""
@@ -367,8 +365,7 @@ class Decoder(nn.Module):
             logits = self.lender.logits(hidden, self.normed)
         else:
             logits = self.head_product(self.norm(hidden))  # [rows, vocab]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return logits if self._hot is None else masked(logits, self._hot)
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     def _rotations(self, state: ForwardState) -> list[tuple[Tensor, Tensor] | None]:
         """Of each table cos and signed sin [rows, 1, dim] of the state's rows, looked up once a pass."""

@@ -63,12 +63,7 @@ class ExitsConfig(TrainedConfig):
 
 
 class ExitHeads(nn.Module):
-    """The parameters of K exits; NaN until loaded, or made by `fresh`.
-
-    Args:
-        config: their shape.
-        dtype, device: of the parameters.
-    """
+    """The parameters of K exits; NaN until loaded, or made by `fresh`."""
 
     def __init__(
         self, config: ExitsConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -131,13 +126,8 @@ class ExitHead:
 
 
 def exit_of(folder: Path, target: Decoder, layer: int, name: str, mark: str | None = None) -> ExitHead:
-    """The trained exit behind the first ``layer`` layers of a target.
-
-    Args:
-        folder: of trained exits.
-        target: that they are to read.
-        layer: layers in front of the exit.
-        name, mark: of the target, and its checkpoint's `fingerprint`; None: not looked at.
+    """The trained exit of a folder behind the first ``layer`` layers of the target ``name``; ``mark`` is its
+    checkpoint's `fingerprint`, None: not looked at.
 
     Raises:
         ConfigError: as of `load`.
@@ -153,12 +143,8 @@ def exit_of(folder: Path, target: Decoder, layer: int, name: str, mark: str | No
 
 
 def exit_layer(text: str, num_layers: int, asked: str) -> int:
-    """Layers in front of an exit, from a number of them or a share such as ``1/2``, which is rounded down.
-
-    Args:
-        text: what was given.
-        num_layers: of the target.
-        asked: by whom, for messages.
+    """Layers in front of an exit, from a number of them or a share such as ``1/2``, which is rounded down; ``asked``
+    begins messages.
 
     Raises:
         ConfigError: neither, or outside the target: at least one layer is in front of it, and one behind.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 from ..attention.rope import RopeConfig
@@ -82,12 +83,8 @@ class DecoderConfig:
         return self.ropes or (self.rope,) * self.num_layers
 
     def part(self, start: int, stop: int, ends: bool) -> DecoderConfig:
-        """The layers start .. stop - 1 alone.
-
-        Args:
-            start, stop: the range.
-            ends: whether embedding, final norm and head are there; else states go in and come out.
-        """
+        """The layers start .. stop - 1 alone; without ``ends`` states go in and come out, and embedding, final norm and
+        head are not there."""
         kept = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
         return kept if ends else replace(kept, vocab_size=1, tied=True, learned_positions=0)
 
@@ -176,9 +173,9 @@ def _refuse_other_heads(config: Json) -> None:
 # --- families -------------------------------------------------------------------------------------------------
 
 
-def _llama(f: Fields) -> DecoderConfig:
-    bias = f.flag("attention_bias", False)
-    return _rotary_family(f, qkv_bias=bias, out_bias=bias, mlp_bias=f.flag("mlp_bias", False))
+def _biased(f: Fields) -> dict[str, Any]:
+    """Whether the linears of attention have biases."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), f.flag("attention_bias", False))
 
 
 def _tracks(f: Fields) -> DecoderConfig:
@@ -198,34 +195,18 @@ def _tracks(f: Fields) -> DecoderConfig:
     return replace(made, tracks=tracks, merge=cast("Merge", merge))
 
 
-def _mistral(f: Fields) -> DecoderConfig:
-    window = f.optional_integer("sliding_window", 4096)
-    return _rotary_family(f, windows=(window,) * f.layers())
-
-
-def _qwen2(f: Fields) -> DecoderConfig:
-    return _rotary_family(f, qkv_bias=True, windows=_layered_windows(f))
+def _one_window(usual: int | None, f: Fields) -> DecoderConfig:
+    """Mistral and Phi-3: all layers see as far as each other, ``usual`` where the file does not say."""
+    return _rotary_family(f, windows=(f.optional_integer("sliding_window", usual),) * f.layers())
 
 
 def _qwen3(f: Fields) -> DecoderConfig:
-    bias = f.flag("attention_bias", False)
-    return _rotary_family(
-        f,
-        qkv_bias=bias,
-        out_bias=bias,
-        qk_norm=True,
-        windows=_layered_windows(f),
-        head_dim=f.integer("head_dim", 128, maximum=MAX_HEAD_DIM),
-    )
-
-
-def _phi3(f: Fields) -> DecoderConfig:
-    window = f.optional_integer("sliding_window", None)
-    return _rotary_family(f, windows=(window,) * f.layers())
+    head_dim = f.integer("head_dim", 128, maximum=MAX_HEAD_DIM)
+    return _rotary_family(f, **_biased(f), qk_norm=True, windows=_layered_windows(f), head_dim=head_dim)
 
 
 def _smollm3(f: Fields) -> DecoderConfig:
-    layers, bias = f.layers(), f.flag("attention_bias", False)
+    layers = f.layers()
     interval = f.integer("no_rope_layer_interval", 4)
     rotated = f.values.get("no_rope_layers")
     if rotated is None:
@@ -233,20 +214,11 @@ def _smollm3(f: Fields) -> DecoderConfig:
     if not isinstance(rotated, list) or len(rotated) < layers or any(r not in (0, 1) for r in rotated):
         raise bad("no_rope_layers", rotated, f"it must list 0 or 1 for each of {layers} layers")
     kinds = ["full_attention" if r else "sliding_attention" for r in rotated[:layers]]
-    made = _rotary_family(
-        f,
-        theta=2_000_000.0,
-        tied=True,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=f.flag("mlp_bias", False),
-        windows=_layered_windows(f, kinds),
-    )
-    return (
-        made
-        if all(rotated[:layers])
-        else replace(made, ropes=tuple(made.rope if r else None for r in rotated[:layers]))
-    )
+    own: dict[str, Any] = {"mlp_bias": f.flag("mlp_bias", False), "windows": _layered_windows(f, kinds)}
+    made = _rotary_family(f, theta=2_000_000.0, tied=True, **_biased(f), **own)
+    if all(rotated[:layers]):
+        return made
+    return replace(made, ropes=tuple(made.rope if r else None for r in rotated[:layers]))
 
 
 def _gemma3(f: Fields) -> DecoderConfig:
@@ -255,7 +227,7 @@ def _gemma3(f: Fields) -> DecoderConfig:
             raise CapabilityError(
                 f"{name} = {shown(f.values[name])}", "the decoder has no such thing", "use another checkpoint"
             )
-    layers, d_model, bias = f.layers(), f.integer("hidden_size"), f.flag("attention_bias", False)
+    layers, d_model = f.layers(), f.integer("hidden_size")
     head_dim = f.integer("head_dim", 256, maximum=MAX_HEAD_DIM)
     pattern = f.integer("sliding_window_pattern", f.integer("_sliding_window_pattern", 6))
     kinds = _layer_kinds(f, ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)])
@@ -269,8 +241,7 @@ def _gemma3(f: Fields) -> DecoderConfig:
         activation="hidden_activation",
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         ropes=tuple(sliding[0] if kind == "sliding_attention" else full[0] for kind in kinds),
-        qkv_bias=bias,
-        out_bias=bias,
+        **_biased(f),
         norm_offset=1.0,
         wide_norms=True,
         post_norms=True,
@@ -305,11 +276,11 @@ def _opt(f: Fields) -> DecoderConfig:
 
 FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "gemma3_text": _gemma3,
-    "llama": _llama,
-    "mistral": _mistral,
+    "llama": lambda f: _rotary_family(f, **_biased(f), mlp_bias=f.flag("mlp_bias", False)),
+    "mistral": partial(_one_window, 4096),
     "opt": _opt,
-    "phi3": _phi3,
-    "qwen2": _qwen2,
+    "phi3": partial(_one_window, None),
+    "qwen2": lambda f: _rotary_family(f, qkv_bias=True, windows=_layered_windows(f)),
     "qwen3": _qwen3,
     "smollm3": _smollm3,
 }
@@ -327,15 +298,8 @@ def _rotary_family(
     activation: str = "hidden_act",
     **options: Any,
 ) -> DecoderConfig:
-    """What all but OPT share: RMS norm, rotary positions, a gated MLP.
-
-    Args:
-        windows: [layers] of each; None: all see everything.
-        head_dim: None: as the file says.
-        rope: None: the file's, of base ``theta`` where it names none.
-        tied: where the file does not say.
-        activation: the field that names it.
-        options: further fields of `DecoderConfig`.
+    """What all but OPT share: RMS norm, rotary positions, a gated MLP; `None` is what the file says, of windows none.
+    ``theta`` and ``tied`` hold where it says nothing, ``activation`` is the field that names it.
     """
     d_model, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     kv_heads = f.integer("num_key_value_heads", heads)

@@ -52,12 +52,7 @@ def is_file(path: Path) -> bool:
 
 
 def read_json(file: Path, remedy: str, wrong: str = "not readable as JSON") -> Any:
-    """A JSON file's content.
-
-    Args:
-        file: an existing file.
-        remedy: what to do where it cannot be read.
-        wrong: how the message says so.
+    """An existing JSON file's content; ``remedy`` and ``wrong`` are of the message where it cannot be read.
 
     Raises:
         ConfigError: not JSON, nested too deep, too large, or with an entry that is there twice and differs.

@@ -27,12 +27,9 @@ def ends(folder: Path) -> tuple[int, ...]:
 
 
 def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
-    """How the model in a folder is to be sampled: as its file says, or with `CHAT` where that says nothing of it.
-
-    ``do_sample: false`` is temperature 0, whatever else it says of drawing; a penalty counts there as well.
-
-    Args:
-        given: fields that the user has chosen, which go before the file's.
+    """How the model in a folder is to be sampled: as its file says, or with `CHAT` where that says nothing of it;
+    ``given`` fields, which the user has chosen, go before both. ``do_sample: false`` is temperature 0; a penalty counts
+    there as well.
 
     Raises:
         ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
@@ -43,10 +40,8 @@ def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
 
 
 def recommended(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
-    """What the file in a folder says of how the model is sampled, as fields of `SamplingParams`; empty: nothing.
-
-    Args:
-        given: fields whose values there do not matter.
+    """What the file in a folder says of how the model is sampled, as fields of `SamplingParams`; empty: nothing. Values
+    of ``given`` fields do not matter.
 
     Raises:
         ConfigError: the file is broken, or has a value that cannot be.

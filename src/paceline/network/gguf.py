@@ -166,11 +166,6 @@ class GGUF(NamedTuple):
             raise ConfigError(f"GGUF file {self.path}", wrong, "download the file again, or convert it again")
         return token
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
 
 def is_gguf(path: str | Path) -> bool:
     """Whether a path names a GGUF file rather than a folder."""
@@ -198,6 +193,26 @@ def parts_of(path: Path) -> tuple[Path, ...]:
             raise ConfigError(f"model {path}", wrong, "put all parts into one folder")
         found.append(part)
     return tuple(found)
+
+
+def gguf_of(place: Path, whole: Callable[[Path], bool]) -> Path | None:
+    """The GGUF file that an existing file or folder means: itself, the first of its parts, or the only one in a folder
+    that is no ``whole`` model of another kind; None: none.
+
+    Raises:
+        ConfigError: a file that is no model, a part that is missing, a folder with several models.
+    """
+    if place.is_file():
+        if not is_gguf(place):
+            wrong = "it is a file, and a model is a folder, or a file that ends in .gguf"
+            raise ConfigError(f"model {place}", wrong, "name the folder that it is in")
+        return parts_of(place)[0]
+    files = sorted(place.glob(f"*{SUFFIX}")) if not whole(place) else []
+    found = sorted({parts_of(file)[0] for file in files})
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"model folder {place}", f"it holds {len(found)} models: {names}", "name one of the files")
+    return found[0] if found else None
 
 
 def read_gguf(path: str | Path) -> GGUF:
@@ -238,22 +253,9 @@ def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Array:
-    """An array of numbers in metadata that nobody has asked for yet."""
-
-    kind: int
-    count: int
-    start: int  # of its first element
-
-
 class FileTexts(Sequence[str]):
-    """A list of texts in a file, each of them decoded when it is asked for.
-
-    Args:
-        data: the file.
-        starts: [n + 1] where the length of each lies, and the end of the last.
-    """
+    """A list of texts in a file, each of them decoded when it is asked for; ``starts`` [n + 1] say where the length of
+    each lies, and the end of the last."""
 
     def __init__(self, data: mmap.mmap, starts: np.ndarray) -> None:
         self._data, self._starts = data, starts
@@ -293,7 +295,7 @@ class FileTexts(Sequence[str]):
             return False
 
 
-# What the keys that are read here must be; arrays of numbers are checked where they are used.
+# What the keys that are read here must be; what is in arrays of numbers is checked where they are used.
 _RULES = {
     re.compile(r"tokenizer\.ggml\.(tokens|merges)"): "a list of texts",
     re.compile(r"tokenizer\.ggml\.(token_type|scores)"): "a list of numbers",
@@ -304,45 +306,11 @@ _RULES = {
 }
 _FITS: dict[str, Callable[[Any], bool]] = {
     "a list of texts": lambda value: isinstance(value, FileTexts),
-    "a list of numbers": lambda value: isinstance(value, _Array),
+    "a list of numbers": lambda value: isinstance(value, np.ndarray),
     "a text": lambda value: isinstance(value, str),
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "true or false": lambda value: isinstance(value, bool),
 }
-
-
-class Metadata(Mapping[str, Any]):
-    """Keys and values; an array of numbers is made into a numpy array at its first use."""
-
-    def __init__(self, file: MappedFile) -> None:
-        self._file = file
-        self._values: dict[str, Any] = {}
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._values[key]
-        if isinstance(value, _Array):
-            value = self._values[key] = self._file.array(value)
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, key: str, value: Any) -> None:
-        """One more entry.
-
-        Raises:
-            ConfigError: it is there already, or of a type that this key cannot have.
-        """
-        if key in self._values:
-            self._file.refuse(f"key {shown(key)} is there twice")
-        for pattern, rule in _RULES.items():
-            if pattern.fullmatch(key) and not _FITS[rule](value):
-                said = "a list" if isinstance(value, _Array | FileTexts) else shown(value)
-                self._file.refuse(f"key {shown(key)} is {said}, and must be {rule}")
-        self._values[key] = value
 
 
 class MappedFile:
@@ -362,10 +330,10 @@ class MappedFile:
         if version not in VERSIONS:
             self._refuse_version(version)
         tensors, pairs = self._count(3 * 8, "tensors", _MOST), self._count(8 + 4 + 1, "keys", _MOST)
-        self.metadata = Metadata(self)
+        self.metadata: dict[str, Any] = {}  # arrays are views of the file
         for _ in range(pairs):
             key = self._text(_NAME_BYTES)
-            self.metadata.add(key, self._value(self._number("I"), key))
+            self._add(key, self._value(self._number("I"), key))
         self.keys_end = self._at
         entries = [self._tensor_entry() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
@@ -382,6 +350,15 @@ class MappedFile:
             ConfigError: always.
         """
         raise ConfigError(f"GGUF file {self.path}", wrong, remedy)
+
+    def _add(self, key: str, value: Any) -> None:
+        if key in self.metadata:
+            self.refuse(f"key {shown(key)} is there twice")
+        for pattern, rule in _RULES.items():
+            if pattern.fullmatch(key) and not _FITS[rule](value):
+                said = "a list" if isinstance(value, np.ndarray | FileTexts) else shown(value)
+                self.refuse(f"key {shown(key)} is {said}, and must be {rule}")
+        self.metadata[key] = value
 
     def _refuse_version(self, version: int) -> NoReturn:
         if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
@@ -431,7 +408,7 @@ class MappedFile:
         size = struct.calcsize("<" + _SCALARS[element])
         count, start = self._count(size, "values"), self._at
         self._skip(count * size)
-        return _Array(element, count, start)
+        return np.frombuffer(self.data, np.dtype("<" + _SCALARS[element]), count, start)
 
     def _texts(self) -> FileTexts:
         count, at, data, size = self._count(8, "texts"), self._at, self.data, struct.Struct("<Q").unpack_from
@@ -444,10 +421,6 @@ class MappedFile:
             at = len(data) + 1
         self._skip(at - self._at)
         return FileTexts(data, np.frombuffer(starts, np.int64))
-
-    def array(self, place: _Array) -> np.ndarray:
-        """An array of numbers."""
-        return np.frombuffer(self.data, np.dtype("<" + _SCALARS[place.kind]), place.count, place.start)
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset of one tensor."""

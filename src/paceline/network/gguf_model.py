@@ -11,14 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from .families import unbuilt
-from .gguf import GGUF, PLAIN, GGUFTensor
+from .families import DecoderConfig, decoder_config, unbuilt
+from .gguf import GGUF, PLAIN, GGUFTensor, read_gguf
+from .weights import Piece, weight_map
 
 STORED = "stored"  # as a dtype: the types that the file has its weights in
 _PERMUTED = ("llama", "smollm3")  # whose rows of q and k the converter turned from halves into pairs
@@ -212,11 +214,7 @@ def _dtype(model: GGUF) -> str:
 
 
 def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
-    """What ``rope_scaling`` would say; nothing for the plain rotation.
-
-    Raises:
-        CapabilityError: an unknown kind.
-    """
+    """What ``rope_scaling`` would say; nothing for the plain rotation."""
     context = said.integer("context_length")
     factors = model.tensors.get("rope_freqs.weight") or model.tensors.get("rope_factors_short.weight")
     if factors is not None:  # divisors of each frequency: Llama 3's, or LongRoPE's for short texts
@@ -268,3 +266,38 @@ _ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
     "qwen3": lambda said: {"model_type": "qwen3"},
     "smollm3": lambda said: {"model_type": "smollm3", "no_rope_layer_interval": 4},
 }
+
+
+def read_pieces(path: Path, config: DecoderConfig) -> list[tuple[Piece, GGUFTensor]]:
+    """Where every parameter is; no data is read.
+
+    Raises:
+        ConfigError: a tensor that is missing, misshaped or left over.
+    """
+    wanted = {piece.source: piece for piece in weight_map(config)}
+    model = read_gguf(path)
+    stored = {tensor.source: tensor for tensor in tensors_of(model)}
+    for name in wanted.keys() - stored.keys():
+        raise ConfigError(f"GGUF file {path}", f"it misses tensor {name}", "download the file again")
+    for name, tensor in stored.items():
+        if name not in wanted:
+            wrong = f"it has tensor {shown(tensor.name)}, for which this architecture has no place here"
+            raise ConfigError(f"GGUF file {path}", wrong, "use another model")
+        if tensor.shape != wanted[name].shape:
+            wrong = f"tensor {shown(tensor.name)} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
+            raise ConfigError(f"GGUF file {path}", f"{wrong} as its metadata say", "convert the model again")
+    return [(wanted[name], tensor) for name, tensor in stored.items()]
+
+
+def read_gguf_config(path: Path) -> DecoderConfig:
+    """The decoder's configuration of a GGUF file.
+
+    Raises:
+        ConfigError, CapabilityError: what the file says cannot be, or is not built.
+    """
+    model = read_gguf(path)
+    try:
+        return replace(decoder_config(config_of(model)), norm_offset=0.0)  # the converter has added it
+    except ConfigError as error:  # CapabilityError is one
+        named = error.asked.replace("config.json", f"GGUF file {path}")
+        raise type(error)(named, error.wrong, error.remedy) from error

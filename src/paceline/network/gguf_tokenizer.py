@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.folders import user_cache
@@ -82,34 +82,28 @@ _SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 _PORO = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
-class _Pre(NamedTuple):
-    """How text is cut before pairs are merged, and what the name stands for besides."""
-
-    patterns: tuple[str, ...]
-    whole: bool = False  # a piece that is a token is taken as it is, whatever its merges say
-    bos: bool = False  # a text begins with BOS, where the file has no flag for it
-
-
-_DIGITS = _Pre((r"\p{N}", _GPT2))
-_KINDS: dict[str, _Pre] = {
-    "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling": _Pre((_GPT2,)),
-    "smollm starcoder refact command-r codeshell exaone minerva-7b": _DIGITS,
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0": _Pre((_LLAMA3,), whole=True, bos=True),
-    "smaug-bpe dbrx glm4 chatglm-bpe": _Pre((_LLAMA3,)),
-    "qwen2 deepseek-r1-qwen kormo stablelm2 hunyuan megrez solar-open grok-2": _Pre((_QWEN2,)),
-    "qwen35": _Pre((_QWEN35,)),
-    "tekken": _Pre((_TEKKEN,), whole=True, bos=True),
-    "gpt-4o llama4 kanana2 minimax-m2": _Pre((_GPT4O,)),
-    "seed-coder": _Pre((_SEED,)),
-    "poro-chat": _Pre((_PORO,)),
-    "viking": _Pre((_PORO, r"\p{N}")),
-    "deepseek-llm": _Pre(_DEEPSEEK_LLM),
-    "deepseek-coder": _Pre(_DEEPSEEK_CODER),
-    "deepseek-v3 hunyuan-dense joyai-llm": _Pre(_DEEPSEEK3),
-    "falcon": _Pre(_FALCON),
-    "default": _Pre(_DEFAULT),
+_KINDS = {
+    "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling": (_GPT2,),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": (r"\p{N}", _GPT2),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0": (_LLAMA3,),
+    "smaug-bpe dbrx glm4 chatglm-bpe": (_LLAMA3,),
+    "qwen2 deepseek-r1-qwen kormo stablelm2 hunyuan megrez solar-open grok-2": (_QWEN2,),
+    "qwen35": (_QWEN35,),
+    "tekken": (_TEKKEN,),
+    "gpt-4o llama4 kanana2 minimax-m2": (_GPT4O,),
+    "seed-coder": (_SEED,),
+    "poro-chat": (_PORO,),
+    "viking": (_PORO, r"\p{N}"),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3 hunyuan-dense joyai-llm": _DEEPSEEK3,
+    "falcon": _FALCON,
+    "default": _DEFAULT,
 }
-PRE_TOKENIZERS = {name: pre for names, pre in _KINDS.items() for name in names.split()}
+# Of these a piece that is a token is taken as it is, whatever its merges say, and a text begins with BOS where the file
+# has no flag for that.
+_WHOLE = {*["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken"]}
+PRE_TOKENIZERS = {name: patterns for names, patterns in _KINDS.items() for name in names.split()}
 
 
 def load_gguf_vocabulary(model: GGUF) -> Any:
@@ -170,13 +164,8 @@ class GGUFTokenizer:
     """A tokenizer of the ``tokenizers`` package; transformers' own over it does what encoding one text does not need.
 
     Importing transformers takes half a second: that is done where a chat is written, a batch encoded, or a token of a
-    role asked for.
-
-    Args:
-        backend: a ``tokenizers.Tokenizer``; tokens with a role become special ones, as transformers makes them.
-        roles: tokens by ``bos_token`` and the like.
-        template: of chats; None: the file has none.
-        begins: whether a text begins with BOS.
+    role asked for. Tokens with a role, by ``bos_token`` and the like, become special ones, as transformers makes them;
+    a text begins with BOS where ``begins`` says so.
     """
 
     def __init__(self, backend: Any, roles: Mapping[str, str], template: str | None, begins: bool) -> None:
@@ -300,15 +289,15 @@ class _Builder:
         raise ConfigError(self.asked, wrong, "download the file again, or convert the model again")
 
     @property
-    def pre(self) -> _Pre:
-        """What the file's pre-tokenizer does.
+    def pre(self) -> str:
+        """The name of the file's pre-tokenizer.
 
         Raises:
             CapabilityError: an unknown name, or none: it is not guessed, since ids would silently be others.
         """
         name = self.metadata.get("tokenizer.ggml.pre")
         if name in PRE_TOKENIZERS:
-            return PRE_TOKENIZERS[name]
+            return str(name)
         wrong = "it names no pre-tokenizer" if name is None else f"its pre-tokenizer {shown(name)} is not known here"
         known = f"convert it again with a newer llama.cpp; known are {', '.join(sorted(PRE_TOKENIZERS))}"
         raise CapabilityError(self.asked, wrong, known)
@@ -327,7 +316,7 @@ class _Builder:
         said = self.metadata.get(f"tokenizer.ggml.add_{name}_token")
         if said and self.named(name) is None:
             self._refuse(f"tokenizer.ggml.add_{name}_token is true, and tokenizer.ggml.{name}_token_id is missing")
-        usual = name == "bos" and (self.kind == "llama" or self.pre.bos)
+        usual = name == "bos" and (self.kind == "llama" or self.pre in _WHOLE)
         return bool(usual if said is None else said) and self.named(name) is not None
 
     def tokenizer(self) -> Any:
@@ -357,11 +346,11 @@ class _Builder:
         if broken is not None:
             self._refuse(f"the merge {shown(' '.join(broken))} makes no token")
         try:
-            model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole)
+            model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE)
         except Exception as error:  # tokenizers raises plain Exception
             self._refuse(f"its merges cannot be used ({error})")
         made = Tokenizer(model)
-        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
         last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
         made.decoder = decoders.ByteLevel()

@@ -92,12 +92,8 @@ class GroupTensor:
         """Do nothing: this weight holds no memory of its files."""
 
     def _numbers(self, order: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Of some outputs after others codes [outputs, groups, inputs], zeros [outputs, groups], both uint8, and scales
-        [outputs, groups] float32.
-
-        Args:
-            order: which input comes first, second, ...
-        """
+        """Of some outputs after others codes [outputs, groups, inputs], their inputs in ``order``, zeros
+        [outputs, groups], both uint8, and scales [outputs, groups] float32."""
         method, (n, k) = self.quant.method, self.shape
         if "shape" in self.parts and self._read("shape").tolist() != [n, k]:
             self._refuse("shape", f"it is not {[n, k]}, as config.json has it")
@@ -163,11 +159,8 @@ class GroupTensor:
 
 
 def _nibbles(words: Tensor, interleaved: bool = False) -> Tensor:
-    """[rows, 8 columns] uint8 of words [rows, columns] int32, the lowest four bits first.
-
-    Args:
-        interleaved: of eight the first, third, fifth and seventh come first.
-    """
+    """[rows, 8 columns] uint8 of words [rows, columns] int32, the lowest four bits first; ``interleaved``: of eight the
+    first, third, fifth and seventh come first."""
     data = words.contiguous().view(torch.uint8)
     codes = torch.stack((data & 15, data >> 4), -1)  # [rows, bytes, 2]
     return (codes.view(len(words), -1, 2, 4).mT if interleaved else codes).flatten(1)
@@ -176,12 +169,8 @@ def _nibbles(words: Tensor, interleaved: bool = False) -> Tensor:
 def take_groups(
     quant: GroupQuant | None, shapes: Mapping[str, tuple[int, ...]], stored: dict[str, StoredTensor]
 ) -> dict[str, GroupTensor]:
-    """Take the parts of quantised weights out of a checkpoint's tensors.
-
-    Args:
-        quant: what config.json says; None: nothing.
-        shapes: of the weights that are wanted, by name.
-        stored: all tensors by name; those that are taken are removed.
+    """Take the parts of quantised weights, of the wanted ``shapes`` by name, out of a checkpoint's tensors, ``stored``
+    by name; ``quant`` is what config.json says, None: nothing.
 
     Raises:
         ConfigError: a part that is missing or misshaped, or such parts without a word of them in config.json.

@@ -40,12 +40,7 @@ class TargetHandle:
         return self.embed(every) if self.embedding.is_meta else self.embedding
 
     def logits(self, states: Tensor, normed: bool = False) -> Tensor:
-        """[rows, V] float32 or wider, never rounded to bf16 in between.
-
-        The target's own logits are rounded where torch's kernels compute in bf16: there these differ by that rounding.
-
-        Args:
-            states: [rows, d_model] in the target's dtype.
-            normed: whether they have gone through the final norm.
-        """
+        """[rows, V] float32 or wider, never rounded to bf16 in between, of states [rows, d_model] in the target's
+        dtype, behind the final norm or not. The target's own logits are rounded where torch's kernels compute in bf16:
+        there these differ by that."""
         return self.head.wide(states if normed else self.final(states))

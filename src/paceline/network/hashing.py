@@ -18,8 +18,8 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..core.folders import user_cache
 
@@ -33,24 +33,8 @@ _RECORD_BYTES = 2**16  # of what is kept of a file, at most
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What changes with a file's content."""
-
-    path: str  # without links: what several names lead to is read once
-    size: int
-    mtime_ns: int
-    ctime_ns: int  # which nobody can set: a file that got its old time back has a new one
-    inode: int
-    device: int
-
-    @property
-    def settled(self) -> bool:
-        """Whether a change from now on would be seen."""
-        return time.time() - self.ctime_ns * 1e-9 > SETTLED_S
-
-
-_found: dict[_State, str] = {}  # by this process
+State = dict[str, Any]  # what changes with a file's content
+_found: dict[tuple[Any, ...], str] = {}  # by this process, and the values of a state
 
 
 def content_hash(file: Path) -> str:
@@ -60,21 +44,24 @@ def content_hash(file: Path) -> str:
         OSError: it cannot be read.
     """
     state = _state_of(file)
-    known = _found.get(state) or _recall(state)
+    key = tuple(state.values())
+    known = _found.get(key) or _recall(state)
     if known is None:
-        settled = state.settled  # before a byte is read
-        known = _hash(file, state.size)
+        settled = time.time() - state["ctime_ns"] * 1e-9 > SETTLED_S  # before a byte is read: a change would be seen
+        known = _hash(file, state["size"])
         if not settled or _state_of(file) != state:
             return known
         _keep(state, known)
-    _found[state] = known
+    _found[key] = known
     return known
 
 
-def _state_of(file: Path) -> _State:
-    path = file.resolve(strict=True)
+def _state_of(file: Path) -> State:
+    path = file.resolve(strict=True)  # without links: what several names lead to is read once
     found = path.stat()
-    return _State(str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+    # Nobody can set st_ctime: a file that got its old time back has a new one.
+    numbers = {name: getattr(found, f"st_{name}") for name in ("size", "mtime_ns", "ctime_ns")}
+    return {"path": str(path), **numbers, "inode": found.st_ino, "device": found.st_dev}
 
 
 # -- reading
@@ -101,14 +88,14 @@ def _hash_piece(file: Path, start: int) -> bytes:
 # -- keeping
 
 
-def _place(state: _State) -> Path | None:
+def _place(state: State) -> Path | None:
     """The file that keeps a path's hash: one each, so that processes that write at once do not meet."""
     base = user_cache()
-    name = hashlib.sha256(state.path.encode(errors="surrogateescape")).hexdigest()[:32]
+    name = hashlib.sha256(state["path"].encode(errors="surrogateescape")).hexdigest()[:32]
     return None if base is None else base / "hashes" / f"{name}.json"
 
 
-def _recall(state: _State) -> str | None:
+def _recall(state: State) -> str | None:
     """What was kept of a file that is as it was; None: nothing, or nothing that can be used."""
     place = _place(state)
     if place is None:
@@ -118,22 +105,20 @@ def _recall(state: _State) -> str | None:
             found = json.loads(stream.read(_RECORD_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.pop("kind", None) != KIND:
-        return None
-    known = found.pop("hash", None)
-    same = found == asdict(state) and isinstance(known, str) and re.fullmatch("[0-9a-f]{64}", known)
+    known = found.pop("hash", None) if isinstance(found, dict) else None
+    same = found == {"kind": KIND, **state} and isinstance(known, str) and re.fullmatch("[0-9a-f]{64}", known)
     return known if same else None
 
 
-def _keep(state: _State, known: str) -> None:
+def _keep(state: State, known: str) -> None:
     place = _place(state)
     if place is None:
         return
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        _write(place, json.dumps({"kind": KIND, **asdict(state), "hash": known}).encode())
+        _write(place, json.dumps({"kind": KIND, **state, "hash": known}).encode())
     except (OSError, UnicodeError) as error:
-        log.info("the hash of %s is not kept, and is computed at every start: %s", state.path, error)
+        log.info("the hash of %s is not kept, and is computed at every start: %s", state["path"], error)
 
 
 def _write(place: Path, content: bytes) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.options import option
+from ..native import abi
 from .files import is_file, read_json
 from .linear import LinearOp, Quant
 from .native_linear import NativeLinear
@@ -37,11 +38,8 @@ def hot_share() -> float:
 
 
 def load_hot(folder: Path | None, vocab: int) -> Tensor | None:
-    """[H] int64, ascending: the hot tokens that a drafter's folder names; None: it names none.
-
-    Args:
-        folder: of the drafter; None: it has none.
-        vocab: tokens that there are.
+    """[H] int64, ascending: the hot tokens, of ``vocab``, that a drafter's folder names; None: it names none, or there
+    is none.
 
     Raises:
         ConfigError: a file that cannot be read, that names no token, one twice, or one that there is not.
@@ -64,24 +62,14 @@ def save_hot(tokens: Tensor, folder: Path) -> None:
 
 
 def most_frequent(occurrences: Any, count: int) -> Tensor:
-    """[count] int64, ascending: the tokens that occur most often, of equals the first ones.
-
-    Args:
-        occurrences: [V] of every token, counts or shares.
-        count: how many are hot.
-    """
+    """[count] int64, ascending: the tokens that occur most often by ``occurrences`` [V], counts or shares; of equals
+    the first ones."""
     return torch.as_tensor(occurrences).argsort(descending=True, stable=True)[:count].sort().values
 
 
 def hot_rows(head: LinearOp, tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """[H, width] the head's weights of these tokens, whatever form it is kept in: read off by unit vectors.
-
-    Args:
-        head: of states [.., width] (behind its own width, zeros).
-        tokens: [H] their rows.
-        width: of a state.
-        dtype: of states.
-    """
+    """[H, width] the weights of a head for ``tokens`` [H], whatever form it is kept in: read off by unit vectors in
+    ``dtype`` (behind ``width``, zeros)."""
     rows = torch.empty(len(tokens), width)
     inputs = head.struct.k if isinstance(head, NativeLinear) else width
     for first in range(0, width, UNITS):
@@ -90,29 +78,18 @@ def hot_rows(head: LinearOp, tokens: Tensor, width: int, dtype: torch.dtype) -> 
     return rows
 
 
-class HotHead:
-    """A head over hot tokens alone, for compiled layers; beside bf16 states its weights are bytes, or what is asked.
-
-    Args:
-        head: the whole one.
-        tokens: [H] int64, ascending.
-        width: of a state.
-        dtype: of states.
-        quant: how its weights are stored beside bf16 states.
-    """
-
-    def __init__(
-        self, head: NativeLinear, tokens: Tensor, width: int, dtype: torch.dtype, quant: Quant | None = None
-    ) -> None:
-        rows = hot_rows(head, tokens, width, dtype).to(dtype)
-        bits = "int8" if quant is None or quant == "stored" else quant
-        self.linear = NativeLinear(rows, None, bits if dtype == torch.bfloat16 else None)
-        self.tokens = tokens
-        self._named = F.pad(tokens, (0, -len(tokens) % 16))
-
-    def fill(self, model: Any) -> None:
-        """Make it the head of an `abi.CModel`, which must not outlive it."""
-        model.head, model.vocab, model.of_output = self.linear.struct, len(self.tokens), self._named.data_ptr()
+def cut_head(
+    model: abi.CModel, head: NativeLinear, tokens: Tensor, dtype: torch.dtype, quant: Quant | None = None
+) -> NativeLinear:
+    """The head of a compiled model over hot ``tokens`` [H] int64, ascending, alone, which becomes the model's; beside
+    bf16 states its weights are bytes, or what is asked. ``head`` is the whole one."""
+    rows = hot_rows(head, tokens, model.d_model, dtype).to(dtype)
+    bits = "int8" if quant is None or quant == "stored" else quant
+    made = NativeLinear(rows, None, bits if dtype == torch.bfloat16 else None)
+    named = F.pad(tokens, (0, -len(tokens) % 16))
+    model.head, model.vocab, model.of_output = made.struct, len(tokens), named.data_ptr()
+    model.held = made, named
+    return made
 
 
 def masked(logits: Tensor, hot: Tensor) -> Tensor:

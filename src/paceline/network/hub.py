@@ -8,7 +8,7 @@ from pathlib import Path
 from ..core.errors import ConfigError
 from ..core.options import shown
 from .files import is_file
-from .gguf_layout import gguf_of
+from .gguf import gguf_of
 
 # All that is fetched from the hub: no code, and no weights in formats that can run code.
 RECEIVED: dict[str, Path] = {}  # checkpoints that this process got from another host, by the names that they have there

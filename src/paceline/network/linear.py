@@ -148,50 +148,27 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SplitRows(LinearOp):
-    """Runs ``inner`` on at most ``limit`` rows at a time: below the limit its bits do not depend on the width."""
+class RowBlocks(LinearOp):
+    """Runs ``inner`` on blocks of at most ``limit`` rows, below which its bits do not depend on their number. Without a
+    limit, on blocks of `PAD_ROWS` rows, the last one padded with zeros: every product then has the same shape."""
 
     inner: LinearOp
-    limit: int
+    limit: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= self.limit:
-            return self.inner(x)
-        return torch.cat([self.inner(part) for part in x.split(self.limit)])
-
-    def wide(self, x: Tensor) -> Tensor:
-        return self.inner.wide(x)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PadRows(LinearOp):
-    """Runs ``inner`` on blocks of exactly `PAD_ROWS` rows, the last one padded with zeros.
-
-    Every product then has the same shape, so a row's bits cannot depend on how many rows there are.
-    """
-
-    inner: LinearOp
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        missing = -rows % PAD_ROWS
+        rows, limit = x.shape[0], self.limit or PAD_ROWS
+        missing = 0 if self.limit else -rows % PAD_ROWS
         padded = F.pad(x, (0, 0, 0, missing)) if missing else x
-        if rows + missing == PAD_ROWS:
-            return self.inner(padded)[:rows]
-        return torch.cat([self.inner(part) for part in padded.split(PAD_ROWS)] or [self.inner(padded)])[:rows]
+        y = self.inner(padded) if rows <= limit else torch.cat([self.inner(part) for part in padded.split(limit)])
+        return y[:rows] if missing else y
 
     def wide(self, x: Tensor) -> Tensor:
         return self.inner.wide(x)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, quant: Quant | None = None) -> LinearOp:
-    """The fastest kind for this weight.
-
-    Args:
-        weight: [out, in].
-        bias: [out] or None.
-        exact: a row's output bits must not depend on the number of rows nor on its place among them.
-        quant: how the weight is stored; None: as it is.
+    """The fastest kind for a weight [out, in], stored as ``quant`` says; ``exact``: a row's output bits must not depend
+    on the number of rows nor on its place among them.
 
     Raises:
         CapabilityError: a stored form for which the device or dtype has no kernel here.
@@ -213,9 +190,8 @@ def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, qua
 def make_exact(linear: LinearOp, kind: str, weight: Tensor) -> LinearOp:
     """Wrap ``linear`` so that a row's bits are the same at every width; the cheapest wrap that is enough."""
     if weight.dtype in (torch.float32, torch.float64):
-        return PadRows(linear)  # one row and two rows take different kernels: known, not worth a probe
-    limit = _row_limit(linear, kind, weight)
-    return SplitRows(linear, limit) if limit else PadRows(linear)
+        return RowBlocks(linear)  # one row and two rows take different kernels: known, not worth a probe
+    return RowBlocks(linear, _row_limit(linear, kind, weight))
 
 
 def _row_limit(linear: LinearOp, kind: str, weight: Tensor) -> int:

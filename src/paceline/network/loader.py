@@ -17,17 +17,18 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.model_spec import STRETCH
 from ..core.options import shown
 from . import generation
+from .blocks import StoredWeights
 from .decoder import Decoder
 from .families import DecoderConfig, decoder_config, linear_shapes
 from .files import StoredTensor, free_bytes, get_tensor, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .gguf import is_gguf, read_gguf
-from .gguf_layout import read_gguf_config, read_pieces
+from .gguf_model import read_gguf_config, read_pieces
 from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
 from .group_quant import take_groups
 from .hub import RECEIVED, env_offline, first_line, from_hub, local
 from .linear import QUANTS, Quant
 from .parallel import Ranks
-from .stored_blocks import BlockTensor, InBlocks
+from .stored_blocks import BlockTensor, in_blocks
 from .weights import Piece, weight_map
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -54,14 +55,12 @@ def load_model(
     ends: bool = True,
     ranks: Ranks | None = None,
 ) -> Decoder:
-    """Load the checkpoint in a local folder, or a part of its layers.
+    """Load the checkpoint in a local folder (`resolve_folder`), or a part of its layers.
 
     The headers of the weight files are compared with ``config.json``, and the memory that the weights need with what is
     free, before anything is allocated.
 
     Args:
-        path: a folder, as `resolve_folder` gives it.
-        attention: computes attention over the cache.
         dtype: "bfloat16", "float16", "float32", "float64", "int8", "q8_0" or "q4_0" (weights in 8 or 4 bits, bf16
             activations), or "auto" for what the checkpoint is stored in.
         device: "cpu", "cuda" or "cuda:1".
@@ -88,18 +87,18 @@ def load_model(
         layout, config = _part(layout, layers, ends), config.part(*layers, ends)
     if ranks is not None:
         layout = layout.cut(ranks.share.cut)
-    blocks = layout.blocks(config) if quant == "stored" else None
+    blocks = layout.blocks(config) if quant == "stored" else {}
     with memory_for(folder, layout, config, kind, place, blocks):
         given: dict[str, Any] = {"exact": exact, "quant": quant, "native": native, "ranks": ranks}
         decoder = Decoder(config, attention, dtype=kind, device=place, **given)
-        decoder.allocate(blocks or {})
+        decoder.allocate(blocks)
         for name, parameter in decoder.named_parameters():
             if ranks is not None and ranks.share.absent(name):
                 parameter.data.zero_()
         if not ends:
             for parameter in (decoder.embedding, *(() if decoder.norm is None else decoder.norm.parameters())):
                 parameter.data.zero_()
-        fill_all(decoder, layout, blocks or {})
+        fill_all(decoder, layout, blocks)
         return decoder.finish(blocks)
 
 
@@ -122,19 +121,19 @@ def memory_for(
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
-    blocks: InBlocks | None,
+    blocks: StoredWeights,
 ) -> Iterator[None]:
     """Refuse, in words, weights that do not fit: before they are loaded, and where the allocator gives up."""
-    count = sum(piece.numel for piece, _ in layout.pieces if piece.into not in (blocks or ()))
+    count = sum(piece.numel for piece, _ in layout.pieces if piece.into not in blocks)
     count += (config.depth - config.num_layers) * sum(i * o for i, o in linear_shapes(config).values())
     # One tensor more: weights are converted and packed one at a time.
     wanted = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize + _table_bytes(
         config, dtype, device
     )
-    wanted += 0 if blocks is None else round(1.1 * blocks.nbytes)
+    wanted += round(1.1 * sum(tensor.nbytes for own in blocks.values() for tensor in own))
     free = free_bytes(device)
     asked = f"the model in {folder} as {str(dtype).removeprefix('torch.')} on {device}"
-    held = count + sum(piece.numel for piece, _ in layout.pieces if piece.into in (blocks or ()))
+    held = count + sum(piece.numel for piece, _ in layout.pieces if piece.into in blocks)
     needs = f"its {held:,} parameters take {wanted / 2**30:.1f} GiB while they are loaded"
     remedy = "use a smaller dtype or model, or free some memory"
     if free is not None and wanted > free:
@@ -224,7 +223,7 @@ class Layout:
         """What of each tensor is read, where that is not all."""
         return Layout([(own, tensor) for piece, tensor in self.pieces for own in part(piece)])
 
-    def blocks(self, config: DecoderConfig) -> InBlocks:
+    def blocks(self, config: DecoderConfig) -> dict[str, list[BlockTensor]]:
         """The parameters that stay in blocks."""
         plain = {piece.into: tensor for piece, tensor in self.pieces if isinstance(tensor, StoredTensor)}
         blocks = [(piece, tensor) for piece, tensor in self.pieces if not isinstance(tensor, StoredTensor)]
@@ -232,14 +231,12 @@ class Layout:
             if piece.into in plain:
                 wrong = f"{plain[piece.into].name}, which is multiplied together with it, is not quantised"
                 raise CapabilityError(f"tensor {tensor.name}", wrong, "load it with dtype='bfloat16' or 'int8'")
-        return InBlocks(blocks, config)
+        return in_blocks(blocks, config)
 
 
 def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) -> Layout:
-    """Find every parameter in the headers of the folder's safetensors files; no data is read.
-
-    Args:
-        layers_only: the files are to hold the layers' tensors, and nothing of what is before and behind them.
+    """Find every parameter in the headers of the folder's safetensors files, or with ``layers_only`` those of the
+    layers, which the files hold alone then; no data is read.
 
     Raises:
         ConfigError: a file or tensor that is missing, broken, misshaped, there twice or left over.
@@ -293,14 +290,7 @@ def _check_piece(piece: Piece, tensor: StoredTensor) -> None:
 
 
 def load_weights(decoder: Decoder, folder: Path, layers_only: bool = False) -> None:
-    """Fill the decoder's parameters from the folder's safetensors files.
-
-    Args:
-        layers_only: as of `read_layout`; embedding, norm and head are left as they are.
-
-    Raises:
-        ConfigError: as `read_layout`.
-    """
+    """Fill the decoder's parameters from the folder's safetensors files; arguments and errors as of `read_layout`."""
     fill_all(decoder, read_layout(folder, decoder.config, layers_only))
 
 
@@ -389,14 +379,9 @@ def _read_json(file: Path) -> Any:
 
 
 def resolve_folder(name_or_path: str | Path, revision: str | None = None, offline: bool = False) -> Path:
-    """The folder of a model: an embedded model's name, a local folder, or a hub name (which is downloaded).
-
-    A stretched model has none (`core.model_spec`): who can load one asks for the folder of what it is made of.
-
-    Args:
-        name_or_path: ``paceline-small``, ``./my-model``, ``org/name``.
-        revision: branch, tag or commit on the hub.
-        offline: use what is cached; the environment's HF_HUB_OFFLINE does the same.
+    """The folder of a model: an embedded model's name (``paceline-small``), a local folder, or a hub name
+    (``org/name``), which is downloaded; ``offline``, as HF_HUB_OFFLINE, uses what is cached. A stretched model has none
+    (`core.model_spec`): who can load one asks for the folder of what it is made of.
 
     Raises:
         ConfigError: nothing of that name, or the hub cannot be reached.

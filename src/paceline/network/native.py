@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
-from ..attention.base import Segment
+from ..attention.base import AttentionPlan, Segment
 from ..attention.rope import RopeTables
 from ..core.errors import CapabilityError
 from ..native import abi
@@ -29,10 +28,10 @@ from .adapters import LINEARS, AdapterRange, LowRank
 from .base import ForwardState, KVCache
 from .blocks import StoredWeights
 from .families import DecoderConfig
-from .hot import HotHead
+from .hot import cut_head
 from .native_calls import NativeTaps, TokenPass, hold, keys_of
 from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
-from .native_streams import NativeStreams, StreamRun, StreamTokens, limits_of
+from .native_streams import StreamRun, StreamTokens, limits_of, native_streams
 from .native_weights import Loaded, NativeWeights
 from .padding import SCALE_ROOM, padded
 from .streams import StreamSet
@@ -52,15 +51,6 @@ def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
         (c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} heads cannot share {c.num_kv_heads} of K and V evenly"),
     )
     return next((why for holds, why in rules if not holds), None) or native.unavailable()
-
-
-@dataclass(slots=True)
-class NativePlan:
-    """Segments as the compiled layers read them, and what must stay alive meanwhile."""
-
-    segments: Sequence[Segment]
-    table: Any  # ctypes array of abi.CSegment
-    held: list[Tensor]
 
 
 class Stack:
@@ -105,13 +95,13 @@ class Stack:
         # The cache of the last pass, and what `_pass` keeps for it.
         self._last: tuple[Callable[[], Any], abi.CPass] | None = None
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
-        self._streams: WeakKeyDictionary[StreamSet, NativeStreams] = WeakKeyDictionary()
+        self._streams: WeakKeyDictionary[StreamSet, abi.CStreamSet] = WeakKeyDictionary()
         self._packing = threading.Lock()
         self.library = native.library()
         self.free_rows = native.TILE_ROWS if self.library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
         self.embedding_at = ctypes.addressof(self.weights.embedding)
-        self._hot: HotHead | None = None
+        self._hot: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -125,18 +115,16 @@ class Stack:
 
     def cut(self, hot: Tensor) -> None:
         """Compute the head for the tokens ``hot`` [H] int64, ascending, alone; others have no chance from now on."""
-        self._hot = HotHead(self.head, hot, self._model.d_model, self.dtype, self._quant)
-        self.head = self.weights.head = self._hot.linear
-        self._hot.fill(self._model)
+        self.head = self.weights.head = cut_head(self._model, self.head, hot, self.dtype, self._quant)
+        self._hot = hot
 
-    def ends(self, hot: Tensor | None) -> tuple[abi.CModel, HotHead | None]:
-        """The model for calls that read its final norm and head alone: the whole head, or a copy that is cut, and what
-        must live as long as that."""
+    def ends(self, hot: Tensor | None) -> abi.CModel:
+        """The model for calls that read its final norm and head alone: the whole head, or a copy that is cut."""
         if hot is None:
-            return self._model, None
-        made, head = abi.CModel.from_buffer_copy(self._model), HotHead(self.head, hot, self._model.d_model, self.dtype)
-        head.fill(made)
-        return made, head
+            return self._model
+        made = abi.CModel.from_buffer_copy(self._model)
+        cut_head(made, self.head, hot, self.dtype)
+        return made
 
     def _own_linears(self) -> list[NativeLinear]:
         """The products of the layers that have numbers: added layers have none."""
@@ -150,8 +138,8 @@ class Stack:
         products = self.weights.products
         return sum(linear.nbytes for linear in products) / sum(linear.struct.n * linear.struct.k for linear in products)
 
-    def plan(self, segments: Sequence[Segment]) -> NativePlan:
-        """The plan with addresses in place of tensors.
+    def plan(self, segments: Sequence[Segment]) -> AttentionPlan:
+        """A table of `abi.CSegment`, with addresses in place of tensors.
 
         Raises:
             ValueError: keys, masks or positions of another shape or dtype than the segment says.
@@ -166,7 +154,7 @@ class Stack:
                 row.visible = hold(s.visible, (s.stop - s.start, block), held, torch.bool)
             if s.positions is not None:
                 row.block_positions = hold(s.positions, (block,), held)
-        return NativePlan(segments, table, held)
+        return AttentionPlan(segments, table, held)
 
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
         """[rows, d_model] after layers start .. stop - 1 and those added to them; ``state.hidden`` is left as it is.
@@ -193,8 +181,8 @@ class Stack:
             v_cache=ctypes.addressof(v),
             head_stride=stride,
             packed=packed,
-            segments=ctypes.addressof(plan.table),
-            num_segments=len(plan.table),
+            segments=ctypes.addressof(plan.made),
+            num_segments=len(plan.made),
             threads=torch.get_num_threads(),
             layers=self._num_layers,
         )
@@ -210,25 +198,22 @@ class Stack:
             limits = limits_of(state.special.limits)
             run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
         self._rotate(run, self._rope.joined())
-        refused = self.library.pl_run_layers(self.reference, ctypes.byref(run), start, stop)
-        if refused == BAD_POSITION:
-            lowest, highest = state.positions.aminmax()
-            if lowest < 0:
-                raise ValueError(f"negative position {int(lowest)}")
-            self._rotate(run, self._rope.reach(int(highest)))
-            refused = self.library.pl_run_layers(self.reference, ctypes.byref(run), start, stop)
-        require(refused)
+        self._call(run, lambda: _highest(state.positions), self.library.pl_run_layers, start, stop)
         return out
 
+    def _call(self, run: abi.CPass, highest: Callable[[], int], function: Any, *given: Any) -> None:
+        """Compiled code for a pass, and once more with a longer rotation table where positions lie beyond it."""
+        refused = function(self.reference, ctypes.byref(run), *given)
+        if refused == BAD_POSITION:
+            run.rotation = None
+            self._rotate(run, self._rope.reach(highest()))
+            refused = function(self.reference, ctypes.byref(run), *given)
+        require(refused)
+
     def decide(self, whole: TokenPass, cache: KVCache, taps: NativeTaps | None = None) -> list[int]:
-        """The choice after each of the wanted rows: a whole pass, from token ids on, in one call.
-
-        The same numbers as `run` and `logits` give, without a tensor in between.
-
-        Args:
-            whole: the pass.
-            cache: K and V.
-            taps: states that are wanted beside the choices.
+        """The choice after each of the wanted rows of a pass: all of it, from token ids on, in one call. The same
+        numbers as `run` and `logits` give, without a tensor in between; ``taps`` are states that are wanted beside the
+        choices.
 
         Returns:
             The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
@@ -245,24 +230,18 @@ class Stack:
     def decide_streams(
         self, whole: TokenPass, streams: StreamRun, cache: KVCache, taps: NativeTaps | None = None
     ) -> tuple[list[int], list[StreamTokens | None], float]:
-        """`decide`, and for every carrier what the streams of its last accepted node say, in the same call.
-
-        Streams that do not ride in the pass go through their layers behind it.
-
-        Args:
-            whole: its wanted rows hold the root of every carrier and all rows behind it; streams are read by its rules,
-                too, and its logits have room for those of ``streams.rows``.
-            streams: who carries streams.
-            cache: K and V.
-            taps: states of main rows that are wanted, too.
+        """`decide`, and for every carrier what the streams of its last accepted node say, in the same call. Streams
+        that do not ride in the pass go through their layers behind it. The pass's wanted rows hold the root of every
+        carrier and all rows behind it; streams are read by its rules, too, and its logits have room for those of
+        ``streams.rows``.
 
         Returns:
             The token after each of the wanted rows, as by `decide`; for each carrier the ``streams.k`` best tokens of
-            its streams, None where no draft behind its last accepted node is of use, or where that node is not known
-            here; ms that streams took behind the pass.
+            its streams, None where no draft behind its last accepted node is of use, or where that node is not
+            known here; ms that streams took behind the pass.
 
         Raises:
-            ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
+            ConfigError, ValueError: as `run`; a set that `native_streams` refuses.
         """
         held, made = list[Any](), self.streams(streams.streams)
         struct, read = streams.begin(made, held)
@@ -275,7 +254,7 @@ class Stack:
     def _decide(
         self, call: Any, whole: TokenPass, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None
     ) -> None:
-        """A pass from token ids on, and once more with a longer rotation table where positions lie beyond it."""
+        """A pass from token ids on."""
         run, held = self._pass(cache), list[Any]()
         table = None if taps is None else taps.struct(self.stretch, self._model.d_model, self.dtype, held)
         at = None if table is None else ctypes.byref(table)
@@ -283,21 +262,16 @@ class Stack:
         if whole.adapters:
             ranges = self._ranges(whole.adapters, len(whole.tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        refused = call(self.reference, ctypes.byref(run), self.embedding_at, *given, at)
-        if refused == BAD_POSITION:
-            run.rotation = None
-            self._rotate(run, self._rope.reach(highest))
-            refused = call(self.reference, ctypes.byref(run), self.embedding_at, *given, at)
-        require(refused)
+        self._call(run, lambda: highest, call, self.embedding_at, *given, at)
         if taps is not None and table is not None:
             taps.ms = table.ms
 
-    def streams(self, streams: StreamSet) -> NativeStreams:
+    def streams(self, streams: StreamSet) -> abi.CStreamSet:
         """A set of streams in the form that the compiled layers use, made once."""
         found = self._streams.get(streams)
         if found is None:
             adapters = None if streams.adapters is None else self.adapters(streams.adapters)
-            found = self._streams[streams] = NativeStreams(streams, adapters, self.dtype, self.stretch)
+            found = self._streams[streams] = native_streams(streams, adapters, self.dtype, self.stretch)
         return found
 
     def _pass(self, cache: KVCache) -> abi.CPass:
@@ -380,7 +354,7 @@ class Stack:
         require(self.library.pl_logits(self.reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
         if self._hot is None:
             return out
-        return torch.full((rows, self._model.tokens), -torch.inf).index_copy_(1, self._hot.tokens, out)
+        return torch.full((rows, self._model.tokens), -torch.inf).index_copy_(1, self._hot, out)
 
     def reaching(self, cache: KVCache, last: int) -> abi.CPass:
         """A pass without adapters, whose rotation table reaches beyond position ``last``."""
@@ -419,3 +393,15 @@ class Stack:
             if layer.dtype != dtype or layer.shape != shape or layer.stride() != strides:
                 found = f"{layer.dtype} {list(layer.shape)} in strides of {layer.stride()}"
                 raise ValueError(f"a cache of {found} under a model of {dtype} {list(shape)}")
+
+
+def _highest(positions: Tensor) -> int:
+    """The largest of the positions [rows].
+
+    Raises:
+        ValueError: a negative one.
+    """
+    lowest, highest = positions.aminmax()
+    if lowest < 0:
+        raise ValueError(f"negative position {int(lowest)}")
+    return int(highest)

@@ -152,13 +152,8 @@ def _after(layers: tuple[int, ...], stretch: int) -> array[int]:
 
 
 class Room:
-    """Room for lists that compiled code makes, of so many entries at most.
-
-    Args:
-        struct: is told where they lie.
-        most: entries of each.
-        fields: of the struct, and the letter of `array` for what each holds.
-    """
+    """Room for lists that compiled code makes, of so many entries at most: ``fields`` of a struct, which is told where
+    they lie, and the letter of `array` for what each holds."""
 
     def __init__(self, struct: Any, most: int, **fields: str) -> None:
         self._parts = [array(letter, bytes(array(letter).itemsize * most)) for letter in fields.values()]

@@ -40,26 +40,18 @@ class ChainStart:
     keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
     floor: float  # it ends once its cumulative log-probability is below this
     rules: bytes | None = None  # `SequenceSampler.rules`: draw with the sequence's noise; None: the likeliest tokens
-    view: NativeView | None = None  # what each row sees of the text; None: all. With one pending token
+    view: abi.CSparseView | None = None  # what each row sees of the text; None: all. With one pending token
     scratch: int = 0  # first of the slots for the view's sinks
 
 
-class NativeView:
-    """A sparse view of texts: ``struct SparseView`` in the source.
-
-    Args:
-        sinks, window: see `SinkWindow`.
-        rotation: by every gap that may come.
-    """
-
-    def __init__(self, sinks: int, window: int, rotation: Rotation) -> None:
-        cos, sin = self._held = rotation.halves
-        if cos.dtype != torch.float32:
-            raise ValueError(f"angles in {cos.dtype}, where float32 is read")
-        self.struct = abi.CSparseView(
-            sinks=sinks, window=window, cos=cos.data_ptr(), sin=sin.data_ptr(), num_gaps=len(cos)
-        )
-        self.address = ctypes.addressof(self.struct)
+def sparse_view(sinks: int, window: int, rotation: Rotation) -> abi.CSparseView:
+    """A view of texts as of `SinkWindow`, with the rotation by every gap that may come."""
+    cos, sin = rotation.halves
+    if cos.dtype != torch.float32:
+        raise ValueError(f"angles in {cos.dtype}, where float32 is read")
+    made = abi.CSparseView(sinks=sinks, window=window, cos=cos.data_ptr(), sin=sin.data_ptr(), num_gaps=len(cos))
+    made.held = cos, sin
+    return made
 
 
 class TreeStart(NamedTuple):
@@ -94,7 +86,6 @@ def roll(stack: Stack, chains: Sequence[ChainStart], cache: KVCache, limit: int)
     """Catch up with every chain's pending tokens and continue it, a token a pass, all in each pass.
 
     Args:
-        chains: where each starts and ends.
         cache: K and V; every position of a chain but that of its last token gets its own.
         limit: tokens at and above this are never chosen.
 
@@ -109,7 +100,7 @@ def roll(stack: Stack, chains: Sequence[ChainStart], cache: KVCache, limit: int)
     for row, c in zip(table, chains, strict=True):
         last = max(last, _begin(row, c, c.steps - 1, held) + 1)
         row.steps, row.floor, row.rules, row.scratch = c.steps, c.floor, rules_at(c.rules, held), c.scratch
-        row.view = None if c.view is None else c.view.address
+        row.view = None if c.view is None else ctypes.addressof(c.view)
         rooms.append(Room(row, c.steps, tokens="q", log_q="f"))
     run, limit = stack.reaching(cache, last), min(limit, stack.shape[0])
     require(stack.library.pl_roll(stack.reference, ctypes.byref(run), stack.embedding_at, limit, table, len(chains)))
@@ -134,7 +125,6 @@ def grow(
     """Catch up with every start's pending tokens and grow its draft tree, a level a pass, all in each pass.
 
     Args:
-        starts: where each starts.
         factors: children a level of static trees, and how many levels there may be.
         topk: of dynamic trees the children of a node, and the nodes that are expanded a level; 1: static ones.
         floor: nodes with a score below it are not expanded.
@@ -216,19 +206,13 @@ class NativeFuse:
         self.reference = ctypes.byref(self._struct)
 
 
-class NativeTokenInfo:
-    """What tokens say about their children: ``struct TokenInfo`` of the kernels.
-
-    Args:
-        factors: [V, r] of every token, in the dtype of states.
-        table: [r -> outputs of the head] that they are multiplied with, of the same dtype.
-    """
-
-    def __init__(self, factors: Tensor, table: NativeLinear) -> None:
-        shape = len(factors), table.shape[1]
-        self._held: list[Any] = [table]
-        self._struct = abi.CTokenInfo(table=table.struct, factors=hold(factors, shape, self._held, table.dtype))
-        self.reference = ctypes.byref(self._struct)
+def token_info(factors: Tensor, table: NativeLinear) -> abi.CTokenInfo:
+    """What tokens say about their children: ``factors`` [V, r] of every token, in the dtype of states, and the table [r
+    -> outputs of the head] that they are multiplied with, of the same dtype."""
+    held: list[Any] = [table]
+    made = abi.CTokenInfo(table=table.struct, factors=hold(factors, (len(factors), table.shape[1]), held, table.dtype))
+    made.held = held
+    return made
 
 
 MANY = 1 << 30  # nodes that Algorithm 1 makes
@@ -255,14 +239,12 @@ def sample(
     branches: int,
     noisy: bool,
     fused: NativeFuse,
-    info: NativeTokenInfo | None,
+    info: abi.CTokenInfo | None,
     cache: KVCache,
 ) -> tuple[Tensor, list[tuple[GrownTree | None, GrownTree | None]]]:
     """Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
 
     Args:
-        stack: the drafter's layer.
-        starts: where each starts.
         branches: k of Algorithm 1.
         noisy: whether tokens are ranked with the noise of the target's own choices.
         fused, info: how rows are made, and what tokens say; None: nothing.
@@ -289,7 +271,7 @@ def sample(
             rooms.append(Room(tree, tree.most, **_TREE))
     run = stack.reaching(cache, last)
     raw = torch.empty(sum(s.steps for s in starts), vocab)
-    known = None if info is None else info.reference
+    known = None if info is None else ctypes.byref(info)
     given = table, len(starts), branches, int(fused.reads_tokens), int(noisy), raw.data_ptr()
     called = stack.reference, ctypes.byref(run), stack.embedding_at, vocab, fused.reference, known
     require(stack.library.pl_sample(*called, *given))
@@ -333,7 +315,7 @@ class NativeHeads:
         own_at = ctypes.addressof(self._table) if self.own else None
         self._struct = abi.CHeads(count=self.count, blocks=self.blocks.struct, own=own_at)
         self._reference = ctypes.byref(self._struct)
-        self._ends, self._hot = stack.ends(hot)
+        self._ends = stack.ends(hot)
 
     def best(
         self, states: Tensor, k: int, positions: Sequence[int], rules: bytes | None = None, noisy: bool = False
@@ -342,7 +324,6 @@ class NativeHeads:
 
         Args:
             states: [rows, d_model] before the final norm.
-            k: at most the vocabulary.
             positions: [rows] of the first head's tokens.
             rules: `SequenceSampler.rules` of every row in a row; None: by the logits alone.
             noisy: by logits with the noise of the sequence's own choices.
@@ -388,8 +369,6 @@ def write_keys(
     """K and V of states as the layers would compute them of their rows, and nothing else of these layers.
 
     Args:
-        stack: the layers.
-        ring: where they go.
         states: of each layer its own, [n, d_model].
         rows: [rows] which of them.
         positions, slots: [rows].
@@ -414,9 +393,7 @@ def recall(
     """Draft chains, a token a pass, all in each pass.
 
     Args:
-        stack: the draft's layers.
         ring: K and V of what each chain's rows see.
-        chains: where each starts.
         mix: [layers, layers + 1] float32, what a row's memory is made of; None: rows see the layers' own K and V.
         floor: a chain ends once its cumulative log-probability is below this.
         limit: tokens at and above this are never chosen.

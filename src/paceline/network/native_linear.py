@@ -40,9 +40,7 @@ class NativeLinear(LinearOp):
 
     Args:
         weight, bias: [out, in] and [out].
-        quant: how the weight is stored; None: in its dtype.
         groups: inputs, and outputs, that are padded together; see `groups_of`.
-        arena: where the packed weight lies.
         parts: the weight's rows as a file has them in blocks; ``weight`` then gives its shape and dtype alone.
     """
 
@@ -104,11 +102,7 @@ class NativeLinear(LinearOp):
         return self.packed.data_ptr()
 
     def _pack_rows(self, parts: Sequence[StoredRows], rows: Tensor, k: int) -> int:
-        """Where the packed rows of parts of one type lie; ``rows`` are their addresses.
-
-        Raises:
-            ConfigError: a scale is no number.
-        """
+        """Where the packed rows of parts of one type lie; ``rows`` are their addresses."""
         library, kind = _library(), native.GGML + parts[0].type.number
         line = library.pl_packed_size(LANES, k, kind)
         self.packed = self._arena.empty(library.pl_packed_size(len(rows), k, kind), torch.uint8)
@@ -124,11 +118,7 @@ class NativeLinear(LinearOp):
         return self.packed.data_ptr()
 
     def _pack_parts(self, parts: Sequence[StoredRows], k: int) -> tuple[int, int]:
-        """The kind, and where the weight lies: packed, or a table of the lines of its parts.
-
-        Raises:
-            CapabilityError: parts whose inputs are in different orders.
-        """
+        """The kind, and where the weight lies: packed, or a table of the lines of its parts."""
         self.order = parts[0].inputs
         if len({None if part.inputs is None else part.inputs.numpy().tobytes() for part in parts}) > 1:
             wrong = "their inputs are in different orders (act order)"
@@ -168,11 +158,8 @@ class NativeLinear(LinearOp):
             raise ValueError(f"{x.dtype} {tuple(x.shape)} into a product of {self.struct.k} {self.dtype} inputs")
         rows = x.contiguous()
         y = torch.empty(rows.shape[0], self.struct.n)
-        require(
-            library.pl_linear(
-                ctypes.byref(self.struct), rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()
-            )
-        )
+        given = ctypes.byref(self.struct), rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()
+        require(library.pl_linear(*given))
         return y
 
 

@@ -41,7 +41,7 @@ class StreamRun(NamedTuple):
         """Stream rows of the pass itself."""
         return sum(c.streams * len(c.riders) for c in self.carriers)
 
-    def begin(self, made: NativeStreams, held: list[Any]) -> tuple[abi.CStreamPass, Callable[[], list[Any]]]:
+    def begin(self, made: abi.CStreamSet, held: list[Any]) -> tuple[abi.CStreamPass, Callable[[], list[Any]]]:
         """As compiled code reads it, and what reads the `StreamTokens` of each carrier (or None) after the call; what
         must stay alive meanwhile is appended to ``held``."""
         table, rooms = (abi.CCarrier * len(self.carriers))(), list[Room]()
@@ -52,7 +52,7 @@ class StreamRun(NamedTuple):
             rooms.append(Room(row, made.gamma * self.k, tokens="q", log_q="f"))
         held.append(table)
         whole = abi.CStreamPass(
-            set=ctypes.addressof(made.struct),
+            set=ctypes.addressof(made),
             carriers=ctypes.addressof(table),
             count=len(table),
             k=self.k,
@@ -80,31 +80,24 @@ class StreamTokens(NamedTuple):
     rode: bool  # whether the streams ran with the main rows; else they ran afterwards
 
 
-class NativeStreams:
-    """The parameters of one lossless `StreamSet`, as the compiled layers read them.
-
-    Args:
-        streams: the set.
-        adapters: its own, packed.
-        dtype: of states.
-        stretch: of the layers; see `Decoder`.
+def native_streams(
+    streams: StreamSet, adapters: NativeAdapters | None, dtype: torch.dtype, stretch: int
+) -> abi.CStreamSet:
+    """The parameters of one lossless `StreamSet`, with its ``adapters``, as compiled layers with states of ``dtype``
+    read them; ``stretch`` as of `Decoder`.
 
     Raises:
         ValueError: streams that begin as more than state and embedding.
     """
-
-    def __init__(self, streams: StreamSet, adapters: NativeAdapters | None, dtype: torch.dtype, stretch: int) -> None:
-        config = streams.config
-        if streams.start_map is not None or streams.embeddings is None:
-            raise ValueError("streams that begin through a map, or without embeddings, in one compiled call")
-        self.gamma = config.gamma
-        self._embeddings = streams.embeddings.detach().to("cpu", dtype).contiguous()
-        self.struct = abi.CStreamSet(
-            gamma=config.gamma, insertion=config.insertion * stretch, embeddings=self._embeddings.data_ptr()
-        )
-        self._adapters = adapters
-        if adapters is not None:
-            self.struct.adapter, self.struct.rank = ctypes.addressof(adapters.table), adapters.rank
+    config = streams.config
+    if streams.start_map is not None or streams.embeddings is None:
+        raise ValueError("streams that begin through a map, or without embeddings, in one compiled call")
+    embeddings = streams.embeddings.detach().to("cpu", dtype).contiguous()
+    made = abi.CStreamSet(gamma=config.gamma, insertion=config.insertion * stretch, embeddings=embeddings.data_ptr())
+    made.held = embeddings, adapters
+    if adapters is not None:
+        made.adapter, made.rank = ctypes.addressof(adapters.table), adapters.rank
+    return made
 
 
 def limits_of(parts: Sequence[StreamLimit]) -> Any:

@@ -47,12 +47,8 @@ class Loaded(Protocol):
 
 
 class NativeWeights:
-    """All weights of a decoder, which gives them up.
-
-    Args:
-        decoder: its parameters are loaded.
-        stored: weights that are in blocks, by the parameter's name.
-        lender: whose embedding, norm and head are used; None: the decoder has its own.
+    """All weights of a loaded decoder, which gives them up; ``stored`` are in blocks, by the parameter's name.
+    Embedding, norm and head are the lender's, where there is one.
 
     Raises:
         CapabilityError: a final norm that is lent and rounds otherwise.
@@ -76,7 +72,7 @@ class NativeWeights:
                 parts |= {name: [part.zeros() for part in parts[name]] for name in ("out", "down") if name in parts}
             else:
                 place = f"layers.{index // c.stretch}"
-                own = {name: stored.get(f"{place}.{name}.weight") for name in LINEARS}
+                own = {name: _rows(stored, f"{place}.{name}.weight") for name in LINEARS}
                 parts = {name: rows for name, rows in own.items() if rows is not None}
             self._fill(made, layer, groups_of(c), parts)
         if lender is None:
@@ -100,10 +96,10 @@ class NativeWeights:
 
     def _own_ends(self, decoder: Loaded, stored: StoredWeights) -> None:
         assert decoder.norm is not None, "only who borrows has none"
-        table, parts = decoder.embedding, stored.get("embedding")
+        table, parts = decoder.embedding, _rows(stored, "embedding")
         name, weight = ("embedding", table) if decoder.head is None else ("head.weight", decoder.head.weight)
         given = (0, 0), self._arena
-        self.head = NativeLinear(weight.data, None, self._quant, *given, parts=stored.get(name))
+        self.head = NativeLinear(weight.data, None, self._quant, *given, parts=_rows(stored, name))
         self.norm = self._floats(decoder.norm.weight)
         if parts is None:
             decoder.scale_embedding()  # the head has its copy
@@ -138,3 +134,8 @@ class NativeWeights:
     def products(self) -> list[NativeLinear]:
         """The products of a pass, in order; the head's is the last."""
         return [*self.linears, self.head]
+
+
+def _rows(stored: StoredWeights, name: str) -> list[StoredRows] | None:
+    """Where the rows of a parameter lie; None: it is not in blocks."""
+    return [part.stored() for part in stored[name]] if name in stored else None

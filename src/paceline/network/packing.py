@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention.base import Segment, slot_indices
-from .base import Batch, Planner
+from .base import Batch
 
 
 class RowPacker:
-    """Collects rows, sequence after sequence, and makes them a `Batch`.
+    """Collects rows, sequence after sequence, and makes them a `Batch`; the planner makes its attention plan: the
+    decoder that will run the rows, or what else has its `Decoder.plan`."""
 
-    Args:
-        planner: makes the attention plan (the decoder that will run the rows).
-        device: where the rows go.
-    """
-
-    def __init__(self, planner: Planner, device: torch.device) -> None:
+    def __init__(self, planner: Any, device: torch.device) -> None:
         self._planner = planner
         self._device = device
         self._tokens: list[int] = []

@@ -109,20 +109,11 @@ def _original(f: Fields, values: Json, context: int) -> int:
     return beside or among or default
 
 
-def _default_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    return base, context, ""
+_DYNAMIC = "dynamic NTK changes the keys of earlier tokens beyond it"
 
 
-def _linear_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    return replace(base, kind="linear", factor=_value(values, "factor")), context, ""
-
-
-def _dynamic_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    """Dynamic NTK turns every frequency once a sequence outgrows the context, keys already cached included.
-
-    Up to there it is the plain rotation; beyond, a key would depend on tokens after it, which no cache can hold.
-    """
-    return base, context, "dynamic NTK changes the keys of earlier tokens beyond it"
+def _linear(values: Json, base: RopeConfig) -> RopeConfig:
+    return replace(base, kind="linear", factor=_value(values, "factor"))
 
 
 def _llama3_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
@@ -182,9 +173,11 @@ def _long_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
 
 
 _ROPES: dict[str, Callable[[Fields, Json, RopeConfig, int], Rope]] = {
-    "default": _default_rope,
-    "linear": _linear_rope,
-    "dynamic": _dynamic_rope,
+    "default": lambda f, values, base, context: (base, context, ""),
+    "linear": lambda f, values, base, context: (_linear(values, base), context, ""),
+    # Dynamic NTK turns every frequency once a sequence outgrows the context, keys already cached included. Up to there
+    # it is the plain rotation; beyond, a key would depend on tokens after it, which no cache can hold.
+    "dynamic": lambda f, values, base, context: (base, context, _DYNAMIC),
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,
     "longrope": _long_rope,

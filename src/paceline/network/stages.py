@@ -24,7 +24,7 @@ from ..core.errors import ConfigError
 from ..kv.ledger import SlotStore
 from ..kv.store import KVStore
 from .applications import Application, adapter_ranges
-from .base import ForwardState
+from .base import ForwardState, LayerCache
 from .decoder import Decoder
 from .packing import RowPacker
 
@@ -121,23 +121,9 @@ class Survivors:
         return [row for row, node in enumerate(nodes) if node == TEXT or node in alive]
 
 
-class _Cache:
-    """K and V of a range of layers, by the layers' own numbers."""
-
-    def __init__(self, store: KVStore, first: int, depth: int) -> None:
-        behind = depth - first - len(store.k)
-        self.k = [*store.k[:1] * first, *store.k, *store.k[:1] * behind]  # other layers' are never touched
-        self.v = [*store.v[:1] * first, *store.v, *store.v[:1] * behind]
-
-
 @dataclass(eq=False)
 class Stage:
-    """A range of a target's layers with K and V of their own.
-
-    Args:
-        decoder: the target.
-        start, stop: the range.
-        store: K and V of these layers alone.
+    """A range of a target's layers with K and V of their own, in ``store``.
 
     Raises:
         ConfigError: a range that is empty or outside of the target, a store of other layers.
@@ -160,7 +146,9 @@ class Stage:
         if len(self.store.k) != depth:
             asked = f"a stage of {depth} layers over a store of {len(self.store.k)}"
             raise ConfigError(asked, "each layer has K and V of its own", "give it a store of as many layers")
-        self._cache = _Cache(self.store, self.start * stretch, self.decoder.cache_shape[0])
+        first, behind = self.start * stretch, self.decoder.cache_shape[0] - self.stop * stretch
+        # By the layers' own numbers: those of other layers are never touched.
+        self._cache = LayerCache(*([*own[:1] * first, *own, *own[:1] * behind] for own in (self.store.k, self.store.v)))
         ranks = self.decoder.ranks
         line = None if ranks is None else ranks.line
         self._moved: SlotStore = self.store if line is None else line.followed(self.store, self._cache)
@@ -248,16 +236,12 @@ class Stage:
 
 
 def cut_layers(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
-    """Where to cut a target so that the slowest stage is as fast as can be; of equals the earliest cuts.
+    """Where to cut a target so that the slowest stage is as fast as can be: the m + 1 bounds, from 0 to ``layers``; of
+    equals the earliest.
 
     Args:
-        layers: of the target.
-        stages: m.
         cost: of a stage (its number, its first layer, one past its last one), in any unit; what is measured with the
             rows that this stage has, and with what else it does: the last one reads the head.
-
-    Returns:
-        The m + 1 bounds, from 0 to ``layers``.
 
     Raises:
         ConfigError: fewer layers than stages, or no stage.
@@ -267,33 +251,23 @@ def cut_layers(layers: int, stages: int, cost: Callable[[int, int, int], float])
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}  # by end: the slowest stage so far, and the bounds
     for stage in range(stages):
         left = stages - stage - 1
-        ends = range(stage + 1, layers - left + 1)
-        best = {end: _cheapest(best, stage, end, cost) for end in ends}
+        best = {
+            end: min(
+                (max(slow, cost(stage, start, end)), [*cuts, end])
+                for start, (slow, cuts) in best.items()
+                if start < end
+            )
+            for end in range(stage + 1, layers - left + 1)
+        }
     return best[layers][1]
-
-
-def _cheapest(
-    best: dict[int, tuple[float, list[int]]], stage: int, end: int, cost: Callable[[int, int, int], float]
-) -> tuple[float, list[int]]:
-    """The best bounds up to ``end`` with this stage as the last one."""
-    ways: Iterable[tuple[float, list[int]]] = (
-        (max(slowest, cost(stage, start, end)), [*bounds, end])
-        for start, (slowest, bounds) in best.items()
-        if start < end
-    )
-    return min(ways)
 
 
 def cut_by_rows(
     layers: int, rows: Sequence[float], layer_time: Callable[[float], float], head_time: float = 0.0
 ) -> list[int]:
     """Bounds of stages that take about as long: rows fall along a pipeline, since its trees are pruned on their way.
-
-    Args:
-        layers: of the target.
-        rows: that each stage has in a tick, as measured.
-        layer_time: of one layer by rows, in any unit.
-        head_time: of the last stage's head, in the same unit.
+    ``rows`` are what each stage has in a tick, as measured; ``layer_time`` of one layer by rows, and ``head_time`` of
+    the last stage's head, in one unit.
 
     Raises:
         ConfigError: as of `cut_layers`.

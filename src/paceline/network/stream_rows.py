@@ -18,13 +18,8 @@ from ..attention.streams import main_sees, stream_sees
 def value_rotation(
     stream: Tensor, epsilon: Tensor | float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [rows, 1, 1] of j * epsilon, for rows of streams j (appendix E.4).
-
-    Args:
-        stream: [rows] int64, the number of each row's stream.
-        epsilon: radians a stream; one for all or [rows] float64.
-        dtype: of the result; the angles are float64.
-    """
+    """cos and sin [rows, 1, 1] of j * epsilon, for rows of streams j [rows] int64 (appendix E.4); epsilon in radians a
+    stream, one for all or [rows] float64. The angles are float64, whatever the result's dtype."""
     angle = (stream.double() * epsilon)[:, None, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

@@ -118,13 +118,8 @@ class LowRankMap(nn.Module):
 
 
 class StreamSet(nn.Module):
-    """All parameters that a trained set adds to the base model. NaN until loaded or made by `fresh`.
-
-    Args:
-        config: its shape.
-        shapes: (inputs, outputs) of the target's linear layers; see `adapters.linear_shapes`.
-        dtype, device: of the parameters.
-    """
+    """All parameters that a trained set adds to the base model, whose linear layers have ``shapes`` (`linear_shapes`).
+    NaN until loaded or made by `fresh`."""
 
     def __init__(
         self,
@@ -159,14 +154,15 @@ class StreamSet(nn.Module):
         return made
 
     def begin(self, hidden: Tensor, gamma: int | None = None) -> Tensor:
-        """The streams of main rows, just before layer N - Ns: f(M_t) + P_j.
+        """The streams of main rows, just before layer N - Ns: f(M_t) + P_j; with value rotation every stream starts as
+        f(M_t) alone.
 
         Args:
             hidden: [..., d], M after layer N - Ns - 1.
             gamma: the first so many streams; None: all.
 
         Returns:
-            [..., gamma, d]; with value rotation every stream starts as f(M_t) alone.
+            [..., gamma, d].
 
         Source: eq. 4; appendix E.4.
         """
@@ -206,11 +202,8 @@ class StreamSet(nn.Module):
         return counts
 
     def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing.
-
-        Args:
-            folder: where to.
-            dtype: that the parameters are stored in; None: their own.
+        """Write `CONFIG_FILE` and `WEIGHTS_FILE` into a folder, which is made where it is missing; ``dtype`` None: the
+        parameters' own.
 
         Raises:
             ConfigError: a parameter that holds NaN.
@@ -219,12 +212,7 @@ class StreamSet(nn.Module):
 
     @staticmethod
     def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> StreamSet:
-        """Read a trained set.
-
-        Args:
-            folder: what `save` wrote.
-            dtype: of the parameters; None: as stored.
-            device: where they go.
+        """A trained set from a folder that `save` wrote; ``dtype`` None: as stored.
 
         Raises:
             ConfigError: files or tensors that are missing, broken, misshaped or left over.
@@ -273,11 +261,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def check_exit(asked: str, streams: StreamSet, layer: int | None) -> None:
-    """Refuse to prune where a set has no early exit.
-
-    Args:
-        asked: how the message begins.
-        layer: before which trees are pruned; None: where streams begin.
+    """Refuse to prune before ``layer``, or where streams begin (None), if a set has no early exit there.
 
     Raises:
         CapabilityError: there is none.

@@ -29,10 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend, Segment
-from .base import Batch, ForwardState, KVCache, Taps
+from .base import Batch, ForwardState, KVCache, LayerCache, Taps
 from .decoder import Decoder, likeliest
 from .families import SEGMENTS, DecoderConfig, linear_shapes
-from .hot import masked
 from .layers import Norm
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
 from .loader import fill_all, memory_for, parse_device, parse_dtype, read_config, read_layout
@@ -47,13 +46,7 @@ def track_share(config: DecoderConfig, rank: int) -> Share:
 
 
 class Track(nn.Module):
-    """One track, and its part of the head.
-
-    Args:
-        config: of all tracks together.
-        number: which.
-        options: further arguments of `Decoder`.
-    """
+    """One track, and its part of the head; ``options`` are further arguments of `Decoder`."""
 
     def __init__(self, config: DecoderConfig, number: int, attention: AttentionBackend, **options: Any) -> None:
         super().__init__()
@@ -83,23 +76,10 @@ class Track(nn.Module):
             self.product, self.logits = NativeLinear(merge, None), NativeLinear(head, None, self.body.quant).wide
 
 
-class _TrackCache:
-    """K and V of one track, among those of all."""
-
-    def __init__(self, cache: KVCache, start: int, stop: int) -> None:
-        self.k, self.v = cache.k[start:stop], cache.v[start:stop]
-
-
 class Tracks(Decoder):
-    """A draft of tracks in place of a decoder, with all of its tracks or, as one of several ranks, with one.
-
-    Passes go through all layers, without taps or adapters; among ranks each is inside of a `whole_run`.
-
-    Args:
-        config: of all tracks together.
-        attention, dtype, device, quant, native: see `Decoder`.
-        ranks: of which this is one; its number is its track's.
-    """
+    """A draft of tracks in place of a decoder, with all of its tracks or, as one of several ranks, with the one of its
+    number. Passes go through all layers, without taps or adapters; among ranks each is inside of a `whole_run`.
+    Arguments as of `Decoder`."""
 
     def __init__(
         self,
@@ -125,7 +105,7 @@ class Tracks(Decoder):
         self.tracks = nn.ModuleDict({str(track): Track(config, track, attention, **given) for track in self.here})
         self._each: list[Any] = [self.tracks[str(track)] for track in self.here]
         self._hot: Tensor | None = None
-        self._parts: WeakKeyDictionary[KVCache, list[_TrackCache]] = WeakKeyDictionary()
+        self._parts: WeakKeyDictionary[KVCache, list[LayerCache]] = WeakKeyDictionary()
 
     def cut_of(self, piece: Piece) -> list[Piece]:
         """What of a checkpoint's tensor is read here; the table is both ends."""
@@ -229,21 +209,18 @@ class Tracks(Decoder):
         """[rows, G d] of all tracks' [rows, d]."""
         return torch.cat(tuple(own), dim=1) if self.ranks is None else self.ranks.joins.gather(own[0].contiguous())
 
-    def _cache(self, cache: KVCache) -> list[_TrackCache]:
+    def _cache(self, cache: KVCache) -> list[LayerCache]:
+        """Of each track, whose layers lie one behind the other."""
         if cache not in self._parts:
             n = self.num_layers
-            self._parts[cache] = [_TrackCache(cache, i * n, (i + 1) * n) for i in range(len(self._each))]
+            parts = [slice(i * n, (i + 1) * n) for i in range(len(self._each))]
+            self._parts[cache] = [LayerCache(cache.k[part], cache.v[part]) for part in parts]
         return self._parts[cache]
 
     def _read_own(self, hidden: Tensor) -> Tensor:
         x = self.norm(hidden)
         logits = torch.cat([track.logits(x) for track in self._each], dim=1)  # as in processes: the same bits
         return logits if logits.dtype == torch.float64 else logits.float()
-
-    def read(self, hidden: Tensor) -> Tensor:
-        """See `Decoder`."""
-        logits = super().read(hidden)
-        return logits if self._hot is None else masked(logits, self._hot)
 
     def best(self, hidden: Tensor) -> Tensor:
         """See `Decoder`."""
@@ -266,7 +243,7 @@ def load_tracks(
     config = read_config(folder)
     kind, quant = parse_dtype(dtype, config)
     layout, place = read_layout(folder, config), parse_device(device)
-    with memory_for(folder, layout, config, kind, place, None):
+    with memory_for(folder, layout, config, kind, place, {}):
         given: dict[str, Any] = {"device": place, "quant": quant, "native": native, "ranks": ranks}
         made = Tracks(config, attention, dtype=kind, **given)
         fill_all(made, layout.cut(made.cut_of))

@@ -42,32 +42,21 @@ class TrainedConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainedFiles:
-    """How modules of one sort are kept.
-
-    Args:
-        what: their name in messages.
-        config_file, weights_file: names of the two files.
-        restore: what to do where one of them is broken.
-        format: number of the JSON file's form; None: it has none.
-        tensors_of: a module's parameters under their names in the file.
-    """
+    """How modules of one sort are kept."""
 
     what: str
     config_file: str
     weights_file: str
-    restore: str
-    format: int | None = 1
+    restore: str  # what to do where one of them is broken
+    format: int | None = 1  # number of the JSON file's form; None: it has none
+    # A module's parameters under their names in the file.
     tensors_of: Callable[[Any], dict[str, Tensor]] = lambda module: dict(module.named_parameters())
 
     def write(
         self, tensors: Mapping[str, Tensor], entries: Mapping[str, Any], folder: Path, dtype: torch.dtype | None
     ) -> None:
-        """Write both files; the folder is made where it is missing.
-
-        Args:
-            tensors: by their names in the safetensors file.
-            entries: of the JSON file.
-            dtype: of the floating-point numbers in the file; None: their own.
+        """Write both files, tensors by their names and ``entries`` of the JSON file, into a folder, which is made where
+        it is missing; ``dtype`` is that of floating-point numbers, None: their own.
 
         Raises:
             ConfigError: a tensor that holds NaN or infinity.
@@ -104,13 +93,8 @@ class TrainedFiles:
     def made(
         self, kind: Callable[..., Config], given: Mapping[str, Any], file: Path, readers: Readers | None = None
     ) -> Config:
-        """A dataclass from entries of the JSON file.
-
-        Args:
-            kind: the dataclass.
-            given: the entries.
-            file: they came from, for messages.
-            readers: of entries that JSON spells in another way, by their names.
+        """A dataclass ``kind`` from entries of the JSON file; ``readers`` by name of those that JSON spells in another
+        way.
 
         Raises:
             ConfigError: an entry that is unknown or missing, a value that cannot be.
@@ -141,13 +125,8 @@ class TrainedFiles:
             return load_file(file)
 
     def fill(self, module: Made, values: Mapping[str, Tensor], file: Path, device: torch.device | str) -> Made:
-        """A module on the meta device as one with numbers: memory comes after the check.
-
-        Args:
-            module: on the meta device; not to be used any more.
-            values, file: as for `copy`.
-            device: of the result.
-        """
+        """A module on the meta device, not to be used any more, as one with the file's ``values``: memory comes after
+        the check."""
         self._check_shapes(self.tensors_of(module), values, file)
         module = module.to_empty(device=device)
         self.copy(self.tensors_of(module), values, file)
@@ -155,12 +134,7 @@ class TrainedFiles:
 
     @torch.no_grad()
     def copy(self, wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], file: Path) -> None:
-        """Copy the tensors of a file into those that they belong in.
-
-        Args:
-            wanted: by their names in the file.
-            values: what the file holds.
-            file: they came from, for messages.
+        """Copy the tensors of a file into those that they belong in, both by their names in the file.
 
         Raises:
             ConfigError: tensors that are missing, misshaped, left over, NaN or infinite.
@@ -200,13 +174,8 @@ class TrainedFiles:
 
 
 def continued(found: Any, wanted: Any, folder: Path, other: Iterable[str] = ()) -> None:
-    """Refuse to train on from a module of another shape. Its target may have been an earlier state of this run's.
-
-    Args:
-        found: its shape, a dataclass.
-        wanted: this run's.
-        folder: it came from.
-        other: fields beside the target's that may differ.
+    """Refuse to train on from a module of a folder whose shape, a dataclass, is not the wanted one; ``other`` fields
+    beside the target's may differ. Its target may have been an earlier state of this run's.
 
     Raises:
         ConfigError: the first field that differs.

@@ -11,7 +11,7 @@ from ..core.tables import read_table
 from ..network.families import DecoderConfig, decoder_config
 from ..network.files import read_json
 from ..network.gguf import is_gguf
-from ..network.gguf_layout import read_gguf_config
+from ..network.gguf_model import read_gguf_config
 
 TABLE = "planning/models.toml"
 

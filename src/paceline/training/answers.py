@@ -80,18 +80,15 @@ def write(
     batch: int = 512,
     say: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Answer a source's prompts into a JSONL file; those that it holds already are kept.
+    """Answer a source's prompts into a JSONL file, and return how many it holds; those that it holds already are kept.
+    Whole lines are written batch by batch, so that it can be gone on with after any stop.
 
     Args:
-        path: the file; whole lines are written batch by batch, so that it can be gone on with after any stop.
         answer: the target. A prompt's seed depends on the run's seed and its place in the file alone.
         target: fingerprint of who answers.
         batch: prompts handed over together: many more than are answered at a time, since the last ones wait for the
             longest answer.
         say: told now and then how far it is.
-
-    Returns:
-        Answers in the file.
 
     Raises:
         ConfigError: another target or other settings made the file, or it cannot be written.
@@ -108,14 +105,10 @@ def write(
         with writing(f"answers {path}", "free space there"), path.open("a", encoding="utf-8") as handle:
             handle.write("".join(lines))
         made += sum(map(len, found))
-        if _passes_a_tenth(start, start + len(part), len(prompts)):
+        if (start + len(part)) * 10 // len(prompts) > start * 10 // len(prompts):  # a tenth more
             speed = made / (perf_counter() - began)
             say(f"{start + len(part):,} of {len(prompts):,} answers in {path}, {speed:,.0f} tokens/s")
     return max(done, len(prompts))
-
-
-def _passes_a_tenth(before: int, after: int, total: int) -> bool:
-    return after * 10 // total > before * 10 // total
 
 
 def prompt_seed(seed: int, index: int) -> int:

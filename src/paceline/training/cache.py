@@ -63,21 +63,16 @@ class CachedSource:
             _write(self.folder / SCORED, 4 * number, np.array([len(records)], dtype="<u4").tobytes())
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """An example that a run reads and nobody has scored so far."""
-
-    part: int
-    number: int
-    tokens: np.ndarray  # [need] as far as the run reads it
+# An example that a run reads and nobody has scored so far: the numbers of its source and its own, its tokens [need] as
+# far as the run reads it.
+Wish = tuple[int, int, np.ndarray]
 
 
 class TopCache:
-    """Likeliest tokens and, where asked for, last states by document, for the sources of a run.
+    """Likeliest tokens and, where asked for, last states by document, for the sources of a run; others' may lie in the
+    folder.
 
     Args:
-        folder: of the cache; sources of other runs may lie there, too.
-        sources: of the run.
         key: what the target's words depend on beside the source: target, precision, longest document.
         top: likeliest tokens kept.
         vocab: tokens of the target.
@@ -118,12 +113,8 @@ class TopCache:
         batches: Iterable[TokenBatch],
         say: Callable[[str], None],
     ) -> None:
-        """Score what the run reads and the cache lacks; how much it takes is said before a byte is written.
-
-        Args:
-            make_scorer: what scores, made where something is to be scored.
-            batches: all of the run.
-            say: told what goes on.
+        """Score what the run reads in all of its batches and the cache lacks; how much it takes is said before a byte
+        is written. The scorer is made where something is to be scored.
 
         Raises:
             ConfigError: a disk that is too small or full.
@@ -143,16 +134,16 @@ class TopCache:
             places = batch.places[batch.weights > 0].numpy()
             numbers = np.searchsorted(starts, places, "right") - 1
             np.maximum.at(needs, numbers, places - starts[numbers] + 1)
-        wishes = []
+        wishes: list[Wish] = []
         for index, examples in enumerate(self.examples):
             own, needs = needs[: len(examples)], needs[len(examples) :]
             for number in np.flatnonzero(own > self.parts[index].scored).tolist():
-                wishes.append(Wish(index, number, examples[number].tokens[: int(own[number])]))
-        return sorted(wishes, key=lambda wish: len(wish.tokens))
+                wishes.append((index, number, examples[number].tokens[: int(own[number])]))
+        return sorted(wishes, key=lambda wish: len(wish[2]))
 
     def _check_space(self, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
         there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.is_dir())
-        free, tokens = shutil.disk_usage(there).free, sum(len(wish.tokens) for wish in wishes)
+        free, tokens = shutil.disk_usage(there).free, _tokens(wishes)
         size = tokens * self.kind.itemsize
         wanted = f"{size:,} bytes ({size / 1e6:,.0f} MB)"
         say(f"cache {self.folder}: {tokens:,} tokens to score, {wanted}; {free / 1e6:,.0f} MB are free")
@@ -162,23 +153,23 @@ class TopCache:
             raise StorageError(f"--cache {self.folder}", wrong, remedy)
 
     def _score(self, scorer: Scorer, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
-        done, total, began = 0, sum(len(wish.tokens) for wish in wishes), perf_counter()
+        done, total, began = 0, _tokens(wishes), perf_counter()
         for group in _groups(wishes):
-            before, done = done, done + sum(len(wish.tokens) for wish in group)
+            before, done = done, done + _tokens(group)
             made = list(zip(group, self._records(scorer, group), strict=True))
             for index, part in enumerate(self.parts):
-                part.keep({wish.number: records for wish, records in made if wish.part == index})
+                part.keep({number: records for (source, number, _), records in made if source == index})
             if done * REPORTS // total > before * REPORTS // total:
                 say(f"cache: {done:,} of {total:,} tokens, {done / (perf_counter() - began):,.0f} a second")
 
     def _records(self, scorer: Scorer, group: Sequence[Wish]) -> list[np.ndarray]:
         """The records of each document of a group."""
-        states, said = scorer([wish.tokens for wish in group], self.top)
+        states, said = scorer([tokens for _, _, tokens in group], self.top)
         made = np.empty(len(said.ids), dtype=self.kind)
         made["ids"], made["log_probs"] = said.ids.cpu().numpy(), said.log_probs.cpu().numpy()
         if self.width:
             made["state"] = states.cpu().to(torch.bfloat16).view(torch.uint16).numpy()
-        return np.split(made, np.cumsum([len(wish.tokens) for wish in group])[:-1])
+        return np.split(made, np.cumsum([len(tokens) for _, _, tokens in group])[:-1])
 
     # -- reading
 
@@ -252,11 +243,15 @@ def _map(path: Path, kind: np.dtype[Any]) -> np.ndarray:
     return np.memmap(path, dtype=kind, mode="r", shape=(count,))
 
 
+def _tokens(wishes: Sequence[Wish]) -> int:
+    return sum(len(tokens) for _, _, tokens in wishes)
+
+
 def _groups(wishes: Sequence[Wish]) -> Iterator[list[Wish]]:
     """Wishes to score together: `BATCH_TOKENS` with padding, one at least."""
     group: list[Wish] = []
     for wish in wishes:
-        if group and (len(group) + 1) * len(wish.tokens) > BATCH_TOKENS:  # they come in the order of their length
+        if group and (len(group) + 1) * len(wish[2]) > BATCH_TOKENS:  # they come in the order of their length
             yield group
             group = []
         group.append(wish)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,16 +22,6 @@ from torch.autograd.function import once_differentiable
 _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # elements of a chunk's logits: 8 MiB and 256 MiB in float32
 # (logits [chunk, V]; the chunk's rows [chunk]) -> losses [chunk], differentiable by the logits, and parts for reports
 RowLoss: TypeAlias = "Callable[[Tensor, Tensor], tuple[Tensor, ...]]"
-
-
-class RowOptions(TypedDict, total=False):
-    """How the rows of a loss are visited; every loss takes these by name."""
-
-    # What the weighted sum is divided by; None: the sum of the weights. Of a part of a batch give that of the whole, so
-    # that the parts' losses add up to its loss.
-    denominator: Tensor | float | None
-    chunk_rows: int | None  # rows whose logits exist at once; None: about 8 MiB of logits on a CPU, 256 MiB on a GPU
-    frozen: int  # leading columns of the head that are not trained: their gradient is left 0, and not computed
 
 
 # -- what the target says
@@ -101,7 +91,10 @@ def chunked_loss(
         head: [V, d].
         loss: of some rows, from their logits.
         weights: [rows] at least 0, or a mask; None: 1 each.
-        denominator, chunk_rows, frozen: see `RowOptions`.
+        denominator: what the weighted sum is divided by; None: the sum of the weights. Of a part of a batch give that
+            of the whole, so that the parts' losses add up to its loss.
+        chunk_rows: rows whose logits exist at once; None: about 8 MiB of logits on a CPU, 256 MiB on a GPU.
+        frozen: leading columns of the head that are not trained: their gradient is left 0, and not computed.
 
     Returns:
         A scalar, float32 or wider, 0 where no row has a weight; and [1 + parts, rows] each row's loss and its parts

@@ -161,12 +161,8 @@ def mark(file: str) -> str:
 
 
 class Encoder:
-    """Records to examples, by a tokenizer's chat template where it has one.
-
-    Args:
-        tokenizer: Hugging Face tokenizer.
-        max_length: tokens of an example; text is cut into pieces of it, a longer dialogue is left out.
-    """
+    """Records to examples, by a Hugging Face tokenizer's chat template where it has one. Text is cut into pieces of
+    ``max_length`` tokens, a longer dialogue is left out."""
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
@@ -193,17 +189,13 @@ class Encoder:
                 made += self._dialogue(next(heads), next(tails))
         return made
 
-    def _same_tokenizer(self, record: dict[str, Any]) -> None:
-        ids = record["prompt_tokens"]
-        told = record["prompt"]  # of ids alone nothing is told
-        if max(ids, default=0) >= len(self.tokenizer) or (told and self.tokenizer.decode(ids) != told):
-            remedy = "make them again, with this target"
-            raise ConfigError("answers with token ids", "another tokenizer made them", remedy)
-
     def _answered(self, record: dict[str, Any]) -> list[Example]:
         """Ids as the target read and chose them; an answer that is too long is cut."""
-        self._same_tokenizer(record)
         given, said = record["prompt_tokens"], record["completion_tokens"]
+        told = record["prompt"]  # of ids alone nothing is told
+        if max(given, default=0) >= len(self.tokenizer) or (told and self.tokenizer.decode(given) != told):
+            remedy = "make them again, with this target"
+            raise ConfigError("answers with token ids", "another tokenizer made them", remedy)
         if not said or len(given) >= self.max_length:
             return []
         return [Example(np.array([*given, *said][: self.max_length], dtype=np.int32), len(given))]
@@ -306,13 +298,8 @@ class TokenBatch:
 
 
 class Mixture:
-    """Draws examples of several sources by weight, and packs them into rows. Never ends; repeats exactly.
-
-    Args:
-        sources: (weight, examples) of each.
-        seed: of the order.
-        prompt_weight: weight of prompt tokens in the loss.
-    """
+    """Draws examples of several sources, (weight, examples) each, by weight, and packs them into rows;
+    ``prompt_weight`` is that of prompt tokens in the loss. Never ends; repeats exactly."""
 
     def __init__(self, sources: Sequence[tuple[float, Sequence[Example]]], seed: int, prompt_weight: float = 0.0):
         if not sources or any(not examples for _, examples in sources):

@@ -48,14 +48,7 @@ class ExitOptions:
 
 
 class ExitRecipe:
-    """sum_e (w KL(p, q_e) + (1 - w) CE_e) / K over the tokens with weight (eq. 15).
-
-    Args:
-        heads: what is trained.
-        target: the frozen target.
-        options: the loss.
-        held_out: batches by domain.
-    """
+    """sum_e (w KL(p, q_e) + (1 - w) CE_e) / K over the tokens with weight (eq. 15); held-out batches are by domain."""
 
     name = "exits"
 

@@ -3,6 +3,7 @@ drafters that read states its last hidden states."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -39,12 +40,7 @@ class Features(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the frozen target on every batch.
-
-    Args:
-        target: the network.
-        top: likeliest tokens that are looked at; 0: the whole distribution.
-    """
+    """Runs the frozen target on every batch; ``top`` likeliest tokens are looked at, 0: the whole distribution."""
 
     def __init__(self, target: Network, top: int = 0) -> None:
         self.target, self.top = target, top
@@ -86,12 +82,13 @@ def likeliest(target: Network, hidden: Tensor, top: int) -> TargetTop:
 
     Log-probabilities are rounded to float16, as a cache keeps them.
     """
-    ids, log_probs = [hidden.new_zeros(0, top, dtype=torch.int64)], [hidden.new_zeros(0, top + 1, dtype=torch.float32)]
-    for part in hidden.split(max(1, _CHUNK_LOGITS // target.head_weight.shape[0])):
-        said = top_of(target.logits(part).float(), top)
-        ids.append(said.ids)
-        log_probs.append(said.log_probs)
-    return TargetTop(torch.cat(ids), torch.cat(log_probs))
+    parts = hidden.split(max(1, _CHUNK_LOGITS // target.head_weight.shape[0]))
+    return joined([top_of(target.logits(part).float(), top) for part in parts])
+
+
+def joined(parts: Sequence[TargetTop]) -> TargetTop:
+    """All rows of one or more parts."""
+    return TargetTop(torch.cat([part.ids for part in parts]), torch.cat([part.log_probs for part in parts]))
 
 
 def top_of(logits: Tensor, top: int) -> TargetTop:

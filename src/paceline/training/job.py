@@ -29,7 +29,7 @@ from .files import writing
 from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
-from .scoring import RememberedScorer, Scorer, make_scorer
+from .scoring import Scorer, make_scorer, remembered_scores
 from .tokenizer import train_tokenizer
 from .trainer import Trainer, Watcher, plan, products, require_accelerate
 
@@ -45,7 +45,7 @@ class TrainingJob(RecipeFile):
     init: Path | None = None  # folder of a checkpoint to start from
     out: Path
     cache: Path | None = None  # folder for the target's likeliest tokens; None: the target is run on each batch
-    known: Mapping[bytes, np.ndarray] = field(default_factory=dict)  # for the cache; see `RememberedScorer`
+    known: Mapping[bytes, np.ndarray] = field(default_factory=dict)  # for the cache; see `remembered_scores`
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
     hot: Tensor | None = None  # [H] int64, likewise: the only tokens that are to be drafted; None: all
 
@@ -64,12 +64,7 @@ def prepare(
     job: TrainingJob, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None
 ) -> Trainer:
     """Load everything and check that it fits. Written are only a cache, where one was asked for, and the tokenizer,
-    where no model brings one.
-
-    Args:
-        job: the run.
-        watchers: told after every step.
-        say: told about what takes long before, and about data that suit the target badly.
+    where no model brings one. ``say`` is told about what takes long before, and about data that suit the target badly.
 
     Raises:
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.
@@ -176,7 +171,7 @@ def _cache(
     make: Callable[[], Scorer] = partial(make_scorer, job.target, context.target, job.config.precision, inside)
     if job.known:
         batches = chain(batches, *_held_out(job, cache.examples[count:], longest).values())
-        make = partial(RememberedScorer, job.known, context.target, inside, make)
+        make = partial(remembered_scores, job.known, context.target, inside, make)
     cache.complete(make, batches, say)
     return cache
 

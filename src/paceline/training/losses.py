@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunked import RowLoss, RowOptions, SoftTarget, TargetHidden, TargetTop, chunked_loss, inverse, wide
+from .chunked import RowLoss, SoftTarget, TargetHidden, TargetTop, chunked_loss, inverse, wide
 
 __all__ = ["SoftTarget", "TargetHidden", "TargetTop", "cross_entropy", "distilled", "mixed", "mse_cross_entropy"]
 
@@ -32,7 +32,7 @@ NONE = -1e9  # a logit without a chance, whose product with a chance of 0 is 0
 
 
 def cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None = None, **options: Unpack[RowOptions]
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Cross-entropy with the tokens that follow: ``-log q(y)``, weighted mean over rows.
 
@@ -41,7 +41,7 @@ def cross_entropy(
         head: [V, d].
         targets: [rows] int64 tokens; rows of weight 0 may hold anything.
         weights: [rows] at least 0, or a mask; None: 1 each.
-        options: see `RowOptions`.
+        options: ``denominator``, ``chunk_rows`` and ``frozen`` of `chunked_loss`.
 
     Returns:
         A scalar, float32 or wider; 0 where no row has a weight.
@@ -117,7 +117,7 @@ def mixed(
     weights: Tensor | None = None,
     *,
     omega: float = 0.5,
-    **options: Unpack[RowOptions],
+    **options: Any,
 ) -> Tensor:
     """MixedLoss: ``omega (-sum_x p log q) + (1 - omega) (-alpha)``, alpha = sum_x min(p, q).
 
@@ -153,7 +153,7 @@ def distilled(
     weights: Tensor | None = None,
     *,
     share: float = 0.5,
-    **options: Unpack[RowOptions],
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Distillation beside the text: ``w KL(p || q) + (1 - w) (-log q(y))`` in one walk, with the head applied once.
 
@@ -209,7 +209,7 @@ def mse_cross_entropy(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
-    **options: Unpack[RowOptions],
+    **options: Any,
 ) -> Tensor:
     """State regression and distillation: ``alpha MSE(h, H) + beta CE(softmax(l'), softmax(L))``.
 

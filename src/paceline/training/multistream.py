@@ -34,12 +34,9 @@ from .network import Delta, KeyValues, Network, Projected, Rotation, attend
 # -- carriers: which main rows have streams
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Carriers of one document, and the main rows that they may attend to."""
-
-    rows: slice  # of the part's carriers
-    keys: slice  # flat; from the document's first token to the block's last carrier
+# Carriers of one document, as rows of a part's carriers, and the main rows that they may attend to, flat: from the
+# document's first token to the block's last carrier.
+Block = tuple[slice, slice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ def make_carriers(index: Tensor, positions: Tensor) -> CarrierRows:
     last = index.tolist()
     cuts = [i for i in range(1, len(starts)) if starts[i] != starts[i - 1]]
     edges = zip([0, *cuts], [*cuts, len(starts)], strict=True)
-    blocks = tuple(Block(slice(a, b), slice(starts[a], last[b - 1] + 1)) for a, b in edges)
+    blocks = tuple((slice(a, b), slice(starts[a], last[b - 1] + 1)) for a, b in edges)
     return CarrierRows(index, positions, blocks)
 
 
@@ -150,19 +147,18 @@ def group_attention(
     window: int | None,
     chosen: Sequence[Tensor] | None = None,
 ) -> Tensor:  # [R, G, H * D]
-    """Streams (and their main rows, in shared mode) over main keys and their own streams.
-
-    Args:
-        chosen: the only main keys that streams see, see `best_keys`; None: all that their carriers see.
-    """
-    sizes = [block.rows.stop - block.rows.start for block in carriers.blocks]
+    """Streams (and their main rows, in shared mode) over main keys, all that their carriers see or those ``chosen`` by
+    `best_keys`, and their own streams."""
+    sizes = [rows.stop - rows.start for rows, _ in carriers.blocks]
     parts = zip(*(_heads(x, q.shape[2]).split(sizes, 1) for x in (q, *own)), strict=True)
     shared = zip(*(_pieces(_heads(x, q.shape[2]), carriers.blocks) for x in main), strict=True)
     order = torch.arange(1, own[0].shape[1] + 1, device=q.device)
     hidden = ~sees_streams(steps * 0, steps, order * 0, order)  # within one carrier: all have the same owner
     outputs = []
-    for place, (block, (queries, own_k, own_v), (k, v)) in enumerate(zip(carriers.blocks, parts, shared, strict=True)):
-        unseen = _unseen(carriers.positions[block.rows], steps, block.keys.stop - block.keys.start, window)
+    for place, ((rows, _), (queries, own_k, own_v), (k, v)) in enumerate(
+        zip(carriers.blocks, parts, shared, strict=True)
+    ):
+        unseen = _unseen(carriers.positions[rows], steps, k.shape[1], window)
         if chosen is not None:
             unseen = unseen | ((steps > 0)[:, None] & ~chosen[place][:, None])  # [P, G, K]
         outputs.append(_GroupAttention.apply(queries, k, v, own_k, own_v, unseen, hidden, q.shape[3] ** -0.5))
@@ -171,7 +167,7 @@ def group_attention(
 
 def _pieces(x: Tensor, blocks: Sequence[Block]) -> Sequence[Tensor]:
     """The keys of each block [H, K, D] of all keys [H, flat, D]: cut at once, so that gradients are joined at once."""
-    edges = [edge for block in blocks for edge in (block.keys.start, block.keys.stop)]
+    edges = [edge for _, keys in blocks for edge in (keys.start, keys.stop)]
     sizes = [b - a for a, b in zip([0, *edges], [*edges, x.shape[1]], strict=True)]
     return x.split(sizes, 1)[1::2]
 
@@ -193,9 +189,9 @@ def best_keys(
     queries, keys = _heads(q, q.shape[1]), _heads(k, q.shape[1])  # [H, R, D], [H, B * T, D]
     own = None if own_k is None else _heads(own_k, q.shape[1])  # [H, R, gamma, D]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for block in carriers.blocks:
-        rows, places = block.rows, carriers.positions[block.rows, None]
-        scores = (queries[:, rows] @ keys[:, block.keys].mT).to(wide)  # [H, P, K]
+    for rows, seen in carriers.blocks:
+        places = carriers.positions[rows, None]
+        scores = (queries[:, rows] @ keys[:, seen].mT).to(wide)  # [H, P, K]
         count = scores.shape[2]
         unseen = _unseen(places[:, 0], places.new_zeros(1), count, window)[:, 0]  # [P, K]
         scores = scores.masked_fill(unseen, -torch.inf)
@@ -306,12 +302,8 @@ class MainPass:
 
 @torch.no_grad()
 def main_pass(network: Network, batch: TokenBatch, insertion: int, exits: Collection[int] = ()) -> MainPass:
-    """Main rows of the frozen base model.
-
-    Args:
-        insertion: N - Ns.
-        exits: layers before which states are kept, below that one.
-    """
+    """Main rows of the frozen base model; ``insertion`` is N - Ns, ``exits`` are layers before which states are kept,
+    below that one."""
     hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, insertion, batch)
     kept: list[Projected] = []
     final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
@@ -377,8 +369,7 @@ def shared_pass(
         carriers: with streams, all rows of `generated`: others would see what they do not see in decoding.
         segment: carriers whose streams are inside a layer at a time; their activations are then recomputed in the
             backward pass, and only states between layers are kept. None: all at once, and all is kept.
-        most: main keys that a stream attends to; see `best_keys`. None: all.
-        exits: as for `main_pass`.
+        most, exits: as for `lossless_streams` and `main_pass`.
     """
     delta = None if trained.adapters is None else trained.adapters.delta
     config, layers = trained.config, network.config.num_layers

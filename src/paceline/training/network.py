@@ -36,14 +36,8 @@ Delta = Callable[[int, str, Tensor], Tensor | None]
 
 
 class Network(nn.Module):
-    """A trainable decoder.
-
-    Args:
-        config: its shape.
-        device: where it lies. The parameters are float32 and NaN until loaded or `init_weights`.
-        frozen: no gradients.
-
-    """
+    """A trainable decoder, or without gradients a ``frozen`` one. The parameters are float32 and NaN until loaded or
+    `init_weights`."""
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu", frozen: bool = False) -> None:
         super().__init__()
@@ -134,10 +128,8 @@ class Network(nn.Module):
         delta: Delta | None = None,
         keep: list[Projected] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Layers start .. stop - 1, each token attending within its document.
-
-        Args:
-            keep: is given the queries, keys and values of every layer run.
+        """Layers start .. stop - 1, each token attending within its document; ``keep`` is given the queries, keys and
+        values of every layer run.
 
         Returns:
             [B, T, d_model], and the inputs of every layer run.
@@ -173,29 +165,22 @@ class Network(nn.Module):
 
     # -- files
 
-    def state(self, dtype: torch.dtype, layers_only: bool = False) -> dict[str, Tensor]:
+    def state(self, layers_only: bool = False) -> dict[str, Tensor]:
         """The parameters under their checkpoint names; of all of them, or of the layers'."""
-        parameters = dict(self.decoder.named_parameters())
-        made = {}
+        parameters, made = dict(self.decoder.named_parameters()), {}
         for piece in weight_map(self.config):
-            if layers_only and not piece.of_layer:
-                continue
-            value = parameters[piece.into].detach()
-            rows = value if piece.rows is None else value[piece.at : piece.at + piece.rows]
-            name = piece.source if piece.source.startswith("lm_head") else f"model.{piece.source}"
-            made[name] = rows.to("cpu", dtype).contiguous().clone()
+            if piece.of_layer or not layers_only:
+                value = parameters[piece.into].detach()
+                name = piece.source if piece.source.startswith("lm_head") else f"model.{piece.source}"
+                made[name] = value if piece.rows is None else value[piece.at : piece.at + piece.rows]
         return made
 
     def save(
         self, folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, layers_only: bool = False
     ) -> None:
-        """Write ``config.json`` and the weights in ``dtype``.
-
-        Args:
-            config: the checkpoint's config.json.
-            layers_only: leave embedding, final norm and head out: those who load it have them.
-        """
-        write_checkpoint(folder, config, self.state(dtype, layers_only), dtype)
+        """Write ``config.json``, which is ``config``, and the weights in ``dtype``; with ``layers_only`` without
+        embedding, final norm and head, which those who load it have."""
+        write_checkpoint(folder, config, self.state(layers_only), dtype)
 
 
 def start_values(module: nn.Module, seed: int, layers: int) -> None:
@@ -214,11 +199,12 @@ def start_values(module: nn.Module, seed: int, layers: int) -> None:
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], values: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Write ``config.json`` and weights, which are of ``dtype``, under their checkpoint names."""
+    """Write ``config.json`` and weights under their checkpoint names, as ``dtype``."""
     folder.mkdir(parents=True, exist_ok=True)
     said = {**config, "dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-    save_file(values, str(folder / WEIGHTS), metadata={"format": "pt"})
+    kept = {name: value.detach().to("cpu", dtype).contiguous().clone() for name, value in values.items()}
+    save_file(kept, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
 def project(

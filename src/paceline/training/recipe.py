@@ -86,12 +86,7 @@ def read_recipe(path: Path) -> RecipeFile:
 
 
 def fill(kind: type[Any], values: Mapping[str, Any], where: Path) -> Any:
-    """A dataclass from a table of its fields; a list fills a tuple, a whole number a fraction.
-
-    Args:
-        kind: the dataclass.
-        values: the table.
-        where: the file, for messages.
+    """A dataclass from a table of its fields in the file ``where``; a list fills a tuple, a whole number a fraction.
 
     Raises:
         ConfigError: unknown keys, wrong types, and what the dataclass itself refuses.

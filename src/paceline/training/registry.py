@@ -57,8 +57,7 @@ class RecipeKind:
     """One kind of training; modules are named, not imported, and load when they are asked for."""
 
     about: str  # in the help of its command
-    module: str
-    options: str  # class of the module
+    options: str  # ``module:class``
     needs_target: bool = True  # it trains something for a target
     # Whether it learns to say what the target says, so that the target's own answers are its best data.
     imitates: Callable[[Any], bool] = lambda options: True
@@ -69,7 +68,7 @@ class RecipeKind:
     @property
     def Options(self) -> type[Any]:  # noqa: N802  (a class)
         """What can be set: frozen, keyword-only, its fields have help texts."""
-        made: type[Any] = resolve_name(f"{self.module}:{self.options}")
+        made: type[Any] = resolve_name(self.options)
         return made
 
     def build(self, options: Any, context: BuildContext) -> Recipe:
@@ -78,65 +77,57 @@ class RecipeKind:
         Raises:
             ConfigError: options that do not fit the target, or something missing.
         """
-        made: Recipe = resolve_name(f"{self.module}:build")(options, context)
+        made: Recipe = resolve_name(f"{self.options.partition(':')[0]}:build")(options, context)
         return made
 
 
 KINDS = {
     "target": RecipeKind(
         "A Llama-family model, tokenizer included.",
-        "paceline.training.target",
-        "TargetOptions",
+        "paceline.training.target:TargetOptions",
         needs_target=False,
         imitates=lambda options: False,
     ),
     "draft_model": RecipeKind(
         "A small draft model, distilled from a target.",
-        "paceline.drafters.distillation",
-        "DraftModelOptions",
+        "paceline.drafters.distillation:DraftModelOptions",
         imitates=lambda options: options.distill > 0,
         cached=True,
     ),
     "streams": RecipeKind(
         "Speculative streams over a frozen target, or adapters for an application.",
-        "paceline.drafters.streams.recipe",
-        "StreamsOptions",
+        "paceline.drafters.streams.recipe:StreamsOptions",
         imitates=lambda options: options.mode == "lossless",  # an application has answers of its own
     ),
     "medusa": RecipeKind(
         "Heads on the target's last state, one for each token ahead (Medusa).",
-        "paceline.drafters.medusa.recipe",
-        "MedusaOptions",
+        "paceline.drafters.medusa.recipe:MedusaOptions",
         cached=True,
         states=True,
     ),
     "exits": RecipeKind(
-        "Early exits of a target at several depths, for the mirror round.", "paceline.training.exits", "ExitOptions"
+        "Early exits of a target at several depths, for the mirror round.", "paceline.training.exits:ExitOptions"
     ),
     "lyanna": RecipeKind(
         "A drafter of states, with token-info at its logits (Lyanna).",
-        "paceline.drafters.lyanna.recipe",
-        "LyannaOptions",
+        "paceline.drafters.lyanna.recipe:LyannaOptions",
         cached=True,
         states=True,
     ),
     "eagle": RecipeKind(
         "A drafter of states that reads the tokens it drafts (EAGLE).",
-        "paceline.drafters.eagle.recipe",
-        "EagleOptions",
+        "paceline.drafters.eagle.recipe:EagleOptions",
         cached=True,
         states=True,
     ),
     "spire": RecipeKind(
         "A draft of the target's last layers, with feedback memory (SPIRe).",
-        "paceline.drafters.spire.recipe",
-        "SpireOptions",
+        "paceline.drafters.spire.recipe:SpireOptions",
         imitates=lambda options: options.loss == "mixed",
     ),
     "tracks": RecipeKind(
         "A draft model of tracks, which processes share at two joins a pass (Mirror-SD, 3.3).",
-        "paceline.drafters.distillation",
-        "TracksOptions",
+        "paceline.drafters.distillation:TracksOptions",
         imitates=lambda options: options.distill > 0,
         cached=True,
     ),

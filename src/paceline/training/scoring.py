@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..network.loader import load_model, read_config
 from ..network.native import unsupported
 from ..network.packing import RowPacker
 from .data import Example, collate
-from .features import last_states, likeliest, top_of
+from .features import joined, last_states, likeliest, top_of
 from .losses import TargetTop
 from .network import Network
 
@@ -50,11 +50,7 @@ def network_scores(
 
 
 class CompiledScorer:
-    """By the compiled layers.
-
-    Args:
-        decoder: loaded for them.
-    """
+    """By the compiled layers of a decoder."""
 
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.stack is not None, "its layers are compiled"
@@ -65,8 +61,7 @@ class CompiledScorer:
     def __call__(self, documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
         """As `Scorer`."""
         states = self._states(documents)
-        parts = [top_of(self.stack.logits(part), top) for part in states.split(ROWS)]
-        return states, TargetTop(torch.cat([p.ids for p in parts]), torch.cat([p.log_probs for p in parts]))
+        return states, joined([top_of(self.stack.logits(part), top) for part in states.split(ROWS)])
 
     def _states(self, documents: Sequence[np.ndarray]) -> Tensor:
         pool, packer, at = self._room(sum(map(len, documents))), RowPacker(self.decoder, self.decoder.device), 0
@@ -86,51 +81,39 @@ class CompiledScorer:
         return self._pool
 
 
-class RememberedScorer:
-    """By states that were kept while the target served; documents without any are scored.
+def remembered_scores(
+    known: Mapping[bytes, np.ndarray], target: Network, products: Products, make: Callable[[], Scorer]
+) -> Scorer:
+    """A scorer by states that were kept while the target served; documents without any are scored.
 
     Args:
         known: [rows, d_model] bits of bfloat16, by the bytes of a document's int32 ids.
-        target: whose norm and head say the rest.
-        products: context in which it makes them.
+        target: whose norm and head say the rest, in the context ``products``.
         make: makes what scores the others, once there is one.
     """
-
-    def __init__(
-        self, known: Mapping[bytes, np.ndarray], target: Network, products: Products, make: Callable[[], Scorer]
-    ) -> None:
-        self.known, self.target, self.products, self._make = known, target, products, make
-        self._scorer: Scorer | None = None
-
-    def __call__(self, documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
-        """As `Scorer`."""
-        parts = [self._score(tokens, top) for tokens in documents]
-        said = [own for _, own in parts]
-        ids, log_probs = torch.cat([own.ids for own in said]), torch.cat([own.log_probs for own in said])
-        return torch.cat([states for states, _ in parts]), TargetTop(ids, log_probs)
+    others = cache(make)
 
     @torch.no_grad()
-    def _score(self, tokens: np.ndarray, top: int) -> tuple[Tensor, TargetTop]:
-        bits = self.known.get(tokens.tobytes())
+    def score(tokens: np.ndarray, top: int) -> tuple[Tensor, TargetTop]:
+        bits = known.get(tokens.tobytes())
         if bits is None:
-            self._scorer = self._scorer or self._make()
-            states, said = self._scorer([tokens], top)
+            states, said = others()([tokens], top)
             return states.float(), said
         states = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
-        states = states.to(self.target.head_weight.device).float()
-        with self.products():
-            return states, likeliest(self.target, self.target.final(states), top)
+        states = states.to(target.head_weight.device).float()
+        with products():
+            return states, likeliest(target, target.final(states), top)
+
+    def scorer(documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
+        states, said = zip(*(score(tokens, top) for tokens in documents), strict=True)
+        return torch.cat(states), joined(said)
+
+    return scorer
 
 
 def make_scorer(folder: Path, target: Network, precision: str, products: Products) -> Scorer:
-    """The faster of the two that computes in ``precision``.
-
-    Args:
-        folder: of the target.
-        target: the same, loaded and frozen.
-        precision: "bf16" or "fp32", of products.
-        products: context in which the network makes them.
-    """
+    """The faster of the two that computes in ``precision``, "bf16" or "fp32", for the target in ``folder``, which
+    ``target`` is; ``products`` is the context in which the network makes its products."""
     kind, device = torch.bfloat16, target.head_weight.device
     if precision != "bf16" or unsupported(read_config(folder), kind, device):
         return partial(network_scores, target, products)

@@ -82,13 +82,7 @@ class TargetOptions(ModelShape):
 
 
 class TargetRecipe:
-    """Next-token prediction.
-
-    Args:
-        network: what is trained.
-        config: its config.json.
-        held_out: batches by domain, for the evaluation.
-    """
+    """Next-token prediction by a network, whose config.json is ``config``; evaluated on held-out batches by domain."""
 
     name = "target"
 
@@ -128,13 +122,10 @@ class TargetRecipe:
 def grow(network: Network, source: Path, keep: Sequence[int]) -> None:
     """Fill ``network`` from a shallower checkpoint of the same width; its function stays what it was.
 
-    Args:
-        network: deeper than the checkpoint.
-        source: the checkpoint's folder.
-        keep: for each layer of ``network`` the checkpoint's layer it comes from; the first of several that
-            name one layer is that layer, the others are copies whose ``out`` and ``down`` are zero, so that
-            they add nothing to the residual stream until they are trained (Gong et al. 2019 stack trained layers;
-            the zero projections are those of function-preserving growth, Evci et al. 2022).
+    For each layer of the network ``keep`` names the checkpoint's layer it comes from; the first of several that name
+    one layer is that layer, the others are copies whose ``out`` and ``down`` are zero, so that they add nothing to the
+    residual stream until they are trained (Gong et al. 2019 stack trained layers; the zero projections are those of
+    function-preserving growth, Evci et al. 2022).
 
     Raises:
         ConfigError: shapes that do not fit.

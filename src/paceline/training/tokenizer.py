@@ -20,13 +20,9 @@ TEMPLATE = (
 def train_tokenizer(
     sources: Sequence[SourceSpec], vocab_size: int, folder: Path, context: int, characters: int = 20_000_000
 ) -> None:
-    """Learn a vocabulary and write the tokenizer's files (by the `tokenizers` library).
-
-    Args:
-        sources: the training data; each gives its first ``characters / len(sources)`` characters.
-        vocab_size: tokens, `SPECIAL` included.
-        folder: where the files go.
-        context: positions of the model, for the tokenizer's own limit.
+    """Learn a vocabulary of ``vocab_size`` tokens, `SPECIAL` included, and write the tokenizer's files (by the
+    `tokenizers` library) for a model of ``context`` positions. Each source gives its first ``characters /
+    len(sources)`` characters.
 
     Raises:
         ConfigError: a vocabulary too small for the bytes and the special tokens.

@@ -14,23 +14,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..attention.rope import RopeTables
+from ..attention.rope import RopeTable
 from ..network.families import SEGMENTS, DecoderConfig, linear_shapes
 from ..network.layers import _ACTIVATIONS
 from ..network.linear import nan_parameter
 from ..network.loader import WEIGHTS, read_config, read_layout
 from ..network.weights import Piece, weight_map
 from .data import TokenBatch
-from .network import Rotation, attend, rotate, start_values, visible, write_checkpoint
+from .network import Rotation, attend, rotate, rotation_of, start_values, visible, write_checkpoint
 
 
 class TrackLayer(nn.Module):
-    """One layer of all tracks.
-
-    Args:
-        config: of one track.
-        tracks: how many.
-    """
+    """One layer of all tracks; ``config`` is of one of them."""
 
     def __init__(self, config: DecoderConfig, tracks: int, device: torch.device) -> None:
         super().__init__()
@@ -57,18 +52,14 @@ class TrackLayer(nn.Module):
 
 
 class TracksNetwork(nn.Module):
-    """A trainable draft of tracks.
-
-    Args:
-        config: of all tracks together.
-        device: where it lies. The parameters are float32 and NaN until loaded or `init_weights`.
-    """
+    """A trainable draft of tracks; ``config`` is of all of them together. The parameters are float32 and NaN until
+    loaded or `init_weights`."""
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
         super().__init__()
         c, place, own = config, torch.device(device), config.track
         self.config = c
-        self._rope = RopeTables(c.rotations, c.max_position, torch.float32, place)
+        self._rope = None if c.rope is None else RopeTable(c.rope, c.max_position, torch.float32, place)
         given: dict[str, Any] = {"dtype": torch.float32, "device": place, "trainable": True}
         self.embedding = nan_parameter((c.vocab_size, c.d_model), **given)
         self.layers = nn.ModuleList(TrackLayer(own, c.tracks, place) for _ in range(c.num_layers))
@@ -89,9 +80,7 @@ class TracksNetwork(nn.Module):
     def forward(self, batch: TokenBatch) -> Tensor:
         """[B, T, d_model] after the final norm."""
         c = self.config
-        pair, shape = self._rope.rows(batch.positions.reshape(-1))[0], (*batch.positions.shape, 1, -1)
-        rotation = None if pair is None else (pair[0].view(shape), pair[1].view(shape))
-        mask = visible(batch)
+        rotation, mask = rotation_of(self._rope, batch.positions), visible(batch)
         x = F.embedding(batch.tokens, self.embedding).unflatten(-1, (c.tracks, -1)).movedim(2, 0)  # [G, B, T, d]
         for index, layer in enumerate(self.layers):
             if index == c.num_layers // SEGMENTS:
@@ -137,8 +126,8 @@ class TracksNetwork(nn.Module):
 
     def save(self, folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
         """Write ``config.json``, which is ``config``, and the weights in ``dtype``."""
-        values = {f"model.{p.source}": self._rows(p).detach().to("cpu", dtype) for p in weight_map(self.config)}
-        write_checkpoint(folder, config, {name: v.contiguous().clone() for name, v in values.items()}, dtype)
+        values = {f"model.{piece.source}": self._rows(piece) for piece in weight_map(self.config)}
+        write_checkpoint(folder, config, values, dtype)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

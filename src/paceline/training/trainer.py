@@ -111,16 +111,11 @@ class Watcher(Protocol):
 
 
 class Trainer:
-    """Runs a recipe.
+    """Runs a recipe on a mixture; ``out`` is the folder of checkpoint, log and result.
 
     Args:
-        recipe: what is trained.
-        mixture: the data.
         phases: row lengths over the run, ending at 1.
-        config: how.
-        out: folder of checkpoint, log and result.
         facts: what the checkpoint must agree with when it is resumed: recipe, target, data.
-        watchers: told after every step.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...network.hot import load_hot
-from ...network.native_drafts import MANY, NativeTokenInfo, SampleStart, sample
+from ...network.native_drafts import MANY, SampleStart, sample, token_info
 from ...network.native_linear import NativeLinear
 from ..base import DrafterSpec, DraftRequest, SequenceView
 from ..fit import TrainedDrafterConfig, tokenizer_mark
@@ -107,7 +107,7 @@ class LyannaDrafter(StateDrafter):
         )
         self._grower = Grower((1,) * self.depth, config.width, config.proposes)
         self._bias: Bias = lambda tokens: None
-        self._info: NativeTokenInfo | None = None  # the same for compiled code
+        self._info: Any = None  # the same for compiled code
         self.states_drafted = self.states_reused = 0  # so far: states, and how many gave logits a second time
 
     # -- the contract
@@ -127,7 +127,7 @@ class LyannaDrafter(StateDrafter):
         self._bias = _bias(info)
         if info is not None and self.body.fuse is not None:
             table = info[1] if self._hot is None else info[1][self._hot]
-            self._info = NativeTokenInfo(info[0], NativeLinear(table, None))
+            self._info = token_info(info[0], NativeLinear(table, None))
 
     def release(self, keys: Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""

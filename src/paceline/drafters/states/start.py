@@ -35,7 +35,7 @@ def start_from_target(head: StateHead, target: Network, batches: Iterable[TokenB
     """
     c, ours = target.config, head.tensors()
     prefix = f"model.{LAYER[:-2]}{c.num_layers - 1}."
-    theirs = {n.removeprefix(prefix): v for n, v in target.state(torch.float32).items() if n.startswith(prefix)}
+    theirs = {n.removeprefix(prefix): v for n, v in target.state().items() if n.startswith(prefix)}
     wanted = {name.removeprefix(LAYER) for name in ours if name.startswith(LAYER)} | {"input_layernorm.weight"}
     if theirs.keys() != wanted or target.decoder.norm is None:
         wrong = f"its last layer has {', '.join(sorted(theirs.keys() ^ wanted)) or 'no norm behind it'}"
