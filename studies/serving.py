@@ -195,9 +195,10 @@ def at_rest(ask: argparse.Namespace, server: Server) -> Iterator[list[str]]:
 
 def under_load(ask: argparse.Namespace, drafting: Server, plain: Server) -> Iterator[list[str]]:
     """The server with its own drafter beside one without, by streams at once, each of which asks anew when it is
-    answered; a first turn of each number, from which the budget learns what that costs, is not counted. A turn is several
-    answers long: drafts help some answers more than others, so that those which are asked at once end one after the
-    other, and the last ones alone; without drafts all end together.
+    answered; a first turn of each number, from which the budget learns what that costs, is not counted.
+
+    A turn has several answers a stream: drafts help some answers more than others, so that those which are asked at
+    once end one after the other, and the last ones alone; without drafts all end together.
     """
     numbers = count(1)
     for at_once in LOADS:

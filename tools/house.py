@@ -1,6 +1,6 @@
 """The size of `src/`: lines by package, functions, classes, C++ files; of a commit, or of the checkout.
 
-    python tools/house.py [COMMIT ..]
+python tools/house.py [COMMIT ..]
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def figures(files: dict[PurePath, str]) -> dict[str, str]:
     nodes = [node for text in python.values() for node in ast.walk(ast.parse(text))]
     functions = [node for node in nodes if isinstance(node, Function)]
     lengths = [(node.end_lineno or 0) - node.lineno + 1 for node in functions]
+    spread = median(lengths), quantiles(lengths, n=20)[-1], max(lengths)
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     packages = Counter[str]()
     for path, count in lines.items():
@@ -45,7 +46,7 @@ def figures(files: dict[PurePath, str]) -> dict[str, str]:
         "C++": f"{sum(compiled.values()):,}",
         "longest C++ file": f"{max(compiled.values(), default=0):,}",
         "functions": f"{len(functions):,}",
-        "lines of a function: median, 95%, longest": f"{median(lengths):.0f}, {quantiles(lengths, n=20)[-1]:.0f}, {max(lengths)}",
+        "lines of a function: median, 95%, longest": ", ".join(f"{n:.0f}" for n in spread),
         "functions with a docstring": f"{sum(bool(ast.get_docstring(f)) for f in functions) / len(functions):.1%}",
         "classes": f"{classes.total():,}",
         "class names that stand for several": f"{sum(count > 1 for count in classes.values())}",
