@@ -21,7 +21,7 @@ from ..network.joins import Joins
 from ..network.parallel import Run
 from .frames import Codec
 from .hanging import HangLimit
-from .rank_service import KINDS, Adapter, Clear, Cleared
+from .rank_service import KINDS, Adapter, Clear
 from .worker import Worker
 from .workers import LOOK_S, Workers
 
@@ -152,9 +152,10 @@ class RankWorkers(Workers):
         self._epoch += 1
         self._moves, self._dropped = [], []
         self._adapters.clear()
-        self._say(Clear(self._epoch))
+        clear = Clear(self._epoch)
+        self._say(clear)
         for index in range(len(self.workers)):
-            self.answer(index, lambda said: said == Cleared(self._epoch), CLEAR_S, "does not answer any more")
+            self.answer(index, lambda said: said == clear, CLEAR_S, "does not answer any more")
         here = [worker.pid for worker in self.workers if worker.pid is not None and not worker.host]
         self.joins.watch([os.pidfd_open(pid) for pid in here])
         self.joins.begin(self._epoch, lost=0)

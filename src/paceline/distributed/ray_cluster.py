@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from threading import Thread
 from typing import Any
@@ -231,27 +231,21 @@ class Reservation:
         """How the worker of one of the bundles is started."""
 
         def start(spec: WorkerSpec, beat_s: float) -> Launched:
-            member = self._store.member(f"{self._name}/{index}/{next(self._starts)}", 0, 2)
-            actor = self._actor(index)
-            key = secrets.token_hex(16)
-            joining, beats = _Joining(self._store, member, self.host), _Beats(actor, beat_s)
-            weights = self._store.member(f"{member.group}/weights", 0, 2) if self._broadcast else None
-            theirs = f"group:{replace(member, rank=1)}", key, beat_s
-            begin = spec.begin(*theirs, weights="" if weights is None else str(replace(weights, rank=1)))
-            told = b"".join(Codec(*LIFE).encode(begin))
-            done = actor.run.remote(told, spec.placement.environment())
-            process = _Process(actor, done.future(), beats, self._room)
-            if weights is None:
-                return Launched(process, beats, key, joining, joining.close)
-            giving = _Giving(self._store, weights, self.host, spec.checkpoints)
-
-            def close() -> None:
-                joining.close()
-                giving.close()
-
-            return Launched(process, beats, key, joining, close, giving.served)
+            group, key = f"{self._name}/{index}/{next(self._starts)}", secrets.token_hex(16)
+            own, its = self._pair(group)
+            ways, weights = [_Joining(self._store, own, self.host)], ""
+            if self._broadcast and spec.checkpoints:
+                mine, theirs = self._pair(f"{group}/weights")
+                ways.append(_Joining(self._store, mine, self.host, spec.checkpoints))
+                weights = str(theirs)
+            told = b"".join(Codec(*LIFE).encode(spec.begin(f"group:{its}", key, beat_s, weights=weights)))
+            return _Actor(self._actor(index), told, spec.placement.environment(), key, beat_s, ways, self._room)
 
         return start
+
+    def _pair(self, group: str) -> tuple[Member, Member]:
+        """Both members of a new group."""
+        return self._store.member(group, 0, 2), self._store.member(group, 1, 2)
 
     def members(self, count: int) -> list[Member]:
         """Of a new group, of this process and others."""
@@ -268,8 +262,9 @@ class Reservation:
     def hop(self, giver: str, taker: str) -> tuple[str, str]:
         """Addresses of a way between two hosts, of which an empty one is this; see `ways`."""
         group = f"{self._name}/hop/{next(self._starts)}"
-        ends = [self._store.member(group, rank, 2) for rank in (0, 1)]
-        out, into = (f"group:{host or self.host}/{end}" for host, end in zip((giver, taker), ends, strict=True))
+        out, into = (
+            f"group:{host or self.host}/{end}" for host, end in zip((giver, taker), self._pair(group), strict=True)
+        )
         return out, into
 
     def _actor(self, index: int) -> Any:
@@ -286,15 +281,44 @@ def _give_back(group: Any) -> None:
 # -- a worker
 
 
-class _Process:
-    """An actor's, as `Process` says."""
+class _Actor:
+    """A worker in one of the bundles; see `Launched`. It is asked for its signs of life one by one.
+
+    Args:
+        actor: Ray's.
+        told: a `Begin` as bytes.
+        environment: of its process.
+        key, beat_s: as in that.
+        ways: to it, and for its weights.
+        room: says what is wrong with the bundles' places.
+    """
 
     pid: int | None = None
 
-    def __init__(self, actor: Any, done: Future[int], beats: _Beats, room: Callable[[], str]) -> None:
-        self._actor, self._done, self._beats, self._room = actor, done, beats, room
+    def __init__(
+        self,
+        actor: Any,
+        told: bytes,
+        environment: Mapping[str, str],
+        key: str,
+        beat_s: float,
+        ways: Sequence[_Joining],
+        room: Callable[[], str],
+    ) -> None:
+        self.key, self._beat_s, self._ways, self._room = key, beat_s, ways, room
+        self._actor, self._done = actor, actor.run.remote(told, environment).future()
+        self._asked: Future[tuple[float, tuple[str, int]]] | None = None  # for a sign of life
+        self._next_beat = self._answered = 0.0  # when
+        self._where: tuple[str, int] | None = None  # Ray's number of its host, and its process's; None: not known yet
         self._seen = math.inf  # when it was seen to be done
-        self._next = time.monotonic() + PLACED_S  # when to ask whether it has a place
+        self._next_look = time.monotonic() + PLACED_S  # when to ask whether it has a place
+
+    @property
+    def served(self) -> float:
+        return max(way.served for way in self._ways)
+
+    def connect(self) -> Channel:
+        return self._ways[0].found()
 
     def poll(self) -> int | str | None:
         if not self._done.done():
@@ -308,17 +332,32 @@ class _Process:
     def _placed(self) -> str | None:
         """That it has no place, some seconds after it was started; None: it has one."""
         now = time.monotonic()
-        if self._beats.where is not None or now < self._next:
+        if self._where is not None or now < self._next_look:
             return None
-        self._next = now + PLACED_S
+        self._next_look = now + PLACED_S
         return self._room() or None
 
-    def kill(self) -> None:
+    def beat(self) -> Beat | None:
+        now = time.monotonic()
+        if self._asked is None and now >= self._next_beat:
+            self._asked, self._next_beat = self._actor.beat.remote().future(), now + self._beat_s
+        if self._asked is None or not self._asked.done():
+            return None
+        asked, self._asked = self._asked, None
+        if asked.exception() is not None:  # it is gone, which `poll` says
+            return None
+        busy_s, self._where = asked.result()
+        self._answered = now
+        return Beat(busy_s)
+
+    def end(self) -> None:
+        for way in self._ways:
+            way.close()
         if not ray.is_initialized():
             return
         ray.kill(self._actor)
-        if self._beats.where is not None and time.monotonic() - self._beats.answered > STOPPED_S:
-            host, pid = self._beats.where
+        if self._where is not None and time.monotonic() - self._answered > STOPPED_S:
+            host, pid = self._where
             on_it = NodeAffinitySchedulingStrategy(host, soft=False)
             _END_STOPPED.options(scheduling_strategy=on_it).remote(pid)
 
@@ -338,42 +377,24 @@ def _words(error: BaseException) -> str:
     return f"died: {'its process has ended' if reason is None or 'worker process' in reason[1] else reason[1]}"
 
 
-class _Beats:
-    """An actor's signs of life, asked for one by one (see `Life`)."""
-
-    def __init__(self, actor: Any, seconds: float) -> None:
-        self._actor, self._seconds = actor, seconds
-        self._asked: Future[tuple[int, float, tuple[str, int]]] | None = None
-        self._next = self.answered = 0.0  # when
-        self.where: tuple[str, int] | None = None  # Ray's number of its host, and its process's; None: not known yet
-
-    def receive(self, timeout: float) -> Beat:
-        now = time.monotonic()
-        if self._asked is None and now >= self._next:
-            self._asked, self._next = self._actor.beat.remote().future(), now + self._seconds
-        if self._asked is None or not self._asked.done():
-            raise Late("nothing came in time")
-        asked, self._asked = self._asked, None
-        if asked.exception() is not None:
-            raise ChannelClosed("the worker is gone")
-        handled, busy_s, self.where = asked.result()
-        self.answered = now
-        return Beat(handled, busy_s)
-
-    def close(self) -> None:
-        self._asked, self._next = None, math.inf
-
-
 class _Joining:
-    """The way to a worker: a thread joins its group once the worker waits there."""
+    """A way to a worker: a thread joins its group once the worker waits there, and sends it what its host lacks.
 
-    def __init__(self, store: Store, member: Member, host: str) -> None:
-        self._store, self._member, self._host = store, member, host
-        self._found: Channel | ChannelClosed | None = None
+    Args:
+        store, member: where, and as which one.
+        host: this one's address.
+        checkpoints: whose parts the worker may ask for on this way; none: it is for messages.
+    """
+
+    def __init__(self, store: Store, member: Member, host: str, checkpoints: Sequence[Checkpoint] = ()) -> None:
+        self._store, self._member, self._host, self._checkpoints = store, member, host, checkpoints
+        self.served = 0.0  # when a part of a checkpoint was sent last
+        self._found: GroupChannel | ChannelClosed | None = None
         self._closed = False
         Thread(target=self._join, daemon=True, name="paceline-join").start()
 
-    def __call__(self) -> Channel:
+    def found(self) -> Channel:
+        """This end; errors as of `Launched.connect`."""
         if self._found is None:
             raise Late("it is not there yet")
         if isinstance(self._found, ChannelClosed):
@@ -393,39 +414,26 @@ class _Joining:
         self._found = channel
         if self._closed:
             channel.close()
-        self._joined(channel)
+        elif self._checkpoints:
+            self._give(channel)
 
-    def _joined(self, channel: Channel) -> None:
-        """Called in the thread, at the end."""
-
-    def close(self) -> None:
-        self._closed = True
-        if isinstance(self._found, GroupChannel):
-            self._found.close()
-
-
-class _Giving(_Joining):
-    """The same for a worker's weights: the thread sends it what of its checkpoints its host lacks."""
-
-    def __init__(self, store: Store, member: Member, host: str, checkpoints: Sequence[Checkpoint]) -> None:
-        self._checkpoints, self._served = checkpoints, 0.0
-        super().__init__(store, member, host)
-
-    def served(self) -> float:
-        """When the last piece was sent."""
-        return self._served
-
-    def _moved(self) -> None:
-        self._served = time.monotonic()
-
-    def _joined(self, channel: Channel) -> None:
+    def _give(self, channel: Channel) -> None:
         from .weights import KINDS, give
 
         try:
             give(Line(channel, Codec(*KINDS)), self._checkpoints, self._moved)
-        except (ChannelClosed, Late, FrameError):  # the worker itself says what it misses
+        except (ChannelClosed, Late, FrameError):  # the worker refuses itself, and says which checkpoint did not come
             pass
         except PacelineError as error:
             log.warning("weights for a worker: %s", error)
         finally:
             channel.close()
+
+    def _moved(self) -> None:
+        self.served = time.monotonic()
+
+    def close(self) -> None:
+        """Be gone for the worker."""
+        self._closed = True
+        if isinstance(self._found, GroupChannel):
+            self._found.close()

@@ -22,7 +22,7 @@ from .channels import ChannelClosed
 from .clock import Late
 from .frames import Codec, FrameError
 from .hanging import HANG_S, HangLimit
-from .messages import KINDS, AskStage, Clear, Computed, Dropped, StageState, Verdicts, message_of
+from .messages import KINDS, AskStage, Clear, Computed, StageState, Verdicts, message_of
 from .straight import FrameWays, Sent
 from .ways import Hop
 from .worker import Worker, WorkerFailed
@@ -127,7 +127,7 @@ class StageWorkers(Workers):
             try:
                 frame, most_s = ring.receive(due, LOOK_S, self.last.decoder.device)
                 break
-            except Late:
+            except Late:  # the stages are looked at, and the frame is waited for again
                 pass
             except (ChannelClosed, FrameError) as error:
                 self._broken(f"the way of frames broke: {error}")
@@ -229,19 +229,21 @@ class StageWorkers(Workers):
             return frame
 
         def fits(said: Any) -> bool:
-            if not isinstance(said, Dropped) and not (
-                isinstance(said, Computed) and self._owed[index] == rows == len(said.hidden)
-            ):
+            if isinstance(said, Computed):
+                good = self._owed[index] == rows == len(said.hidden)
+            else:
+                good = isinstance(said, StageState) and bool(said.dropped)
+            if good:
+                self._owed[index] = 0
+            else:
                 self.workers[index].failed("says what is no answer")
-                return False
-            self._owed[index] = 0
-            return True
+            return good
 
         limit = self._limits[index].seconds(rows) + self._ranks_s
         left = limit - (time.monotonic() - began)
         said = self.answer(index, fits, left, f"hangs: at {rows} rows for {limit:.1f} s")
-        if isinstance(said, Dropped):
-            self._dropped(index, said.why)
+        if isinstance(said, StageState):
+            self._dropped(index, said.dropped)
         self._limits[index].note(rows, max(said.seconds, time.monotonic() - began))  # a slow way counts, too
         return replace(frame, hidden=said.hidden.to(self.last.decoder.device))
 

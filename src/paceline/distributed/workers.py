@@ -13,10 +13,8 @@ from typing import Any
 
 from ..core.errors import PassesLost
 from .channels import ChannelClosed, Line
-from .clock import Late
-from .frames import Buffer, FrameError
-from .handshake import Fault
-from .worker import Patience, Worker, WorkerFailed
+from .frames import Buffer
+from .worker import Patience, Worker, WorkerFailed, received
 
 LOOK_S = 0.05  # between two looks at workers that are waited for
 SEND_S = 3.0  # for which one may take nothing of what it is sent
@@ -121,20 +119,8 @@ class Workers:
 
     def receive(self, index: int) -> Any:
         """What one of them says; None: nothing yet, or nothing of use: the next look says so."""
-        line, worker = self.line(index), self.workers[index]
-        try:
-            said = line.receive(LOOK_S)
-        except Late:
-            return None
-        except ChannelClosed:
-            worker.lost()
-        except FrameError as error:
-            worker.failed(f"says what is no message: {error}")
-        else:
-            if not isinstance(said, Fault):
-                return said
-            worker.failed(f"failed: {said.why}")
-        return None
+        self.line(index)
+        return received(self.workers[index], LOOK_S)
 
     def answer(self, index: int, fits: Callable[[Any], bool], seconds: float, late: str) -> Any:
         """The first message of one of them that fits; raises as `look`.
