@@ -16,7 +16,7 @@ from weakref import finalize
 import torch
 
 from .assembly.memory import kv_layout
-from .assembly.models import Source, TargetPart, compiled_layers, load_share, load_track, open_source, share_of
+from .assembly.models import Source, TargetPart, compiled_layers, load_part, load_track, open_source, share_of
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .distributed.handshake import Facts
@@ -192,7 +192,7 @@ def service(
     source = open_source(config, config.model, config.dtype)
     part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
     ranks = Ranks(share_of(config, source, rank, part), _opened(memory, rank, count))
-    decoder = load_share(config, source, ranks, part)
+    decoder = load_part(config, source, part, ranks)
     layout, kind = kv_layout(config, decoder.own, source.dtype)
     return RankService(decoder, layout, kind, facts_of(source))
 

@@ -13,10 +13,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from threading import Thread
 from typing import Any
@@ -29,7 +30,7 @@ from .frames import Codec, FrameError
 from .groups import JOIN_S, GroupChannel, Member, Store, join
 from .handshake import LIFE, Beat
 from .placement import ClusterConfig
-from .worker import HOST_LEFT, LOOK_S, Checkpoint, Launch, Launched, WorkerSpec
+from .worker import HOST_LEFT, LOOK_S, Checkpoint, Launch, WorkerSpec
 
 try:
     import ray
@@ -218,8 +219,8 @@ class Reservation:
         asked = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
         wanted = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
         check_fit(asked, wanted)
-        self.bundle, self.host, self._broadcast = bundle, host, cluster.weights == "broadcast"
-        self._store, self._name, self._starts = Store(host), secrets.token_hex(8), count()
+        self.bundle, self.host, self.broadcast = bundle, host, cluster.weights == "broadcast"
+        self.store, self._name, self._groups = Store(host), secrets.token_hex(8), count()
         self._group = placement_group(wanted, strategy=cluster.place.upper())
         finalize(self, _give_back, self._group)
         if not self._group.wait(RESERVE_S):
@@ -229,30 +230,14 @@ class Reservation:
 
     def launch(self, index: int) -> Launch:
         """How the worker of one of the bundles is started."""
-
-        def start(spec: WorkerSpec, beat_s: float) -> Launched:
-            group, key = f"{self._name}/{index}/{next(self._starts)}", secrets.token_hex(16)
-            own, its = self._pair(group)
-            ways, weights = [_Joining(self._store, own, self.host)], ""
-            if self._broadcast and spec.checkpoints:
-                mine, theirs = self._pair(f"{group}/weights")
-                ways.append(_Joining(self._store, mine, self.host, spec.checkpoints))
-                weights = str(theirs)
-            told = b"".join(Codec(*LIFE).encode(spec.begin(f"group:{its}", key, beat_s, weights=weights)))
-            return _Actor(self._actor(index), told, spec.placement.environment(), key, beat_s, ways, self._room)
-
-        return start
-
-    def _pair(self, group: str) -> tuple[Member, Member]:
-        """Both members of a new group."""
-        return self._store.member(group, 0, 2), self._store.member(group, 1, 2)
+        return partial(_Actor, self, index)
 
     def members(self, count: int) -> list[Member]:
         """Of a new group, of this process and others."""
-        group = f"{self._name}/ranks/{next(self._starts)}"
-        return [self._store.member(group, rank, count) for rank in range(count)]
+        group = f"{self._name}/{next(self._groups)}"
+        return [self.store.member(group, rank, count) for rank in range(count)]
 
-    def _room(self) -> str:
+    def room(self) -> str:
         """What is wrong with the bundles' places; empty: nothing. A host that left may have had one of them."""
         if placement_group_table(self._group)["state"] == "CREATED":
             return ""
@@ -261,13 +246,12 @@ class Reservation:
 
     def hop(self, giver: str, taker: str) -> tuple[str, str]:
         """Addresses of a way between two hosts, of which an empty one is this; see `ways`."""
-        group = f"{self._name}/hop/{next(self._starts)}"
-        out, into = (
-            f"group:{host or self.host}/{end}" for host, end in zip((giver, taker), self._pair(group), strict=True)
-        )
+        ends = zip((giver, taker), self.members(2), strict=True)
+        out, into = (f"group:{host or self.host}/{end}" for host, end in ends)
         return out, into
 
-    def _actor(self, index: int) -> Any:
+    def actor(self, index: int) -> Any:
+        """A new one in one of the bundles."""
         where = PlacementGroupSchedulingStrategy(self._group, index + 1)
         sizes = {"num_cpus": self.bundle.cores, "num_gpus": self.bundle.gpus}
         return _ACTOR.options(**sizes, scheduling_strategy=where).remote()
@@ -282,31 +266,27 @@ def _give_back(group: Any) -> None:
 
 
 class _Actor:
-    """A worker in one of the bundles; see `Launched`. It is asked for its signs of life one by one.
+    """A worker of a reservation; see `Launched`. It is asked for its signs of life one by one.
 
     Args:
-        actor: Ray's.
-        told: a `Begin` as bytes.
-        environment: of its process.
-        key, beat_s: as in that.
-        ways: to it, and for its weights.
-        room: says what is wrong with the bundles' places.
+        reservation, index: in which of its bundles.
+        spec, beat_s: as of `Launch`.
     """
 
     pid: int | None = None
 
-    def __init__(
-        self,
-        actor: Any,
-        told: bytes,
-        environment: Mapping[str, str],
-        key: str,
-        beat_s: float,
-        ways: Sequence[_Joining],
-        room: Callable[[], str],
-    ) -> None:
-        self.key, self._beat_s, self._ways, self._room = key, beat_s, ways, room
-        self._actor, self._done = actor, actor.run.remote(told, environment).future()
+    def __init__(self, reservation: Reservation, index: int, spec: WorkerSpec, beat_s: float) -> None:
+        self.key, self._reservation, self._beat_s = secrets.token_hex(16), reservation, beat_s
+        store, host, weights = reservation.store, reservation.host, ""
+        own, its = reservation.members(2)
+        self._ways = [_Joining(store, own, host)]
+        if reservation.broadcast and spec.checkpoints:
+            mine, theirs = reservation.members(2)
+            self._ways.append(_Joining(store, mine, host, spec.checkpoints))
+            weights = str(theirs)
+        told = b"".join(Codec(*LIFE).encode(spec.begin(f"group:{its}", self.key, beat_s, weights)))
+        self._actor = reservation.actor(index)
+        self._done: Future[int] = self._actor.run.remote(told, spec.placement.environment()).future()
         self._asked: Future[tuple[float, tuple[str, int]]] | None = None  # for a sign of life
         self._next_beat = self._answered = 0.0  # when
         self._where: tuple[str, int] | None = None  # Ray's number of its host, and its process's; None: not known yet
@@ -335,7 +315,7 @@ class _Actor:
         if self._where is not None or now < self._next_look:
             return None
         self._next_look = now + PLACED_S
-        return self._room() or None
+        return self._reservation.room() or None
 
     def beat(self) -> Beat | None:
         now = time.monotonic()

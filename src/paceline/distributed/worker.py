@@ -79,11 +79,11 @@ class WorkerSpec:
     channel: Literal["shared", "socket"] = "shared"  # "socket": for an event loop, and where memory cannot be shared
     spin_us: int = SPIN_US
 
-    def begin(self, way: str, key: str, beat_s: float, **more: Any) -> Begin:
+    def begin(self, way: str, key: str, beat_s: float, weights: str = "") -> Begin:
         """What its process is told; see `Begin`."""
         where, names = self.placement, [one.name for one in self.checkpoints]
         what = self.name, self.service, dict(self.options), way, key, [*where.cores], where.device
-        return Begin(*what, self.spin_us, beat_s, names, **more)
+        return Begin(*what, self.spin_us, beat_s, names, weights)
 
 
 class Launched(Protocol):

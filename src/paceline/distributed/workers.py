@@ -8,12 +8,12 @@ requests anew, from their tokens. Where the same one is lost again before anythi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..core.errors import PassesLost
 from .channels import ChannelClosed, Line
-from .frames import Buffer
+from .frames import Buffer, Codec
 from .worker import Patience, Worker, WorkerFailed, received
 
 LOOK_S = 0.05  # between two looks at workers that are waited for
@@ -26,10 +26,11 @@ class Workers:
 
     Args:
         workers: started or about to be. They end with this object's `stop`.
+        kinds: their messages.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = workers
+    def __init__(self, workers: Sequence[Worker], kinds: Sequence[type[Any]]) -> None:
+        self.workers, self.codec = workers, Codec(*kinds)
         self.faults: list[str] = []  # each names a worker and its process
         self._known = [len(worker.faults) for worker in workers]
         self._before: set[int] = set()  # those that were lost since something has come through
@@ -99,6 +100,14 @@ class Workers:
             self.look()
             raise PassesLost(f"worker {worker.spec.name} is not there")
         return worker.line
+
+    def send_to(self, indices: Iterable[int], message: Any) -> None:
+        """Send some of them a message; raises as `look` where one is not there."""
+        parts = self.codec.encode(message)
+        for index in indices:
+            self.line(index)
+            self.give(index, parts)
+            self.line(index)
 
     def give(self, index: int, parts: Sequence[Buffer]) -> None:
         """Send one of them a message, if it is there; where it is gone, the next look says so.
