@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from threading import Thread
 from typing import Any
@@ -50,11 +49,10 @@ class Relay:
         opened: list[Channel] = []
         try:
             # Whoever gives is here first: of a chain of groups each is joined once the one before it is.
-            opened += [end(OPEN_S) for end in self._ends]
+            for end in self._ends:
+                opened.append(end(OPEN_S))  # the first one is closed where the second one does not come
             self._run(*(Line(channel, Codec(Compute)) for channel in opened))
-        except (
-            ChannelClosed
-        ):  # the stage before, or the next one, has left the epoch: the coordinator hears of it there
+        except ChannelClosed:  # a neighbour has left its way; the coordinator asks each stage for its reason
             pass
         except PassesLost as error:
             self.dropped = str(error)
@@ -63,8 +61,7 @@ class Relay:
         finally:
             self.rows = 0
             for channel in opened:
-                with suppress(ChannelClosed):
-                    channel.close()
+                channel.close()
 
     @inference
     def _run(self, into: Line, out: Line) -> None:
