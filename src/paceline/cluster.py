@@ -8,7 +8,6 @@ from .config import LLMConfig
 from .distributed.host_joins import HostRanks
 from .distributed.placement import Placement, parse_cluster
 from .distributed.ray_cluster import Bundle, Reservation, connect, even_share
-from .distributed.ways import Hop
 from .distributed.worker import Launch
 from .drafters import registry
 from .rounds import parse_round
@@ -45,11 +44,6 @@ class Places:
     def ranks(self, count: int) -> HostRanks:
         """What so many ranks join by."""
         return HostRanks(self.reservation.members(count), self.reservation.host)
-
-    @property
-    def hop(self) -> Hop:
-        """How ways between stages are made."""
-        return self.reservation.hop
 
     def placement(self, device: str, threads: int | None) -> Placement:
         """Of a worker in its bundle: as many threads as cores, unless another number is asked for."""

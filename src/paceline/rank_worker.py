@@ -16,7 +16,7 @@ from weakref import finalize
 import torch
 
 from .assembly.memory import kv_layout
-from .assembly.models import Source, TargetPart, compiled_layers, load_share, load_track, open_source, share_of
+from .assembly.models import Source, TargetPart, compiled_layers, load_part, load_track, open_source, share_of
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .distributed.handshake import Facts
@@ -64,7 +64,7 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart, places: Pla
     if places is not None:
         where = places.placement(config.device, config.threads)
     launch = None if places is None else places.rank
-    ranks = _started(share, lambda rank, ways: rank_spec(config, source, rank, ways, part, where), places, launch)
+    ranks = _started(share, lambda rank, ways: _rank_spec(config, source, rank, ways, part, where), places, launch)
     torch.set_num_threads(where.threads or 1)
     return ranks
 
@@ -91,9 +91,8 @@ def _started(
 ) -> Ranks:
     """Rank 0, and the processes of the others."""
     found: RankWays = RankMemory(share.count) if places is None else places.ranks(share.count)
-    specs = [spec(rank, found) for rank in range(1, share.count)]
-    starts = [launch_here if launch is None else launch(rank) for rank in range(1, share.count)]
-    workers = [Worker(each, PATIENCE, start) for each, start in zip(specs, starts, strict=True)]
+    starts = {rank: launch_here if launch is None else launch(rank) for rank in range(1, share.count)}
+    workers = [Worker(spec(rank, found), PATIENCE, start) for rank, start in starts.items()]
     joins = found.joins()
     line = RankWorkers(workers, joins)
     finalize(line, _stop, workers, found, joins)
@@ -109,33 +108,27 @@ def _stop(workers: Sequence[Worker], found: RankWays, joins: Joins) -> None:
     joins.watch(())
 
 
-def rank_spec(
+def _rank_spec(
     config: LLMConfig, source: Source, rank: int, found: RankWays, part: TargetPart, where: Placement
 ) -> WorkerSpec:
-    """A worker with a rank.
-
-    Args:
-        config: the options of rank 0.
-        source: the target.
-        rank: which.
-        found: what the ranks join by.
-        part: of the target, which the ranks share.
-        where: it runs.
-    """
     received = {name: str(place) for name, place in RECEIVED.items()}
     own = {"rank": rank, "count": found.count, "memory": found.path(rank), "received": received, **asdict(part)}
-    return _spec(f"rank {rank}", "service", {"options": options_of(config, source), **own}, source, where)
+    return _spec(f"rank {rank}", "service", own, config, source, where)
 
 
 def _track_spec(config: LLMConfig, source: Source, rank: int, found: RankWays, threads: int) -> WorkerSpec:
     dtype = source.quant or str(source.dtype).removeprefix("torch.")
     own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": found.path(rank)}
     where = Placement(threads=min(threads, len(cores())))
-    return _spec(f"track {rank}", "track_service", {"options": options_of(config, source), **own}, source, where)
+    return _spec(f"track {rank}", "track_service", own, config, source, where)
 
 
-def _spec(name: str, service: str, options: Mapping[str, Any], source: Source, where: Placement) -> WorkerSpec:
-    function, expected = f"{__name__}:{service}", facts_of(source)
+def _spec(
+    name: str, service: str, own: Mapping[str, Any], config: LLMConfig, source: Source, where: Placement
+) -> WorkerSpec:
+    """A worker with a rank or a track; ``own``: arguments of its service beside the options."""
+    options, function = {"options": options_of(config, source), **own}, f"{__name__}:{service}"
+    expected = facts_of(source)
     return WorkerSpec(name=name, service=function, options=options, kinds=KINDS, expected=expected, placement=where)
 
 
@@ -192,7 +185,7 @@ def service(
     source = open_source(config, config.model, config.dtype)
     part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
     ranks = Ranks(share_of(config, source, rank, part), _opened(memory, rank, count))
-    decoder = load_share(config, source, ranks, part)
+    decoder = load_part(config, source, part, ranks)
     layout, kind = kv_layout(config, decoder.own, source.dtype)
     return RankService(decoder, layout, kind, facts_of(source))
 

@@ -24,11 +24,9 @@ from .assembly.models import (
     LoadedModel,
     Source,
     TargetPart,
-    compiled_layers,
+    load_part,
     load_ranks,
-    make_attention,
     open_source,
-    stage_devices,
 )
 from .config import LLMConfig
 from .core.errors import ConfigError
@@ -45,9 +43,8 @@ from .distributed.worker import Checkpoint, Worker, WorkerSpec, launch_here
 from .distributed.workers import PATIENCE, end_all
 from .kv.pool import KVPool
 from .kv.store import KVStore
-from .network.decoder import Decoder
 from .network.devices import ALL_GPUS, share_devices
-from .network.loader import load_model, parse_device
+from .network.loader import parse_device
 from .network.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
 from .rank_worker import facts_of, options_of, start_ranks
 from .rounds import parse_round
@@ -58,7 +55,6 @@ from .rounds.pipeline.split import Split, parse_split
 if TYPE_CHECKING:
     from .cluster import Places
 
-SERVICE = f"{__name__}:service"
 TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: tokens in front, passes of which the median counts
 
 log = logging.getLogger(__name__)
@@ -110,7 +106,7 @@ def _hop(chosen: PipelineConfig, places: Places | None) -> ways.Hop | None:
     if chosen.frames == "coordinator":
         return None
     if places is not None:
-        return places.hop
+        return places.reservation.hop
     if not ways.possible():
         log.warning("on this system frames go through the coordinator: processes cannot find each other without files")
         return None
@@ -152,7 +148,7 @@ def _timed(
 ) -> tuple[dict[int, float], float]:
     """Median seconds of the last layer by rows, and of the head with one row, with so many threads."""
     before = torch.get_num_threads()
-    decoder = load_part(config, source, (source.shape.num_layers - 1, source.shape.num_layers), ends=True)
+    decoder = load_part(config, source, TargetPart((source.shape.num_layers - 1, source.shape.num_layers), ends=True))
     pool = KVPool(*decoder.cache_shape, TIMED_KEYS + max(rows), decoder.dtype, decoder.device)
     stage = Stage(decoder, 0, 1, pool.tensors)
     hidden = torch.zeros(max(rows), decoder.config.d_model, dtype=decoder.dtype, device=decoder.device)
@@ -175,21 +171,6 @@ def _median_s(call: Callable[[], Any]) -> float:
         call()
         times.append(time.perf_counter() - began)
     return median(times[2:])
-
-
-def load_part(config: LLMConfig, source: Source, layers: tuple[int, int], ends: bool) -> Decoder:
-    """Some of a target's layers; errors as of `load_model`."""
-    return load_model(
-        source.folder,
-        attention=make_attention(config, source.dtype, config.exact),
-        dtype=source.quant or source.dtype,
-        device=stage_devices(config)[-1],
-        exact=config.exact,
-        native=compiled_layers(config, source.shape, source.dtype),
-        stretch=source.shape.stretch,
-        layers=layers,
-        ends=ends,
-    )
 
 
 def place(split: Split, device: str, places: Places | None = None) -> list[Placement]:
@@ -229,7 +210,7 @@ def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Pl
     options = options_of(config, source) | {"tensor_parallel": config.tensor_parallel}
     return WorkerSpec(
         name=f"stage {index}",
-        service=SERVICE,
+        service=f"{__name__}:service",
         options={"options": options, **part},
         kinds=KINDS,
         expected=_facts(source, config.exact),
@@ -256,11 +237,12 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     if not 0 <= start < stop <= layers:
         asked = f"a stage of layers {start} to {stop - 1} of {config.model}"
         raise ConfigError(asked, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
+    part = TargetPart((start, stop), ends=False)
     if config.tensor_parallel > 1:  # they share the threads that this process was given
         own = replace(config, threads=max(1, torch.get_num_threads() // config.tensor_parallel))
-        decoder = load_ranks(own, source, TargetPart((start, stop), ends=False), start_ranks)
+        decoder = load_ranks(own, source, part, start_ranks)
     else:
-        decoder = load_part(config, source, (start, stop), ends=False)
+        decoder = load_part(config, source, part)
     shape, kind = kv_layout(config, decoder.own, source.dtype)
     store = KVStore(*shape, slots, kind, where)
     return StageService(Stage(decoder, 0, stop - start, store), _facts(source, config.exact))

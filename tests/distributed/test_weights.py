@@ -120,7 +120,7 @@ def no_end(message: Any) -> Any:
         (files_of(("run.py", 1)), "what is announced is no checkpoint"),
         (files_of(), "what is announced is no checkpoint"),
         (no_end, "what is announced is no checkpoint"),
-        (lambda message: weights.Taken(), r"they did not come \(another message came\)"),
+        (lambda message: weights.Answer(True), r"they did not come \(another message came\)"),
     ],
 )
 def test_what_is_wrong_is_said(received: dict[str, Path], change: Callable[[Any], Any], said: str) -> None:

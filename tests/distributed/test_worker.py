@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_a_worker_serves_on_its_cores_until_it_is_stopped(workers: list[Worker],
     about = say(line, "about")
     assert about == About(worker.pid or 0, [core], "1", False)  # nothing loads torch that does not need it
     line.channel.send([b"no message"])
-    assert line.receive(LONG) == Fault("a frame of 10 bytes is cut short", False)
+    assert line.receive(LONG) == Fault("a frame of 10 bytes is cut short")
     line.send(Count(5))
     assert [line.receive(LONG) for _ in range(5)] == [Say(str(n)) for n in range(1, 6)]
     assert worker.faults == [] and worker.starts == 1
@@ -96,7 +97,7 @@ def test_one_that_dies_is_named_and_comes_back(workers: list[Worker]):
         else:
             os.kill(worker.pid or 0, signal.SIGKILL)
         if order == "fail":
-            assert line.receive(LONG) == Fault("ValueError: no such thing", True)
+            assert line.receive(LONG) == Fault("ValueError: no such thing")
         with pytest.raises(ChannelClosed):
             line.receive(LONG)
         worker.lost()
@@ -216,6 +217,8 @@ class Hand:
     host: str = ""
     lines: list[tuple[Line, Line]] = field(default_factory=list)  # the worker's ends: life, and the other
     broken: bool = False
+    key: str = "key"
+    served: float = 0.0
 
     def launch(self, spec: WorkerSpec, beat_s: float) -> Launched:
         if self.broken:
@@ -223,12 +226,20 @@ class Hand:
         self.began.append(self.clock.now())
         self.status, (mine, theirs), (own, other) = None, local_pair(self.clock), local_pair(self.clock)
         self.lines.append((Line(theirs, Codec(*LIFE)), Line(other, Codec(*GREETINGS, *KINDS))))
-        return Launched(self, Line(mine, Codec(*LIFE)), "key", lambda: own, lambda: None)
+        self.life, self.connect = Line(mine, Codec(*LIFE)), lambda: own
+        return self
+
+    def beat(self) -> Beat | None:
+        beat = None
+        with suppress(Late, ChannelClosed):
+            while True:
+                beat = self.life.receive(0)
+        return beat
 
     def poll(self) -> int | str | None:
         return self.status
 
-    def kill(self) -> None:
+    def end(self) -> None:
         self.status = -signal.SIGKILL
 
     def hello(self, **facts: str) -> None:
@@ -240,7 +251,7 @@ class Hand:
         for _ in range(round(seconds * 10)):
             self.clock.sleep_until(self.clock.now() + 0.1)
             if beats and worker.pid is not None:
-                self.lines[-1][0].send(Beat(1, busy_s))
+                self.lines[-1][0].send(Beat(busy_s))
             worker.poll()
 
 
@@ -400,15 +411,9 @@ def test_a_host_that_leaves_while_starting_is_named(hand: Hand):
 
 
 def test_a_worker_that_gets_its_weights_is_starting_for_as_long(hand: Hand):
-    served: list[float] = []
-
-    def launch(spec: WorkerSpec, beat_s: float) -> Launched:
-        return replace(hand.launch(spec, beat_s), served=lambda: served[-1])
-
-    served.append(0.0)
-    worker = Worker(SPEC, Patience(start_s=5.0), launch, hand.clock)
+    worker = Worker(SPEC, Patience(start_s=5.0), hand.launch, hand.clock)
     for _ in range(8):
-        served.append(hand.clock.now())
+        hand.served = hand.clock.now()
         hand.pass_time(worker, 1.0)
     assert not worker.faults
     hand.pass_time(worker, 6.0)
@@ -463,7 +468,7 @@ def test_the_same_loop_in_virtual_time_and_a_message_calls_off_what_is_left():
 
 def test_a_service_that_fails_says_so_last():
     line, raised = served(RealTime(), Echo())
-    assert say(line, "fail") == Fault("ValueError: no such thing", True)
+    assert say(line, "fail") == Fault("ValueError: no such thing")
     with pytest.raises(ChannelClosed):
         line.receive(LONG)
     assert "no such thing" in str(raised[0])

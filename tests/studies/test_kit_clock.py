@@ -166,10 +166,10 @@ def test_given_times(clock: VirtualClock):
     assert clock.now() == 2.0
     with Pace(clock).work():
         pass
-    assert clock.now() == 2.0 and pace.overruns == 0
+    assert clock.now() == 2.0
     with pace.work(rows=1):
         clock.sleep_until(5.0)
-    assert clock.now() == 5.0 and pace.overruns == 1
+    assert clock.now() == 5.0
     with pytest.raises(ConfigError, match="that is no time"):
         clock.sleep_until(float("inf"))
 

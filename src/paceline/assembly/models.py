@@ -69,7 +69,7 @@ StartTracks = Callable[[LLMConfig, "Source"], Ranks]
 def load_ranks(config: LLMConfig, source: Source, part: TargetPart, start: StartRanks) -> Decoder:
     """Rank 0's share of a part of the target, while the other ranks load theirs; errors as of `load_model`."""
     ranks = start(config, source, part)
-    decoder = load_share(config, source, ranks, part)
+    decoder = load_part(config, source, part, ranks)
     assert ranks.line is not None, "rank 0 has the line to the others"
     ranks.line.start()
     return decoder
@@ -96,9 +96,9 @@ def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = Ta
     return Share(shape, rank, count, by_outputs(config.exact, source.quant))
 
 
-def load_share(config: LLMConfig, source: Source, ranks: Ranks, part: TargetPart) -> Decoder:
-    """A rank's share of a part of the target; errors as of `load_model`."""
-    return _decoder(config, source, config.exact, config.device, part, ranks)
+def load_part(config: LLMConfig, source: Source, part: TargetPart, ranks: Ranks | None = None) -> Decoder:
+    """A part of the target, or a rank's share of it; errors as of `load_model`."""
+    return _decoder(config, source, config.exact, stage_devices(config)[-1], part, ranks)
 
 
 def _decoder(

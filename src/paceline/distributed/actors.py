@@ -38,10 +38,9 @@ class WorkerActor:
         return answer(asked, channel, self._progress, host, lambda: _obtain(asked, host))
 
     @ray.method(concurrency_group="watch")
-    def beat(self) -> tuple[int, float, tuple[str, int]]:
-        """Pieces of work so far, seconds at the present one; Ray's number of this host, and the process's."""
-        beat = self._progress.beat()
-        return beat.handled, beat.busy_s, (ray.get_runtime_context().get_node_id(), os.getpid())
+    def beat(self) -> tuple[float, tuple[str, int]]:
+        """Seconds at the present piece of work; Ray's number of this host, and the process's."""
+        return self._progress.busy_s(), (ray.get_runtime_context().get_node_id(), os.getpid())
 
 
 def _obtain(asked: Begin, host: str) -> None:

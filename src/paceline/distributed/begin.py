@@ -1,8 +1,8 @@
-"""``python -m paceline.distributed.begin LIFE [ASKED]``: a worker process.
+"""``python -m paceline.distributed.begin LIFE``: a worker process.
 
-It is told over an inherited socket what it is, its life's own or another one, and takes its cores before it imports
-what does the work: torch chooses its threads by the cores and the environment that it finds. A spare one imports ahead
-of need, and waits without a beat for what it is to be.
+It is told over an inherited socket what it is, and takes its cores before it imports what does the work: torch chooses
+its threads by the cores and the environment that it finds. A spare one imports ahead of need, and waits without a beat
+for what it is to be.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from .sockets import SocketChannel
 PATIENCE_S = 30.0  # for the first message
 
 
-def begin(life_fd: int, asked_fd: int | None = None) -> int:
+def begin(life_fd: int) -> int:
     """Begin as the socket says; the exit status."""
     life = SocketChannel(socket.socket(fileno=life_fd))
-    told = life if asked_fd is None else SocketChannel(socket.socket(fileno=asked_fd))
-    asked: Begin = Codec(*LIFE).decode(told.receive(PATIENCE_S))
+    asked: Begin = Codec(*LIFE).decode(life.receive(PATIENCE_S))
     if asked.cores:
         pin(asked.cores)
     from .serving import built, main  # what it imports begins on its cores
@@ -31,11 +30,11 @@ def begin(life_fd: int, asked_fd: int | None = None) -> int:
     try:
         while asked.waits:
             built(asked)
-            asked = Codec(*LIFE).decode(told.receive())
+            asked = Codec(*LIFE).decode(life.receive())
     except ChannelClosed:  # it was not needed
         return 0
     return main(asked, life)
 
 
 if __name__ == "__main__":
-    sys.exit(begin(*map(int, sys.argv[1:])))
+    sys.exit(begin(int(sys.argv[1])))

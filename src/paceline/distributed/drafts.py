@@ -1,7 +1,7 @@
 """Draft sessions in another process: the messages, who serves them, and who asks.
 
-    open, commit, reroot, close, forget    as of `drafters.sessions.DraftSessions`; they have no answer
-    grow                                   is answered by a `Grew` a level
+    Open, Tell    as of `drafters.sessions.DraftSessions`; they have no answer
+    Grow          is answered by a `Grew` a level
 
 A growth of several levels goes on by itself, a level a pass. Messages come first: what one of them says of a sequence
 calls off the levels that are left of it, so that a rollout ends with the verdict (Mirror Speculative Decoding, section
@@ -11,23 +11,22 @@ calls off the levels that are left of it, so that a rollout ends with the verdic
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import Field
 
 from ..core.errors import PacelineError
 from ..core.sampling import SamplingParams
 from ..drafters.local_sessions import LocalGrowing
-from ..drafters.sessions import Ask, DraftSessions, Grown, Opening
-from ..drafters.sessions import Growing as AnyGrowing
-from .channels import ChannelClosed, Line
-from .clock import Clock, Late, Pace, RealClock
-from .frames import FrameError
-from .handshake import Facts, Fault
+from ..drafters.sessions import Ask, DraftSessions, Growing, Grown, Opening
+from .channels import ChannelClosed
+from .clock import Clock, Pace, RealClock
+from .handshake import Facts
 from .serving import Service
+from .worker import Worker, received
 
 LOOK_S = 0.25  # between two looks at a worker that is waited for
 
@@ -63,78 +62,33 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """One sequence's part of a growth: an `Ask`, and how far it goes on."""
-
-    key: int
-    given: list[tuple[int, int]]
-    expand: list[int]
-    width: Annotated[int, Field(ge=1)]
-    levels: list[
-        Count
-    ]  # of each given node, then of each of ``expand``: tokens below it; behind the first one in a row
-
-
-@dataclass(frozen=True, slots=True)
 class Grow:
     """Grow the trees of several sequences."""
 
     ticket: int  # of the asker's
-    wanted: list[Wanted]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one sequence's tree has grown by, see `Grown`."""
-
-    key: int
-    given: list[Count]
-    parents: list[Count]
-    nodes: list[Count]
-    tokens: list[Count]
-    log_q: list[float]
+    asks: list[Ask]  # the first level; ``most`` says how far it goes on below each node
 
 
 @dataclass(frozen=True, slots=True)
 class Grew:
-    """One level; sequences of which nothing is left are not in it."""
+    """One level."""
 
     ticket: int
-    parts: list[Part]
+    level: dict[int, Grown]  # by sequence; those of which nothing is left are not in it
     last: bool
     began: float  # seconds by the server's clock, which processes of one host share
     ended: float
 
 
 @dataclass(frozen=True, slots=True)
-class Reroot:
-    """The text goes on to a node."""
+class Tell:
+    """A call of a method of `DraftSessions` that has no answer."""
 
-    key: int
-    node: Count
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """The text goes on with other tokens."""
-
-    key: int
-    tokens: list[Count]
+    method: Literal["reroot", "commit", "close", "forget"]
+    args: list[Count | list[Count]]  # the sequence comes first
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The sequence has ended."""
-
-    key: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Nothing that was kept of sequences that are closed is to be found any more."""
-
-
-KINDS = Open, Grow, Grew, Reroot, Commit, Close, Forget
+KINDS = Open, Grow, Grew, Tell
 
 
 # -- who serves
@@ -166,23 +120,20 @@ class DraftService(Service):
     def handle(self, message: Any) -> Iterable[Any]:
         """Do what a message says; growths are left for `work`."""
         if isinstance(message, Grow):
-            asks = [Ask(w.key, w.given, w.expand, w.width) for w in message.wanted]
-            self._growths.append(LocalGrowing.of(asks, [w.levels for w in message.wanted], message.ticket))
-            return ()
-        if isinstance(message, Forget):
-            self.sessions.forget()
-            return ()
-        for growth in self._growths:
-            growth.call_off(message.key)
-        if isinstance(message, Open):
+            self._growths.append(LocalGrowing.of(message.asks, [ask.most for ask in message.asks], message.ticket))
+        elif isinstance(message, Open):
+            self._call_off(message.key)
             self.sessions.open(message.opening())
-        elif isinstance(message, Reroot):
-            self.sessions.reroot(message.key, message.node)
-        elif isinstance(message, Commit):
-            self.sessions.commit(message.key, message.tokens)
         else:
-            self.sessions.close(message.key)
+            self._call_off(*message.args[:1])
+            getattr(self.sessions, message.method)(*message.args)
         return ()
+
+    def _call_off(self, *keys: int) -> None:
+        """Draft nothing more for these sequences."""
+        for growth in self._growths:
+            for key in keys:
+                growth.call_off(key)
 
     def work(self) -> Iterable[Grew] | None:
         """One level of the oldest growth."""
@@ -192,9 +143,7 @@ class DraftService(Service):
         growth.advance(self._level, self._clock.now)
         if growth.done:
             self._growths.popleft()
-        grown = growth.levels[-1].items()
-        parts = [Part(key, one.given, one.parents, one.nodes, one.tokens, one.log_q) for key, one in grown]
-        return [Grew(growth.ticket, parts, growth.done, *growth.times[-1])]
+        return [Grew(growth.ticket, growth.levels[-1], growth.done, *growth.times[-1])]
 
     def _level(self, asks: Sequence[Ask]) -> list[Grown]:
         if not asks:
@@ -213,39 +162,6 @@ class DraftsLost(PacelineError):
     """
 
 
-class Served(Protocol):
-    """A worker, or what stands for one."""
-
-    line: Line | None
-    faults: list[str]
-
-    def poll(self) -> bool:
-        """See `Worker.poll`."""
-        ...
-
-    def failed(self, why: str) -> None:
-        """See `Worker.failed`."""
-        ...
-
-    def lost(self) -> None:
-        """See `Worker.lost`."""
-        ...
-
-
-@dataclass(slots=True)
-class Growing:
-    """A growth, as far as it is known."""
-
-    ticket: int
-    given: dict[int, int]  # by sequence: nodes that were given
-    most: int = 1  # levels
-    levels: list[dict[int, Grown]] = field(default_factory=list)  # by level: what came, by sequence
-    times: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # by level: when it was drafted, by the server's clock
-    done: bool = False
-
-
 class RemoteSessions:
     """`DraftSessions` that a worker serves, and that go on by themselves (`GoingSessions`).
 
@@ -256,10 +172,10 @@ class RemoteSessions:
         patience_s: how long a level is waited for.
     """
 
-    def __init__(self, worker: Served, patience_s: float = 5.0) -> None:
+    def __init__(self, worker: Worker, patience_s: float = 5.0) -> None:
         self._worker, self._patience_s = worker, patience_s
         self._tickets = count(1)
-        self._growing: dict[int, Growing] = {}
+        self._growing: dict[int, LocalGrowing] = {}  # as far as they are known, by ticket
 
     def ready(self) -> bool:
         """Whether sessions may be opened and used; looks after the worker in passing.
@@ -275,19 +191,19 @@ class RemoteSessions:
 
     def reroot(self, key: int, node: int) -> None:
         """See `DraftSessions`; calls off what is left of growths of the sequence."""
-        self._send(Reroot(key, node))
+        self._send(Tell("reroot", [key, node]))
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
         """See `DraftSessions`; calls off what is left of growths of the sequence."""
-        self._send(Commit(key, [*tokens]))
+        self._send(Tell("commit", [key, [*tokens]]))
 
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
-        self._send(Close(key))
+        self._send(Tell("close", [key]))
 
     def forget(self) -> None:
         """See `DraftSessions`."""
-        self._send(Forget())
+        self._send(Tell("forget", []))
 
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`; waits for one level."""
@@ -298,7 +214,7 @@ class RemoteSessions:
             self._give_up("leaves a sequence out")
         return [level[ask.key] for ask in asks]
 
-    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]] | None = None) -> Growing:
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]] | None = None) -> LocalGrowing:
         """Begin to grow, and wait for nothing.
 
         Args:
@@ -306,11 +222,8 @@ class RemoteSessions:
             levels: of each ask, for every given and every expanded node, tokens wanted below it; None: one each.
         """
         each = levels or [[1] * (len(ask.given) + len(ask.expand)) for ask in asks]
-        wanted = [
-            Wanted(ask.key, [*ask.given], [*ask.expand], ask.width, [*own]) for ask, own in zip(asks, each, strict=True)
-        ]
-        growing = Growing(next(self._tickets), {ask.key: len(ask.given) for ask in asks}, max(map(max, each)))
-        self._send(Grow(growing.ticket, wanted))
+        growing = LocalGrowing.of(asks, each, next(self._tickets))
+        self._send(Grow(growing.ticket, [*growing.asks.values()]))
         self._growing[growing.ticket] = growing
         return growing
 
@@ -321,7 +234,7 @@ class RemoteSessions:
         while self._growing and self._take(0):
             pass
 
-    def wait(self, growing: AnyGrowing) -> None:
+    def wait(self, growing: Growing) -> None:
         """Until a growth is done, a level at a time; looks after the worker meanwhile, which may be known to hang."""
         waited = 0.0
         while not growing.done:
@@ -335,77 +248,57 @@ class RemoteSessions:
 
     def _look_after(self) -> None:
         if not self._worker.poll():
-            self._growing.clear()
-            self._line()  # says why
-
-    def drop(self, growing: Growing) -> None:
-        """What is still to come of a growth is of no interest."""
-        self._growing.pop(growing.ticket, None)
+            self._gone()
 
     def _send(self, message: Any) -> None:
-        line = self._line()
+        if self._worker.line is None:
+            self._gone()
         try:
-            line.send(message, self._patience_s)
+            self._worker.line.send(message, self._patience_s)
         except ChannelClosed:
-            self._lost()
+            self._worker.lost()
+            self._gone()
 
     def _take(self, timeout: float) -> bool:
         """One message, if it comes in time."""
-        line = self._line()
-        try:
-            message = line.receive(timeout)
-        except Late:
+        message = received(self._worker, timeout)
+        if self._worker.line is None:
+            self._gone()
+        if message is None:
             return False
-        except ChannelClosed:
-            self._lost()
-        except FrameError as error:
-            self._give_up(f"says what is no message: {error}")
-        if isinstance(message, Fault):
-            self._give_up(f"failed: {message.why}")
         if not isinstance(message, Grew):
             self._give_up(f"says {type(message).__name__}, which is no answer")
-        growing = self._growing.get(message.ticket)
-        if growing is not None:
+        if (growing := self._growing.get(message.ticket)) is not None:
             self._note(growing, message)
         return True
 
-    def _note(self, growing: Growing, message: Grew) -> None:
-        parts, first = message.parts, not growing.levels
-        once = len({part.key for part in parts}) == len(parts) and (parts or message.last)
-        if (
-            len(growing.levels) >= growing.most
-            or not once
-            or not all(_fits(part, growing.given, first) for part in parts)
-        ):
+    def _note(self, growing: LocalGrowing, message: Grew) -> None:
+        if not _fits(message, growing):
             self._give_up("gives an answer of another form than its question")
         growing.times.append((message.began, message.ended))
-        growing.levels.append({p.key: Grown(p.given, p.parents, p.nodes, p.tokens, p.log_q) for p in parts})
+        growing.levels.append(message.level)
         if message.last:
             growing.done = True
-            self.drop(growing)
+            del self._growing[growing.ticket]
 
-    def _line(self) -> Line:
-        if self._worker.line is None:
-            raise DraftsLost(f"the drafter's worker is not there{self._why}")
-        return self._worker.line
-
-    @property
-    def _why(self) -> str:
-        return f": {self._worker.faults[-1]}" if self._worker.faults else ""
-
-    def _lost(self) -> Any:
-        self._growing.clear()
-        self._worker.lost()
-        raise DraftsLost(f"the drafter's worker is gone{self._why}")
-
-    def _give_up(self, why: str) -> Any:
-        self._growing.clear()
+    def _give_up(self, why: str) -> NoReturn:
         self._worker.failed(why)
-        raise DraftsLost(f"the drafter's worker {why}")
+        self._gone()
+
+    def _gone(self) -> NoReturn:
+        """All sessions are lost, and what is under way with them."""
+        self._growing.clear()
+        why = f": {self._worker.faults[-1]}" if self._worker.faults else ""
+        raise DraftsLost(f"the drafter's worker is not there{why}")
 
 
-def _fits(part: Part, given: Mapping[int, int], first: bool) -> bool:
-    """Whether it is an answer for one of the sequences that were asked for, on the first level or a later one."""
-    lists = part.parents, part.nodes, part.tokens, part.log_q
-    even = len({len(one) for one in lists}) == 1
-    return even and part.key in given and len(part.given) == (given[part.key] if first else 0)
+def _fits(message: Grew, growing: LocalGrowing) -> bool:
+    """Whether it is a level of what was asked for, and has no number below 0."""
+    levels = max(max(ask.most) for ask in growing.asks.values())
+    fits = len(growing.levels) < levels and (message.last or len(message.level) > 0)
+    for key, grown in message.level.items():
+        lists = grown.parents, grown.nodes, grown.tokens
+        even = len({len(one) for one in (*lists, grown.log_q)}) == 1
+        known = key in growing.asks and len(grown.given) == (0 if growing.levels else len(growing.asks[key].given))
+        fits &= even and known and min((n for one in (*lists, grown.given) for n in one), default=0) >= 0
+    return fits

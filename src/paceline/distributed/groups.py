@@ -25,7 +25,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import ConfigError
 from .channels import MARK, PREFIX, ChannelClosed, full, gone, prefix, size_of
 from .clock import Late
 from .frames import Buffer, FrameError
@@ -96,32 +96,25 @@ def _store(host: str, port: int, listening: int | None = None) -> dist.TCPStore:
     return dist.TCPStore(host, port, None, listening is not None, timedelta(seconds=JOIN_S), **given)
 
 
-def join(member: Member, address: str, seconds: float | None = None, device: str = "cpu") -> Any:
-    """Be one of a group, and wait until all are: by gloo on CPUs, by NCCL on GPUs.
+def join(member: Member, address: str, seconds: float | None = None) -> Any:
+    """Be one of a group of gloo, and wait until all are.
 
     Args:
         member: which one.
         address: of this host, at which the others reach it; nothing listens elsewhere.
         seconds: to wait for the others; None: for ever.
-        device: of the tensors.
 
     Returns:
         The process group of torch.
 
     Raises:
         ChannelClosed: the others did not come in time, or cannot be reached.
-        CapabilityError: a GPU without NCCL.
     """
-    on_cpu = torch.device(device).type == "cpu"
-    if not on_cpu and not dist.is_nccl_available():
-        raise CapabilityError(f"a group on {device}", "this torch has no NCCL", "install torch with CUDA")
     store = None
     try:
         store = dist.PrefixStore(member.group, _store(member.host, member.port))
         store.set(_HERE.format(member.rank), address)
-        if on_cpu:
-            return _gloo(store, member, address, EVER if seconds is None else timedelta(seconds=seconds))
-        return _nccl(store, member, device)
+        return _gloo(store, member, address, EVER if seconds is None else timedelta(seconds=seconds))
     except (RuntimeError, ValueError) as error:
         why = _why_not(store, member, address)
         raise ChannelClosed(f"{why}: {str(error).splitlines()[0]}") from error
@@ -148,14 +141,8 @@ def _gloo(store: dist.Store, member: Member, address: str, limit: timedelta) -> 
     return made(store, member.rank, member.size, options)
 
 
-def _nccl(store: dist.Store, member: Member, device: str) -> Any:
-    torch.cuda.set_device(device)
-    made: Any = dist.ProcessGroupNCCL
-    return made(store, member.rank, member.size, made.Options())
-
-
 class GroupChannel:
-    """A channel to another member of a group on CPUs (see `Channel`); a pair has one.
+    """A channel to another member of a group (see `Channel`); a pair has one.
 
     Args:
         group: as of `join`.

@@ -6,7 +6,6 @@ hello, and then whatever its service says.
 
 from __future__ import annotations
 
-import hmac
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -71,8 +70,7 @@ class Begin:
 class Beat:
     """From a worker, every so often."""
 
-    handled: int  # pieces of work so far
-    busy_s: float  # how long it has been at the present one; 0: it waits for work
+    busy_s: float  # how long it has been at its present piece of work; 0: it waits for work
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +96,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """From a worker that could not make anything of a message, or failed at it."""
+    """From a worker that could not make anything of a message, or failed at it and ends."""
 
     why: str
-    fatal: bool  # it ends now
 
 
 LIFE = Begin, Beat
 GREETINGS = Hello, Refused, Fault
-
-
-def knows(key: str, said: str) -> bool:
-    """Whether who connects was started by who listens."""
-    return hmac.compare_digest(key.encode(), said.encode())

@@ -5,7 +5,7 @@
     Compute    a frame: from the coordinator, answered by `Computed` where it has rows, or from stage to stage
     Verdicts   what the target said, where frames go from stage to stage; has no answer
     AskStage   what a stage is at; is answered by `StageState`
-    Dropped    in place of an answer: the stage lost its K/V, and comes back by itself
+    StageState in place of a `Computed`, too: the stage lost its K/V, and comes back by itself
 
 States go in and come out: who embeds tokens and reads the last states is the coordinator (`stage_workers`).
 """
@@ -94,18 +94,10 @@ class StageState:
     epoch: int
     rows: Count  # of its frame; 0: it has none
     busy_s: float  # at it
-    dropped: str  # as of `Dropped`; empty: it has its K/V
+    dropped: str  # why it lost its K/V, and comes back by itself; empty: it has them
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A stage lost its K/V."""
-
-    epoch: int
-    why: str
-
-
-KINDS = Compute, Computed, Clear, Verdicts, AskStage, StageState, Dropped
+KINDS = Compute, Computed, Clear, Verdicts, AskStage, StageState
 
 
 def message_of(frame: Frame) -> Compute:

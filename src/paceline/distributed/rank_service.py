@@ -2,7 +2,7 @@
 
 Run        a pass, or a part of one; has no answer but what the ranks join
 Adapter    adapters that later runs name
-Clear      another epoch begins; is answered by `Cleared`
+Clear      another epoch begins; the rank says the same back
 """
 
 from __future__ import annotations
@@ -62,14 +62,7 @@ class Clear:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """A rank has begun the epoch."""
-
-    epoch: int
-
-
-KINDS = Run, Adapter, Clear, Cleared
+KINDS = Run, Adapter, Clear
 
 
 class RankService(Service):
@@ -100,7 +93,7 @@ class RankService(Service):
             self._caches.clear()
             self._adapters.clear()
             self.ranks.joins.begin(message.epoch)
-            return [Cleared(message.epoch)]
+            return [message]
         if isinstance(message, Adapter):
             self._adapters[message.number] = message.made(self.decoder)
         elif message.epoch == self._epoch:

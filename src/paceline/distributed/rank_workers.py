@@ -19,9 +19,8 @@ from ..network.adapters import AdapterRange, LowRank
 from ..network.base import KVCache
 from ..network.joins import Joins
 from ..network.parallel import Run
-from .frames import Codec
 from .hanging import HangLimit
-from .rank_service import KINDS, Adapter, Clear, Cleared
+from .rank_service import KINDS, Adapter, Clear
 from .worker import Worker
 from .workers import LOOK_S, Workers
 
@@ -37,8 +36,8 @@ class RankWorkers(Workers):
     """
 
     def __init__(self, workers: Sequence[Worker], joins: Joins) -> None:
-        super().__init__(workers)
-        self.joins, self._codec, self._limit = joins, Codec(*KINDS), HangLimit()
+        super().__init__(workers, KINDS)
+        self.joins, self._limit, self._all = joins, HangLimit(), range(len(workers))
         self.runs = 0  # that came through
         self._epoch, self._clear = 0, True  # whether the ranks are to be told the epoch
         self._begun = False  # a run, which has not come through
@@ -72,7 +71,7 @@ class RankWorkers(Workers):
             dropped=self._dropped,
         )
         self._begun = True
-        self._say(whole)
+        self.send_to(self._all, whole)
         self._moves, self._dropped = [], []
         self.joins.wait(self._limit.seconds(self._rows))
 
@@ -86,12 +85,12 @@ class RankWorkers(Workers):
     def lost(self) -> PacelineError:
         """See `RankLine`."""
         waited, self._begun, self._clear = time.monotonic() - self._began, False, True
-        late = [i for i in range(len(self.workers)) if not self.joins.came(i + 1)]
+        late = [i for i in self._all if not self.joins.came(i + 1)]
         self.joins.begin(lost=1)
         end = time.monotonic() + self.joins.notice_s
         while not self.fallen() and time.monotonic() < end:
             time.sleep(LOOK_S)
-        for index in late or ([] if self.fallen() else range(len(self.workers))):
+        for index in late or ([] if self.fallen() else self._all):
             if len(self.workers[index].faults) == self._known[index] and self.workers[index].line is not None:
                 self.workers[index].failed(f"hangs: at {self._rows} rows for {waited:.1f} s")
         try:
@@ -126,15 +125,8 @@ class RankWorkers(Workers):
     def _sent(self, adapter: LowRank) -> int:
         if adapter not in self._adapters:
             self._adapters[adapter] = number = next(self._numbers)
-            self._say(Adapter.of(number, adapter))
+            self.send_to(self._all, Adapter.of(number, adapter))
         return self._adapters[adapter]
-
-    def _say(self, message: Any) -> None:
-        parts = self._codec.encode(message)
-        for index in range(len(self.workers)):
-            self.line(index)
-            self.give(index, parts)
-            self.line(index)
 
     # -- faults
 
@@ -152,9 +144,10 @@ class RankWorkers(Workers):
         self._epoch += 1
         self._moves, self._dropped = [], []
         self._adapters.clear()
-        self._say(Clear(self._epoch))
-        for index in range(len(self.workers)):
-            self.answer(index, lambda said: said == Cleared(self._epoch), CLEAR_S, "does not answer any more")
+        clear = Clear(self._epoch)
+        self.send_to(self._all, clear)
+        for index in self._all:
+            self.answer(index, lambda said: said == clear, CLEAR_S, "does not answer any more")
         here = [worker.pid for worker in self.workers if worker.pid is not None and not worker.host]
         self.joins.watch([os.pidfd_open(pid) for pid in here])
         self.joins.begin(self._epoch, lost=0)

@@ -13,10 +13,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from threading import Thread
 from typing import Any
@@ -29,7 +30,7 @@ from .frames import Codec, FrameError
 from .groups import JOIN_S, GroupChannel, Member, Store, join
 from .handshake import LIFE, Beat
 from .placement import ClusterConfig
-from .worker import HOST_LEFT, LOOK_S, Checkpoint, Launch, Launched, WorkerSpec
+from .worker import HOST_LEFT, LOOK_S, Checkpoint, Launch, WorkerSpec
 
 try:
     import ray
@@ -218,8 +219,8 @@ class Reservation:
         asked = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
         wanted = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
         check_fit(asked, wanted)
-        self.bundle, self.host, self._broadcast = bundle, host, cluster.weights == "broadcast"
-        self._store, self._name, self._starts = Store(host), secrets.token_hex(8), count()
+        self.bundle, self.host, self.broadcast = bundle, host, cluster.weights == "broadcast"
+        self.store, self._name, self._groups = Store(host), secrets.token_hex(8), count()
         self._group = placement_group(wanted, strategy=cluster.place.upper())
         finalize(self, _give_back, self._group)
         if not self._group.wait(RESERVE_S):
@@ -229,36 +230,14 @@ class Reservation:
 
     def launch(self, index: int) -> Launch:
         """How the worker of one of the bundles is started."""
-
-        def start(spec: WorkerSpec, beat_s: float) -> Launched:
-            member = self._store.member(f"{self._name}/{index}/{next(self._starts)}", 0, 2)
-            actor = self._actor(index)
-            key = secrets.token_hex(16)
-            joining, beats = _Joining(self._store, member, self.host), _Beats(actor, beat_s)
-            weights = self._store.member(f"{member.group}/weights", 0, 2) if self._broadcast else None
-            theirs = f"group:{replace(member, rank=1)}", key, beat_s
-            begin = spec.begin(*theirs, weights="" if weights is None else str(replace(weights, rank=1)))
-            told = b"".join(Codec(*LIFE).encode(begin))
-            done = actor.run.remote(told, spec.placement.environment())
-            process = _Process(actor, done.future(), beats, self._room)
-            if weights is None:
-                return Launched(process, beats, key, joining, joining.close)
-            giving = _Giving(self._store, weights, self.host, spec.checkpoints)
-
-            def close() -> None:
-                joining.close()
-                giving.close()
-
-            return Launched(process, beats, key, joining, close, giving.served)
-
-        return start
+        return partial(_Actor, self, index)
 
     def members(self, count: int) -> list[Member]:
         """Of a new group, of this process and others."""
-        group = f"{self._name}/ranks/{next(self._starts)}"
-        return [self._store.member(group, rank, count) for rank in range(count)]
+        group = f"{self._name}/{next(self._groups)}"
+        return [self.store.member(group, rank, count) for rank in range(count)]
 
-    def _room(self) -> str:
+    def room(self) -> str:
         """What is wrong with the bundles' places; empty: nothing. A host that left may have had one of them."""
         if placement_group_table(self._group)["state"] == "CREATED":
             return ""
@@ -267,12 +246,12 @@ class Reservation:
 
     def hop(self, giver: str, taker: str) -> tuple[str, str]:
         """Addresses of a way between two hosts, of which an empty one is this; see `ways`."""
-        group = f"{self._name}/hop/{next(self._starts)}"
-        ends = [self._store.member(group, rank, 2) for rank in (0, 1)]
-        out, into = (f"group:{host or self.host}/{end}" for host, end in zip((giver, taker), ends, strict=True))
+        ends = zip((giver, taker), self.members(2), strict=True)
+        out, into = (f"group:{host or self.host}/{end}" for host, end in ends)
         return out, into
 
-    def _actor(self, index: int) -> Any:
+    def actor(self, index: int) -> Any:
+        """A new one in one of the bundles."""
         where = PlacementGroupSchedulingStrategy(self._group, index + 1)
         sizes = {"num_cpus": self.bundle.cores, "num_gpus": self.bundle.gpus}
         return _ACTOR.options(**sizes, scheduling_strategy=where).remote()
@@ -286,15 +265,40 @@ def _give_back(group: Any) -> None:
 # -- a worker
 
 
-class _Process:
-    """An actor's, as `Process` says."""
+class _Actor:
+    """A worker of a reservation; see `Launched`. It is asked for its signs of life one by one.
+
+    Args:
+        reservation, index: in which of its bundles.
+        spec, beat_s: as of `Launch`.
+    """
 
     pid: int | None = None
 
-    def __init__(self, actor: Any, done: Future[int], beats: _Beats, room: Callable[[], str]) -> None:
-        self._actor, self._done, self._beats, self._room = actor, done, beats, room
+    def __init__(self, reservation: Reservation, index: int, spec: WorkerSpec, beat_s: float) -> None:
+        self.key, self._reservation, self._beat_s = secrets.token_hex(16), reservation, beat_s
+        store, host, weights = reservation.store, reservation.host, ""
+        own, its = reservation.members(2)
+        self._ways = [_Joining(store, own, host)]
+        if reservation.broadcast and spec.checkpoints:
+            mine, theirs = reservation.members(2)
+            self._ways.append(_Joining(store, mine, host, spec.checkpoints))
+            weights = str(theirs)
+        told = b"".join(Codec(*LIFE).encode(spec.begin(f"group:{its}", self.key, beat_s, weights)))
+        self._actor = reservation.actor(index)
+        self._done: Future[int] = self._actor.run.remote(told, spec.placement.environment()).future()
+        self._asked: Future[tuple[float, tuple[str, int]]] | None = None  # for a sign of life
+        self._next_beat = self._answered = 0.0  # when
+        self._where: tuple[str, int] | None = None  # Ray's number of its host, and its process's; None: not known yet
         self._seen = math.inf  # when it was seen to be done
-        self._next = time.monotonic() + PLACED_S  # when to ask whether it has a place
+        self._next_look = time.monotonic() + PLACED_S  # when to ask whether it has a place
+
+    @property
+    def served(self) -> float:
+        return max(way.served for way in self._ways)
+
+    def connect(self) -> Channel:
+        return self._ways[0].found()
 
     def poll(self) -> int | str | None:
         if not self._done.done():
@@ -308,17 +312,32 @@ class _Process:
     def _placed(self) -> str | None:
         """That it has no place, some seconds after it was started; None: it has one."""
         now = time.monotonic()
-        if self._beats.where is not None or now < self._next:
+        if self._where is not None or now < self._next_look:
             return None
-        self._next = now + PLACED_S
-        return self._room() or None
+        self._next_look = now + PLACED_S
+        return self._reservation.room() or None
 
-    def kill(self) -> None:
+    def beat(self) -> Beat | None:
+        now = time.monotonic()
+        if self._asked is None and now >= self._next_beat:
+            self._asked, self._next_beat = self._actor.beat.remote().future(), now + self._beat_s
+        if self._asked is None or not self._asked.done():
+            return None
+        asked, self._asked = self._asked, None
+        if asked.exception() is not None:  # it is gone, which `poll` says
+            return None
+        busy_s, self._where = asked.result()
+        self._answered = now
+        return Beat(busy_s)
+
+    def end(self) -> None:
+        for way in self._ways:
+            way.close()
         if not ray.is_initialized():
             return
         ray.kill(self._actor)
-        if self._beats.where is not None and time.monotonic() - self._beats.answered > STOPPED_S:
-            host, pid = self._beats.where
+        if self._where is not None and time.monotonic() - self._answered > STOPPED_S:
+            host, pid = self._where
             on_it = NodeAffinitySchedulingStrategy(host, soft=False)
             _END_STOPPED.options(scheduling_strategy=on_it).remote(pid)
 
@@ -338,42 +357,24 @@ def _words(error: BaseException) -> str:
     return f"died: {'its process has ended' if reason is None or 'worker process' in reason[1] else reason[1]}"
 
 
-class _Beats:
-    """An actor's signs of life, asked for one by one (see `Life`)."""
-
-    def __init__(self, actor: Any, seconds: float) -> None:
-        self._actor, self._seconds = actor, seconds
-        self._asked: Future[tuple[int, float, tuple[str, int]]] | None = None
-        self._next = self.answered = 0.0  # when
-        self.where: tuple[str, int] | None = None  # Ray's number of its host, and its process's; None: not known yet
-
-    def receive(self, timeout: float) -> Beat:
-        now = time.monotonic()
-        if self._asked is None and now >= self._next:
-            self._asked, self._next = self._actor.beat.remote().future(), now + self._seconds
-        if self._asked is None or not self._asked.done():
-            raise Late("nothing came in time")
-        asked, self._asked = self._asked, None
-        if asked.exception() is not None:
-            raise ChannelClosed("the worker is gone")
-        handled, busy_s, self.where = asked.result()
-        self.answered = now
-        return Beat(handled, busy_s)
-
-    def close(self) -> None:
-        self._asked, self._next = None, math.inf
-
-
 class _Joining:
-    """The way to a worker: a thread joins its group once the worker waits there."""
+    """A way to a worker: a thread joins its group once the worker waits there, and sends it what its host lacks.
 
-    def __init__(self, store: Store, member: Member, host: str) -> None:
-        self._store, self._member, self._host = store, member, host
-        self._found: Channel | ChannelClosed | None = None
+    Args:
+        store, member: where, and as which one.
+        host: this one's address.
+        checkpoints: whose parts the worker may ask for on this way; none: it is for messages.
+    """
+
+    def __init__(self, store: Store, member: Member, host: str, checkpoints: Sequence[Checkpoint] = ()) -> None:
+        self._store, self._member, self._host, self._checkpoints = store, member, host, checkpoints
+        self.served = 0.0  # when a part of a checkpoint was sent last
+        self._found: GroupChannel | ChannelClosed | None = None
         self._closed = False
         Thread(target=self._join, daemon=True, name="paceline-join").start()
 
-    def __call__(self) -> Channel:
+    def found(self) -> Channel:
+        """This end; errors as of `Launched.connect`."""
         if self._found is None:
             raise Late("it is not there yet")
         if isinstance(self._found, ChannelClosed):
@@ -393,39 +394,26 @@ class _Joining:
         self._found = channel
         if self._closed:
             channel.close()
-        self._joined(channel)
+        elif self._checkpoints:
+            self._give(channel)
 
-    def _joined(self, channel: Channel) -> None:
-        """Called in the thread, at the end."""
-
-    def close(self) -> None:
-        self._closed = True
-        if isinstance(self._found, GroupChannel):
-            self._found.close()
-
-
-class _Giving(_Joining):
-    """The same for a worker's weights: the thread sends it what of its checkpoints its host lacks."""
-
-    def __init__(self, store: Store, member: Member, host: str, checkpoints: Sequence[Checkpoint]) -> None:
-        self._checkpoints, self._served = checkpoints, 0.0
-        super().__init__(store, member, host)
-
-    def served(self) -> float:
-        """When the last piece was sent."""
-        return self._served
-
-    def _moved(self) -> None:
-        self._served = time.monotonic()
-
-    def _joined(self, channel: Channel) -> None:
+    def _give(self, channel: Channel) -> None:
         from .weights import KINDS, give
 
         try:
             give(Line(channel, Codec(*KINDS)), self._checkpoints, self._moved)
-        except (ChannelClosed, Late, FrameError):  # the worker itself says what it misses
+        except (ChannelClosed, Late, FrameError):  # the worker refuses itself, and says which checkpoint did not come
             pass
         except PacelineError as error:
             log.warning("weights for a worker: %s", error)
         finally:
             channel.close()
+
+    def _moved(self) -> None:
+        self.served = time.monotonic()
+
+    def close(self) -> None:
+        """Be gone for the worker."""
+        self._closed = True
+        if isinstance(self._found, GroupChannel):
+            self._found.close()

@@ -41,25 +41,14 @@ class Service:
 
 
 class Progress:
-    """How far a worker is, for who watches it."""
+    """What a worker is at, for who watches it."""
 
-    def __init__(self) -> None:
-        self.handled = 0
-        self._since: float | None = None
+    since: float | None = None  # when its present piece of work began; None: it waits for work
 
-    def begin(self) -> None:
-        """A piece of work begins."""
-        self._since = time.monotonic()
-
-    def end(self) -> None:
-        """It has ended."""
-        self._since = None
-        self.handled += 1
-
-    def beat(self) -> Beat:
-        """As it is now."""
-        since = self._since
-        return Beat(self.handled, 0.0 if since is None else time.monotonic() - since)
+    def busy_s(self) -> float:
+        """How long it has been at that."""
+        since = self.since
+        return 0.0 if since is None else time.monotonic() - since
 
 
 def serve(service: Service, line: Line, progress: Progress | None = None) -> None:
@@ -84,7 +73,7 @@ def _turn(service: Service, line: Line, progress: Progress, left: bool) -> bool:
     try:
         message = line.receive(0 if left else None)
     except FrameError as error:
-        line.send(Fault(str(error), False))
+        line.send(Fault(str(error)))
         return left
     except Late:
         return _do(service.work, line, progress)
@@ -94,7 +83,7 @@ def _turn(service: Service, line: Line, progress: Progress, left: bool) -> bool:
 
 def _do(work: Callable[[], Iterable[Any] | None], line: Line, progress: Progress) -> bool:
     """Do a piece of work and send what comes of it; False: there was none."""
-    progress.begin()
+    progress.since = time.monotonic()
     try:
         said = work()
         for answer in said or ():
@@ -102,10 +91,10 @@ def _do(work: Callable[[], Iterable[Any] | None], line: Line, progress: Progress
     except ChannelClosed:
         raise
     except Exception as error:
-        line.send(Fault(f"{type(error).__name__}: {error}", True))
+        line.send(Fault(f"{type(error).__name__}: {error}"))
         raise
     finally:
-        progress.end()
+        progress.since = None
     return said is not None
 
 
@@ -140,7 +129,7 @@ def answer(
         return 2
     except Exception as error:
         traceback.print_exc()
-        Line(channel, Codec(*GREETINGS)).send(Fault(f"{type(error).__name__}: {error}", True))
+        Line(channel, Codec(*GREETINGS)).send(Fault(f"{type(error).__name__}: {error}"))
         return 1
     line = Line(channel, Codec(*GREETINGS, *service.kinds))
     line.send(Hello(asked.key, asdict(service.facts), os.getpid(), host))
@@ -170,7 +159,7 @@ def _beat(life: SocketChannel, progress: Progress, seconds: float) -> None:
     while True:
         try:
             if life.takes():
-                life.send(codec.encode(progress.beat()))
+                life.send(codec.encode(Beat(progress.busy_s())))
         except ChannelClosed:
             os._exit(1)
         time.sleep(seconds)

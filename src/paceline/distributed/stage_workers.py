@@ -20,9 +20,9 @@ from ..core.errors import PassesLost
 from ..network.stages import Frame, Stage
 from .channels import ChannelClosed
 from .clock import Late
-from .frames import Codec, FrameError
+from .frames import FrameError
 from .hanging import HANG_S, HangLimit
-from .messages import KINDS, AskStage, Clear, Computed, Dropped, StageState, Verdicts, message_of
+from .messages import KINDS, AskStage, Clear, Computed, StageState, Verdicts, message_of
 from .straight import FrameWays, Sent
 from .ways import Hop
 from .worker import Worker, WorkerFailed
@@ -43,7 +43,7 @@ class StageWorkers(Workers):
     """
 
     def __init__(self, workers: Sequence[Worker], last: Stage, layers: int, hop: Hop | None = None) -> None:
-        super().__init__(workers)
+        super().__init__(workers, KINDS)
         self.last, self.layers = last, layers
         self._hop = hop if len(workers) > 1 else None
         self._ring: FrameWays | None = None
@@ -52,7 +52,6 @@ class StageWorkers(Workers):
         self._held: list[Frame | None] = [None] * self.count
         self._owed = [0] * len(workers)  # rows of the frame whose answer is still to come; 0: none is
         self._limits = [HangLimit() for _ in workers]
-        self._codec = Codec(*KINDS)
         self._clear = True  # whether the stages are to be told the epoch
         self._ranks_s = 0.0 if last.decoder.ranks is None else RANKS_S
         self._away: set[int] = set()  # stages that come back by themselves
@@ -85,7 +84,7 @@ class StageWorkers(Workers):
         held = [None if frame is None else self.last.pruned(frame) for frame in self._held]
         for index, frame in enumerate(held[:-1]):
             if frame is not None and (frame.rows or frame.moves):
-                self._send(index, message_of(frame if index else self._embedded(frame)))
+                self.send_to([index], message_of(frame if index else self._embedded(frame)))
                 self._owed[index] += frame.rows
         own = held[-1]
         out = None if own is None else self.last.run(own)
@@ -127,7 +126,7 @@ class StageWorkers(Workers):
             try:
                 frame, most_s = ring.receive(due, LOOK_S, self.last.decoder.device)
                 break
-            except Late:
+            except Late:  # the stages are looked at, and the frame is waited for again
                 pass
             except (ChannelClosed, FrameError) as error:
                 self._broken(f"the way of frames broke: {error}")
@@ -174,7 +173,7 @@ class StageWorkers(Workers):
 
     def _say(self, message: Any) -> None:
         """Tell all stages the same; of one that is gone is heard with the next frame."""
-        parts = self._codec.encode(message)
+        parts = self.codec.encode(message)
         for index in range(len(self.workers)):
             self.give(index, parts)
 
@@ -211,12 +210,6 @@ class StageWorkers(Workers):
 
     # -- the lines
 
-    def _send(self, index: int, message: Any) -> None:
-        """Raises as `tick` where the stage is not there."""
-        self.line(index)
-        self.give(index, self._codec.encode(message))
-        self.line(index)
-
     def _computed(self, index: int, frame: Frame, began: float) -> Frame:
         """A frame as the stage gives it back.
 
@@ -229,19 +222,21 @@ class StageWorkers(Workers):
             return frame
 
         def fits(said: Any) -> bool:
-            if not isinstance(said, Dropped) and not (
-                isinstance(said, Computed) and self._owed[index] == rows == len(said.hidden)
-            ):
+            if isinstance(said, Computed):
+                good = self._owed[index] == rows == len(said.hidden)
+            else:
+                good = isinstance(said, StageState) and bool(said.dropped)
+            if good:
+                self._owed[index] = 0
+            else:
                 self.workers[index].failed("says what is no answer")
-                return False
-            self._owed[index] = 0
-            return True
+            return good
 
         limit = self._limits[index].seconds(rows) + self._ranks_s
         left = limit - (time.monotonic() - began)
         said = self.answer(index, fits, left, f"hangs: at {rows} rows for {limit:.1f} s")
-        if isinstance(said, Dropped):
-            self._dropped(index, said.why)
+        if isinstance(said, StageState):
+            self._dropped(index, said.dropped)
         self._limits[index].note(rows, max(said.seconds, time.monotonic() - began))  # a slow way counts, too
         return replace(frame, hidden=said.hidden.to(self.last.decoder.device))
 
@@ -264,7 +259,7 @@ class StageWorkers(Workers):
         ways = self._ways()
         for index in range(len(self.workers)):
             self._drain(index)
-            self._send(index, Clear(self.last.epoch, *ways[index]))
+            self.send_to([index], Clear(self.last.epoch, *ways[index]))
         self._until_back()
         if self._ring is not None:
             try:
@@ -276,7 +271,7 @@ class StageWorkers(Workers):
     def _until_back(self) -> None:
         """Wait until the stages that lost K/V have all that they need; no frame's time is theirs."""
         for index in sorted(self._away):
-            self._send(index, AskStage(self.last.epoch))
+            self.send_to([index], AskStage(self.last.epoch))
             self.answer(index, self._is_state, PATIENCE.start_s, "does not come back")
         self._away.clear()
 

@@ -1,8 +1,8 @@
 """Checkpoints for hosts that lack them, from the process that asks, over a group of their own.
 
     Lacking   from a worker: the checkpoints that its host does not have
-    Parts     to it, of each: the files, and what of them follows; is answered by `Awaited`
-    WeightBytes     to it: bytes of a file and their hash; is answered by `Taken`, and a few are on their way
+    Parts     to it, of each: the files, and what of them follows; is answered by `Answer`
+    WeightBytes     to it: bytes of a file and their hash; is answered likewise, and a few are on their way
 
 A stage gets the bytes of its own layers. They lie in files as long as the asker's, with holes for all others, in the
 user's cache folder, where the next worker of that stage finds them; every piece is checked when it comes and when it is
@@ -62,13 +62,6 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
-    """Whether it is to come; else the worker's host has it from an earlier time."""
-
-    yes: bool
-
-
-@dataclass(frozen=True, slots=True)
 class WeightBytes:
     """The next bytes."""
 
@@ -77,11 +70,13 @@ class WeightBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A piece has been written."""
+class Answer:
+    """What came last has been read, or written."""
+
+    goes_on: bool  # whether bytes are to come; else the worker's host has the checkpoint from an earlier time
 
 
-KINDS = Lacking, Parts, Awaited, WeightBytes, Taken
+KINDS = Lacking, Parts, WeightBytes, Answer
 
 
 # -- the process that asks
@@ -104,7 +99,7 @@ def give(line: Line, checkpoints: Sequence[Checkpoint], moved: Callable[[], None
     for one in [known[name] for name in lacking.names if name in known]:
         parts = parts_of(one)
         line.send(parts, ANSWER_S)
-        if not line.receive(ANSWER_S).yes:
+        if not line.receive(ANSWER_S).goes_on:
             continue
         base = one.folder if one.folder.is_dir() else one.folder.parent
         waited_for = 0
@@ -226,7 +221,7 @@ def _received(line: Line, parts: Parts, asked: str) -> Path:
     place = base / parts.fingerprint[:16] / what
     base.mkdir(parents=True, exist_ok=True)
     kept = _kept(place, parts)
-    line.send(Awaited(not kept), ANSWER_S)
+    line.send(Answer(not kept), ANSWER_S)
     if not kept:
         _get(line, parts, place, asked)
     return place / parts.files[0][0] if parts.files[0][0].endswith(".gguf") else place
@@ -238,7 +233,7 @@ def _kept(place: Path, parts: Parts) -> bool:
         known = json.loads((place / RECEIVED).read_text(encoding="utf-8"))
         if known["pieces"] == [sha256(data).hexdigest() for data in _pieces(place, parts)]:
             return True
-    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):  # what lies there is not whole: it comes anew
         pass
     shutil.rmtree(place, ignore_errors=True)
     return False
@@ -291,6 +286,6 @@ def _write(line: Line, parts: Parts, folder: Path, asked: str) -> None:
                 file.seek(at)
                 file.write(data)
                 hashes.append(piece.sha256)
-                line.send(Taken(), ANSWER_S)
+                line.send(Answer(True), ANSWER_S)
     noted = {"fingerprint": parts.fingerprint, "pieces": hashes}
     (folder / RECEIVED).write_text(json.dumps(noted), encoding="utf-8")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from hmac import compare_digest
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,7 +26,7 @@ from ..core.options import check, option
 from .channels import Channel, ChannelClosed, Line
 from .clock import Clock, Late, RealClock
 from .frames import Codec, FrameError
-from .handshake import GREETINGS, LIFE, Beat, Begin, Facts, Fault, Hello, Refused, compare, knows
+from .handshake import GREETINGS, LIFE, Beat, Begin, Facts, Fault, Hello, Refused, compare
 from .placement import Placement
 from .shared import SPIN_US, SharedChannel, shared_pair, usable
 from .sockets import SocketChannel
@@ -78,52 +79,43 @@ class WorkerSpec:
     channel: Literal["shared", "socket"] = "shared"  # "socket": for an event loop, and where memory cannot be shared
     spin_us: int = SPIN_US
 
-    def begin(self, way: str, key: str, beat_s: float, **more: Any) -> Begin:
+    def begin(self, way: str, key: str, beat_s: float, weights: str = "") -> Begin:
         """What its process is told; see `Begin`."""
         where, names = self.placement, [one.name for one in self.checkpoints]
         what = self.name, self.service, dict(self.options), way, key, [*where.cores], where.device
-        return Begin(*what, self.spin_us, beat_s, names, **more)
+        return Begin(*what, self.spin_us, beat_s, names, weights)
 
 
-class Process(Protocol):
-    """A process somewhere."""
+class Launched(Protocol):
+    """A worker that was started, here or on another host, and the ways to it."""
+
+    key: str  # that its hello is to say
+
+    @property
+    def served(self) -> float:
+        """When it was last sent a part of its weights, in seconds on the clock."""
+        ...
 
     @property
     def pid(self) -> int | None:
-        """Its number; None: it runs on another host."""
+        """Its process's number; None: it runs on another host."""
         ...
 
     def poll(self) -> int | str | None:
         """Its exit status, below 0 a signal's number, or how it ended in words; None: it runs."""
         ...
 
-    def kill(self) -> None:
-        """End it at once."""
+    def beat(self) -> Beat | None:
+        """The last sign of life that came since the last call; None: none did."""
         ...
 
-
-class Life(Protocol):
-    """Where a worker's signs of life come in."""
-
-    def receive(self, timeout: float) -> Beat:
-        """The next one; raises `Late` where none has come, and `ChannelClosed` where none will."""
+    def connect(self) -> Channel:
+        """This end of the way to it; raises `Late` while there is none, and `ChannelClosed` where none will be."""
         ...
 
-    def close(self) -> None:
-        """No more are wanted."""
+    def end(self) -> None:
+        """End it at once, and the ways to it."""
         ...
-
-
-@dataclass(slots=True)
-class Launched:
-    """A worker that was just started."""
-
-    process: Process
-    life: Life
-    key: str
-    connect: Callable[[], Channel]  # an end of the way to it; raises `Late` while there is none
-    close: Callable[[], None]  # of what waits for a connection, or of that end
-    served: Callable[[], float] = lambda: 0.0  # when it was last sent a part of its weights, on the clock
 
 
 Launch = Callable[[WorkerSpec, float], Launched]  # of a worker, and the seconds between two of its beats
@@ -139,10 +131,12 @@ def launch_here(spec: WorkerSpec, beat_s: float) -> Launched:
 
 
 class _Child:
-    """A process of this host that waits to be told what it is."""
+    """A process of this host, which waits to be told what it is; see `Launched`."""
+
+    served = 0.0
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._spec = spec
+        self._spec, self.key = spec, secrets.token_hex(16)
         self._channel, self._way, inherited, given = _way(spec)
         own, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "paceline.distributed.begin", str(theirs.fileno())]
@@ -155,28 +149,37 @@ class _Child:
         )
         theirs.close()
         given()
-        self._life, self._key = Line(SocketChannel(own), Codec(*LIFE)), secrets.token_hex(16)
+        self._life, self.pid, self.poll = Line(SocketChannel(own), Codec(*LIFE)), self.process.pid, self.process.poll
 
-    def begin(self, beat_s: float) -> Launched:
+    def begin(self, beat_s: float) -> _Child:
         """Have it be the worker."""
-        self.tell(self._spec.begin(self._way, self._key, beat_s))
-        return Launched(self.process, self._life, self._key, lambda: self._channel, self._channel.close)
+        self._tell(self._spec.begin(self._way, self.key, beat_s))
+        return self
 
     def wait(self, ahead: str) -> None:
         """Have it call a function that gets it ready, and wait."""
-        self.tell(replace(self._spec.begin("", "", 0.0), service=ahead, waits=True))
+        self._tell(replace(self._spec.begin("", "", 0.0), service=ahead, waits=True))
 
-    def tell(self, what: Begin) -> None:
+    def _tell(self, what: Begin) -> None:
         """Tell it; one that has ended already is looked after like any other."""
         with suppress(ChannelClosed):
             self._life.send(what, timeout=TELL_S)
 
+    def beat(self) -> Beat | None:
+        beat: Beat | None = None
+        try:
+            while True:
+                beat = self._life.receive(0)
+        except (Late, ChannelClosed, FrameError):  # there is no further one
+            return beat
+
+    def connect(self) -> Channel:
+        return self._channel
+
     def end(self) -> None:
-        """End it before it was told to be a worker."""
         self._life.close()
         self.process.kill()
         self._channel.close()
-        self.process.wait()
 
 
 class Spare:
@@ -216,6 +219,7 @@ class Spare:
         child, self._child = self._child, None
         if child is not None:
             child.end()
+            child.process.wait()
 
 
 def _way(spec: WorkerSpec) -> tuple[Channel, str, tuple[int, ...], Callable[[], None]]:
@@ -265,7 +269,7 @@ class Worker:
         """Of its process; None: there is none at the moment, or it is not known yet."""
         if self._launched is None:
             return None
-        return self._launched.process.pid or (None if self._there is None else self._there.pid)
+        return self._launched.pid or (None if self._there is None else self._there.pid)
 
     @property
     def host(self) -> str:
@@ -328,7 +332,7 @@ class Worker:
     def lost(self) -> None:
         """Its line is closed: note why, and start it again in a while."""
         if self._launched is not None:
-            status = _status(self._launched.process)
+            status = _status(self._launched)
             self.failed("closed its line" if status is None else ended(status))
 
     def stop(self) -> None:
@@ -356,31 +360,31 @@ class Worker:
 
     def _end(self) -> None:
         """End its process and the ways to it."""
-        launched, self._launched = self._launched, None
-        for line in (self.line, self._greeted, None if launched is None else launched.life):
+        for line in (self.line, self._greeted):
             if line is not None:
                 line.close()
+        launched, self._launched = self._launched, None
         self.line = self._greeted = self._there = None
         if launched is not None:
-            launched.process.kill()
-            launched.close()
-            _status(launched.process)
+            launched.end()
+            _status(launched)
 
     def _wrong(self, launched: Launched, now: float) -> str:
         """What is wrong with it; empty: nothing."""
-        status = launched.process.poll()
+        status = launched.poll()
         if status == HOST_LEFT and self.line is None and self.faults:
             self._end()  # the place that it was to come back at has gone with what was wrong: another one is found
             self._next = now + self.patience.rest_s
             return ""
         if status is not None:
             return "" if self._explained(launched) else ended(status)
-        beat = self._beats(launched.life)
+        if (beat := launched.beat()) is not None:
+            self._silent_s = 0.0
         if self._silent_s > self.patience.silent_s and self.line is not None:
             return f"hangs: no sign of life for {self._silent_s:.1f} s"
         if beat is not None and beat.busy_s > self.patience.stuck_s:
             return f"hangs: at one piece of work for {beat.busy_s:.1f} s"
-        idle_s = now - max(self._since, launched.served())
+        idle_s = now - max(self._since, launched.served)
         if self.line is None and idle_s > self.patience.start_s:
             return f"is not ready {now - self._since:.1f} s after its start"
         return ""
@@ -394,16 +398,6 @@ class Worker:
         except (Late, ChannelClosed, FrameError):
             return False
         return self._launched is None
-
-    def _beats(self, life: Life) -> Beat | None:
-        """The last of those that came."""
-        beat: Beat | None = None
-        try:
-            while True:
-                beat = life.receive(0)
-                self._silent_s = 0.0
-        except (Late, ChannelClosed, FrameError):
-            return beat
 
     def _look_for_hello(self, launched: Launched) -> None:
         try:
@@ -419,7 +413,7 @@ class Worker:
         said = line.receive(0)
         if isinstance(said, Fault):
             self.failed(f"failed at its start: {said.why}")
-        elif not isinstance(said, Hello | Refused) or not knows(launched.key, said.key):
+        elif not isinstance(said, Hello | Refused) or not compare_digest(launched.key.encode(), said.key.encode()):
             line.close()
             self._greeted = None  # a stranger; the worker itself may still come
         elif isinstance(said, Refused):
@@ -442,6 +436,25 @@ class Worker:
         raise error
 
 
+def received(worker: Worker, seconds: float) -> Any:
+    """What a worker says within so many seconds; None: nothing, or it is lost now, and has no ``line`` any more."""
+    if worker.line is None:
+        return None
+    try:
+        said = worker.line.receive(seconds)
+    except Late:
+        return None
+    except ChannelClosed:
+        worker.lost()
+    except FrameError as error:
+        worker.failed(f"says what is no message: {error}")
+    else:
+        if not isinstance(said, Fault):
+            return said
+        worker.failed(f"failed: {said.why}")
+    return None
+
+
 def ended(status: int | str) -> str:
     """An exit status in words."""
     if isinstance(status, str):
@@ -449,10 +462,10 @@ def ended(status: int | str) -> str:
     return f"died: killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def _status(process: Process) -> int | str | None:
+def _status(launched: Launched) -> int | str | None:
     """The exit status of a process that is about to end; so it leaves no zombie."""
     for _ in range(100):
-        if (status := process.poll()) is not None:
+        if (status := launched.poll()) is not None:
             return status
         time.sleep(0.001)
     return None

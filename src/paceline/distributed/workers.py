@@ -8,15 +8,13 @@ requests anew, from their tokens. Where the same one is lost again before anythi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..core.errors import PassesLost
 from .channels import ChannelClosed, Line
-from .clock import Late
-from .frames import Buffer, FrameError
-from .handshake import Fault
-from .worker import Patience, Worker, WorkerFailed
+from .frames import Buffer, Codec
+from .worker import Patience, Worker, WorkerFailed, received
 
 LOOK_S = 0.05  # between two looks at workers that are waited for
 SEND_S = 3.0  # for which one may take nothing of what it is sent
@@ -28,10 +26,11 @@ class Workers:
 
     Args:
         workers: started or about to be. They end with this object's `stop`.
+        kinds: their messages.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = workers
+    def __init__(self, workers: Sequence[Worker], kinds: Sequence[type[Any]]) -> None:
+        self.workers, self.codec = workers, Codec(*kinds)
         self.faults: list[str] = []  # each names a worker and its process
         self._known = [len(worker.faults) for worker in workers]
         self._before: set[int] = set()  # those that were lost since something has come through
@@ -102,6 +101,14 @@ class Workers:
             raise PassesLost(f"worker {worker.spec.name} is not there")
         return worker.line
 
+    def send_to(self, indices: Iterable[int], message: Any) -> None:
+        """Send some of them a message; raises as `look` where one is not there."""
+        parts = self.codec.encode(message)
+        for index in indices:
+            self.line(index)
+            self.give(index, parts)
+            self.line(index)
+
     def give(self, index: int, parts: Sequence[Buffer]) -> None:
         """Send one of them a message, if it is there; where it is gone, the next look says so.
 
@@ -121,20 +128,8 @@ class Workers:
 
     def receive(self, index: int) -> Any:
         """What one of them says; None: nothing yet, or nothing of use: the next look says so."""
-        line, worker = self.line(index), self.workers[index]
-        try:
-            said = line.receive(LOOK_S)
-        except Late:
-            return None
-        except ChannelClosed:
-            worker.lost()
-        except FrameError as error:
-            worker.failed(f"says what is no message: {error}")
-        else:
-            if not isinstance(said, Fault):
-                return said
-            worker.failed(f"failed: {said.why}")
-        return None
+        self.line(index)
+        return received(self.workers[index], LOOK_S)
 
     def answer(self, index: int, fits: Callable[[Any], bool], seconds: float, late: str) -> Any:
         """The first message of one of them that fits; raises as `look`.
