@@ -9,10 +9,10 @@ http        bodies, errors and event streams
 connections heads of requests: how long they may take, and be
 guard       hosts, keys, sizes
 acceptance  what answers say of their speculation
-histograms, metrics          what requests took; all that is counted, for Prometheus
-chat, completions, models    endpoints, a router a family
+histograms, metrics  what requests took; all that is counted, for Prometheus
+choices, chat, completions, messages, responses, models   endpoints, and what those of OpenAI's have alike
 playground  the page at ``/``
-app, server                  the parts put together, and run
+app, server  the parts put together with a table of what is posted, and run
 engine      the client of an engine, from options
 replicas    several servers on a cluster: asked for; replica, switches, last_words  what Ray Serve runs, and how
 routing     which replica a request goes to

@@ -22,6 +22,20 @@ REQUEST_S = (
 )
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
+# By name, in seconds or tokens: bounds, and what it is for a reader.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": (FIRST_S, "From a request's arrival to its first token."),
+    "inter_token_latency_seconds": (BETWEEN_S, "Between two chunks of a stream, of one token or several."),
+    "request_time_per_output_token_seconds": (BETWEEN_S, "Time behind the first token, over the tokens behind it."),
+    "e2e_request_latency_seconds": (REQUEST_S, "From a request's arrival to its end."),
+    "request_queue_time_seconds": (REQUEST_S, "From a request's arrival at the engine to its first step."),
+    "request_inference_time_seconds": (REQUEST_S, "From a request's first step to its end."),
+    "request_prefill_time_seconds": (REQUEST_S, "From a request's first step to its first token."),
+    "request_decode_time_seconds": (REQUEST_S, "From a request's first token to its end."),
+    "request_prompt_tokens": (TOKENS, "Tokens of a prompt."),
+    "request_generation_tokens": (TOKENS, "Tokens of an answer."),
+}
+
 
 class Histogram:
     """Counts values by upper bounds.
@@ -48,20 +62,11 @@ class Histogram:
         return [*zip(names, map(float, accumulate(self.counts)), strict=True)]
 
 
-class Times:
-    """What requests took, in seconds, and how long they were."""
+class Times(dict[str, Histogram]):
+    """What requests took and how long they were: the `HISTOGRAMS` by name."""
 
     def __init__(self) -> None:
-        self.time_to_first_token_seconds = Histogram(FIRST_S)
-        self.inter_token_latency_seconds = Histogram(BETWEEN_S)
-        self.request_time_per_output_token_seconds = Histogram(BETWEEN_S)
-        self.e2e_request_latency_seconds = Histogram(REQUEST_S)
-        self.request_queue_time_seconds = Histogram(REQUEST_S)
-        self.request_inference_time_seconds = Histogram(REQUEST_S)
-        self.request_prefill_time_seconds = Histogram(REQUEST_S)
-        self.request_decode_time_seconds = Histogram(REQUEST_S)
-        self.request_prompt_tokens = Histogram(TOKENS)
-        self.request_generation_tokens = Histogram(TOKENS)
+        super().__init__({name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()})
 
     def ended(self, stats: Mapping[str, Any], whole_s: float, prompt: int, tokens: int, samples: int) -> None:
         """Take in a request that has ended.
@@ -72,24 +77,16 @@ class Times:
             prompt, tokens: of prompt and output.
             samples: among which the output's tokens are.
         """
-        self.e2e_request_latency_seconds.add(whole_s)
-        self.request_prompt_tokens.add(prompt)
-        self.request_generation_tokens.add(tokens)
+        self["e2e_request_latency_seconds"].add(whole_s)
+        self["request_prompt_tokens"].add(prompt)
+        self["request_generation_tokens"].add(tokens)
         queue_ms, first_ms, elapsed_ms = stats["queue_ms"], stats["ttft_ms"], stats["elapsed_ms"]
         if queue_ms is None or first_ms is None or first_ms < queue_ms:  # ended before its first token
             return
         decode_s = max(0.0, elapsed_ms - first_ms) / 1e3
-        self.request_queue_time_seconds.add(queue_ms / 1e3)
-        self.request_prefill_time_seconds.add((first_ms - queue_ms) / 1e3)
-        self.request_decode_time_seconds.add(decode_s)
-        self.request_inference_time_seconds.add((elapsed_ms - queue_ms) / 1e3)
+        self["request_queue_time_seconds"].add(queue_ms / 1e3)
+        self["request_prefill_time_seconds"].add((first_ms - queue_ms) / 1e3)
+        self["request_decode_time_seconds"].add(decode_s)
+        self["request_inference_time_seconds"].add((elapsed_ms - queue_ms) / 1e3)
         if tokens > samples:
-            self.request_time_per_output_token_seconds.add(decode_s * samples / (tokens - samples))
-
-
-def of_counts(counts: Mapping[float, int], bounds: Sequence[float] = (0, 1, 2, 4, 8, 16, 32, 64, 128)) -> Histogram:
-    """A histogram of values that were counted elsewhere."""
-    found = Histogram(bounds)
-    for value, count in counts.items():
-        found.add(value, count)
-    return found
+            self["request_time_per_output_token_seconds"].add(decode_s * samples / (tokens - samples))

@@ -190,16 +190,17 @@ class EventStream(Response):
 DONE = b"data: [DONE]\n\n"
 
 
-def event(content: Any) -> bytes:
+def event(content: Any, name: str = "") -> bytes:
     """One event of JSON."""
-    return b"data: " + to_json(content, inf_nan_mode="null") + b"\n\n"
+    head = f"event: {name}\ndata: " if name else "data: "
+    return head.encode() + to_json(content, inf_nan_mode="null") + b"\n\n"
 
 
 def failure(path: str, error: APIError) -> bytes:
     """The events that end a stream of any path, by who does not know what it said before."""
     if path.startswith(MESSAGES):
-        return b"event: error\n" + event(error.body(path))
+        return event(error.body(path), "error")
     if path.startswith(RESPONSES):
         said = {"type": "error", "code": error.code, "message": error.message, "param": None, "sequence_number": 0}
-        return b"event: error\n" + event(said)
+        return event(said, "error")
     return event(error.body(path)) + DONE

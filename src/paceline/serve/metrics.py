@@ -1,4 +1,4 @@
-"""``GET /metrics`` in Prometheus' form.
+"""What ``GET /metrics`` says, in Prometheus' form.
 
 What vLLM counts, too, has its name: ``paceline:time_to_first_token_seconds``, or with ``--metrics-names vllm``
 ``vllm:time_to_first_token_seconds``. What it does not count is always under ``paceline:``.
@@ -10,44 +10,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fastapi import APIRouter
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from starlette.responses import Response
 
-from .client import EngineDown
-from .generation import Server
-from .histograms import Histogram, Times, of_counts
+from .histograms import HISTOGRAMS, Histogram, Times
 
 OWN = "paceline"
 BASE = "base"  # the application of requests that name none; Prometheus takes an empty label for none
-Labels = dict[str, str]
-Count = tuple[str, str, Labels, float]  # name, help, labels besides the model's, value
-
-GAUGES = {
-    "num_requests_running": "Sequences that are running.",
-    "num_requests_waiting": "Sequences that wait.",
-    "kv_cache_usage_perc": "Share of the K/V pool that running sequences hold; 1 is all of it.",
-}
-HISTOGRAMS = {
-    "time_to_first_token_seconds": "From a request's arrival to its first token.",
-    "inter_token_latency_seconds": "Between two chunks of a stream, of one token or several.",
-    "request_time_per_output_token_seconds": "Time behind the first token, over the tokens behind it.",
-    "e2e_request_latency_seconds": "From a request's arrival to its end.",
-    "request_queue_time_seconds": "From a request's arrival at the engine to its first step.",
-    "request_inference_time_seconds": "From a request's first step to its end.",
-    "request_prefill_time_seconds": "From a request's first step to its first token.",
-    "request_decode_time_seconds": "From a request's first token to its end.",
-    "request_prompt_tokens": "Tokens of a prompt.",
-    "request_generation_tokens": "Tokens of an answer.",
-}
+NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # bounds of what is drafted in a step
+Count = tuple[str, str, dict[str, str], float]  # name, help, labels besides the model's, value
 
 
-def gauges(engine: Mapping[str, Any]) -> dict[str, float]:
+def gauges(engine: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     """How an engine is, from `Snapshot.as_dict`."""
+    yield "num_requests_running", "Sequences that are running.", engine["running"]
+    yield "num_requests_waiting", "Sequences that wait.", engine["waiting"]
     used = engine["kv_used"] / engine["kv_tokens"] if engine["kv_tokens"] else 0.0
-    values = (engine["running"], engine["waiting"], used)
-    return dict(zip(GAUGES, values, strict=True))
+    yield "kv_cache_usage_perc", "Share of the K/V pool that running sequences hold; 1 is all of it.", used
 
 
 def shared_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
@@ -95,9 +73,13 @@ def own_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
 
 def nodes(engine: Mapping[str, Any]) -> Histogram:
     """Nodes that were drafted in the steps of a sequence."""
-    stats = engine["stats"]
-    rows = {float(drafted): sum(row) for drafted, row in stats["accepted_by_drafted"].items()}
-    return of_counts({0.0: stats["passes"] - sum(rows.values())} | rows)
+    stats, found = engine["stats"], Histogram(NODES)
+    drafting = 0
+    for drafted, row in stats["accepted_by_drafted"].items():
+        found.add(float(drafted), sum(row))
+        drafting += sum(row)
+    found.add(0.0, stats["passes"] - drafting)
+    return found
 
 
 class Metrics:
@@ -137,15 +119,15 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """All of them, for prometheus_client."""
-        for name, words in HISTOGRAMS.items():
-            yield self._histogram(f"{self._shared}:{name}", words, getattr(self._times, name))
+        for name, (_, words) in HISTOGRAMS.items():
+            yield self._histogram(f"{self._shared}:{name}", words, self._times[name])
         restarts = CounterMetricFamily(f"{OWN}:engine_restarts", "Engines that were lost.", labels=[*self._labels])
         restarts.add_metric([*self._labels.values()], self.restarts)
         yield restarts
         if self.engine is None:
             return
-        for name, value in gauges(self.engine).items() if self.up else ():
-            gauge = GaugeMetricFamily(f"{self._shared}:{name}", GAUGES[name], labels=[*self._labels])
+        for name, words, value in gauges(self.engine) if self.up else ():
+            gauge = GaugeMetricFamily(f"{self._shared}:{name}", words, labels=[*self._labels])
             gauge.add_metric([*self._labels.values()], value)
             yield gauge
         yield self._histogram(f"{OWN}:draft_nodes", "Nodes drafted in a step of a sequence.", nodes(self.engine))
@@ -171,27 +153,3 @@ def merged(texts: Iterable[str]) -> str:
                 head, *samples = re.split(r"(?m)^(?!#)", block, maxsplit=1)
                 families.setdefault(head, []).extend(samples)
     return "".join(head + "".join(samples) for head, samples in families.items())
-
-
-def router(server: Server) -> APIRouter:
-    """The endpoint."""
-    made, registry = APIRouter(), CollectorRegistry()
-    found = Metrics(server.model, server.times, server.config.metrics_names, server.replica)
-    registry.register(found)
-
-    async def own() -> str:
-        try:
-            found.looked(await server.client.look(), server.client.restarts)
-        except EngineDown:
-            found.looked(None, server.client.restarts)
-        return generate_latest(registry).decode()
-
-    server.metrics = own
-
-    @made.get("/metrics")
-    async def metrics() -> Response:
-        """Counters, gauges and histograms."""
-        text = await (server.all_metrics or own)()
-        return Response(text, 200, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return made

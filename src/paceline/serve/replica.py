@@ -58,8 +58,7 @@ class Replica:
         own = ServeConfig(**config)
         self._client = engine_client(own, options)
         self._client.launch()
-        self._server = Server(own, self._client, model)
-        self._server.replica = serve.get_replica_context().replica_tag
+        self._server = Server(own, self._client, model, replica=serve.get_replica_context().replica_tag)
         self._server.all_metrics = self._all_metrics
         self._last = LastWords()
 

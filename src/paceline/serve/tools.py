@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..distributed.requests import SampleUpdate
@@ -125,20 +125,23 @@ def _compact(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"x-guidance": {"whitespace_flexible": False}, **schema}
 
 
-@dataclass(slots=True)
 class CallReader:
-    """The content and the calls of one sample, as OpenAI's answers have them."""
+    """The content and the calls of one sample, as OpenAI's answers have them.
 
-    use: ToolUse
-    calls: list[dict[str, Any]] = field(default_factory=list)  # whole
-    content: str = ""
-    _parser: ToolParser = field(init=False)
+    Args:
+        use: of the request; None: all is content.
+    """
 
-    def __post_init__(self) -> None:
-        self._parser = ToolParser(self.use.family)
+    def __init__(self, use: ToolUse | None) -> None:
+        self.calls: list[dict[str, Any]] = []  # whole
+        self.content = ""
+        self._named, self._parser = use is not None and use.named, None if use is None else ToolParser(use.family)
 
     def read(self, delta: SampleUpdate) -> list[dict[str, Any]]:
         """What a piece brings, as ``delta`` of chunks."""
+        if self._parser is None:
+            self.content += delta.text
+            return [{"content": delta.text}] if delta.text else []
         pieces = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             pieces += self._parser.end()
@@ -159,4 +162,4 @@ class CallReader:
 
     def finish(self, reason: str | None) -> str | None:
         """Why the sample ended: "tool_calls" where it called, of its own will."""
-        return "tool_calls" if reason == "stop" and self.calls and not self.use.named else reason
+        return "tool_calls" if reason == "stop" and self.calls and not self._named else reason
