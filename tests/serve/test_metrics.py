@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.serve.acceptance import acceptance
-from paceline.serve.histograms import HISTOGRAMS, Histogram, Times
-from paceline.serve.metrics import Metrics
+from paceline.serve.metrics import HISTOGRAMS, Histogram, Metrics, Times
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 TARGET = tiny_decoder()

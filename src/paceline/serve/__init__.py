@@ -9,7 +9,7 @@ http        bodies, errors and event streams
 connections heads of requests: how long they may take, and be
 guard       hosts, keys, sizes
 acceptance  what answers say of their speculation
-histograms, metrics  what requests took; all that is counted, for Prometheus
+metrics     what requests took, and all that is counted, for Prometheus
 choices, chat, completions, messages, responses, models   endpoints, and what those of OpenAI's have alike
 playground  the page at ``/``
 app, server  the parts put together with a table of what is posted, and run

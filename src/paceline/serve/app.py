@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -24,7 +24,7 @@ from .completions import completions
 from .config import ServeConfig
 from .generation import Server
 from .guard import Guard
-from .http import APIError, Gone, read, unless_gone
+from .http import APIError, read, unless_gone
 from .messages import CountRequest, MessagesRequest, count_tokens, messages
 from .models import detokenize, tokenize
 from .responses import ResponsesRequest, responses
@@ -72,7 +72,7 @@ def make_app(server: Server, config: ServeConfig) -> ASGIApp:
     app.openapi = lambda: schema(app)  # type: ignore[method-assign]
     app.add_exception_handler(APIError, _said)
     app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(Gone, _gone)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _failed)
     return Guard(app, config, config.keys())
 

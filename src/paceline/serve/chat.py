@@ -103,7 +103,8 @@ class _ChatReply:
     def _add(self, choice: Choice, delta: Delta) -> None:
         """Put a piece into a choice, but for its text and calls."""
         self._reply.add(choice, delta)
-        choice["finish_reason"] = self._readers[delta.index].finish(choice["finish_reason"])
+        if delta.finish_reason is not None:
+            choice["finish_reason"] = self._readers[delta.index].finish(choice["finish_reason"])
         if delta.logprobs is not None:
             if choice["logprobs"] is None:
                 choice["logprobs"] = {"content": [], "refusal": None}

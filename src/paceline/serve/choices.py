@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ class Reply:
         return {**self._head, "object": kind, "choices": choices, **self._ends()}
 
     def streamed(
-        self, kind: str, chunks: Callable[[int, Delta], list[Choice]], first: list[Choice] | None = None
+        self, kind: str, chunks: Callable[[int, Delta], list[Choice]], first: Sequence[Choice] = ()
     ) -> EventStream:
         """The stream.
 
@@ -71,16 +71,18 @@ class Reply:
         """
         head = {**self._head, "object": kind}
 
-        def said(choice: Choice, place: int, more: dict[str, Any]) -> bytes:
-            told = {"usage": usage([self.answers[place]])} if self._usage_always else {}
-            return event({**head, "choices": [choice], **more, **told})
+        def chunk(choice: Choice, place: int) -> dict[str, Any]:
+            told = {**head, "choices": [choice]}
+            if self._usage_always:
+                told["usage"] = usage([self.answers[place]])
+            return told
 
         async def events(write: Write) -> None:
             def take(place: int, deltas: list[Delta]) -> None:
-                write(b"".join(said(choice, place, {}) for delta in deltas for choice in chunks(place, delta)))
+                write(b"".join([event(chunk(choice, place)) for delta in deltas for choice in chunks(place, delta)]))
 
             try:
-                write(b"".join(said(choice, 0, self.prompt(0)) for choice in first or ()))
+                write(b"".join([event(chunk(choice, 0) | self.prompt(0)) for choice in first]))
                 await self._follow(take)
             except APIError as error:
                 write(event(error.body()))

@@ -25,9 +25,8 @@ from ..distributed.requests import Description, LogprobRow, SampleUpdate, Submit
 from .acceptance import speculative_decoding
 from .client import EngineClient, EngineDown, OpenRequest, TooMany
 from .config import ServeConfig
-from .histograms import Times
 from .http import APIError
-from .metrics import Metrics
+from .metrics import Metrics, Times
 from .schemas import Sampling
 from .texts import ServedTexts, renderer
 

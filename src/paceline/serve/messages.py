@@ -13,7 +13,7 @@ from starlette.responses import Response
 from .chat import begin_chat, prompt_of
 from .generation import Answer, Delta, Server
 from .http import MESSAGES as PATH
-from .http import APIError, EventStream, Strict, Write, event, json_response, refusing
+from .http import APIError, EventStream, Strict, Write, checked, event, json_response
 from .schemas import ChatRequest, MessagePart, SpeculationChoice, ToolName
 from .tools import CallReader, ToolUse
 
@@ -115,7 +115,6 @@ async def count_tokens(server: Server, body: CountRequest) -> Response:
     return json_response({"input_tokens": len(prompt_of(server, _chat(body, {}))[0])})
 
 
-@refusing()
 def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
     """The same request in OpenAI's form."""
     told: list[dict[str, Any]] = []
@@ -138,7 +137,7 @@ def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
     last = body.messages[-1]
     if last.role == "assistant" and not (told[-1].get("tool_calls") or fields.get("tools")):
         fields["continue_final_message"] = True  # the beginning of the answer, as Anthropic has it
-    return ChatRequest.model_validate({"model": body.model, "messages": told, **fields})
+    return checked(ChatRequest, {"model": body.model, "messages": told, **fields})
 
 
 def _turn(turn: Turn) -> list[dict[str, Any]]:

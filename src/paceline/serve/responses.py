@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from .chat import begin_chat
 from .generation import Answer, Delta, Server, usage
-from .http import APIError, EventStream, Strict, Write, event, json_response, refusing
+from .http import APIError, EventStream, Strict, Write, checked, event, json_response
 from .schemas import ChatRequest, FunctionName, JSONSchema, SpeculationChoice, ToolName
 from .tools import CallReader, ToolUse
 
@@ -76,6 +76,7 @@ class TextFormat(JSONSchema):
     """What the text must be."""
 
     type: Literal["text", "json_object", "json_schema"]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class TextOptions(Strict):
@@ -129,7 +130,6 @@ async def responses(server: Server, body: ResponsesRequest) -> Response:
     return EventStream(reply.events, answer.abort) if body.stream else json_response(await reply.whole())
 
 
-@refusing()
 def _chat(body: ResponsesRequest) -> ChatRequest:
     """The same request as a chat."""
     told: list[dict[str, Any]] = [] if body.instructions is None else [_message("system", body.instructions)]
@@ -144,7 +144,7 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
             function = {"name": item.name, "arguments": item.arguments}
             told[-1]["tool_calls"].append({"id": item.call_id, "type": "function", "function": function})
     names = ("temperature", "top_p", "seed", "parallel_tool_calls", "speculation", "priority", "store", "stream")
-    fields: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    fields: dict[str, Any] = {name: given for name in names if (given := getattr(body, name)) is not None}
     if body.tools is not None:
         functions = [tool.model_dump(exclude={"type"}) for tool in body.tools]
         fields["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -157,7 +157,7 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
         schema = {"name": wanted.name, "schema": wanted.schema_} if wanted.type == "json_schema" else None
         fields["response_format"] = {"type": wanted.type, "json_schema": schema}
     own = {"model": body.model, "messages": told, "max_tokens": body.max_output_tokens}
-    return ChatRequest.model_validate(own | fields)
+    return checked(ChatRequest, own | fields)
 
 
 def _message(role: str, content: str | list[ResponsePart]) -> dict[str, Any]:
@@ -223,19 +223,21 @@ class _ResponseReply:
         """Streamed."""
         self._say("response.created", response=self._response())
         self._say("response.in_progress", response=self._response())
+
+        def take(deltas: list[Delta]) -> None:
+            for delta in deltas:
+                self._take(delta)
+            write(self._said())
+
         try:
             async with self._answer as answer:
                 write(self._said())
-                await answer.into(lambda deltas: write(b"".join(map(self._streamed, deltas))))
+                await answer.into(take)
         except APIError as error:
             self._say("error", code=error.code, message=error.message, param=error.param)
         else:
             self._say(f"response.{self._status}", response=self._response())
         write(self._said())
-
-    def _streamed(self, delta: Delta) -> bytes:
-        self._take(delta)
-        return self._said()
 
     def _said(self) -> bytes:
         events, self._events = b"".join(self._events), []
