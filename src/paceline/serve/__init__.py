@@ -2,7 +2,7 @@
 
 config      the options of ``paceline serve``
 line        messages to and from a worker on an event loop
-client      `EngineClient`: the engine's process as requests see it; restarts it, and streams go on
+client      `EngineClient`: the engine's process as requests see it; restarts it, and streams go on; made from options
 texts       text to ids: tokenization and chat templates
 generation  `begin`: one request, an async iterator of deltas; every endpoint that generates stands on it
 http        bodies, errors and event streams
@@ -13,7 +13,6 @@ metrics     what requests took, and all that is counted, for Prometheus
 choices, chat, completions, messages, responses, models   endpoints, and what those of OpenAI's have alike
 playground  the page at ``/``
 app, server  the parts put together with a table of what is posted, and run
-engine      the client of an engine, from options
 replicas    several servers on a cluster: asked for; replica, switches, last_words  what Ray Serve runs, and how
 routing     which replica a request goes to
 """

@@ -26,7 +26,7 @@ from .acceptance import speculative_decoding
 from .client import EngineClient, EngineDown, OpenRequest, TooMany
 from .config import ServeConfig
 from .http import APIError
-from .metrics import Metrics, Times
+from .metrics import Metrics
 from .schemas import Sampling
 from .texts import ServedTexts, renderer
 
@@ -43,22 +43,21 @@ class Server:
     model: str  # its name for clients
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-    times: Times = field(default_factory=Times)
     replica: str | None = None  # its name among several
     all_metrics: Callable[[], Awaitable[str]] | None = None  # those of all replicas
     _texts: ServedTexts | None = None
-    _metrics: Metrics = field(init=False)
+    counts: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self._metrics = Metrics(self.model, self.times, self.config.metrics_names, self.replica)
+        self.counts = Metrics(self.model, self.config.metrics_names, self.replica)
 
     async def metrics(self) -> str:
         """This server's, in Prometheus' form."""
         try:
-            self._metrics.looked(await self.client.look(), self.client.restarts)
+            self.counts.looked(await self.client.look(), self.client.restarts)
         except EngineDown:
-            self._metrics.looked(None, self.client.restarts)
-        return generate_latest(self._metrics).decode()
+            self.counts.looked(None, self.client.restarts)
+        return generate_latest(self.counts).decode()
 
     @property
     def described(self) -> Description:
@@ -163,11 +162,11 @@ class Answer:
         if delta.ended is not None:
             self.stats, self.prompt_logprobs = delta.ended.stats, delta.ended.prompt_logprobs
             took = time.monotonic() - self._begun
-            self._server.times.ended(self.stats, took, self.prompt_tokens, self.completion_tokens, self.samples)
+            self._server.counts.ended(self.stats, took, self.prompt_tokens, self.completion_tokens, self.samples)
 
     def _time(self, index: int) -> None:
         """A piece of a sample has come."""
-        now, times = time.monotonic(), self._server.times
+        now, times = time.monotonic(), self._server.counts.times
         if not self._last:
             times["time_to_first_token_seconds"].add(now - self._begun)
         elif self._streams and index in self._last:

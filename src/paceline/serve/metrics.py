@@ -74,36 +74,6 @@ class Histogram:
         return [*zip(names, map(float, accumulate(self.counts)), strict=True)]
 
 
-class Times(dict[str, Histogram]):
-    """What requests took and how long they were: the `HISTOGRAMS` by name."""
-
-    def __init__(self) -> None:
-        super().__init__({name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()})
-
-    def ended(self, stats: Mapping[str, Any], whole_s: float, prompt: int, tokens: int, samples: int) -> None:
-        """Take in a request that has ended.
-
-        Args:
-            stats: `SpecStats.as_dict`, of the engine that ended it.
-            whole_s: from its arrival to its end.
-            prompt, tokens: of prompt and output.
-            samples: among which the output's tokens are.
-        """
-        self["e2e_request_latency_seconds"].add(whole_s)
-        self["request_prompt_tokens"].add(prompt)
-        self["request_generation_tokens"].add(tokens)
-        queue_ms, first_ms, elapsed_ms = stats["queue_ms"], stats["ttft_ms"], stats["elapsed_ms"]
-        if queue_ms is None or first_ms is None or first_ms < queue_ms:  # ended before its first token
-            return
-        decode_s = max(0.0, elapsed_ms - first_ms) / 1e3
-        self["request_queue_time_seconds"].add(queue_ms / 1e3)
-        self["request_prefill_time_seconds"].add((first_ms - queue_ms) / 1e3)
-        self["request_decode_time_seconds"].add(decode_s)
-        self["request_inference_time_seconds"].add((elapsed_ms - queue_ms) / 1e3)
-        if tokens > samples:
-            self["request_time_per_output_token_seconds"].add(decode_s * samples / (tokens - samples))
-
-
 def gauges(engine: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     """How an engine is, from `Snapshot.as_dict`."""
     yield "num_requests_running", "Sequences that are running.", engine["running"]
@@ -172,18 +142,42 @@ class Metrics:
 
     Args:
         model: its name for clients.
-        times: of its requests.
         names: whose names are used where there are two.
         replica: the server's name among several.
     """
 
-    def __init__(self, model: str, times: Times, names: str, replica: str | None = None) -> None:
+    def __init__(self, model: str, names: str, replica: str | None = None) -> None:
         self._labels = {"model_name": model, "engine": "0"} | ({"replica": replica} if replica else {})
-        self._times, self._shared = times, names
+        self._shared = names
+        # What requests took, and how long they were.
+        self.times = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self.engine: Mapping[str, Any] | None = None  # its counters at the last look
         self.restarts = 0
         self.up = False
         self._before: dict[tuple[str, tuple[str, ...]], float] = {}  # what engines counted that are gone
+
+    def ended(self, stats: Mapping[str, Any], whole_s: float, prompt: int, tokens: int, samples: int) -> None:
+        """Take in a request that has ended.
+
+        Args:
+            stats: `SpecStats.as_dict`, of the engine that ended it.
+            whole_s: from its arrival to its end.
+            prompt, tokens: of prompt and output.
+            samples: among which the output's tokens are.
+        """
+        self.times["e2e_request_latency_seconds"].add(whole_s)
+        self.times["request_prompt_tokens"].add(prompt)
+        self.times["request_generation_tokens"].add(tokens)
+        queue_ms, first_ms, elapsed_ms = stats["queue_ms"], stats["ttft_ms"], stats["elapsed_ms"]
+        if queue_ms is None or first_ms is None or first_ms < queue_ms:  # ended before its first token
+            return
+        decode_s = max(0.0, elapsed_ms - first_ms) / 1e3
+        self.times["request_queue_time_seconds"].add(queue_ms / 1e3)
+        self.times["request_prefill_time_seconds"].add((first_ms - queue_ms) / 1e3)
+        self.times["request_decode_time_seconds"].add(decode_s)
+        self.times["request_inference_time_seconds"].add((elapsed_ms - queue_ms) / 1e3)
+        if tokens > samples:
+            self.times["request_time_per_output_token_seconds"].add(decode_s * samples / (tokens - samples))
 
     def looked(self, engine: Mapping[str, Any] | None, restarts: int) -> None:
         """Take in the engine's counters; None: there is no engine at the moment."""
@@ -204,7 +198,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """All of them, for prometheus_client."""
         for name, (_, words) in HISTOGRAMS.items():
-            yield self._histogram(f"{self._shared}:{name}", words, self._times[name])
+            yield self._histogram(f"{self._shared}:{name}", words, self.times[name])
         restarts = CounterMetricFamily(f"{OWN}:engine_restarts", "Engines that were lost.", labels=[*self._labels])
         restarts.add_metric([*self._labels.values()], self.restarts)
         yield restarts

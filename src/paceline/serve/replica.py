@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..core.errors import CapabilityError
 from .app import make_app
+from .client import engine_client
 from .config import ServeConfig
-from .engine import engine_client
 from .generation import Server
 from .http import CONNECTION, APIError, failure
 from .last_words import LastWords
