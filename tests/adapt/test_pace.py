@@ -17,7 +17,7 @@ class Trainer:
 
 
 def pace(left: float = 100.0) -> tuple[TrainingPace, Trainer]:
-    def tell(step: int, figures: Mapping[str, float]) -> None: ...
+    def tell(figures: Mapping[str, float]) -> None: ...
 
     made, trainer = TrainingPace(lambda: left, 1e6, tell), Trainer()
     made.trainer = trainer  # type: ignore[assignment]

@@ -17,8 +17,8 @@ from paceline.training.data import Encoder, SourceSpec, load_source
 def test_the_mix_has_every_kind_and_judges_on_the_benchs_own_choice(target: Path) -> None:
     tokenizer = load_tokenizer(target)
     asked = collect(None, tokenizer, 120, 40, seed=3)
-    assert [q.name for q in asked.questions] == list(MIX.values())
-    for question in asked.questions:
+    assert [q.name for q in asked] == list(MIX.values())
+    for question in asked:
         assert len(question.judged) == JUDGED_OF_MIX and len(question.learned) == 32
         assert all(0 < len(ids) <= 80 for ids in (*question.learned, *question.judged))
         chosen = {p.id for p in load(question.workload, limit=JUDGED_OF_MIX, seed=3).prompts}
@@ -27,8 +27,8 @@ def test_the_mix_has_every_kind_and_judges_on_the_benchs_own_choice(target: Path
 
 def test_a_users_prompts_are_split(target: Path, prompts: Path) -> None:
     asked = collect(prompts, load_tokenizer(target), 120, 40, seed=0)
-    (question,) = asked.questions
-    assert (len(question.learned), len(question.judged), asked.judged) == (20, 5, 5)
+    (question,) = asked
+    assert (len(question.learned), len(question.judged)) == (20, 5)
     assert not {*question.learned} & {*question.judged}
 
 

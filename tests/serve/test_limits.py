@@ -17,14 +17,14 @@ import httpx2 as httpx
 import pytest
 import uvicorn
 from kits.server import live_server
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
 from paceline.serve.config import ServeConfig
 from paceline.serve.connections import HEAD_BYTES, Connection
 from paceline.serve.generation import check_params
 from paceline.serve.guard import Guard
-from paceline.serve.http import CONNECTION, APIError, EventStream, Gone, Strict, Write, read
+from paceline.serve.http import CONNECTION, APIError, EventStream, Strict, Write, read
 
 HELLO = PlainTextResponse("hello")
 
@@ -116,7 +116,7 @@ def test_a_body_that_does_not_come_and_a_client_that_leaves_meanwhile() -> None:
     with pytest.raises(APIError, match=r"0\.05 s") as late:
         asyncio.run(read(Request(scope, nothing), Strict, 0.05))
     assert late.value.status == 408
-    with pytest.raises(Gone):
+    with pytest.raises(ClientDisconnect):
         asyncio.run(read(Request(scope, leaves), Strict, 10))
 
 

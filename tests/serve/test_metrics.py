@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.serve.acceptance import acceptance
-from paceline.serve.histograms import Histogram, Times
-from paceline.serve.metrics import HISTOGRAMS, Metrics
+from paceline.serve.metrics import HISTOGRAMS, Histogram, Metrics
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 TARGET = tiny_decoder()
@@ -54,7 +53,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
 
 
 def test_counts_are_the_engines(engine: Engine) -> None:
-    metrics = Metrics("m", Times(), "paceline")
+    metrics = Metrics("m", "paceline")
     metrics.looked(counters(engine), 0)
     found, stats = samples(metrics), engine.snapshot().stats
     assert found["paceline:spec_decode_num_accepted_tokens_total", ()] == stats.accepted > 0
@@ -72,7 +71,7 @@ def test_counts_are_the_engines(engine: Engine) -> None:
 
 
 def test_vllms_names_for_what_it_counts_and_no_others(engine: Engine) -> None:
-    ours, theirs = Metrics("m", Times(), "paceline"), Metrics("m", Times(), "vllm")
+    ours, theirs = Metrics("m", "paceline"), Metrics("m", "vllm")
     for metrics in (ours, theirs):
         metrics.looked(counters(engine), 0)
     renamed = {name for name, _ in samples(theirs) if name.startswith("vllm:")}
@@ -85,7 +84,7 @@ def test_vllms_names_for_what_it_counts_and_no_others(engine: Engine) -> None:
 
 
 def test_counters_grow_through_a_restart(engine: Engine) -> None:
-    metrics, name = Metrics("m", Times(), "paceline"), ("paceline:generation_tokens_total", ())
+    metrics, name = Metrics("m", "paceline"), ("paceline:generation_tokens_total", ())
     metrics.looked(counters(engine), 0)
     metrics.looked(None, 1)
     assert samples(metrics)[name] == 48 and ("paceline:num_requests_running", ()) not in samples(metrics)
@@ -107,11 +106,12 @@ def test_the_parts_of_a_requests_time_add_up(engine: Engine) -> None:
     while engine.busy:
         engine.step()
     stats = engine.output(live).stats.as_dict()
-    times = Times()
-    times.ended(stats, 1.0, len(PROMPT), 24, 1)
-    parts = [getattr(times, f"request_{name}_time_seconds").total for name in ("queue", "prefill", "decode")]
+    metrics = Metrics("m", "paceline")
+    metrics.ended(stats, 1.0, len(PROMPT), 24, 1)
+    times = metrics.times
+    parts = [times[f"request_{name}_time_seconds"].total for name in ("queue", "prefill", "decode")]
     assert all(part >= 0 for part in parts) and sum(parts) == pytest.approx(stats["elapsed_ms"] / 1e3)
-    assert times.request_time_per_output_token_seconds.total == pytest.approx(parts[2] / 23)
+    assert times["request_time_per_output_token_seconds"].total == pytest.approx(parts[2] / 23)
 
 
 def test_acceptance_by_source_depth_and_application(engine: Engine) -> None:
@@ -124,7 +124,7 @@ def test_acceptance_by_source_depth_and_application(engine: Engine) -> None:
 
 
 def test_the_dashboard_asks_for_names_that_there_are(engine: Engine) -> None:
-    metrics = Metrics("m", Times(), "paceline")
+    metrics = Metrics("m", "paceline")
     metrics.looked(counters(engine), 0)
     known = {name for name, _ in samples(metrics)}
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))

@@ -38,13 +38,10 @@ def answerer(llm: LLM, room: int, temperature: float, most: int | None = None) -
     """
 
     def answer(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int]]:
+        rooms = [max(1, min(room - len(ids), most or room)) for ids in prompts]
         params = [
-            SamplingParams(
-                max_tokens=max(1, min(room - len(ids), most or room)),
-                temperature=temperature,
-                seed=own if temperature else None,
-            )
-            for ids, own in zip(prompts, seeds, strict=True)
+            SamplingParams(max_tokens=left, temperature=temperature, seed=own if temperature else None)
+            for left, own in zip(rooms, seeds, strict=True)
         ]
         outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -116,8 +113,9 @@ def draw_prompts(llm: LLM, out: Path, count: int, seed: int, going: Callable[[],
     begin, ends, whole = _opening(llm)
     found: dict[tuple[int, ...], None] = {}
     drawn = 0
+    how: dict[str, Any] = {"max_tokens": DRAWN_TOKENS, "temperature": 0.9, "top_p": 0.9, "stop_token_ids": ends}
     while len(found) < count and drawn < 3 * count and going():
-        params = [_drawing(seed + drawn + i, ends) for i in range(min(batch, count))]
+        params = [SamplingParams(seed=seed + drawn + i, **how) for i in range(min(batch, count))]
         drawn += len(params)
         for output in llm.generate([{"prompt_token_ids": begin}] * len(params), params):
             ids = whole([i for i in output.outputs[0].token_ids if i not in ends])
@@ -128,10 +126,6 @@ def draw_prompts(llm: LLM, out: Path, count: int, seed: int, going: Callable[[],
     return min(len(found), count)
 
 
-def _drawing(seed: int, ends: Sequence[int]) -> SamplingParams:
-    return SamplingParams(max_tokens=DRAWN_TOKENS, temperature=0.9, top_p=0.9, seed=seed, stop_token_ids=list(ends))
-
-
 def _opening(llm: LLM) -> tuple[list[int], list[int], Callable[[list[int]], list[int]]]:
     """Ids that a drawn prompt begins behind, ids that end it, and what makes a prompt of its ids."""
     tokenizer = llm.tokenizer
@@ -139,13 +133,8 @@ def _opening(llm: LLM) -> tuple[list[int], list[int], Callable[[list[int]], list
     if not getattr(tokenizer, "chat_template", None):
         start = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]
         return start, eos, lambda ids: [*start, *ids]
-    text = _render(tokenizer, PLACE)
-    before, _, after = text.partition(PLACE)
+    turn = [{"role": "user", "content": PLACE}]
+    before, _, after = str(chat_ids(turn, tokenizer, "this model")[1]).partition(PLACE)
     begin = tokenizer(before, add_special_tokens=False)["input_ids"]
     behind = tokenizer(after, add_special_tokens=False)["input_ids"]
     return begin, [*dict.fromkeys([*behind[:1], *eos])], lambda ids: [*begin, *ids, *behind]
-
-
-def _render(tokenizer: Any, text: str) -> str:
-    """A conversation of one turn, up to where the answer begins."""
-    return str(chat_ids([{"role": "user", "content": text}], tokenizer, "this model")[1])

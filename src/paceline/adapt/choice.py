@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -37,7 +37,6 @@ class Speeds:
     train: float  # tokens a second of training
     draft_ms: float  # a draft of `depth` tokens
     depth: int
-    parameters: int = 0  # of the drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +62,10 @@ class Survey:
         return CostTable(**own, context=self.context, context_ms=self.context_ms, source="the survey")  # type: ignore[arg-type]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Survey:
-        """From JSON."""
-        return cls(**{**values, "kinds": {name: Speeds(**own) for name, own in values["kinds"].items()}})
+    def of(cls, parts: Sequence[Mapping[str, Any]]) -> Survey:
+        """Of what its parts measured, as it comes from JSON."""
+        values = {name: value for part in parts for name, value in part.items()}
+        return cls(**values | {"kinds": {name: Speeds(**own) for name, own in values["kinds"].items()}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,6 @@ class Forecast:
     alone: float  # times plain decoding
     hybrid: float  # beside look-ups
     source: str  # of what was reached
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
 
 
 def forecasts(survey: Survey, seconds: float) -> list[Forecast]:
@@ -103,9 +99,10 @@ def forecast(survey: Survey, kind: str, speeds: Speeds, seconds: float) -> Forec
     run = nearest(kind, survey.parameters)
     accepted = reached(run, tokens)
     chance = min(CERTAIN, accept_of(min(1 + accepted, run["depth"] + 1), run["depth"]))
-    guess, ways = Acceptance(accept=chance, source=run["source"]), []
+    guess, table, ways = Acceptance(accept=chance, source=run["source"]), survey.costs, []
     for depth in range(1, speeds.depth + 1):
-        cost = _round(survey, speeds, depth)
+        draft = speeds.draft_ms * depth / speeds.depth
+        cost = RoundCost(plain=table.chain_ms(1), draft=draft, verify=table.chain_ms(1 + depth))
         tau = guess.tokens(depth)
         beside = survey.lookup_tokens + OVERLAP * (tau - 1)
         ways.append((cost.multiplier(beside), cost.multiplier(tau), depth, tau - 1))
@@ -120,13 +117,6 @@ def forecast(survey: Survey, kind: str, speeds: Speeds, seconds: float) -> Forec
         hybrid=max(1.0, survey.lookup_speed, hybrid),
         source=f"{run['target']} ({run['source']})",
     )
-
-
-def _round(survey: Survey, speeds: Speeds, depth: int) -> RoundCost:
-    """Milliseconds of a round that drafts so many tokens."""
-    table = survey.costs
-    draft = speeds.draft_ms * depth / speeds.depth
-    return RoundCost(plain=table.chain_ms(1), draft=draft, verify=table.chain_ms(1 + depth))
 
 
 def answer_tokens(survey: Survey, speeds: Speeds, seconds: float) -> int:

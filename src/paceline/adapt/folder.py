@@ -27,7 +27,6 @@ def leave(
     config: AdaptConfig,
     folder: Path,
     mark: str,
-    target: Path,
     plan: Forecast,
     trained: Mapping[str, Any],
     found: Verdict,
@@ -37,7 +36,6 @@ def leave(
     Args:
         folder: of the run.
         mark: fingerprint of the model.
-        target: its folder.
         plan: what was expected.
         trained: what training gave.
         found: what it is worth.

@@ -42,7 +42,7 @@ KEPT = 3  # drafters
 
 def main(folder: Path, parent: int) -> None:
     """Learn until the parent is gone."""
-    lowest_priority(parent)
+    lowest_priority()
     os.umask(0o077)
     torch.set_num_threads(1)
     task = files.read(folder / files.TASK)
@@ -57,7 +57,7 @@ def main(folder: Path, parent: int) -> None:
             seen = learn(folder, task, learnable(folder, task, ring.read()))
             files.write(folder / "learner-seen.json", seen)
         except (PacelineError, OSError) as error:  # a full disk, for one: what serves goes on
-            say(folder, error=str(error))
+            say(error=str(error))
             time.sleep(FAULT_S)
 
 
@@ -70,7 +70,7 @@ def learnable(folder: Path, task: dict[str, Any], served: list[ServedRequest]) -
         return [one for one in served if part_with_states(one, states) is not None]
 
 
-def lowest_priority(parent: int) -> None:
+def lowest_priority() -> None:
     """Run where nobody else wants to, and end with the parent."""
     with suppress(AttributeError, OSError):
         os.nice(19)
@@ -102,7 +102,7 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
             known |= write(place / "held.jsonl", held, states)
         number, was, now, result = train(folder, task, place, len(learned), known)
         better = now == now and 1 + now >= BETTER * (1 + was)
-        say(folder, requests=len(learned), known=len(known), was=was, now=now, offered=better)
+        say(requests=len(learned), known=len(known), was=was, now=now, offered=better)
         if better:
             offer(folder, number, result, {"was": was, "is": now, "requests": len(learned)})
     finally:
@@ -134,8 +134,8 @@ def train(
         options={"start": "random", "hot_head": 0.0, **task["options"]},
     )
     steps = max(8, round(STEPS_A_REQUEST * requests))
-    config = replace(config_of(making, steps, evaluate_every=0, save_every=steps), schedule="linear", final_ratio=0.1)
-    config = replace(config, learning_rate=task["rate"])
+    falling = {"schedule": "linear", "final_ratio": 0.1, "learning_rate": task["rate"]}
+    config = config_of(making, steps, evaluate_every=0, save_every=steps, **falling)
     job = replace(job_of(making, place / "training", config, init=weights), known=known)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0
@@ -189,7 +189,7 @@ def part_with_states(one: ServedRequest, states: StateRing) -> tuple[int, list[i
     return (prompt, ids, rows[: len(ids) - 1]) if 0 < prompt < len(ids) - 1 else None
 
 
-def say(folder: Path, **facts: Any) -> None:
+def say(**facts: Any) -> None:
     """A line of the learner's log."""
     with suppress(OSError):
         print(json.dumps({"time": round(time.time()), **facts}), flush=True)

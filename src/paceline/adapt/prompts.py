@@ -41,21 +41,8 @@ class Questions:
     judged: list[tuple[int, ...]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptMix:
-    """All prompts of a run."""
-
-    questions: list[Questions]
-    judged: int  # prompts of each file or kind that are judged on
-
-    @property
-    def workloads(self) -> tuple[str, ...]:
-        """As the bench takes them."""
-        return tuple(q.workload for q in self.questions)
-
-
-def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, seed: int) -> PromptMix:
-    """Read the prompts and cut them to a length.
+def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, seed: int) -> list[Questions]:
+    """Read the prompts of each file or kind, and cut them to a length.
 
     Args:
         file: the user's; None: the mix.
@@ -75,18 +62,12 @@ def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, se
             raise
         remedy = 'give JSON lines, each {"prompt": "..."} or {"turns": ["...", ..]}'
         raise ConfigError(f"--prompts {file}", f"{error.asked}: {error.wrong}", remedy) from error
-    if file is not None:
-        _check(file, loaded[0], tokenizer)
     judged = JUDGED_OF_MIX
     if file is not None:
+        _check(file, loaded[0], tokenizer)
         judged = max(4, min(JUDGED_MOST, round(JUDGED_SHARE * len(loaded[0].prompts))))
     size = {"max_model_len": room, "max_new_tokens": answer_tokens}
-    return PromptMix(
-        questions=[
-            _split(name, whole, tokenizer, size, judged, seed) for name, whole in zip(names, loaded, strict=True)
-        ],
-        judged=judged,
-    )
+    return [_split(name, whole, tokenizer, size, judged, seed) for name, whole in zip(names, loaded, strict=True)]
 
 
 def _split(name: str, whole: Workload, tokenizer: Any, size: dict[str, int], judged: int, seed: int) -> Questions:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ..bench.config import BenchConfig
+from ..bench.methods import parse_methods, with_plain
 from ..core.errors import CapabilityError, ConfigError, StorageError
 from ..core.model_spec import parse_model
 from ..llm import LLM
@@ -34,8 +36,8 @@ from . import answering, survey, verdict
 from .choice import EPOCHS, Forecast, Survey, forecasts
 from .config import KINDS, AdaptConfig
 from .folder import REPORT, leave
-from .prompts import PromptMix, collect, write_prompts
-from .training import ROWS, Making, Probe, train
+from .prompts import Questions, collect, write_prompts
+from .training import ROWS, Making, train
 from .work import FULL, RunFolder
 
 ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
@@ -45,16 +47,10 @@ LEAST_ANSWERS = 2_000  # tokens, below which nothing is learned
 MOST_ANSWERS = 8_000_000  # tokens
 SAMPLE = 48  # prompts that are answered for the survey
 ROUNDS, HEAT = 12, 0.8  # times that a prompt is answered, and the temperature of all but the first time
-GIVEN, DRAWN, HELD = (
-    "given",
-    "own",
-    "held-",
-)  # files of prompts: to learn from, drawn by the model, put aside to judge on
+GIVEN, DRAWN, HELD = "given", "own", "held-"  # files of prompts: to learn from, drawn by the model, to judge on
 OWN = 0.4  # least share of the answers that are to prompts that the model draws
 SPARE = 1.5  # steps that are scored for, over those that are expected
-FOOTPRINT = (
-    4.0 + 2.0 + 2.0
-)  # bytes a parameter: the network that trains, the compiled layers that score, those that serve
+FOOTPRINT = 4.0 + 2.0 + 2.0  # bytes a parameter: of the network that trains, of layers that score, that serve
 
 Say = Callable[[str], None]
 
@@ -64,7 +60,6 @@ class Outcome:
     """What a run came to."""
 
     folder: Path
-    forecast: Forecast | None
     verdict: verdict.Verdict | None  # None: a dry run
     spent_s: float
 
@@ -75,12 +70,12 @@ class Adaptation:
     Args:
         config: what is asked for.
         work: its folder.
-        say: told what goes on, a line each.
         show: told how far it is, for one line that changes.
+        command: the command line, for the report.
     """
 
-    def __init__(self, config: AdaptConfig, work: RunFolder, say: Say, show: Say, command: str) -> None:
-        self.config, self.work, self.say, self._show, self.command = config, work, say, show, command
+    def __init__(self, config: AdaptConfig, work: RunFolder, show: Say, command: str) -> None:
+        self.config, self.work, self._show, self.command = config, work, show, command
         self.target = resolve_folder(parse_model(config.model).name)
         self.shape = read_config(self.target)
         self.room = min(ROOM, self.shape.max_position - 8)
@@ -97,12 +92,8 @@ class Adaptation:
     def llm(self) -> LLM:
         """The model, loaded when it is first needed."""
         if self._llm is None:
-            options: dict[str, Any] = {
-                "dtype": self.config.dtype,
-                "threads": self.config.threads,
-                "max_model_len": self.room + 8,
-            }
-            self._llm = LLM(self.config.model, **options)
+            own: dict[str, Any] = {"dtype": self.config.dtype, "threads": self.config.threads}
+            self._llm = LLM(self.config.model, max_model_len=self.room + 8, **own)
         return self._llm
 
     def show(self, what: str, text: str = "") -> None:
@@ -114,7 +105,7 @@ class Adaptation:
     # -- survey
 
     @cached_property
-    def asked(self) -> PromptMix:
+    def asked(self) -> list[Questions]:
         """The prompts."""
         return collect(self.config.prompts, self.tokenizer, self.room, self.answer, self.config.seed)
 
@@ -124,7 +115,7 @@ class Adaptation:
         Raises:
             ConfigError: it takes longer than there is time.
         """
-        work, questions = self.work, self.asked.questions  # prompts that are no good are told of first
+        work, questions = self.work, self.asked  # prompts that are no good are told of first
         self.show("timing passes")
         parts = [work.once("costs", lambda: survey.costs(self.llm))]
         self._in_time("its passes were timed")
@@ -138,7 +129,7 @@ class Adaptation:
         parts.append(work.once("answering", self._try_answers))
         self._in_time("some prompts were answered")
         parts.append(work.once("kinds", lambda: self._try_kinds(few)))
-        return survey.survey_of(parts)
+        return Survey.of(parts)
 
     def _in_time(self, behind: str) -> None:
         if self.work.left_s < self.reserve_s and not self.work.done("choice"):  # what was chosen is made to its end
@@ -152,8 +143,8 @@ class Adaptation:
         return place
 
     def _write_prompts(self) -> None:
-        given = [ids for question in self.asked.questions for ids in question.learned]
-        files = {GIVEN: given, **{f"{HELD}{question.name}": question.judged for question in self.asked.questions}}
+        given = [ids for question in self.asked for ids in question.learned]
+        files = {GIVEN: given, **{f"{HELD}{question.name}": question.judged for question in self.asked}}
         for name, prompts in files.items():
             if not (file := self._file("prompts", f"{name}.jsonl")).is_file():
                 write_prompts(file, prompts, self.tokenizer)
@@ -177,10 +168,8 @@ class Adaptation:
         tried = SourceSpec(file=str(self._file("answers", f"{GIVEN}-0.jsonl")), answer_tokens=self.answer)
         making = replace(self.making(names[0]), sources=[tried], held_out=())
         seconds = TRYING * self.work.allowed_s
-        tell = lambda name: self.show("trying", name)  # noqa: E731
-        return survey.kinds(
-            self.llm, names, Probe(making=making, folder=survey.scratch(self.work.folder)), few, seconds, tell
-        )
+        place = self.work.folder / "probe"
+        return survey.kinds(self.llm, names, making, place, few, seconds, lambda name: self.show("trying", name))
 
     # -- choice
 
@@ -219,35 +208,29 @@ class Adaptation:
 
         answered = [file for file in (self.work.folder / "answers").glob("*.jsonl") if not file.name.startswith(HELD)]
         have = sum(answering.tokens_in(file)[0] for file in answered)
-        for question in self.asked.questions:
+        for question in self.asked:
             self._answer(f"{HELD}{question.name}", 0, lambda: True, lambda count: None)
         self._answer(GIVEN, 0, lambda: going(wanted), told)
         once = max(1, answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))[0])
         rounds = min(ROUNDS, max(1, int((1 - OWN) * wanted / once)))
         own = max(0.0, wanted - rounds * once)
-        self._draw(int(own / self.answer / 2) + 1, lambda: going(wanted))
+        self.show("drawing prompts")
+        count, file = int(own / self.answer / 2) + 1, self._file("prompts", f"{DRAWN}.jsonl")
+        with writing(f"--out {self.work.folder}", FULL):
+            answering.draw_prompts(self.llm, file, count, self.config.seed, lambda: going(wanted))
         for heat in (0, 1, 2):  # greedy, and drawn twice
             self._answer(DRAWN, heat, lambda: going(wanted - (rounds - 1) * once), told)
         for heat in range(1, rounds):
             self._answer(GIVEN, heat, lambda: going(wanted), told)
         return {"tokens": have}
 
-    def _draw(self, count: int, going: Callable[[], bool]) -> None:
-        self.show("drawing prompts")
-        with writing(f"--out {self.work.folder}", FULL):
-            answering.draw_prompts(self.llm, self._file("prompts", f"{DRAWN}.jsonl"), count, self.config.seed, going)
-
     def _answer(
         self, name: str, heat: int, going: Callable[[], bool], told: Callable[[int], None], batch: int = 64
     ) -> None:
         prompts, out = self._file("prompts", f"{name}.jsonl"), self._file("answers", f"{name}-{heat}.jsonl")
         if prompts.is_file():
-            config = AnswerConfig(
-                piece=self.room,
-                text_prompt=1,
-                temperature=HEAT if heat else 0.0,
-                seed=self.config.seed + heat,
-            )
+            heated, seed = HEAT if heat else 0.0, self.config.seed + heat
+            config = AnswerConfig(piece=self.room, text_prompt=1, temperature=heated, seed=seed)
             answering.answer_file(self.llm, prompts, out, config, self.answer, self.mark, going, told, batch)
 
     @cached_property
@@ -288,50 +271,44 @@ class Adaptation:
         making = self.making(plan.kind)
         both = sum(answering.tokens_in(Path(source.file))[1] for source in making.sources)
         steps = self.work.once("steps", lambda: max(20, round(SPARE * EPOCHS * both / (ROWS * making.length))))
-        last = ""
 
-        def tell(part: str, step: int, figures: Mapping[str, float]) -> None:
-            nonlocal last
-            if (value := figures.get("accepted")) is not None:
-                last = f", accepted {value:.2f}"
-            self.show(part, f"{figures['tokens']:,.0f} tokens, loss {figures['loss']:.3f}{last}")
+        def tell(part: str, figures: Mapping[str, float]) -> None:
+            self.show(part, f"{figures['tokens']:,.0f} tokens, loss {figures['loss']:.3f}")
 
         def said(text: str) -> None:
-            self.show("learning what the model says", text) if text.startswith("cache") else None
+            if text.startswith("cache"):
+                self.show("learning what the model says", text)
 
-        left = lambda: self.work.left_s - self.reserve_s  # noqa: E731
-        return train(making, self.work.folder / "training", steps, left, tell, said)
+        def left() -> float:
+            return self.work.left_s - self.reserve_s
+
+        return train(making, self.work.folder / "training", steps, left, tell, said, self.work.once)
 
     # -- verdict
 
     def judge(self, kind: str, result: str) -> verdict.Verdict:
         """Measure what it is worth."""
-        made: dict[str, Any] = self.work.once("verdict", lambda: self._judge(kind, result).as_dict())
-        return verdict.Verdict(**made)
-
-    def _judge(self, kind: str, result: str) -> verdict.Verdict:
         self._llm = None
         gc.collect()
-        seconds = max(JUDGING_LEAST_S, self.work.left_s)
+        new = str((self.work.folder / result).absolute())
+        methods = [f"{name}={text}" for name, text in verdict.drafters(kind, new).items()]
+        config = BenchConfig(
+            model=self.config.model,
+            methods=tuple(with_plain(parse_methods(methods, self.config.dtype))),
+            workloads=tuple(question.workload for question in self.asked),
+            prompts=max(len(question.judged) for question in self.asked),
+            repeats=1,
+            seed=self.config.seed,
+            threads=self.config.threads,
+            max_new_tokens=self.answer,
+            time_limit_s=max(JUDGING_LEAST_S, self.work.left_s),
+            title=f"{Path(self.config.model).name}: what the drafter that was made for it is worth",
+        )
 
         def tell(text: str, trials: tuple[int, int] | None) -> None:
             self.show("judging", text if trials is None else f"{trials[0]} of {trials[1]} trials")
 
-        return verdict.judge(
-            self.config.model,
-            kind,
-            (self.work.folder / result).absolute(),
-            self.asked.workloads,
-            self.asked.judged,
-            self.config.seed,
-            self.work.folder / REPORT,
-            seconds,
-            tell,
-            dtype=self.config.dtype,
-            threads=self.config.threads,
-            max_new_tokens=self.answer,
-            command=self.command,
-        )
+        return verdict.judge(config, self.work.folder / REPORT, self.command, tell)
 
 
 # -- the whole
@@ -342,7 +319,8 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
 
     Args:
         config: what is asked for.
-        say, show: see `Adaptation`.
+        say: told what goes on, a line each.
+        show: see `Adaptation`.
         dry_run: end behind the choice.
         command: the command line, for the report.
 
@@ -361,7 +339,7 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
     facts["prompts"] = None if config.prompts is None else _hash(config.prompts)
     work = RunFolder(config.folder, facts, config.hours)
     try:
-        return _adapt(Adaptation(config, work, say, show, command), say, dry_run)
+        return _adapt(Adaptation(config, work, show, command), say, dry_run)
     except StorageError as error:
         raise StorageError(f"--out {config.folder}", error.wrong, FULL) from error
     finally:
@@ -371,19 +349,19 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
 def _adapt(run: Adaptation, say: Say, dry_run: bool) -> Outcome:
     work = run.work
     known = run.survey()
-    made = work.once("choice", lambda: [each.as_dict() for each in run.choose(known)])
+    made = work.once("choice", lambda: [asdict(each) for each in run.choose(known)])
     ranked = [Forecast(**each) for each in made]
     for line in expectation(known, ranked, run):
         say(line)
     plan = ranked[0]
     if dry_run:
-        return Outcome(folder=work.folder, forecast=plan, verdict=None, spent_s=work.spent_s)
+        return Outcome(folder=work.folder, verdict=None, spent_s=work.spent_s)
     work.once("answers", lambda: run.answers(plan, known))
     trained = work.once("training", lambda: run.train(plan))
-    found = run.judge(plan.kind, trained["result"])
-    leave(run.config, work.folder, run.mark, run.target, plan, trained, found)
+    found = verdict.Verdict(**work.once("verdict", lambda: asdict(run.judge(plan.kind, trained["result"]))))
+    leave(run.config, work.folder, run.mark, plan, trained, found)
     shutil.rmtree(work.folder / "probe", ignore_errors=True)
-    return Outcome(folder=work.folder, forecast=plan, verdict=found, spent_s=work.spent_s)
+    return Outcome(folder=work.folder, verdict=found, spent_s=work.spent_s)
 
 
 def _hash(file: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
@@ -19,8 +19,7 @@ from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
 from ..planning.models import shape_of
-from .choice import Speeds, Survey
-from .training import Probe, probe
+from .training import Making, probe
 
 REPEATS, ROWS, BATCHES, CONTEXTS = 5, (1, 2, 3, 4, 6, 8, 16), (1, 4, 8), (128, 512)
 LOOKED, LOOKED_TOKENS = 8, 64  # prompts that look-ups are tried on, and tokens of each answer
@@ -76,24 +75,29 @@ def draft_ms(llm: LLM, drafter: str, prompts: Sequence[Sequence[int]], depth: in
 def kinds(
     llm: LLM,
     names: Sequence[str],
-    prepared: Probe,
+    making: Making,
+    folder: Path,
     prompts: Sequence[Sequence[int]],
     seconds: float,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Each kind's speeds, as long as there is time (one at the least), and why others have none."""
+    """Each kind's speeds, as long as there is time (one at the least), and why others have none.
+
+    Args:
+        making: of the drafters, whatever their kind.
+        folder: for what is tried.
+    """
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    began = longest = 0.0
-    until = monotonic() + seconds
+    longest, until = 0.0, monotonic() + seconds
     for name in names:
-        if found and monotonic() + longest > until:
+        began = monotonic()
+        if found and began + longest > until:
             missing[name] = "there was no time to measure it"
             continue
-        began = monotonic()
         tell(name)
         try:
-            found[name] = asdict(_kind(llm, name, prepared, prompts))
+            found[name] = _kind(llm, replace(making, kind=name), folder / name, prompts)
         except StorageError:
             raise
         except ConfigError as error:
@@ -104,25 +108,12 @@ def kinds(
     return {"kinds": found, "missing": missing}
 
 
-def _kind(llm: LLM, name: str, prepared: Probe, prompts: Sequence[Sequence[int]]) -> Speeds:
-    """Train a few steps, and draft with what comes of them."""
-    place = prepared.folder / name
+def _kind(llm: LLM, making: Making, place: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The `Speeds` of a kind: train a few steps, and draft with what comes of them."""
     shutil.rmtree(place, ignore_errors=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
     try:
-        made = probe(name, prepared, place)
-        took = draft_ms(llm, f"{name}:{made.result}", prompts, made.depth)
-        return Speeds(score=made.score, train=made.train, draft_ms=took, depth=made.depth, parameters=made.parameters)
+        result, speeds = probe(making, place)
+        return speeds | {"draft_ms": draft_ms(llm, f"{making.kind}:{result}", prompts, speeds["depth"])}
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-def survey_of(parts: Sequence[dict[str, Any]]) -> Survey:
-    """The whole of what its parts measured."""
-    return Survey.of({name: value for part in parts for name, value in part.items()})
-
-
-def scratch(folder: Path) -> Path:
-    """A folder for what is tried."""
-    place = folder / "probe"
-    place.mkdir(parents=True, exist_ok=True)
-    return place

@@ -9,8 +9,10 @@ al. 2024 train MiniCPM). Both are ordinary runs of `training.job`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from time import monotonic
@@ -50,16 +52,22 @@ class Making:
     options: Mapping[str, Any] = field(default_factory=dict)  # beside those that `options_of` chooses
 
 
-def options_of(kind: str, shape: DecoderConfig) -> dict[str, Any]:
-    """The options of a kind for a target of this shape."""
-    hot = {"hot_head": 0.25} if shape.vocab_size >= MANY_TOKENS else {}
-    state = {"depth": 3, "alpha": 0.2, "beta": 1.0, "top": TOP, "anchors": 0.5, "start": "target", **hot}
+def options_of(making: Making) -> dict[str, Any]:
+    """The options of its kind for its target."""
+    return _defaults(making.kind, making.shape) | dict(making.options)
+
+
+def _defaults(kind: str, shape: DecoderConfig) -> dict[str, Any]:
+    alike: dict[str, Any] = {"top": min(TOP, shape.vocab_size - 1)}
+    if shape.vocab_size >= MANY_TOKENS:
+        alike["hot_head"] = 0.25
+    state = {"depth": 3, "alpha": 0.2, "beta": 1.0, "anchors": 0.5, "start": "target", **alike}
     if kind == "eagle":
         return {**state, "noise": 0.1}
     if kind == "lyanna":
         return state
     if kind == "medusa":
-        return {"heads": 3, "top": TOP, **hot}
+        return {"heads": 3, **alike}
     width = max(64, shape.d_model // 3 // 64 * 64)
     return {
         "layers": max(1, shape.num_layers // 8),
@@ -69,8 +77,7 @@ def options_of(kind: str, shape: DecoderConfig) -> dict[str, Any]:
         "kv_heads": width // 32,
         "vocab_size": shape.vocab_size,
         "context": shape.max_position,
-        "top": TOP,
-        **hot,
+        **alike,
     }
 
 
@@ -82,11 +89,9 @@ def rate_of(options: Mapping[str, Any], shape: DecoderConfig) -> float:
 
 def job_of(making: Making, out: Path, config: TrainConfig, init: Path | None = None) -> TrainingJob:
     """One run."""
-    top = min(TOP, making.shape.vocab_size - 1)
-    options = options_of(making.kind, making.shape) | {"top": top} | dict(making.options)
     return TrainingJob(
         kind=making.kind,
-        options=options,
+        options=options_of(making),
         config=config,
         phases=[Phase(rows=ROWS, length=making.length)],
         sources=making.sources,
@@ -100,9 +105,9 @@ def job_of(making: Making, out: Path, config: TrainConfig, init: Path | None = N
 
 def config_of(making: Making, steps: int, **changes: Any) -> TrainConfig:
     """How a run is trained."""
-    options = options_of(making.kind, making.shape) | dict(making.options)
+    rate = rate_of(options_of(making), making.shape)
     common = {"warmup": min(50, max(1, steps // 10)), "weight_decay": 0.02, "seed": making.seed, "log_every": 10}
-    return TrainConfig(**{"steps": steps, "learning_rate": rate_of(options, making.shape), **common, **changes})
+    return TrainConfig(**{"steps": steps, "learning_rate": rate, **common, **changes})
 
 
 def trainable(making: Making, out: Path, config: TrainConfig, say: Callable[[str], None]) -> tuple[Making, Trainer]:
@@ -120,69 +125,28 @@ def trainable(making: Making, out: Path, config: TrainConfig, say: Callable[[str
 # -- what a kind costs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """What kinds are tried on."""
+def probe(making: Making, out: Path) -> tuple[Path, dict[str, Any]]:
+    """Train a kind for a few steps; the folder of what comes of it, and of `Speeds` what training tells."""
+    began = seconds = 0.0
+    tokens = 0
 
-    making: Making  # its kind is the one that is tried
-    folder: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probed:
-    """What trying a kind gave."""
-
-    result: Path
-    score: float  # tokens a second
-    train: float  # tokens a second
-    depth: int
-    parameters: int
-
-
-class _Timer:
-    """Notes the speed of steps."""
-
-    def __init__(self) -> None:
-        self.speeds: list[float] = []
-
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """As `Watcher`."""
-        self.speeds.append(figures["tokens_per_s"])
-
-    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """As `Watcher`."""
-
-
-class _ScoreTimer:
-    """Reads the speed of scoring off what is said about it."""
-
-    def __init__(self) -> None:
-        self.began, self.tokens, self.seconds = 0.0, 0, 0.0
-
-    def __call__(self, text: str) -> None:
+    def said(text: str) -> None:
+        """Reads the speed of scoring off what is said about it."""
+        nonlocal began, seconds, tokens
         words = text.replace(",", "").split()
         if "to score" in text:
-            self.tokens, self.began = int(words[words.index("tokens") - 1]), monotonic()
+            tokens, began = int(words[words.index("tokens") - 1]), monotonic()
         elif text.startswith("cache: "):
-            self.seconds = monotonic() - self.began
+            seconds = monotonic() - began
 
-
-def probe(kind: str, given: Probe, out: Path) -> Probed:
-    """Train a kind for a few steps, and write what comes of it."""
-    making = replace(given.making, kind=kind, cache=out / "states")
-    said, timer = _ScoreTimer(), _Timer()
+    speeds: list[float] = []
+    making = replace(making, cache=out / "states")
     making, trainer = trainable(making, out, config_of(making, PROBED, evaluate_every=0), said)
-    trainer.watchers.append(timer)
-    trainer.run()
-    if trainer.interrupted:
-        raise KeyboardInterrupt
+    _run(trainer, TrainingPace(lambda: math.inf, 0.0, lambda figures: speeds.append(figures["tokens_per_s"])))
     job = job_of(making, out, trainer.config)
-    result = finish(job, trainer)
-    counted = sum(p.numel() for p in trainer.trained.values())
-    options = job.options
-    depth = int(options.get("depth", options.get("heads", 4) if kind == "medusa" else 4))
-    score = said.tokens / max(said.seconds, 1e-3) if said.tokens else float("inf")
-    return Probed(result=result, score=min(score, 1e9), train=median(timer.speeds[1:]), depth=depth, parameters=counted)
+    depth = int(job.options.get("depth", job.options.get("heads", 4) if making.kind == "medusa" else 4))
+    score = min(tokens / max(seconds, 1e-3), 1e9) if tokens else 1e9
+    return finish(job, trainer), {"score": score, "train": median(speeds[1:]), "depth": depth}
 
 
 # -- the run
@@ -194,12 +158,10 @@ class TrainingPace:
     Args:
         left: seconds that the part has left.
         tokens: that the whole training is expected to learn from.
-        tell: told of each step: the share that is done, and the figures.
+        tell: told the figures of each step.
     """
 
-    def __init__(
-        self, left: Callable[[], float], tokens: float, tell: Callable[[int, Mapping[str, float]], None]
-    ) -> None:
+    def __init__(self, left: Callable[[], float], tokens: float, tell: Callable[[Mapping[str, float]], object]) -> None:
         self.left, self.tokens, self.tell = left, tokens, tell
         self.checks: list[tuple[float, float]] = []
         self.trainer: Trainer | None = None
@@ -209,7 +171,7 @@ class TrainingPace:
     def step(self, step: int, figures: Mapping[str, float]) -> None:
         """As `Watcher`."""
         self._seen = figures["tokens"]
-        self.tell(step, figures)
+        self.tell(figures)
         if self.left() <= 0:
             self._end()
 
@@ -233,11 +195,16 @@ def accepted_of(figures: Mapping[str, float]) -> float | None:
     return fmean(own) if own else None
 
 
-def accepted_in(log: Path) -> list[tuple[float, float]]:
-    """The checks in a run's log: tokens seen, accepted tokens of a draft."""
+def _logged(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log."""
+    log = run / LOG
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
+
+
+def accepted_in(run: Path) -> list[tuple[float, float]]:
+    """The checks in the log of a run's folder: tokens seen, accepted tokens of a draft."""
     found, tokens = [], 0.0
-    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
-        figures = json.loads(line)
+    for figures in _logged(run):
         tokens = figures.get("tokens", tokens)
         if (value := accepted_of(figures)) is not None:
             found.append((tokens, value))
@@ -249,15 +216,17 @@ def train(
     out: Path,
     steps: int,
     left: Callable[[], float],
-    tell: Callable[[str, int, Mapping[str, float]], None],
+    tell: Callable[[str, Mapping[str, float]], None],
     say: Callable[[str], None],
+    once: Callable[[str, Callable[[], Any]], Any],
 ) -> dict[str, Any]:
     """Both parts, or what of them is not done yet.
 
     Args:
         steps: most of the first part, which its data are scored for.
         left: seconds that are left for both.
-        tell: told of each step: which part, which step, its figures.
+        tell: told of each step: which part, its figures.
+        once: gives what a phase gave, or makes it; see `RunFolder`.
 
     Returns:
         Where the result is, and how it went; ready for JSON.
@@ -274,36 +243,34 @@ def train(
     making, trainer = trainable(making, first, config, say)
     config = trainer.config
     trainer.resume()
-    pace = TrainingPace(
-        lambda: left() - FALL * began, float(steps * ROWS * making.length), lambda s, f: tell("training", s, f)
-    )
-    pace.checks = accepted_in(first / LOG)
-    known = _note(out)
-    if not known.get("first"):
+    pace = TrainingPace(lambda: left() - FALL * began, float(steps * ROWS * making.length), partial(tell, "training"))
+    pace.checks = accepted_in(first)
+
+    def run_first() -> dict[str, Any]:
         _run(trainer, pace)
-        result = finish(job_of(making, first, config), trainer)
-        known = _note(out, first=trainer.step, tokens=trainer.tokens, early=pace.early, speed=_speed(first, making))
-    result = first / "result"
-    fall = known.get("steps") or max(
-        5, min(known["first"] // 2, int(left() * 0.9 * known["speed"] / (ROWS * making.length)))
-    )
-    known = _note(out, steps=fall)
+        finish(job_of(making, first, config), trainer)
+        speeds = [line["tokens_per_s"] for line in _logged(first) if line.get("tokens_per_s")]
+        told = {"steps": trainer.step, "tokens": trainer.tokens, "early": pace.early}
+        return told | {"speed": median(speeds or [ROWS * making.length])}
+
+    known, result = once("first part", run_first), first / "result"
+    room = left() * 0.9 * known["speed"] / (ROWS * making.length)
+    fall = once("last steps", lambda: max(5, min(known["steps"] // 2, int(room))))
     falling = config_of(making, fall, schedule="linear", final_ratio=0.05, learning_rate=config.learning_rate)
     falling = replace(falling, warmup=min(5, fall), evaluate_every=fall, save_every=max(10, fall // 4))
     job = job_of(making, second, falling, init=result)
-    trainer = prepare(job, (), say)
+    trainer = prepare(job, (), say)  # the first one's memory is free from here on
     trainer.resume()
-    pace = TrainingPace(left, 0.0, lambda s, f: tell("last steps", s, f))
+    pace = TrainingPace(left, 0.0, partial(tell, "last steps"))
     if not trainer.finished:
         _run(trainer, pace)
     last = finish(job, trainer)
-    checks = accepted_in(first / LOG)
-    final = accepted_in(second / LOG)
+    checks, final = accepted_in(first), accepted_in(second)
     better = not final or not checks or final[-1][1] >= checks[-1][1]
     return {
         "result": str((last if better else result).relative_to(out.parent)),
         "tokens": known["tokens"] + trainer.tokens,
-        "steps": known["first"] + trainer.step,
+        "steps": known["steps"] + trainer.step,
         "early": known["early"],
         "checks": checks + [(known["tokens"] + n, value) for n, value in final],
     }
@@ -321,24 +288,3 @@ def _run(trainer: Trainer, pace: TrainingPace) -> None:
         trainer.run()
     if trainer.interrupted:
         raise KeyboardInterrupt
-
-
-def _speed(out: Path, making: Making) -> float:
-    """Tokens a second of a run's later steps."""
-    log = out / LOG
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    speeds = [json.loads(line).get("tokens_per_s") for line in lines]
-    return median([s for s in speeds if s] or [ROWS * making.length])
-
-
-def _note(out: Path, **facts: Any) -> dict[str, Any]:
-    """What is known of the parts that are done; ``facts`` are added."""
-    file = out / "parts.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if facts:
-        known |= facts
-        fresh = file.with_suffix(".part")
-        fresh.write_text(json.dumps(known) + "\n", encoding="utf-8")
-        fresh.replace(file)
-    values: dict[str, Any] = known
-    return values

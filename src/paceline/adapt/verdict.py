@@ -8,13 +8,10 @@ look-ups, since they cost nothing; where nothing is, nothing.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..bench.config import BenchConfig, Progress
-from ..bench.methods import parse_methods, with_plain
 from ..bench.records import PLAIN, Report
 from ..bench.run import Run
 from ..bench.summary import NEVER_SLOWER, Interval, Summary
@@ -38,10 +35,6 @@ class Verdict:
     equal: int  # of them: equal, or explained by a near tie
     trials: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
-
 
 def drafters(kind: str, folder: str) -> dict[str, str]:
     """What is compared, by name, as the registry reads it; ``folder`` has the new one's weights."""
@@ -49,44 +42,16 @@ def drafters(kind: str, folder: str) -> dict[str, str]:
     return {LOOK_UPS: LOOKUP, NEW: new, BOTH: with_parts([LOOKUP], new)}
 
 
-def judge(
-    model: str,
-    kind: str,
-    weights: Path,
-    workloads: Sequence[str],
-    prompts: int,
-    seed: int,
-    out: Path,
-    seconds: float,
-    tell: Progress,
-    **settings: Any,
-) -> Verdict:
+def judge(config: BenchConfig, out: Path, command: str, tell: Progress) -> Verdict:
     """Measure and decide.
 
     Args:
-        weights: folder of the new drafter.
-        workloads, prompts, seed: of the prompts that were put aside.
+        config: with plain decoding and `drafters`, on the prompts that were put aside.
         out: folder of the report.
-        seconds: after which no trial begins.
-        settings: ``dtype``, ``threads``, and ``max_new_tokens`` of an answer.
+        command: the command line, for the report.
     """
-    methods = parse_methods(
-        [f"{name}={text}" for name, text in drafters(kind, str(weights)).items()], settings["dtype"]
-    )
-    config = BenchConfig(
-        model=model,
-        methods=tuple(with_plain(methods)),
-        workloads=tuple(workloads),
-        prompts=prompts,
-        repeats=1,
-        seed=seed,
-        threads=settings["threads"],
-        max_new_tokens=settings["max_new_tokens"],
-        time_limit_s=max(1.0, seconds),
-        title=f"{Path(model).name}: what the drafter that was made for it is worth",
-    )
-    command = ["paceline", *shlex.split(settings["command"])]
-    report = Run(config, out=out, overwrite=True, command=command, progress=tell).execute()
+    line = ["paceline", *shlex.split(command)]
+    report = Run(config, out=out, overwrite=True, command=line, progress=tell).execute()
     if report.interrupted:
         raise KeyboardInterrupt
     return decide(report)

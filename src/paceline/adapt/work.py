@@ -19,7 +19,7 @@ from ..drafters import adapted
 from ..training.files import plain, require_same, writing
 
 STATE, LOCK = "adapt.json", "adapt.lock"
-FORMAT = 1
+FORMAT = 2
 SAVE_S = 2.0  # between two times that the clock is written down
 FULL = "free space there; what was made is kept, the same command goes on"
 
@@ -61,6 +61,8 @@ class RunFolder:
             wrong = f"{STATE} in it cannot be read ({error!r})"
             raise ConfigError(f"--out {self.folder}", wrong, "name another folder, or remove the file") from error
         asked, remedy = f"--out {self.folder}", "name another folder, or repeat the first command"
+        if found.get("format") != FORMAT:
+            raise ConfigError(asked, "it holds a run of another version of Paceline", "name another folder")
         if said[0].get("model") != facts.get("model"):
             raise ConfigError(asked, "it holds a run for another model, or for other weights of this one", remedy)
         wrong = "it holds a run of something else: there {name} is {found!r}, here {own!r}"

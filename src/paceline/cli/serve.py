@@ -14,8 +14,8 @@ import typer
 
 from ..core.errors import CapabilityError, ConfigError
 from ..options import LLMOptions
+from ..serve.client import engine_client
 from ..serve.config import ServeConfig
-from ..serve.engine import engine_client
 from .options import DEFAULT_MODEL, DRAFTER_SHOWN, ModelArgument, takes
 
 app = typer.Typer(add_completion=False)

@@ -93,22 +93,22 @@ class Grammars:
     def _source(self, grammar: Grammar) -> str:
         from llguidance import LLMatcher
 
-        if grammar.kind == "json_object":
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_FORM)
-        if grammar.kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(_schema(grammar, grammar.text), defaults=JSON_FORM)
-        if grammar.kind == "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
-        if grammar.kind == "choice":
-            return LLMatcher.grammar_from_lark(_choice(grammar))
-        if grammar.kind == "structural_tag":
-            return LLMatcher.grammar_from_lark(self._tags(grammar))
-        return LLMatcher.grammar_from_lark(grammar.text)
+        kind, text = grammar.kind, grammar.text
+        if kind in ("json_object", "json_schema"):
+            schema = {"type": "object"} if kind == "json_object" else _schema(grammar, text)
+            return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_FORM)
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(text)
+        if kind == "choice":
+            text = _choice(grammar)
+        elif kind == "structural_tag":
+            text = self._tags(grammar)
+        return LLMatcher.grammar_from_lark(text)
 
     def _tags(self, grammar: Grammar) -> str:
         from llguidance import StructTag
 
-        told = _json(grammar)
+        told = _json(grammar, grammar.text)
         form = '{"structures": [{"begin": "<f>", "schema": {..}, "end": "</f>"}], "triggers": ["<f"]}'
         try:
             triggers = [str(trigger) for trigger in told["triggers"]]
@@ -144,25 +144,22 @@ class Grammars:
         return self._words
 
 
-def _json(grammar: Grammar) -> Any:
+def _json(grammar: Grammar, text: str) -> Any:
     try:
-        return json.loads(grammar.text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _refused(grammar, f"it is no JSON ({error})") from error
 
 
 def _schema(grammar: Grammar, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _refused(grammar, f"it is no JSON ({error})") from error
+    found = _json(grammar, text)
     if not isinstance(found, dict | bool):
         raise _refused(grammar, "a schema is an object")
     return found if isinstance(found, dict) else ({} if found else {"not": {}})
 
 
 def _choice(grammar: Grammar) -> str:
-    texts = _json(grammar)
+    texts = _json(grammar, grammar.text)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise ConfigError(f"choice={shown(texts)}", "it is a list of texts, none of them empty", 'give ["yes", "no"]')
     return "start: " + " | ".join(json.dumps(text) for text in texts)

@@ -17,16 +17,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-RING, STATES, TASK, OFFER, REFUSED, DRAFTERS, LOG, APPLICATIONS = (
-    "ring.bin",
-    "states.bin",
-    "learner.json",
-    "offer.json",
-    "refused.json",
-    "drafters",
-    "learner.log",
-    "applications",
-)
+RING, STATES, TASK, LOG = "ring.bin", "states.bin", "learner.json", "learner.log"
+OFFER, REFUSED, DRAFTERS, APPLICATIONS = "offer.json", "refused.json", "drafters", "applications"
 
 
 def write(file: Path, values: Any) -> None:

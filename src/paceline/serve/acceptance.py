@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from ..distributed.requests import SampleUpdate
-from .schemas import Sampling
+from .schemas import Sampling, SpeculationChoice
 
 
 def speculative_decoding(
@@ -73,20 +72,17 @@ def _acceptance(stats: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def shown(body: Sampling, pieces: Sequence[SampleUpdate]) -> dict[str, Any]:
-    """What a choice has of where its tokens come from, as far as the request asks for that.
+def shown(body: Sampling, piece: SampleUpdate) -> dict[str, list[Any]]:
+    """What a choice has of where a piece's tokens come from, as far as the request asks for that.
 
     ``provenance``: of each token its text, who drafted it (null: it is the target's own choice) and how deep in the
     draft it was. ``trace``: of each step the tree, the accepted path, what the budget chose, and times.
     """
-    told = [piece.shown for piece in pieces if piece.shown is not None]
-    wanted: Any = body.speculation
-    found: dict[str, Any] = {}
-    if not told or isinstance(wanted, bool) or wanted is None:
-        return found
-    if wanted.provenance:
-        names = ("token", "source", "depth")
-        found["provenance"] = [dict(zip(names, one, strict=True)) for part in told for one in part.origins]
-    if wanted.trace:
-        found["trace"] = [*chain.from_iterable(part.steps or () for part in told)]
+    wanted, found = body.speculation, dict[str, list[Any]]()
+    if piece.shown is not None and isinstance(wanted, SpeculationChoice):
+        if wanted.provenance:
+            names = ("token", "source", "depth")
+            found["provenance"] = [dict(zip(names, one, strict=True)) for one in piece.shown.origins]
+        if wanted.trace:
+            found["trace"] = [*(piece.shown.steps or ())]
     return found

@@ -1,29 +1,47 @@
-"""The parts of the server put together."""
+"""The parts of the server put together, and the page ``/openapi.json``."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from .. import __version__
-from . import chat, completions, messages, metrics, models, playground, responses
+from . import models, playground
+from .chat import chat
+from .completions import completions
 from .config import ServeConfig
 from .generation import Server
 from .guard import Guard
-from .http import APIError, Gone
-from .openapi import schema
+from .http import APIError, read, unless_gone
+from .messages import CountRequest, MessagesRequest, count_tokens, messages
+from .models import detokenize, tokenize
+from .responses import ResponsesRequest, responses
+from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger(__name__)
-# A family of endpoints each.
-ROUTERS = (chat.router, completions.router, messages.router, responses.router, models.router, metrics.router)
+# What is posted: by path, the form of the body and what answers it.
+POSTS: dict[str, tuple[type[BaseModel], Callable[[Server, Any], Awaitable[Response]]]] = {
+    "/v1/chat/completions": (ChatRequest, chat),
+    "/v1/completions": (CompletionRequest, completions),
+    "/v1/messages": (MessagesRequest, messages),
+    "/v1/messages/count_tokens": (CountRequest, count_tokens),
+    "/v1/responses": (ResponsesRequest, responses),
+    "/tokenize": (TokenizeRequest, tokenize),
+    "/detokenize": (DetokenizeRequest, detokenize),
+}
+REFUSALS = ("400", "401", "404", "408", "413", "415", "429", "503")
 
 
 def make_app(server: Server, config: ServeConfig) -> ASGIApp:
@@ -44,15 +62,51 @@ def make_app(server: Server, config: ServeConfig) -> ASGIApp:
     app = FastAPI(
         title="Paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    for router in ROUTERS:
-        app.include_router(router(server))
-    app.include_router(playground.router())
+    app.state.server = server
+    for path, (form, answer) in POSTS.items():
+        app.add_api_route(
+            path, _posted(form, answer), methods=["POST"], name=answer.__name__, description=answer.__doc__
+        )
+    app.include_router(models.router)
+    app.include_router(playground.router)
     app.openapi = lambda: schema(app)  # type: ignore[method-assign]
     app.add_exception_handler(APIError, _said)
     app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(Gone, _gone)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _failed)
     return Guard(app, config, config.keys())
+
+
+def _posted(
+    form: type[BaseModel], answer: Callable[[Server, Any], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that reads a body, whose ``model`` must be served, and answers it while the client is there."""
+
+    async def posted(request: Request) -> Response:
+        server: Server = request.app.state.server
+        body: Any = await read(request, form, server.config.body_s)
+        server.application(body.model)
+        return await unless_gone(request.receive, answer(server, body))
+
+    return posted
+
+
+def schema(app: FastAPI) -> dict[str, Any]:
+    """The page ``/openapi.json``; endpoints read bodies themselves, so their schemas are added here."""
+    if app.openapi_schema is None:
+        page = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        where = "#/components/schemas/{model}"
+        kinds: Any = [(form, "validation") for form, _ in POSTS.values()]
+        page.setdefault("components", {})["schemas"] = models_json_schema(kinds, ref_template=where)[1]["$defs"]
+        for path, (form, _) in POSTS.items():
+            content = {"application/json": {"schema": {"$ref": where.format(model=form.__name__)}}}
+            page["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        for methods in page["paths"].values():
+            for said in methods.values():
+                said["responses"].pop("422", None)
+                said["responses"] |= {status: {"description": "an error"} for status in REFUSALS}
+        app.openapi_schema = page
+    return app.openapi_schema
 
 
 async def _said(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -22,6 +22,7 @@ from ..core.errors import ConfigError, PacelineError
 from ..distributed.channels import Line
 from ..distributed.frames import Codec
 from ..distributed.handshake import GREETINGS, Fault
+from ..distributed.placement import Placement
 from ..distributed.requests import (
     KINDS,
     Abort,
@@ -37,6 +38,7 @@ from ..distributed.requests import (
 )
 from ..distributed.sockets import SocketChannel
 from ..distributed.worker import Patience, Spare, Worker, WorkerSpec, launch_here
+from .config import ServeConfig
 from .line import LoopLine
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ WATCH_S = 0.25  # between two looks at an engine that is well
 START_WATCH_S = 0.05  # and at one that starts
 LEAST_S = 1e-3  # of a deadline that has passed meanwhile
 SPARE_S = 2.0  # that an engine is ready before a spare process gets ready beside it
+SILENT_S = 2.5  # without one of the beats, of which six come in this time; a pass, however long, does not hold them up
+HEALTHY_S = 1.0  # an engine that was well for so long is started again at once
 MOST_LIVES = 3  # engines in a row that may fail while nothing comes of a request: it may be what they fail at
 
 
@@ -359,3 +363,22 @@ class EngineClient:
         ended, self._open = self._open, {}
         for one in ended.values():
             one.fail(error)
+
+
+def engine_client(config: ServeConfig, options: Mapping[str, Any]) -> EngineClient:
+    """A client whose engine is not started yet.
+
+    Args:
+        config: the server's.
+        options: fields of `LLMOptions`, all of them.
+    """
+    spec = WorkerSpec(
+        name="engine",
+        service="paceline.engine_worker:service",
+        options={"options": {name: value for name, value in options.items() if name != "device"}},
+        kinds=KINDS,
+        placement=Placement(device=options["device"]),
+        channel="socket",
+    )
+    patience = Patience(start_s=config.start_s, stuck_s=config.stuck_s, silent_s=SILENT_S, healthy_s=HEALTHY_S)
+    return EngineClient(spec, patience, None if config.no_spare else "paceline.engine_worker:prepare")

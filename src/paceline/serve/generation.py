@@ -1,9 +1,9 @@
 """Run one request: what every endpoint that generates stands on.
 
-    answer = await begin(server, asked)          # APIError: refused, before a byte was sent
-    async with answer:                           # leaving it early ends the request
-        await answer.into(take)                  # take(deltas): what came at once, of each text, token_ids, ...
-    answer.stats, answer.usage()                 # afterwards
+    answer = await begin(server, body, ids, params)  # APIError: refused, before a byte was sent
+    async with answer:                               # leaving it early ends the request
+        await answer.into(take)                      # take(deltas): what came at once, of each text, token_ids, ...
+    answer.stats, usage([answer])                    # afterwards
 
 Everything that may be refused is refused by `begin`, so that a stream's first byte comes after it.
 """
@@ -16,15 +16,18 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from prometheus_client import generate_latest
 
 from ..core.errors import ConfigError
 from ..distributed.requests import Description, LogprobRow, SampleUpdate, Submit
 from .acceptance import speculative_decoding
 from .client import EngineClient, EngineDown, OpenRequest, TooMany
 from .config import ServeConfig
-from .histograms import Times
 from .http import APIError
+from .metrics import Metrics
+from .schemas import Sampling
 from .texts import ServedTexts, renderer
 
 WHOLE_INTERVAL_S = 0.5  # between pieces of an answer that is not streamed: so much is computed again after a failure
@@ -40,11 +43,21 @@ class Server:
     model: str  # its name for clients
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-    times: Times = field(default_factory=Times)
     replica: str | None = None  # its name among several
-    metrics: Callable[[], Awaitable[str]] = field(init=False)  # this server's; `metrics.router` sets it
     all_metrics: Callable[[], Awaitable[str]] | None = None  # those of all replicas
     _texts: ServedTexts | None = None
+    counts: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = Metrics(self.model, self.config.metrics_names, self.replica)
+
+    async def metrics(self) -> str:
+        """This server's, in Prometheus' form."""
+        try:
+            self.counts.looked(await self.client.look(), self.client.restarts)
+        except EngineDown:
+            self.counts.looked(None, self.client.restarts)
+        return generate_latest(self.counts).decode()
 
     @property
     def described(self) -> Description:
@@ -84,38 +97,24 @@ class Server:
             return None
         if model not in self.described.applications:
             known = ", ".join([self.model, *self.described.applications])
-            raise APIError(
-                404, f"there is no model {model[:200]!r}; these are served: {known}", "model", "model_not_found"
-            )
+            message = f"there is no model {model[:200]!r}; these are served: {known}"
+            raise APIError(404, message, "model", "model_not_found")
         return model
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A request, however it came."""
-
-    ids: list[int]  # of the prompt
-    place: str = "prompt"  # the field that has it
-    params: dict[str, Any]  # fields of `SamplingParams` that were given
-    application: str | None = None
-    streams: bool = False
-    priority: int = 0  # lower ones first
-    speculation: dict[str, Any] | None = None  # fields of `core.speculation.Speculation`
-    shows: Literal["", "origins", "steps"] = ""  # see `Submit`
-    store: bool = True  # whether it may be learned from
 
 
 class Answer:
     """An answer while it comes; see `begin`."""
 
-    def __init__(self, server: Server, asked: Asked, one: OpenRequest, begun: float) -> None:
-        self.asked, self.prompt_tokens = asked, len(asked.ids)
-        self.seed: int = one.asked.params["seed"]
+    def __init__(self, server: Server, one: OpenRequest, streams: bool, begun: float) -> None:
+        self.asked, self.prompt_tokens = one.asked, len(one.asked.ids)
+        self.model = one.asked.application or server.model  # its name for clients
+        self.samples: int = one.asked.params.get("n", 1)
+        self.name = f"{one.asked.params['seed']:x}{time.time_ns():x}"  # of the answer
         self.completion_tokens = 0
         self.stats: dict[str, Any] = {}  # `SpecStats.as_dict`, when it has ended
         self.prompt_logprobs: list[LogprobRow | None] | None = None
         self.steps: list[tuple[int, int]] = []  # of each with drafts, tokens drafted and accepted, where these are told
-        self._server, self._one = server, one
+        self._server, self._one, self._streams = server, one, streams
         self.token_bytes = server.texts.token_bytes
         self._begun = begun
         # The engine keeps the deadline, and one that hangs is found out after `stuck_s`.
@@ -162,34 +161,29 @@ class Answer:
             raise APIError(400, f"the request's own rules failed: {delta.error}", code="request_failed")
         if delta.ended is not None:
             self.stats, self.prompt_logprobs = delta.ended.stats, delta.ended.prompt_logprobs
-            samples = self.asked.params.get("n", 1)
             took = time.monotonic() - self._begun
-            self._server.times.ended(self.stats, took, self.prompt_tokens, self.completion_tokens, samples)
+            self._server.counts.ended(self.stats, took, self.prompt_tokens, self.completion_tokens, self.samples)
 
     def _time(self, index: int) -> None:
         """A piece of a sample has come."""
-        now, times = time.monotonic(), self._server.times
+        now, times = time.monotonic(), self._server.counts.times
         if not self._last:
-            times.time_to_first_token_seconds.add(now - self._begun)
-        elif self.asked.streams and index in self._last:
-            times.inter_token_latency_seconds.add(now - self._last[index])
+            times["time_to_first_token_seconds"].add(now - self._begun)
+        elif self._streams and index in self._last:
+            times["inter_token_latency_seconds"].add(now - self._last[index])
         self._last[index] = now
-
-    def usage(self) -> dict[str, Any]:
-        """Counts in OpenAI's form, so far."""
-        return usage([self])
 
     def speculative_decoding(self) -> dict[str, Any] | None:
         """vLLM's ``metrics.speculative_decoding``; None: more than one sample, no drafter, or not wanted."""
         level, described = self._server.config.per_request_spec_decode_metrics, self._server.described.speculation
         none = level == "none" or described["drafter"] is None
-        if none or not self.stats or self.asked.params.get("n", 1) != 1:
+        if none or not self.stats or self.samples != 1:
             return None
         return speculative_decoding(self.stats, described["max_nodes"], self.steps if level == "detailed" else None)
 
 
 def usage(answers: list[Answer]) -> dict[str, Any]:
-    """The counts of several answers of one request."""
+    """The counts of the answers of one request so far, in OpenAI's form."""
     prompt, said = sum(a.prompt_tokens for a in answers), sum(a.completion_tokens for a in answers)
     cached = sum(a.stats.get("cached_prompt_tokens", 0) for a in answers)
     found: dict[str, Any] = {
@@ -218,8 +212,22 @@ def check_params(config: ServeConfig, params: dict[str, Any]) -> None:
         raise APIError(400, message, "structured_outputs", "invalid_value")
 
 
-async def begin(server: Server, asked: Asked) -> Answer:
+async def begin(
+    server: Server,
+    body: Sampling,
+    ids: list[int],
+    params: dict[str, Any],
+    place: str = "prompt",
+    prediction: list[int] | None = None,
+) -> Answer:
     """Have a request queued.
+
+    Args:
+        server: which server.
+        body: the options that every form of request has.
+        ids: of the prompt, which the field ``place`` has.
+        params: fields of `SamplingParams` that were given.
+        prediction: ids that the answer is likely to repeat.
 
     Raises:
         APIError: it is refused, or the server takes none at the moment.
@@ -229,38 +237,37 @@ async def begin(server: Server, asked: Asked) -> Answer:
         raise APIError(503, "the server is about to end and takes no requests", code="draining")
     if server.client.num_open >= config.max_open:
         raise APIError(429, f"{config.max_open} requests are in flight, and no more fit", code="queue_full")
-    if len(asked.ids) >= described.max_model_len:
+    if len(ids) >= described.max_model_len:
         room = described.max_model_len
-        message = f"this model's context is {room} tokens, and the prompt has {len(asked.ids)}: shorten it"
-        raise APIError(400, message, asked.place, "context_length_exceeded")
-    check_params(config, asked.params)
-    interval = config.stream_interval_ms / 1e3 if asked.streams else WHOLE_INTERVAL_S
-    params = {**described.sampling, **asked.params}
+        message = f"this model's context is {room} tokens, and the prompt has {len(ids)}: shorten it"
+        raise APIError(400, message, place, "context_length_exceeded")
+    check_params(config, params)
+    speculation = (body.drafting() or {}) | ({} if prediction is None else {"prediction": prediction})
     submit = Submit(
         secrets.token_hex(12),
-        asked.ids,
-        params,
-        asked.application,
-        interval,
-        priority=asked.priority,
+        ids,
+        {**described.sampling, **params},
+        server.application(body.model),
+        config.stream_interval_ms / 1e3 if body.stream else WHOLE_INTERVAL_S,
+        priority=body.priority,
         deadline_s=config.request_s,
-        speculation=asked.speculation,
-        store=asked.store,
-        shows=asked.shows or ("origins" if config.per_request_spec_decode_metrics == "detailed" else ""),
+        speculation=speculation or None,
+        store=body.store is not False,
+        shows=body.shows() or ("origins" if config.per_request_spec_decode_metrics == "detailed" else ""),
     )
     try:
-        return Answer(server, asked, await server.client.submit(submit), begun)
+        return Answer(server, await server.client.submit(submit), bool(body.stream), begun)
     except ConfigError as error:
-        raise APIError(400, str(error), _field(asked, error), "invalid_value") from error
+        raise APIError(400, str(error), _field(place, error), "invalid_value") from error
     except TooMany as error:
         raise APIError(429, str(error), code="queue_full") from error
     except EngineDown as error:
         raise APIError(503, str(error), code="engine_down") from error
 
 
-def _field(asked: Asked, error: ConfigError) -> str | None:
+def _field(place: str, error: ConfigError) -> str | None:
     """The field of a request that an error of the engine is about; None: it is about none alone."""
     name, words = error.asked.partition("=")[0], error.asked.split()
     if name.isidentifier():
         return name
-    return asked.place if "prompt" in words else "speculation" if "speculation" in words else None
+    return place if "prompt" in words else "speculation" if "speculation" in words else None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -60,6 +59,7 @@ async def read(request: Request, kind: type[M], seconds: float) -> M:
 
     Raises:
         APIError: it is not JSON, not what is expected, or did not come in time.
+        ClientDisconnect: the client left.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise APIError(415, "the body must be JSON: send content-type: application/json")
@@ -67,15 +67,10 @@ async def read(request: Request, kind: type[M], seconds: float) -> M:
         body = await asyncio.wait_for(request.body(), seconds)
     except TimeoutError as error:
         raise APIError(408, f"the body did not come within {seconds:g} s") from error
-    except ClientDisconnect as error:
-        raise Gone from error
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise refusal(error) from None
+    return checked(kind, body)
 
 
-def refusal(error: ValidationError) -> APIError:
+def _refusal(error: ValidationError) -> APIError:
     """The first thing that is wrong with a body; of several forms that a value may have, with the one it is nearest."""
     fault = max(error.errors(include_url=False, include_input=False), key=lambda found: len(found["loc"]))
     forms = ("function-", "list[", "str", "int")  # of a field that has several, beside classes' names
@@ -88,38 +83,33 @@ def refusal(error: ValidationError) -> APIError:
     return APIError(400, f"{name or 'body'}: {_printable(fault['msg'])}", name, "invalid_value")
 
 
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Refuse what a request of another form says that the common form does not allow.
+def checked(form: type[M], body: bytes | dict[str, Any]) -> M:
+    """A body in one of our forms, from JSON or from values.
 
     Raises:
         APIError: with the first thing that is wrong.
     """
     try:
-        yield
+        return form.model_validate_json(body) if isinstance(body, bytes) else form.model_validate(body)
     except ValidationError as error:
-        raise refusal(error) from None
+        raise _refusal(error) from None
 
 
 def _printable(text: str) -> str:
     return text[:300].encode("utf-8", "backslashreplace").decode()
 
 
-class Gone(Exception):
-    """The client has left."""
-
-
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Do something for a client, until he leaves; the body must have been read.
 
     Raises:
-        Gone: he left; the work was cancelled, and has ended.
+        ClientDisconnect: he left; the work was cancelled, and has ended.
     """
     task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise ClientDisconnect
         return task.result()
     finally:
         for one in (task, leaving):
@@ -170,7 +160,7 @@ class EventStream(Response):
             await unless_gone(receive, self._events(write))
             beside.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except Gone:
+        except ClientDisconnect:
             return
         finally:
             beside.cancel()
@@ -190,16 +180,17 @@ class EventStream(Response):
 DONE = b"data: [DONE]\n\n"
 
 
-def event(content: Any) -> bytes:
+def event(content: Any, name: str = "") -> bytes:
     """One event of JSON."""
-    return b"data: " + to_json(content, inf_nan_mode="null") + b"\n\n"
+    head = f"event: {name}\ndata: " if name else "data: "
+    return head.encode() + to_json(content, inf_nan_mode="null") + b"\n\n"
 
 
 def failure(path: str, error: APIError) -> bytes:
     """The events that end a stream of any path, by who does not know what it said before."""
     if path.startswith(MESSAGES):
-        return b"event: error\n" + event(error.body(path))
+        return event(error.body(path), "error")
     if path.startswith(RESPONSES):
         said = {"type": "error", "code": error.code, "message": error.message, "param": None, "sequence_number": 0}
-        return b"event: error\n" + event(said)
+        return event(said, "error")
     return event(error.body(path)) + DONE

@@ -13,77 +13,31 @@ from ..core.errors import ConfigError
 from .acceptance import acceptance
 from .client import EngineDown
 from .generation import Server
-from .http import APIError, json_response, read
+from .http import APIError, json_response
 from .schemas import DetokenizeRequest, TokenizeRequest
 
-
-def router(server: Server) -> APIRouter:
-    """The endpoints."""
-    made = APIRouter()
-
-    @made.get("/v1/models")
-    async def models() -> Response:
-        """The model and its applications."""
-        return json_response({"object": "list", "data": [_card(server, name) for name in _names(server)]})
-
-    @made.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        """One of them."""
-        server.application(model)
-        return json_response(_card(server, model))
-
-    @made.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        """Ids of a text, or of a conversation."""
-        body = await read(request, TokenizeRequest, server.config.body_s)
-        server.application(body.model)
-        ids = _ids(server, body)
-        strings = [server.texts.piece(token) for token in ids] if body.return_token_strs else None
-        most = server.described.max_model_len
-        return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings})
-
-    @made.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        """The text of ids."""
-        body = await read(request, DetokenizeRequest, server.config.body_s)
-        server.application(body.model)
-        high = max(body.tokens, default=0)
-        if high >= server.described.vocab_size:
-            raise APIError(400, f"token id {high}: ids go up to {server.described.vocab_size - 1}", "tokens")
-        return json_response({"prompt": server.texts.decode(body.tokens)})
-
-    @made.get("/health")
-    async def health() -> Response:
-        """200 where requests are taken."""
-        if server.draining:
-            raise APIError(503, "the server is about to end", code="draining")
-        if not server.client.ready:
-            raise APIError(503, str(server.client.failed or "the engine is being loaded"), code="loading")
-        return Response(b"", 200)
-
-    @made.get("/version")
-    async def version() -> Response:
-        """Of Paceline."""
-        return json_response({"version": __version__})
-
-    @made.get("/load")
-    async def load() -> Response:
-        """Requests in flight."""
-        counters = await _counters(server)
-        held = {name: counters[name] for name in ("running", "waiting")}
-        return json_response({"server_load": server.client.num_open, **held})
-
-    @made.get("/v1/speculation")
-    async def speculation() -> Response:
-        """How the server drafts, and what came of it."""
-        counters = await _counters(server)
-        return json_response({**server.described.speculation, **acceptance(counters), "engine": counters})
-
-    return made
+router = APIRouter()
 
 
-def _names(server: Server) -> list[str]:
-    return [server.model, *server.described.applications]
+def _server(request: Request) -> Server:
+    server: Server = request.app.state.server
+    return server
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The model and its applications."""
+    server = _server(request)
+    names = [server.model, *server.described.applications]
+    return json_response({"object": "list", "data": [_card(server, name) for name in names]})
+
+
+@router.get("/v1/models/{model:path}")
+async def model(request: Request, model: str) -> Response:
+    """One of them."""
+    server = _server(request)
+    server.application(model)
+    return json_response(_card(server, model))
 
 
 def _card(server: Server, name: str) -> dict[str, Any]:
@@ -93,25 +47,74 @@ def _card(server: Server, name: str) -> dict[str, Any]:
     return found | {"root": server.described.model, "parent": parent, "max_model_len": most}
 
 
-def _ids(server: Server, body: TokenizeRequest) -> list[int]:
+async def tokenize(server: Server, body: TokenizeRequest) -> Response:
+    """Ids of a text, or of a conversation."""
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "give either prompt or messages", "prompt", "invalid_value")
     try:
-        if body.prompt is not None:
-            return server.texts.encode(body.prompt, body.add_special_tokens)
-        text = server.texts.chat(
-            [message.plain() for message in body.messages or ()],
-            continue_final_message=body.continue_final_message,
-            add_generation_prompt=body.add_generation_prompt,
-            options=body.chat_template_kwargs,
+        ids = (
+            server.texts.conversation(body)
+            if body.prompt is None
+            else server.texts.encode(body.prompt, body.add_special_tokens)
         )
-        return server.texts.encode(text, special=False)
     except ConfigError as error:
         raise APIError(400, str(error), "prompt", "invalid_value") from error
+    strings = [server.texts.piece(token) for token in ids] if body.return_token_strs else None
+    most = server.described.max_model_len
+    return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings})
 
 
-async def _counters(server: Server) -> dict[str, Any]:
+async def detokenize(server: Server, body: DetokenizeRequest) -> Response:
+    """The text of ids."""
+    high = max(body.tokens, default=0)
+    if high >= server.described.vocab_size:
+        raise APIError(400, f"token id {high}: ids go up to {server.described.vocab_size - 1}", "tokens")
+    return json_response({"prompt": server.texts.decode(body.tokens)})
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 where requests are taken."""
+    server = _server(request)
+    if server.draining:
+        raise APIError(503, "the server is about to end", code="draining")
+    if not server.client.ready:
+        raise APIError(503, str(server.client.failed or "the engine is being loaded"), code="loading")
+    return Response(b"", 200)
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Of Paceline."""
+    return json_response({"version": __version__})
+
+
+@router.get("/load")
+async def load(request: Request) -> Response:
+    """Requests in flight."""
+    counters = await _counters(request)
+    held = {name: counters[name] for name in ("running", "waiting")}
+    return json_response({"server_load": _server(request).client.num_open, **held})
+
+
+@router.get("/v1/speculation")
+async def speculation(request: Request) -> Response:
+    """How the server drafts, and what came of it."""
+    counters = await _counters(request)
+    drafts = _server(request).described.speculation
+    return json_response({**drafts, **acceptance(counters), "engine": counters})
+
+
+async def _counters(request: Request) -> dict[str, Any]:
     try:
-        return await server.client.look()
+        return await _server(request).client.look()
     except EngineDown as error:
         raise APIError(503, str(error), code="engine_down") from error
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Counters, gauges and histograms."""
+    server = _server(request)
+    text = await (server.all_metrics or server.metrics)()
+    return Response(text, 200, media_type="text/plain; version=0.0.4; charset=utf-8")

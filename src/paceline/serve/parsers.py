@@ -12,24 +12,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Literal
 
 MOST_DEPTH = 64  # of objects and arrays in arguments
 _SPACE = " \t\r\n"
 _DIGITS = "0123456789"
 _WORDS = {"t": "true", "f": "false", "n": "null"}
-_ESCAPES = '"\\/bfnrt'
+_ESCAPES = '"\\/bfnrtu'
+_HEXADECIMAL = "0123456789abcdefABCDEF"
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 _OPEN, _CLOSE, _PYTHON, _CALLS, _ARGS = "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
 
 Reading = Generator[None, str, None]
-
-
-class ParsedPiece(NamedTuple):
-    """What a parser says: more content; a call's name, with which it begins; more of the last call's arguments."""
-
-    kind: Literal["content", "name", "arguments"]
-    text: str
+Kind = Literal["content", "name", "arguments"]
+ParsedPiece = tuple[Kind, str]  # more content; a call's name, with which it begins; more of the last call's arguments
 
 
 class _Broken(Exception):
@@ -79,11 +75,11 @@ class ToolParser:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def _say(self, kind: Literal["content", "name", "arguments"], text: str) -> None:
-        if text and self._pieces and kind != "name" and self._pieces[-1].kind == kind:
-            self._pieces[-1] = ParsedPiece(kind, self._pieces[-1].text + text)
+    def _say(self, kind: Kind, text: str) -> None:
+        if text and self._pieces and kind != "name" and self._pieces[-1][0] == kind:
+            self._pieces[-1] = kind, self._pieces[-1][1] + text
         elif text:
-            self._pieces.append(ParsedPiece(kind, text))
+            self._pieces.append((kind, text))
 
     def _content(self, text: str) -> None:
         """Content, but for white space at its end, which waits."""
@@ -147,41 +143,39 @@ class ToolParser:
         elif char == "{":
             yield from self._object(depth)
         elif char == "[":
-            yield from self._array(depth)
+            yield from self._members("]", lambda: self._value(depth + 1))
+            yield from self._next()
         elif char in _WORDS:
             yield from self._expect(_WORDS[char])
         else:
             yield from self._number()
 
     def _object(self, depth: int) -> Reading:
-        yield from self._next()
-        yield from self._space()
-        while self._char != "}":
-            yield from self._string()
-            yield from self._space()
-            yield from self._expect(":")
-            yield from self._space()
-            yield from self._value(depth + 1)
-            yield from self._comma("}")
+        yield from self._members("}", lambda: self._pair(depth))
         yield from self._next()
 
-    def _array(self, depth: int) -> Reading:
-        yield from self._next()
-        yield from self._space()
-        while self._char != "]":
-            yield from self._value(depth + 1)
-            yield from self._comma("]")
-        yield from self._next()
+    def _pair(self, depth: int) -> Reading:
+        yield from self._string()
+        yield from self._colon()
+        yield from self._value(depth + 1)
 
-    def _comma(self, end: str) -> Reading:
-        """What stands between two members: afterwards the next one, or ``end``, is at hand."""
+    def _colon(self) -> Reading:
         yield from self._space()
-        if self._char == end:
-            return
-        yield from self._expect(",")
+        yield from self._expect(":")
         yield from self._space()
-        if self._char == end:
-            raise _Broken
+
+    def _members(self, end: str, member: Callable[[], Reading]) -> Reading:
+        """Members with commas between, behind the bracket at hand; afterwards ``end`` is at hand."""
+        yield from self._next()
+        yield from self._space()
+        while self._char != end:
+            yield from member()
+            yield from self._space()
+            if self._char != end:
+                yield from self._expect(",")
+                yield from self._space()
+                if self._char == end:
+                    raise _Broken
 
     def _string(self) -> Reading:
         yield from self._expect('"')
@@ -191,20 +185,17 @@ class ToolParser:
             escaped = self._char == "\\"
             yield from self._next()
             if escaped:
-                yield from self._escape()
+                digits = 4 if self._char == "u" else 0
+                yield from self._one_of(_ESCAPES)
+                for _ in range(digits):
+                    yield from self._one_of(_HEXADECIMAL)
         yield from self._next()
 
-    def _escape(self) -> Reading:
-        if self._char == "u":
-            yield from self._next()
-            for _ in range(4):
-                if not self._char or self._char not in "0123456789abcdefABCDEF":
-                    raise _Broken
-                yield from self._next()
-        elif self._char and self._char in _ESCAPES:
-            yield from self._next()
-        else:
+    def _one_of(self, allowed: str) -> Reading:
+        """Pass over the character at hand, which must be one of these."""
+        if not self._char or self._char not in allowed:
             raise _Broken
+        yield from self._next()
 
     def _number(self) -> Reading:
         if self._char == "-":
@@ -223,8 +214,7 @@ class ToolParser:
             yield from self._digits()
 
     def _digits(self) -> Reading:
-        if not self._char or self._char not in _DIGITS:
-            raise _Broken
+        yield from self._one_of(_DIGITS)
         while self._char and self._char in _DIGITS:
             yield from self._next()
 
@@ -259,13 +249,11 @@ class ToolParser:
         name: str | None = None
         early: str | None = None  # arguments in front of the name
         begun = False
-        yield from self._expect("{")
-        yield from self._space()
-        while self._char != "}":
+
+        def field() -> Reading:
+            nonlocal name, early, begun
             key = json.loads((yield from self._kept(self._string())))
-            yield from self._space()
-            yield from self._expect(":")
-            yield from self._space()
+            yield from self._colon()
             if key == "name" and name is None:
                 name = json.loads((yield from self._kept(self._string())))
                 if not name:
@@ -285,7 +273,10 @@ class ToolParser:
                     raise _Broken
             else:
                 yield from self._value(1)
-            yield from self._comma("}")
+
+        if self._char != "{":
+            raise _Broken
+        yield from self._members("}", field)
         if name is None:
             raise _Broken
         if not begun:
@@ -299,11 +290,7 @@ class ToolParser:
         if self._char != "[":
             yield from self._call()
             return
-        yield from self._next()
-        yield from self._space()
-        while self._char != "]":
-            yield from self._call()
-            yield from self._comma("]")
+        yield from self._members("]", self._call)
         yield from self._next()
         self._raw = self._char
 

@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..core.errors import CapabilityError
 from .app import make_app
+from .client import engine_client
 from .config import ServeConfig
-from .engine import engine_client
 from .generation import Server
 from .http import CONNECTION, APIError, failure
 from .last_words import LastWords
@@ -58,8 +58,7 @@ class Replica:
         own = ServeConfig(**config)
         self._client = engine_client(own, options)
         self._client.launch()
-        self._server = Server(own, self._client, model)
-        self._server.replica = serve.get_replica_context().replica_tag
+        self._server = Server(own, self._client, model, replica=serve.get_replica_context().replica_tag)
         self._server.all_metrics = self._all_metrics
         self._last = LastWords()
 

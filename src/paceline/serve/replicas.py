@@ -89,12 +89,10 @@ def run(group: ReplicaGroup) -> None:
         try:
             _start(group)
             _deploy(group, bundle)
-            sys.stderr.write(f"paceline serves {group.model} at http://{config.host}:{group.port}\n")
-            sys.stderr.flush()
+            print(f"paceline serves {group.model} at http://{config.host}:{group.port}", file=sys.stderr, flush=True)
             while wanted() == signal.SIGHUP:
                 _deploy(group, bundle)
-                sys.stderr.write("paceline has restarted all replicas\n")
-                sys.stderr.flush()
+                print("paceline has restarted all replicas", file=sys.stderr, flush=True)
         finally:
             serve.shutdown()
             _at_head(shutil.rmtree, folder, ignore_errors=True)

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
-from pydantic_core import to_json
-from starlette.requests import Request
 from starlette.responses import Response
 
-from .chat import asked
-from .generation import Answer, Delta, Server, begin
-from .http import APIError, EventStream, Strict, Write, json_response, read, refusing, unless_gone
-from .schemas import (
-    ChatMessage,
-    ChatRequest,
-    Function,
-    FunctionName,
-    JSONSchema,
-    NamedTool,
-    ResponseFormat,
-    SpeculationChoice,
-    Tool,
-    ToolName,
-)
-from .tools import CallReader, ToolUse, tool_use
+from .chat import begin_chat
+from .generation import Answer, Delta, Server, usage
+from .http import APIError, EventStream, Strict, Write, checked, event, json_response
+from .schemas import ChatRequest, FunctionName, JSONSchema, SpeculationChoice, ToolName
+from .tools import CallReader, ToolUse
 
 
 class ResponsePart(Strict):
@@ -81,21 +66,17 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
-class NamedFunction(Strict):
+class NamedFunction(FunctionName):
     """The tool that it must call."""
 
     type: Literal["function"]
-    name: str
 
 
-class TextFormat(Strict):
+class TextFormat(JSONSchema):
     """What the text must be."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class TextOptions(Strict):
@@ -126,9 +107,7 @@ class ResponsesRequest(Strict):
     background: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = (
-        None  # there is no such reasoning; others are refused
-    )
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is no such reasoning
     # These change nothing.
     metadata: Any = None
     user: Any = None
@@ -140,99 +119,74 @@ class ResponsesRequest(Strict):
     reasoning: Any = None
 
 
-def router(server: Server) -> APIRouter:
-    """The endpoint."""
-    made = APIRouter()
-
-    @made.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        """Answer a conversation, in the form of OpenAI's responses."""
-        body = await read(request, ResponsesRequest, server.config.body_s)
-        return await unless_gone(request.receive, _answer(server, body))
-
-    return made
-
-
-async def _answer(server: Server, body: ResponsesRequest) -> Response:
+async def responses(server: Server, body: ResponsesRequest) -> Response:
+    """Answer a conversation, in the form of OpenAI's responses."""
     for name in ("store", "background", "previous_response_id"):
         if getattr(body, name):
-            raise APIError(
-                400, f"{name}: this server keeps no answers; send the whole conversation", name, "unsupported"
-            )
-    chat = _chat(body)
-    use = tool_use(chat, server.texts, server.config.tool_parser)
-    reply = _ResponseReply(await begin(server, asked(server, chat, use)), body.model or server.model, body, use)
-    if body.stream:
-        return EventStream(reply.events, reply.abort)
-    return json_response(await reply.whole())
+            message = f"{name}: this server keeps no answers; send the whole conversation"
+            raise APIError(400, message, name, "unsupported")
+    answer, use = await begin_chat(server, _chat(body))
+    reply = _ResponseReply(answer, body, use)
+    return EventStream(reply.events, answer.abort) if body.stream else json_response(await reply.whole())
 
 
-@refusing()
 def _chat(body: ResponsesRequest) -> ChatRequest:
     """The same request as a chat."""
-    told = [] if body.instructions is None else [ChatMessage(role="system", content=body.instructions)]
+    told: list[dict[str, Any]] = [] if body.instructions is None else [_message("system", body.instructions)]
     for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
         if isinstance(item, InputMessage):
-            told.append(ChatMessage(role=item.role, content=_text(item.content)))
+            told.append(_message(item.role, item.content))
         elif isinstance(item, FunctionOutput):
-            told.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
+            told.append(_message("tool", item.output) | {"tool_call_id": item.call_id})
         else:
-            call: dict[str, Any] = {"id": item.call_id, "type": "function"}
-            call |= {"function": {"name": item.name, "arguments": item.arguments}}
-            if told and told[-1].tool_calls is not None:
-                told[-1].tool_calls.append(call)
-            else:
-                told.append(ChatMessage(role="assistant", tool_calls=[call]))
-    names = ("temperature", "top_p", "seed", "parallel_tool_calls", "speculation", "priority", "store")
-    fields: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+            if not told or "tool_calls" not in told[-1]:
+                told.append({"role": "assistant", "tool_calls": []})
+            function = {"name": item.name, "arguments": item.arguments}
+            told[-1]["tool_calls"].append({"id": item.call_id, "type": "function", "function": function})
+    names = ("temperature", "top_p", "seed", "parallel_tool_calls", "speculation", "priority", "store", "stream")
+    fields: dict[str, Any] = {name: given for name in names if (given := getattr(body, name)) is not None}
     if body.tools is not None:
-        fields["tools"] = [
-            Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in body.tools
-        ]
+        functions = [tool.model_dump(exclude={"type"}) for tool in body.tools]
+        fields["tools"] = [{"type": "function", "function": function} for function in functions]
     choice = body.tool_choice
     if isinstance(choice, NamedFunction):
-        fields["tool_choice"] = NamedTool(type="function", function=FunctionName(name=choice.name))
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
         fields["tool_choice"] = choice
-    wanted = None if body.text is None else body.text.format
-    if wanted is not None:
-        named = {"name": wanted.name, "schema": wanted.schema_}
-        schema = JSONSchema.model_validate(named) if wanted.type == "json_schema" else None
-        fields["response_format"] = ResponseFormat(type=wanted.type, json_schema=schema)
-    return ChatRequest(model=body.model, messages=told, max_tokens=body.max_output_tokens, **fields)
+    if body.text is not None and (wanted := body.text.format) is not None:
+        schema = {"name": wanted.name, "schema": wanted.schema_} if wanted.type == "json_schema" else None
+        fields["response_format"] = {"type": wanted.type, "json_schema": schema}
+    own = {"model": body.model, "messages": told, "max_tokens": body.max_output_tokens}
+    return checked(ChatRequest, own | fields)
 
 
-def _text(content: str | list[ResponsePart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _message(role: str, content: str | list[ResponsePart]) -> dict[str, Any]:
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return {"role": role, "content": text}
 
 
 class _ResponseReply:
     """An answer in the form of this endpoint: items of output, which are written one after the other."""
 
-    def __init__(self, answer: Answer, model: str, body: ResponsesRequest, use: ToolUse | None) -> None:
-        self._answer, self._model, self._body = answer, model, body
-        self._reader = None if use is None else CallReader(use)
-        self._name = f"{answer.seed:x}{time.time_ns():x}"
+    def __init__(self, answer: Answer, body: ResponsesRequest, use: ToolUse | None) -> None:
+        self._answer, self._body, self._reader = answer, body, CallReader(use)
         self._created = int(time.time())
         self._items: list[dict[str, Any]] = []  # of output; the last one may be open
         self._status = "in_progress"
-        self._events: list[bytes] = []
+        self._events: list[bytes] = []  # that are not written yet
         self._number = 0
-
-    def abort(self) -> None:
-        """End the request."""
-        self._answer.abort()
 
     def _response(self) -> dict[str, Any]:
         body, ended = self._body, self._status != "in_progress"
+        choice = body.tool_choice or "auto"
         fields = body.model_dump(
             by_alias=True,
             include={"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "truncation", "user"},
         )
-        usage = None
+        counts = None
         if ended:
-            said = self._answer.usage()
-            usage = {
+            said = usage([self._answer])
+            counts = {
                 "input_tokens": said["prompt_tokens"],
                 "input_tokens_details": said["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": said["completion_tokens"],
@@ -241,21 +195,21 @@ class _ResponseReply:
             }
         return {
             **fields,
-            "id": f"resp_{self._name}",
+            "id": f"resp_{self._answer.name}",
             "object": "response",
             "created_at": self._created,
             "status": self._status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "model": self._model,
+            "model": self._answer.model,
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
-            "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or []],
-            "usage": usage,
+            "usage": counts,
             **({"stats": self._answer.stats} if ended else {}),
         }
 
@@ -269,19 +223,21 @@ class _ResponseReply:
         """Streamed."""
         self._say("response.created", response=self._response())
         self._say("response.in_progress", response=self._response())
+
+        def take(deltas: list[Delta]) -> None:
+            for delta in deltas:
+                self._take(delta)
+            write(self._said())
+
         try:
             async with self._answer as answer:
                 write(self._said())
-                await answer.into(lambda deltas: write(b"".join(map(self._streamed, deltas))))
+                await answer.into(take)
         except APIError as error:
             self._say("error", code=error.code, message=error.message, param=error.param)
         else:
             self._say(f"response.{self._status}", response=self._response())
         write(self._said())
-
-    def _streamed(self, delta: Delta) -> bytes:
-        self._take(delta)
-        return self._said()
 
     def _said(self) -> bytes:
         events, self._events = b"".join(self._events), []
@@ -290,29 +246,25 @@ class _ResponseReply:
     def _say(self, kind: str, **fields: Any) -> None:
         told = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json(told, inf_nan_mode="null")))
+        self._events.append(event(told, kind))
 
     def _take(self, delta: Delta) -> None:
-        parts: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
-        if self._reader is not None:
-            parts = self._reader.read(delta)
-        for part in parts:
+        for part in self._reader.read(delta):
             if "content" in part:
                 self._write(part["content"])
             else:
-                [call] = part["tool_calls"]
-                if "id" in call:
-                    self._call(call)
-                else:
-                    self._argue(call["function"]["arguments"])
+                self._call(part["tool_calls"][0])
         if delta.finish_reason is not None:
             if not self._items:
                 self._write("")
             self._close()
             self._status = "incomplete" if delta.finish_reason in ("length", "deadline") else "completed"
 
-    def _open(self, item: dict[str, Any]) -> None:
+    def _open(self, kind: str, prefix: str, **fields: Any) -> None:
+        """Begin an item."""
         self._close()
+        name = f"{prefix}_{self._answer.name}_{len(self._items)}"
+        item = {"type": kind, "id": name, "status": "in_progress", **fields}
         self._items.append(item)
         self._say("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
@@ -321,9 +273,7 @@ class _ResponseReply:
 
     def _write(self, text: str) -> None:
         if not self._items or self._items[-1]["type"] != "message":
-            name = f"msg_{self._name}_{len(self._items)}"
-            head = {"type": "message", "id": name, "status": "in_progress", "role": "assistant"}
-            self._open({**head, "content": []})
+            self._open("message", "msg", role="assistant", content=[])
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._items[-1]["content"] = [part]
             self._say("response.content_part.added", **self._at(), content_index=0, part=part)
@@ -332,13 +282,13 @@ class _ResponseReply:
             self._say("response.output_text.delta", **self._at(), content_index=0, delta=text, logprobs=[])
 
     def _call(self, call: dict[str, Any]) -> None:
-        name = f"fc_{self._name}_{len(self._items)}"
-        head = {"type": "function_call", "id": name, "call_id": call["id"], "name": call["function"]["name"]}
-        self._open({**head, "arguments": "", "status": "in_progress"})
-
-    def _argue(self, text: str) -> None:
-        self._items[-1]["arguments"] += text
-        self._say("response.function_call_arguments.delta", **self._at(), delta=text)
+        """A call begins, or its arguments go on."""
+        function = call["function"]
+        if "id" in call:
+            self._open("function_call", "fc", call_id=call["id"], name=function["name"], arguments="")
+        else:
+            self._items[-1]["arguments"] += function["arguments"]
+            self._say("response.function_call_arguments.delta", **self._at(), delta=function["arguments"])
 
     def _close(self) -> None:
         """End the open item."""
@@ -355,7 +305,3 @@ class _ResponseReply:
             fields = {"arguments": item["arguments"], "name": item["name"]}
             self._say("response.function_call_arguments.done", **self._at(), **fields)
         self._say("response.output_item.done", output_index=len(self._items) - 1, item=item)
-
-
-def _plain(choice: str | NamedFunction) -> Any:
-    return choice if isinstance(choice, str) else json.loads(choice.model_dump_json())

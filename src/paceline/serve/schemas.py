@@ -12,26 +12,6 @@ from ..core.errors import ConfigError
 from ..core.grammar import Grammar
 from .http import APIError, Strict
 
-SAMPLED = (  # fields that mean what those of `SamplingParams` of the same name do
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "max_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "prompt_logprobs",
-)
-
 
 class StreamOptions(Strict):
     """What a stream has beside its text."""
@@ -91,10 +71,9 @@ class StructuredOutputs(Strict):
     structural_tag: str | dict[str, Any] | None = None
 
 
-class Sampling(Strict):
-    """What both kinds of requests have."""
+class SamplingFields(Strict):
+    """What means what the field of `SamplingParams` of the same name does."""
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -112,6 +91,12 @@ class Sampling(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+
+class Sampling(SamplingFields):
+    """What all forms of requests that generate come to."""
+
+    model: str | None = None
     logit_bias: dict[int, float] | None = None
     return_token_ids: bool | None = None
     speculation: bool | SpeculationChoice | None = None  # false: nothing is drafted
@@ -153,7 +138,7 @@ class Sampling(Strict):
 
     def sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that were given."""
-        found = {name: getattr(self, name) for name in SAMPLED if getattr(self, name) is not None}
+        found = {name: given for name in SamplingFields.model_fields if (given := getattr(self, name)) is not None}
         if self.logit_bias:
             found["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         grammar = grammar_of(self.response_format, self.structured_outputs)
@@ -251,11 +236,6 @@ class ChatRequest(Sampling):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-
-    @property
-    def parallel(self) -> bool:
-        """Whether an answer may have several calls."""
-        return self.parallel_tool_calls is not False
 
 
 class CompletionRequest(Sampling):

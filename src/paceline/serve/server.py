@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
+from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -27,7 +28,7 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
         self._served = server
-        self._draining: asyncio.Task[None] | None = None
+        self._draining: Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end."""
@@ -35,12 +36,9 @@ class _Uvicorn(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._served.draining = True
-        asyncio.get_running_loop().call_soon_threadsafe(self._drain, sig, frame)
+        self._draining = asyncio.run_coroutine_threadsafe(self._drain(), asyncio.get_running_loop())
 
-    def _drain(self, sig: int, frame: FrameType | None) -> None:
-        self._draining = asyncio.ensure_future(self._drained(sig, frame))
-
-    async def _drained(self, sig: int, frame: FrameType | None) -> None:
+    async def _drain(self) -> None:
         try:
             await asyncio.wait_for(self._served.client.drained(), self._served.config.drain_s)
         except TimeoutError:
@@ -53,8 +51,7 @@ class _Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         for one in sockets or ():
             host, port = one.getsockname()[:2]
-            sys.stderr.write(f"paceline serves {self._served.model} at http://{host}:{port}\n")
-            sys.stderr.flush()
+            print(f"paceline serves {self._served.model} at http://{host}:{port}", file=sys.stderr, flush=True)
 
 
 def run(config: ServeConfig, client: EngineClient, model: str, listening: socket.socket) -> None:

@@ -7,7 +7,6 @@ environment. Pinned ones are checked in each process (`replica.check_switches`);
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 PINNED = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # in place of Serve's proxy; with it replicas listen themselves (direct ingress)
@@ -50,8 +49,4 @@ def switches(drain_s: float, request_s: float, folder: str, ports: tuple[int, in
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",  # a busy host takes longer than the 5 s that Serve gives HAProxy
         "RAY_SERVE_LOG_TO_STDERR": "0",
     }
-    return {**chosen, **_own(os.environ, chosen), **PINNED}
-
-
-def _own(environment: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in chosen if name in environment}
+    return {**chosen, **{name: os.environ[name] for name in chosen if name in os.environ}, **PINNED}

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from ..core.errors import ConfigError
 from ..distributed.requests import Description
+from .schemas import ChatRequest, TokenizeRequest
 
 
 class ServedTexts:
@@ -76,40 +77,30 @@ class ServedTexts:
         """The chat template in use; empty: there is none."""
         return self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default", "")
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        add_generation_prompt: bool = True,
-        options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """A conversation in the model's chat template.
-
-        Args:
-            options: further names for the template, such as ``enable_thinking``.
+    def conversation(
+        self, body: ChatRequest | TokenizeRequest, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a conversation in the model's chat template.
 
         Raises:
             ConfigError: no template, or one that refuses the messages.
         """
-        template = self.template(bool(tools))
+        messages, template = [message.plain() for message in body.messages or ()], self.template(bool(tools))
         if not template or self._tokenizer is None:
             raise ConfigError("a chat", "the model has no chat template", "use /v1/completions with a plain prompt")
-        given = {**self._special, **(options or {})}
         try:
             made: Any = renderer()(
-                conversations=[[dict(message) for message in messages]],
-                tools=None if tools is None else [dict(tool) for tool in tools],
+                conversations=[messages],
+                tools=tools,
                 chat_template=template,
-                continue_final_message=continue_final_message,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                **given,
+                continue_final_message=body.continue_final_message,
+                add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+                **{**self._special, **(body.chat_template_kwargs or {})},
             )
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
-            raise ConfigError(
-                "these messages", f"the model's template refuses them ({error})", "check roles"
-            ) from error
-        return str(made[0][0])
+            wrong = f"the model's template refuses them ({error})"
+            raise ConfigError("these messages", wrong, "check roles") from error
+        return self.encode(str(made[0][0]), special=False)
 
 
 def renderer() -> Callable[..., Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..distributed.requests import SampleUpdate
@@ -66,27 +65,28 @@ def tool_use(body: ChatRequest, texts: ServedTexts, parser: str) -> ToolUse | No
         strict = [one for one in functions.values() if one.strict]
         grammar = bound(family, strict, tag) if strict else None
         return ToolUse(family, told, grammar, tag)
-    if choice == "required":
-        return ToolUse(family, told, calls(family, list(functions.values()), body.parallel, texts), tag)
-    assert not isinstance(choice, str)
-    if choice.function.name not in functions:
-        message = f"tool_choice names {choice.function.name!r}; the tools are {', '.join(functions)}"
-        raise APIError(400, message, "tool_choice", "invalid_value")
-    one = functions[choice.function.name]
-    return ToolUse(family, told, calls(family, [one], False, texts), tag, named=True)
+    wanted, many = list(functions.values()), body.parallel_tool_calls is not False
+    if not isinstance(choice, str):
+        if choice.function.name not in functions:
+            message = f"tool_choice names {choice.function.name!r}; the tools are {', '.join(functions)}"
+            raise APIError(400, message, "tool_choice", "invalid_value")
+        wanted, many = [functions[choice.function.name]], False
+    return ToolUse(family, told, calls(family, wanted, many, texts), tag, named=not isinstance(choice, str))
 
 
 def calls(family: str, functions: list[Function], many: bool, texts: ServedTexts) -> dict[str, str]:
     """The grammar of an answer that is one call, or several."""
     schemas = [_call(family, function) for function in functions]
-    schema = json.dumps(_compact({"anyOf": schemas} if len(schemas) > 1 else schemas[0]))
-    tag, more = _literal(TAGS[family], texts), "+" if many else ""
+    compact = {"x-guidance": {"whitespace_flexible": False}}
+    schema = json.dumps(compact | ({"anyOf": schemas} if len(schemas) > 1 else schemas[0]))
+    tag = _literal(TAGS[family], texts)
     if family == "hermes":
-        text = f'start: one{more}\none: {tag} "\\n" call "\\n" {_literal("</tool_call>", texts)}'
+        text = f'start: one{"+" if many else ""}\none: {tag} "\\n" call "\\n" {_literal("</tool_call>", texts)}'
     elif family == "mistral":
-        text = f'start: {tag} "[" call {"(" + chr(34) + "," + chr(34) + " call)*" if many else ""} "]"'
+        others = '("," call)*' if many else ""
+        text = f'start: {tag} "[" call {others} "]"'
     else:
-        text = f"start: call{' (' + chr(34) + ';' + chr(34) + ' call)*' if many else ''}"
+        text = "start: call" + (' (";" call)*' if many else "")
     return {"kind": "lark", "text": f"{text}\ncall: %json {schema}"}
 
 
@@ -121,31 +121,35 @@ def _literal(text: str, texts: ServedTexts) -> str:
     return f"<[{texts.special[text]}]>" if text in texts.special else json.dumps(text)
 
 
-def _compact(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"x-guidance": {"whitespace_flexible": False}, **schema}
-
-
-@dataclass(slots=True)
 class CallReader:
-    """The content and the calls of one sample, as OpenAI's answers have them."""
+    """The content and the calls of one sample, as OpenAI's answers have them.
 
-    use: ToolUse
-    calls: list[dict[str, Any]] = field(default_factory=list)  # whole
-    content: str = ""
-    _parser: ToolParser = field(init=False)
+    Args:
+        use: of the request; None: all is content.
+    """
 
-    def __post_init__(self) -> None:
-        self._parser = ToolParser(self.use.family)
+    def __init__(self, use: ToolUse | None) -> None:
+        self.calls: list[dict[str, Any]] = []  # whole
+        self._texts: list[str] = []
+        self._named, self._parser = use is not None and use.named, None if use is None else ToolParser(use.family)
+
+    @property
+    def content(self) -> str:
+        """What is no call."""
+        return "".join(self._texts)
 
     def read(self, delta: SampleUpdate) -> list[dict[str, Any]]:
         """What a piece brings, as ``delta`` of chunks."""
+        if self._parser is None:
+            self._texts.append(delta.text)
+            return [{"content": delta.text}] if delta.text else []
         pieces = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             pieces += self._parser.end()
         found: list[dict[str, Any]] = []
         for kind, text in pieces:
             if kind == "content":
-                self.content += text
+                self._texts.append(text)
                 found.append({"content": text})
             elif kind == "name":
                 call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
@@ -159,4 +163,4 @@ class CallReader:
 
     def finish(self, reason: str | None) -> str | None:
         """Why the sample ended: "tool_calls" where it called, of its own will."""
-        return "tool_calls" if reason == "stop" and self.calls and not self.use.named else reason
+        return "tool_calls" if reason == "stop" and self.calls and not self._named else reason

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-FILES = {
-    "/": "index.html",
-    "/playground.css": "playground.css",
-    "/playground.js": "playground.js",
-    "/playground.svg": "playground.svg",
+FILES = {  # by path, name and type
+    "/": ("index.html", "text/html"),
+    "/playground.css": ("playground.css", "text/css"),
+    "/playground.js": ("playground.js", "text/javascript"),
+    "/playground.svg": ("playground.svg", "image/svg+xml"),
 }
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -21,19 +20,14 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
+router = APIRouter(include_in_schema=False)
 
 
-def router() -> APIRouter:
-    """The page's paths."""
-    made = APIRouter(include_in_schema=False)
-    for path, name in FILES.items():
-        data = files(__name__).joinpath(name).read_bytes()
-        made.add_api_route(path, _sender(data, TYPES[name.rpartition(".")[2]]), methods=["GET"])
-    return made
+async def page(request: Request) -> Response:
+    """A file of the page."""
+    name, media_type = FILES[request.url.path]
+    return Response(files(__name__).joinpath(name).read_bytes(), 200, HEADERS, media_type)
 
 
-def _sender(data: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
-    async def send() -> Response:
-        return Response(data, 200, HEADERS, media_type)
-
-    return send
+for path in FILES:
+    router.add_api_route(path, page, methods=["GET"])
