@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -27,12 +28,25 @@ settings.load_profile("paceline")
 torch.set_num_threads(1)
 
 
+IMPORTED = pytest.StashKey[int]()  # how many modules there were before a test
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> Iterator[None]:
     """Every test starts from the same state of the global generators, in whatever order tests run."""
     random.seed(0)
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def what_is_frozen_stays_frozen() -> Iterator[None]:
+    """A run of the benchmark freezes what is there, and undoes it in the end: every later collection of garbage in this
+    process would look at all that was ever imported, 100 ms and more each."""
+    frozen = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.bench.run.gc", frozen)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,6 +59,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """What a test imported, and what a file of tests leaves behind, stays: garbage is not looked for in it again."""
+    modules = item.stash.setdefault(IMPORTED, 0)
+    found = yield
+    if len(sys.modules) != modules or nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    if nextitem is not None:
+        nextitem.stash[IMPORTED] = len(sys.modules)
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
