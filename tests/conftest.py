@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# One thread in processes that tests start, as here: two that spin beside another busy process cost twenty times one.
+os.environ["OMP_NUM_THREADS"] = "1"
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for what a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start would inherit it
 
 # Studies are scripts: here they, and their kit, are imported by name, as a process that they start imports them.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))
@@ -24,7 +29,6 @@ from hypothesis import settings
 settings.register_profile("paceline", derandomize=True, deadline=None)
 settings.load_profile("paceline")
 
-# One thread even without workers: two threads that spin beside another busy process cost twenty times one.
 torch.set_num_threads(1)
 
 
