@@ -99,8 +99,9 @@ CHECKED = $(KERNELS) & $(MAKE) --no-print-directory lint && wait
 KERNELS := for mode in 1 generic; do \
   PACELINE_NATIVE=$$mode $(BIN)/python -c 'from paceline import native; native.unavailable()'; done
 
-# Tests start many processes: what these import is compiled once, even where Python was told not to keep it.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2
+# Tests start many processes: what these import is compiled once, even where Python was told not to keep it. Each of two
+# workers begins with one half, so that tests of a file, which share what they made, stay in one.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test: $(DEV_STAMP)
 	@$(CHECKED)

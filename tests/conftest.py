@@ -5,12 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# One thread in processes that tests start, as here: two that spin beside another busy process cost twenty times one.
+os.environ["OMP_NUM_THREADS"] = "1"
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for what a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start would inherit it
 
 # Studies are scripts: here they, and their kit, are imported by name, as a process that they start imports them.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))
@@ -23,8 +29,10 @@ from hypothesis import settings
 settings.register_profile("paceline", derandomize=True, deadline=None)
 settings.load_profile("paceline")
 
-# One thread even without workers: two threads that spin beside another busy process cost twenty times one.
 torch.set_num_threads(1)
+
+
+IMPORTED = pytest.StashKey[int]()  # how many modules there were before a test
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +41,16 @@ def fixed_seeds() -> Iterator[None]:
     random.seed(0)
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def what_is_frozen_stays_frozen() -> Iterator[None]:
+    """A run of the benchmark freezes what is there, and undoes it in the end: every later collection of garbage in this
+    process would look at all that was ever imported, 100 ms and more each."""
+    frozen = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.bench.run.gc", frozen)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,6 +63,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """What a test imported, and what a file of tests leaves behind, stays: garbage is not looked for in it again."""
+    modules = item.stash.setdefault(IMPORTED, 0)
+    found = yield
+    if len(sys.modules) != modules or nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    if nextitem is not None:
+        nextitem.stash[IMPORTED] = len(sys.modules)
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -262,7 +262,8 @@ class TestCutShort:
         assert kept.interrupted and len(kept.trials) == 4 and not kept.exactness
 
     def test_ctrl_c_ends_with_a_report_and_status_130(self, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "paceline", "bench", "--workload", "wikisql", "--method", "ngram"]
+        often = "from paceline.bench import config; config.LINE_EVERY_S = 0.5; from paceline.cli import main; main()"
+        command = [sys.executable, "-c", often, "bench", "--workload", "wikisql", "--method", "ngram"]
         command += ["--prompts", "8", "--repeats", "40", "--threads", "1", "--out", str(tmp_path)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

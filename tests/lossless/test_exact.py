@@ -320,8 +320,8 @@ PARAMS = (
 )
 
 
-# Of the embedded model, with every run of the tests: the others differ from one of these in a size, and the random
-# model meets them all.
+# Of the embedded model and of Gemma's parts, with every run of the tests: the others differ from one of these in a
+# size, and the random model meets them all.
 SHORT = {"one row a pass", "together", "64 rows", "tight pool", "ngram in a tight pool", "chain", "dynamic tree"}
 
 
@@ -330,7 +330,7 @@ SHORT = {"one row a pass", "together", "64 rows", "tight pool", "ngram in a tigh
     [
         pytest.param(name, dtype, setting, marks=pytest.mark.full if long else ())
         for name, dtype, setting in product(MODELS, DTYPES, SETTINGS)
-        for long in [(name, dtype) in SLOW or (name == "paceline-small" and setting not in SHORT)]
+        for long in [(name, dtype) in SLOW or (name != "tiny" and setting not in SHORT)]
     ],
 )
 def test_ids(name: str, dtype: str, setting: str) -> None:

@@ -159,3 +159,9 @@ def test_a_bias_reaches_the_model(client: openai.OpenAI, server: LiveServer) -> 
     biased = client.completions.create(**same, logit_bias={str(found[0]): 100}, extra_body={"return_token_ids": True})
     assert biased.choices[0].model_extra is not None
     assert biased.choices[0].model_extra["token_ids"] == [found[0]] * 3
+
+
+def test_a_model_without_a_template_for_tools_says_so(server: LiveServer) -> None:
+    body = {"messages": ASK, "tools": [{"type": "function", "function": {"name": "now"}}], "max_tokens": 2}
+    found = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert found.status_code == 400 and "--chat-template" in found.json()["error"]["message"]

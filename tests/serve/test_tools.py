@@ -163,13 +163,6 @@ def test_what_cannot_be_meant_is_a_400_in_words(server: LiveServer, case: str) -
     assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
 
 
-def test_a_model_without_a_template_for_tools_says_so() -> None:
-    with live_server() as plain:
-        body = {"messages": ASK, "tools": TOOLS, "max_tokens": 2}
-        found = httpx.post(f"{plain.url}/v1/chat/completions", json=body)
-    assert found.status_code == 400 and "--chat-template" in found.json()["error"]["message"]
-
-
 def test_a_template_that_cannot_be_read_is_said_at_once(tmp_path: Path) -> None:
     from paceline.core.errors import ConfigError
     from paceline.serve.config import ServeConfig

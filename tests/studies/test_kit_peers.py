@@ -190,7 +190,8 @@ class TestFailures:
         assert not peer.alive
         assert wait_for(lambda: gone(peer.about["child"]))
 
-    def test_what_is_no_json(self, fake: Callable[..., Peer]) -> None:
+    def test_what_is_no_json(self, fake: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(peers, "KILL_AFTER_S", 0.2)  # it does not end by itself
         with pytest.raises(PeerError, match="not the protocol: b'loading ... done'"):
             fake(name="babble")
 

@@ -36,7 +36,7 @@ def ran(prompt: list[int], width: int, stages: int) -> tuple[list[bool], list[Ma
     return hits, watch.seen, [place for place, tick in enumerate(ticks) if tick.said]
 
 
-@pytest.mark.parametrize("stages", [4, 8])
+@pytest.mark.parametrize("stages", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_a_replay_finds_what_narrower_trees_do_when_they_run(stages: int) -> None:
     """Hits and ticks of widths 1, 2, 4, as one run with 8 replays them and as runs of each give them."""
     hits: dict[int, list[int]] = {}
