@@ -40,7 +40,6 @@ WORKLOADS = ("spec_bench", "gsm8k", "humaneval", "humaneval_x", "mmlu", "wikisql
 PROMPT_CHARS = 400
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # streams at once
 LEAST_ANSWERS = 8  # of a turn of ``load``
-WAVES = 4  # answers of a turn of ``load`` for each stream at once
 STREAMS = 16  # of ``chunks``
 SETTLE_S = 3.0  # until a server that is ready has made all that it will need, its spare process, too
 SCHEMA = {
@@ -201,8 +200,8 @@ def under_load(ask: argparse.Namespace, drafting: Server, plain: Server) -> Iter
     once end one after the other, and the last ones alone; without drafts all end together.
     """
     numbers = count(1)
-    for at_once in LOADS:
-        asked = [[*islice(prompts(numbers), max(WAVES * at_once, LEAST_ANSWERS))] for _ in range(ask.repeats + 1)]
+    for at_once in ask.loads:
+        asked = [[*islice(prompts(numbers), max(ask.waves * at_once, LEAST_ANSWERS))] for _ in range(ask.repeats + 1)]
 
         def run(server: Server, turn: int, at_once: int = at_once, asked: list[list[str]] = asked) -> Run:
             return server.run(asked[turn], ask.tokens, at_once, ignore_eos=True)
@@ -252,6 +251,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=9, help="turns of each comparison")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--waves", type=int, default=4, help="answers of a turn of the part load for each stream")
+    parser.add_argument("--loads", type=int, nargs="+", default=LOADS, help="streams at once of the part load")
     parser.add_argument("--idle-s", type=float, default=20.0)
     parser.add_argument("--port", type=int, default=8765, help="of the first server; another has the next one")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["rest", "offline", "options"])
