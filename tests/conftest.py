@@ -32,9 +32,6 @@ settings.load_profile("paceline")
 torch.set_num_threads(1)
 
 
-IMPORTED = pytest.StashKey[int]()  # how many modules there were before a test
-
-
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> Iterator[None]:
     """Every test starts from the same state of the global generators, in whatever order tests run."""
@@ -53,6 +50,14 @@ def what_is_frozen_stays_frozen() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_stays_is_frozen() -> Iterator[None]:
+    """What a file of tests leaves behind, modules above all, stays: garbage is not looked for in it again."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """No garbage is looked for meanwhile, a third of the time: what is imported stays, and is not looked at again."""
@@ -63,19 +68,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """What a test imported, and what a file of tests leaves behind, stays: garbage is not looked for in it again."""
-    modules = item.stash.setdefault(IMPORTED, 0)
-    found = yield
-    if len(sys.modules) != modules or nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
-    if nextitem is not None:
-        nextitem.stash[IMPORTED] = len(sys.modules)
-    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
