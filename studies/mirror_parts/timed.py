@@ -23,6 +23,7 @@ from paceline.bench.methods import parse_method
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.distributed.clock import Pace, RealClock
 from paceline.distributed.placement import cores, pin
+from paceline.drafters.streaming_sessions import StreamingSessions
 
 STRETCHED, DRAFT = "stretch:paceline-small,times=8", "stretch:paceline-small-draft,times=4"
 GAMMAS = (1, 2, 3, 4, 6, 8)
@@ -86,7 +87,7 @@ def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> TimedRun:
     llm = LLM(ask.model, drafter=drafter_of(ask, gamma), **options)
     if not more and ask.level_ms:
         slow(llm, ask.level_ms)
-    chains: Any = None if more else _drafter(llm).own_sessions
+    chains = None if more else _streaming(llm)
     windows = [] if chains is None else counted(_drafter(llm))
     prompts = [prompt for task in ask.names for prompt in prompts_of(ask, llm, task)]
     listen(llm, prompts[:1], ask, 0.0)  # what the first pass prepares
@@ -106,15 +107,15 @@ def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> TimedRun:
 
 def slow(llm: LLM, level_ms: float) -> None:
     """Give each level of serial speculation's drafts a time: each pass of the draft."""
-    drafter = _drafter(llm)
-    if drafter.own_sessions is not None:
-        grow, one = drafter.own_sessions.grow, Pace(RealClock(), lambda passes: passes * level_ms / 1e3)
+    drafter, sessions = _drafter(llm), _streaming(llm)
+    if sessions is not None:
+        grow, one = sessions.grow, Pace(RealClock(), lambda passes: passes * level_ms / 1e3)
 
         def grown(asks: Any) -> Any:
             with one.work(1):
                 return grow(asks)
 
-        drafter.own_sessions.grow = grown
+        sessions.grow = grown
         return
     propose, pace = drafter.propose, Pace(RealClock(), lambda levels: levels * level_ms / 1e3)
 
@@ -143,6 +144,12 @@ def _drafter(llm: LLM) -> Any:
     """Of serial speculation."""
     round_: Any = llm.engine.round
     return round_.guard.drafter
+
+
+def _streaming(llm: LLM) -> Any:
+    """The sessions by which serial speculation drafts several tokens a pass; None: it drafts a token a pass."""
+    sessions = _drafter(llm).own_sessions
+    return sessions if isinstance(sessions, StreamingSessions) else None
 
 
 def _two_cores(ask: MirrorFlags) -> None:

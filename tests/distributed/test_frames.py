@@ -146,8 +146,8 @@ def test_what_no_message_says_is_refused(frame: bytearray, why: str):
 
 def test_another_protocol_is_named(monkeypatch: pytest.MonkeyPatch):
     whole = bytes_of(Close(1))
-    monkeypatch.setattr(frames, "PROTOCOL", 3)
-    with pytest.raises(FrameError, match="protocol 2, this is protocol 3"):
+    monkeypatch.setattr(frames, "PROTOCOL", 4)
+    with pytest.raises(FrameError, match="protocol 3, this is protocol 4"):
         CODEC.decode(whole)
 
 

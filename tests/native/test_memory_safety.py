@@ -401,7 +401,7 @@ def test_one_product_takes_rows_alone() -> None:
 @needs_kernels
 def test_entry_points_say_what_they_refuse() -> None:
     """Without Python between: codes of `Refusal`, and nothing is touched (the addresses lead nowhere)."""
-    path = native.library()._name  # type: ignore[union-attr]
+    path = native.library().path  # type: ignore[union-attr]
     bare = ctypes.CDLL(path)
     stack: Any = decoder_of("base", "float32").stack
     pointer, number = ctypes.c_void_p, ctypes.c_int64

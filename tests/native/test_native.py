@@ -641,7 +641,7 @@ def test_a_compiler_that_fails_or_is_missing_leaves_torch(tmp_path: Path):
 @needs_kernels
 def test_several_processes_may_build_at_once(tmp_path: Path):
     """Each compiles for itself and puts one whole file in place; what is there is not compiled again."""
-    library = native.library()._name
+    library = native.library().path
     slow = script(
         tmp_path / "slow",
         f'for last; do :; done; case "$*" in *--version*) echo 1;; *-shared*) head -c 5000 "{library}" > "$last";'

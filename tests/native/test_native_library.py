@@ -111,8 +111,9 @@ def test_the_functions_are_found(cache: Path):
         ("  double ms; ", "  double ms; int64_t more; ", r"Taps of the kernels is .* of 56 bytes, .* it has 48"),
         ("  double ms; ", "  ", r"struct Taps of the kernels is .* of 40 bytes, .* it has 48"),
         ("  double ms; ", "  int8_t ms; ", r"the kernels have a kind 'int8_t'"),
+        ("  double ms; ", "  double* ms, late; ", r"cannot read"),
     ],
-    ids=["swapped", "of another kind", "one more", "one less", "unknown"],
+    ids=["swapped", "of another kind", "one more", "one less", "unknown", "no pointer"],
 )
 def test_a_struct_that_differs_is_refused(cache: Path, field: str, other: str, words: str):
     text = native.SOURCE.read_text()
@@ -127,6 +128,14 @@ def test_a_function_of_an_unknown_kind_is_refused(cache: Path):
     native.SOURCE.write_text(text.replace("int64_t pl_packed_size", "short pl_packed_size"))
     found, why = load()
     assert found is None and "a kind 'short'" in str(why)
+
+
+def test_a_function_that_is_not_read_cannot_be_called(cache: Path):
+    """Without the kinds of its arguments it would be given half of an address."""
+    text = native.SOURCE.read_text()
+    native.SOURCE.write_text(text.replace("\nint64_t pl_packed_size", "\n int64_t pl_packed_size"))
+    found, why = load()
+    assert why is None and hasattr(found, "pl_pack") and not hasattr(found, "pl_packed_size")
 
 
 def test_fields_have_names():

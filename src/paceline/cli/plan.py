@@ -110,7 +110,7 @@ def plan(
     if measured:
         _refuse_beside_measured({"--machine": machine, "--kv": kv, **several})
         kv = "float32" if weights == "float32" else "bfloat16"
-    elif machine is None:
+    elif not machine:
         wrong, remedy = "it is not said for which machine", "add --machine NAME, or --measured for this one"
         raise ConfigError("paceline plan", wrong, remedy)
     drafting = _draft_name(target, draft)

@@ -85,7 +85,7 @@ class Tell:
     """A call of a method of `DraftSessions` that has no answer."""
 
     method: Literal["reroot", "commit", "close", "forget"]
-    args: list[Count | list[Count]]  # the sequence comes first
+    args: tuple[()] | tuple[Count] | tuple[Count, Count | list[Count]]  # the sequence comes first
 
 
 KINDS = Open, Grow, Grew, Tell
@@ -191,19 +191,19 @@ class RemoteSessions:
 
     def reroot(self, key: int, node: int) -> None:
         """See `DraftSessions`; calls off what is left of growths of the sequence."""
-        self._send(Tell("reroot", [key, node]))
+        self._send(Tell("reroot", (key, node)))
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
         """See `DraftSessions`; calls off what is left of growths of the sequence."""
-        self._send(Tell("commit", [key, [*tokens]]))
+        self._send(Tell("commit", (key, [*tokens])))
 
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
-        self._send(Tell("close", [key]))
+        self._send(Tell("close", (key,)))
 
     def forget(self) -> None:
         """See `DraftSessions`."""
-        self._send(Tell("forget", []))
+        self._send(Tell("forget", ()))
 
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`; waits for one level."""

@@ -30,7 +30,7 @@ from ..core.errors import PacelineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-PROTOCOL = 2  # of frames and messages: both ends must speak the same one
+PROTOCOL = 3  # of frames and messages: both ends must speak the same one
 HEAD = struct.Struct("<IIII")
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype wants
 MOST_DIMENSIONS = 8

@@ -277,6 +277,7 @@ class _Actor:
 
     def __init__(self, reservation: Reservation, index: int, spec: WorkerSpec, beat_s: float) -> None:
         self.key, self._reservation, self._beat_s = secrets.token_hex(16), reservation, beat_s
+        self._actor = reservation.actor(index)
         store, host, weights = reservation.store, reservation.host, ""
         own, its = reservation.members(2)
         self._ways = [_Joining(store, own, host)]
@@ -285,7 +286,6 @@ class _Actor:
             self._ways.append(_Joining(store, mine, host, spec.checkpoints))
             weights = str(theirs)
         told = b"".join(Codec(*LIFE).encode(spec.begin(f"group:{its}", self.key, beat_s, weights)))
-        self._actor = reservation.actor(index)
         self._done: Future[int] = self._actor.run.remote(told, spec.placement.environment()).future()
         self._asked: Future[tuple[float, tuple[str, int]]] | None = None  # for a sign of life
         self._next_beat = self._answered = 0.0  # when

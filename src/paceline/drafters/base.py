@@ -191,7 +191,7 @@ class Drafter:
 
     spec: DrafterSpec
     trusted: ClassVar[bool] = False  # whether what `draft` gives needs no check; see `TokenTree.from_parents`
-    own_sessions: DraftSessions | None = None  # that `draft` grows
+    own_sessions: DraftSessions | None = None  # that it keeps; `draft` grows them, or does what they do in one call
     _lengths: dict[int, int]  # sequence -> tokens that its own session knows
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:

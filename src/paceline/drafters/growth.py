@@ -206,14 +206,17 @@ def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache) -> No
     growth.compact()
     base, first, stop = cache.committed, growth.frontier[0], cache.committed + growth.forwarded
     before = base - 1  # position of the root's row
-    chain = len(growth.frontier) == 1 and growth.depth(growth.frontier[0]) == growth.forwarded
+    depths = [0]  # of the nodes that have K/V and of the frontier
+    for parent in growth.draft.parents[: growth.forwarded]:
+        depths.append(depths[parent] + 1)
+    chain = len(growth.frontier) == 1 and depths[growth.frontier[0]] == growth.forwarded
     packer.add(
         [growth.draft.tokens[node - 1] for node in growth.frontier],
-        [before + growth.depth(node) for node in growth.frontier],
+        [before + depths[node] for node in growth.frontier],
         slots=cache.slots(base + first - 1, stop),
         keys=cache.slots(0, stop),
         num_keys=stop,
         prefix=stop - 1 if chain else base,
         visible=None if chain else growth.visible(),
-        block_positions=None if chain else [before + growth.depth(n + 1) for n in range(stop - base)],
+        block_positions=None if chain else [before + depth for depth in depths[1:]],
     )

@@ -106,9 +106,9 @@ class ModelSessions(TextSessions):
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
         session: Session | None = self._open.get(key)
-        super().close(key)
         if session is not None:
             session.cache.release()
+        super().close(key)
         if not self._open and not self.pool.idle:  # a level or a release ended in its middle
             self.pool.reset()
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
+
+from pydantic import Field
 
 from ..core.sampling import SamplingParams
 from .proposal import Proposal
@@ -55,8 +57,10 @@ class Ask:
     key: int
     given: Sequence[tuple[int, int]] = ()  # parent and token of nodes to add; below each of them children are drafted
     expand: Sequence[int] = ()  # nodes that are there already below which children are drafted
-    width: int = 1  # children of each
-    most: Sequence[int] = ()  # of each given, then each expanded node: tokens below it that may come at once; none: one
+    width: Annotated[int, Field(ge=1)] = 1  # children of each
+    most: Sequence[
+        Annotated[int, Field(ge=0)]
+    ] = ()  # of each given, then each expanded node: tokens below it that may come at once; none: one
 
     def room(self, given: Sequence[int]) -> dict[int, int]:
         """Tokens that may come at once below each node; ``given`` are the numbers of the given nodes."""

@@ -1,5 +1,6 @@
-"""Draft sessions in this process: a text and a tree of drafted nodes for each sequence. And drafters that look texts
-up, which compute nothing below a node: a tree is all that their sessions keep.
+"""Draft sessions in this process: a text and a tree of drafted nodes for each sequence.
+
+Drafters that look texts up compute nothing below a node: a tree is all that their sessions keep.
 """
 
 from __future__ import annotations

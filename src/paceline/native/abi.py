@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 _KINDS: dict[str, Any] = {
@@ -50,7 +51,7 @@ def _fields(text: str) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for declaration in filter(None, map(str.strip, text.split(";"))):
         written = re.fullmatch(r"(.*\*|\w+) +(.*)", declaration, re.DOTALL)
-        if written is None:
+        if written is None or ("*" in written[1] and "," in written[2]):  # of ``float* a, b`` b is no pointer
             raise RuntimeError(f"the kernels declare {declaration!r}, which native/abi.py cannot read: write KIND NAME")
         found += [(name.strip(), _kind(written[1])) for name in written[2].split(",")]
     return found
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 
 
 def declared(library: ctypes.CDLL, source: str) -> Any:
-    """A library, of whose functions each knows the kinds of its arguments.
+    """The functions of a library, each of which knows the kinds of its arguments, and its ``path``.
 
     Args:
         library: the kernels.
@@ -81,11 +82,13 @@ def declared(library: ctypes.CDLL, source: str) -> Any:
         RuntimeError: a kind that is not known, or a struct that is not the one here.
     """
     require_same(library)
+    found = SimpleNamespace(path=library._name)
     for returned, name, taken in _ENTRY.findall(source):
         function = getattr(library, name)
         function.argtypes = [_kind(argument.rpartition(" ")[0].strip()) for argument in taken.split(",")]
         function.restype = _kind(returned)
-    return library
+        setattr(found, name, function)
+    return found
 
 
 def require_same(library: Any) -> None:
@@ -102,5 +105,5 @@ def require_same(library: Any) -> None:
         if _fields(text) != struct._fields_ or size.value != ctypes.sizeof(struct):
             wrong = f"struct {name} of the kernels is {{{text}}} of {size.value} bytes"
             raise RuntimeError(
-                f"{wrong}, in kernels/abi.h it has {ctypes.sizeof(struct)}: compile the folder's kernels"
+                f"{wrong}, in kernels/abi.h it has {ctypes.sizeof(struct)}: start again, the package changed meanwhile"
             )

@@ -128,8 +128,8 @@ class Round(Protocol):
     """One step of drafting and verification, in an order of its own.
 
     A round may have several passes in flight, and a step may end passes that earlier ones began. Such a round *enters*
-    the rows of a pass that goes on behind the step (`SequenceCache.enter`), so that they are not scheduled again, and
-    *holds* their cache until the pass has written its last row, so that the slots go to nobody else.
+    the rows of a pass that goes on behind the step (`SequenceCache.enter`), so that they are not scheduled again. The
+    slots of a sequence that is released go to others at once: such a round sees to it that no pass writes them later.
     """
 
     name: str
@@ -167,7 +167,7 @@ class Round(Protocol):
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """The sequences ended or were preempted: let the drafter drop their state. Nothing of them comes out any more,
-        and of their passes in flight none touches a sequence again; their caches are let go as these end."""
+        and none of their passes in flight touches a sequence, or the slots that it had, again."""
 
     def forget(self) -> None:
         """Let the drafter forget sequences that ended."""

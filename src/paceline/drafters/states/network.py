@@ -89,7 +89,7 @@ class HeadNetwork:
             self.fuse = NativeFuse(*parts, self._sum, reads_tokens, handle.stack)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """See `Planner`."""
+        """The attention plan of rows at ``positions`` [rows] int64; see `Decoder.plan`."""
         return self.decoder.plan(segments, positions)
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
