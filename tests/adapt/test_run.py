@@ -116,6 +116,17 @@ def test_another_models_folder_and_a_second_run_in_one_are_refused(target: Path,
         adapt(config(target, prompts, tmp_path / "a,b"), quiet, quiet)
 
 
+def test_a_run_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
+    RunFolder(tmp_path, {"model": "one"}, 1.0).close()
+    state = tmp_path / STATE
+    begun = json.loads(state.read_text()) | {"format": 1}
+    state.write_text(json.dumps(begun))
+    for _ in range(2):  # and is locked by nobody
+        with pytest.raises(ConfigError, match="another version of Paceline"):
+            RunFolder(tmp_path, {"model": "one"}, 1.0)
+    assert json.loads(state.read_text()) == begun
+
+
 def test_too_short_a_time_and_too_large_a_model_are_refused_with_what_would_do(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,8 +47,10 @@ def test_text_is_that_of_the_other_endpoint_whole_and_streamed(server: LiveServe
     )
     assert found.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[other.choices[0].finish_reason]
     with client.messages.stream(**same, messages=ASK, system=[{"type": "text", "text": "Be short."}]) as stream:
-        assert "".join(stream.text_stream) == block.text
+        pieces = [*stream.text_stream]
         last = stream.get_final_message()
+    assert "".join(pieces) == block.text
+    assert len(pieces) > 2, "a whole answer's pieces may wait for each other; a stream's go as they come"
     assert last.stop_reason == found.stop_reason
     assert last.usage.output_tokens == found.usage.output_tokens
     counted = client.messages.count_tokens(model=MODEL, messages=ASK, system="Be short.")

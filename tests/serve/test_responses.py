@@ -49,7 +49,9 @@ def test_text_is_that_of_chat_whole_and_streamed(client: openai.OpenAI) -> None:
         "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
     ]  # fmt: skip
     assert kinds[-4:-1] == ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
-    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == found.output_text
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == found.output_text
+    assert len(deltas) > 2, "a whole answer's pieces may wait for each other; a stream's go as they come"
     assert events[-1].type in ("response.completed", "response.incomplete")
     assert events[-1].response.output_text == found.output_text
 

@@ -340,7 +340,8 @@ def test_a_drain_lets_streams_end_and_takes_no_more(tmp_path: Any) -> None:
     keys.write_text("secret\n")
     keys.chmod(0o600)
     with live_server("--api-key-file", str(keys)) as server:
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        refused = httpx.get(f"{server.url}/v1/models")
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
         assert httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
         headers = {"authorization": "Bearer secret"}
         assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200

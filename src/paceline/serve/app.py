@@ -111,13 +111,13 @@ def schema(app: FastAPI) -> dict[str, Any]:
 
 async def _said(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return error.response(request.url.path)
+    return error.response(request.scope["path"])
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = {404: "there is no such path", 405: "this path has no such method"}
-    return APIError(error.status_code, words.get(error.status_code, str(error.detail))).response(request.url.path)
+    return APIError(error.status_code, words.get(error.status_code, str(error.detail))).response(request.scope["path"])
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -125,5 +125,5 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return APIError(500, "the server failed at this request; its log says more").response(request.url.path)
+    log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
+    return APIError(500, "the server failed at this request; its log says more").response(request.scope["path"])

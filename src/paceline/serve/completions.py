@@ -28,8 +28,8 @@ async def completions(server: Server, body: CompletionRequest) -> Response:
     async with AsyncExitStack() as refused:  # one that is refused ends those before it
         for ids in prompts:
             answers.append(await refused.enter_async_context(await begin(server, body, ids, params)))
+        reply = _CompletionReply(server, answers, body)
         refused.pop_all()
-    reply = _CompletionReply(server, answers, body)
     return reply.streamed() if body.stream else json_response(await reply.whole())
 
 

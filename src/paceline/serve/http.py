@@ -38,9 +38,10 @@ class APIError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> Response:
-        """With its status; one that may be asked again says when."""
+        """With its status; one that may be asked again says when, one without a key how to give it."""
         again = {"retry-after": str(RETRY_S)} if self.status in (429, 503) else {}
-        return json_response(self.body(path), self.status, again)
+        keyed = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        return json_response(self.body(path), self.status, again | keyed)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -14,6 +14,7 @@ FILES = {  # by path, name and type
     "/playground.js": ("playground.js", "text/javascript"),
     "/playground.svg": ("playground.svg", "image/svg+xml"),
 }
+PAGES = {path: (files(__name__).joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
@@ -25,9 +26,9 @@ router = APIRouter(include_in_schema=False)
 
 async def page(request: Request) -> Response:
     """A file of the page."""
-    name, media_type = FILES[request.url.path]
-    return Response(files(__name__).joinpath(name).read_bytes(), 200, HEADERS, media_type)
+    content, media_type = PAGES[request.scope["path"]]
+    return Response(content, 200, HEADERS, media_type)
 
 
-for path in FILES:
-    router.add_api_route(path, page, methods=["GET"])
+for _path in FILES:
+    router.add_api_route(_path, page, methods=["GET"])
