@@ -11,8 +11,9 @@ runs a pipeline with a stage a host, then one whose drafter is on another host, 
 there. `--kill` ends a worker in the middle of an answer. `--frames` times answers of a pipeline with a stage a host
 instead, whose frames go straight from stage to stage, and through the coordinator. `--mesh` has a stage a host, each
 in two ranks, of a checkpoint that the first host alone has. `--ranks` has a rank on each host, whose memory may be
-limited, and says beside its time what the plan says of it: the pass of one process on one core, measured before and
-without a limit, over the hosts, and the joins by a measured link. Links are virtual devices at a
+limited, and says beside its time what the plan says of it: the pass of one process on one core over the hosts, and the
+joins by a measured one. That pass is measured before, without a limit, in as many processes at once as there are hosts,
+a core each: they share this machine's memory, as its hosts will. Links are virtual devices at a
 bridge, shaped on their way out: by netem where the kernel has it, else by a token bucket, which has a rate and no
 delay. Exit status 1: ids differ from those of one process. All namespaces are removed at the end, with what runs
 there.
@@ -35,6 +36,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -202,24 +204,23 @@ def ranked(model: str, ranks: int, cluster: str, max_tokens: int, whole_ms: floa
     from paceline.distributed.placement import parse_cluster
 
     link, params = measure_link(parse_cluster(cluster), False), SamplingParams(temperature=0, max_tokens=max_tokens)
-    said: dict[str, Any] = {"alpha_us": 1e6 * link.alpha, "gbit": 8e-9 / max(link.beta, 1e-12)}
+    laws = {"hop": (link.alpha, link.beta), "join": (link.join, link.join_beta)}
+    links = {name: {"us": 1e6 * alpha, "gbit": 8e-9 / max(beta, 1e-12)} for name, (alpha, beta) in laws.items()}
+    said: dict[str, Any] = {"links": links}
     for exact in (True,) if little else (True, False):
         llm = LLM(model, tensor_parallel=ranks, cluster=cluster, exact=exact, max_model_len=512, max_sequences=1)
         found: Any = llm._target.decoder.ranks  # type: ignore[union-attr]
         (first,) = llm.generate([PROMPT], replace(params, ignore_eos=True))
         llm.forget()
-        counted, began = found.joins.struct.collectives, time.perf_counter()
-        stamps = [
-            time.perf_counter() for chunk in llm.stream(PROMPT, replace(params, ignore_eos=True)) if chunk.token_ids
-        ]
-        token_ms = 1e3 * (stamps[-1] - stamps[0]) / (len(stamps) - 1)
-        joins = (found.joins.struct.collectives - counted) / (len(stamps))
-        width = 4 * llm._target.decoder.config.d_model
-        each = link.alpha * math.log2(ranks) + link.beta * 2 * (ranks - 1) / ranks * width
-        planned = whole_ms / ranks + 1e3 * joins * each
+        stamps = []
+        for chunk in llm.stream(PROMPT, replace(params, ignore_eos=True)):
+            if chunk.token_ids:
+                stamps.append((time.perf_counter(), found.joins.struct.collectives, found.joins.struct.bytes))
+        took, joins, size = ((last - one) / (len(stamps) - 1) for one, last in zip(stamps[0], stamps[-1], strict=True))
+        each = link.join * math.log2(ranks) * joins + link.join_beta * 2 * (ranks - 1) / ranks * size
         said["exact" if exact else "sums"] = {
-            "token_ids": first.outputs[0].token_ids, "ms": token_ms, "joins": joins, "planned_ms": planned,
-            "faults": found.line.faults, "first_s": stamps[0] - began,
+            "token_ids": first.outputs[0].token_ids, "ms": 1e3 * took, "joins": joins, "joins_ms": 1e3 * each,
+            "planned_ms": whole_ms / ranks + 1e3 * each, "faults": found.line.faults,
         }  # fmt: skip
         del llm, found
         gc.collect()
@@ -237,7 +238,15 @@ def alone(model: str, max_tokens: int) -> None:
     for chunk in llm.stream(PROMPT, params):
         stamps.append(time.perf_counter())
         found += chunk.token_ids
-    print(json.dumps({"token_ids": found, "ms": 1e3 * (stamps[-1] - stamps[0]) / (len(stamps) - 1)}))
+    print(json.dumps({"token_ids": found, "ms": 1e3 * median(b - a for a, b in pairwise(stamps))}))
+
+
+def at_once(count: int, command: Sequence[str]) -> list[Any]:
+    """What so many processes print last, each of which has a core while the others run, too."""
+    cores = sorted(os.sched_getaffinity(0))
+    pinned = [("taskset", "-c", str(cores[i % len(cores)]), *command) for i in range(count)]
+    made = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in pinned]
+    return [json.loads(one.communicate()[0].splitlines()[-1]) for one in made]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -278,9 +287,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def over_ranks(asked: argparse.Namespace) -> int:
     """A rank a host beside one process; the exit status."""
     size = "--max-tokens", str(asked.max_tokens), "--model", asked.model
-    one = "taskset", "-c", "0", sys.executable, __file__, "--inside", "alone", *size
-    wanted = json.loads(run(*one).stdout.splitlines()[-1])
-    print(f"one process, one core: {wanted['ms']:.1f} ms a token", flush=True)
+    one = sys.executable, __file__, "--inside", "alone", *size
+    (wanted,) = at_once(1, one)
+    whole_ms = max(found["ms"] for found in at_once(asked.hosts, one))
+    beside = f"{whole_ms:.1f} in {asked.hosts} processes at once"
+    print(f"one process, one core: {wanted['ms']:.1f} ms a token, {beside}", flush=True)
     with tempfile.TemporaryDirectory() as folder, namespaces(asked.hosts, asked.rate, asked.delay) as hosts:
         token = Path(folder, "token")
         token.write_text(secrets.token_hex(32))
@@ -296,16 +307,21 @@ def over_ranks(asked: argparse.Namespace) -> int:
             last = (tried.stderr.strip().splitlines() or ["it was killed"])[-1]
             print(f"one process on a host of {asked.memory} MB: status {tried.returncode}, {last}", flush=True)
         head, prefix = start_ray(hosts, folder, env), inside(next(iter(hosts)))
-        given = "--ranks", "--hosts", str(asked.hosts), "--whole-ms", str(wanted["ms"]), "--inside", f"{head},cores=1"
+        given = "--ranks", "--hosts", str(asked.hosts), "--whole-ms", str(whole_ms), "--inside", f"{head},cores=1"
         given += ("--memory", str(asked.memory)) if asked.memory else ()
         found = json.loads(run(*prefix, sys.executable, __file__, *given, *size, env=env).stdout.splitlines()[-1])
-        print(f"a link: {found['alpha_us']:.0f} us, {found['gbit']:.2f} Gbit/s", flush=True)
+        hop, join = (
+            f"{found['alpha_us']:.0f} us, {found['gbit']:.2f} Gbit/s",
+            f"{found['join_us']:.0f} us, {found['join_gbit']:.2f}",
+        )
+        print(f"a hop: {hop}; a join: {join} Gbit/s", flush=True)
         for kind in ("exact", "sums")[: 1 if asked.memory else 2]:
             own = found[kind]
             same = "the ids of one process" if own["token_ids"] == wanted["token_ids"] else "OTHER IDS"
             print(
-                f"{kind}: {own['ms']:.1f} ms a token, {own['joins']:.0f} joins; planned {own['planned_ms']:.1f} ms, "
-                f"{own['ms'] / own['planned_ms']:.2f} of it; {same}; faults {own['faults']}",
+                f"{kind}: {own['ms']:.1f} ms a token; planned {own['planned_ms']:.1f} ms, of which {own['joins']:.0f} "
+                f"joins {own['joins_ms']:.1f}: {own['ms'] / own['planned_ms']:.2f} of it; {same}; "
+                f"faults {own['faults']}",
                 flush=True,
             )
     return 0 if found["exact"]["token_ids"] == wanted["token_ids"] else 1

@@ -1,6 +1,7 @@
 """Over several hosts: stages x ranks x replicas, and where the draft runs, by the time between a sequence's tokens.
 
-    join  = alpha log2 G + beta 2 (G - 1) / G M        a sum of G ranks over M bytes: two a layer, one of the embedding
+    join  = alpha log2 G + beta 2 (G - 1) / G M        a sum of G ranks over M bytes: two a layer, one of the embedding;
+                                                       this alpha is a sum's, as two ranks make it
     hop   = alpha + beta M                             states from a stage to the next one, and back to the first
     plain = max(stages + hops, k (longest stage + longest hop))    k = min(sequences, stages) parts of the batch
     here  = (draft + verify) / tau                     the draft in the target's process
@@ -28,6 +29,7 @@ from .throughput import ACTIVATION_BYTES, held_bytes, pass_cost
 SUM_BYTES, ID_BYTES = 4, 8  # of a number that ranks sum; of a token with its log-probability
 LEVELS = (1, 2, 4, 8)  # rows of a level of drafts in stages
 MOST = 1024  # processes
+LINK = "alpha_us", "join_us", "gbit"  # what a link takes
 DRAFT = "draft_model"
 
 
@@ -40,6 +42,7 @@ class Hosts:
         None, help="cores of each host where CPUs compute, else its GPUs; none: the machine's", minimum=1, maximum=MOST
     )
     alpha_us: float = option(158.0, help="us of a hop between hosts: 64 bytes over a group of gloo's", minimum=0)
+    join_us: float = option(100.0, help="us of a join of two ranks on two hosts: a sum of one number", minimum=0)
     gbit: float = option(10.0, help="Gbit/s of a link between hosts", above=0)
     local_us: float = option(25.0, help="us of a hop between processes of one host", minimum=0)
 
@@ -51,6 +54,7 @@ class _Link(NamedTuple):
     """Between two processes."""
 
     alpha: float  # seconds of a hop
+    join: float  # of a join of two ranks
     beta: float  # of a byte
 
     def hop(self, message: float) -> float:
@@ -126,8 +130,9 @@ class _Site:
         if self.count * self.slots > MOST:
             asked = f"{self.count} hosts with {self.slots} processes each"
             raise ConfigError(asked, f"{MOST:,} in all are planned for, at most", "name fewer hosts")
-        self.local = _Link(1e-6 * hosts.local_us, 1 / (machine.link or machine.bandwidth))
-        self.remote = _Link(1e-6 * hosts.alpha_us, 8e-9 / hosts.gbit)
+        local = 1e-6 * hosts.local_us
+        self.local = _Link(local, local, 1 / (machine.link or machine.bandwidth))
+        self.remote = _Link(1e-6 * hosts.alpha_us, 1e-6 * hosts.join_us, 8e-9 / hosts.gbit)
 
     def layouts(self) -> Iterator[HostLayout]:
         """All that there is room for, spread over the hosts, a process a device, and on as few as can be."""
@@ -165,7 +170,7 @@ class _Site:
         """A pass: of each stage its seconds and those of its joins among them, and of each hop."""
         numbers, shapes, ranks = batch * rows * self.q.target.d_model, self.shapes(layout.stages), layout.ranks
         link = self.link(ranks, layout)
-        one = link.alpha * math.log2(ranks) + link.beta * 2 * (ranks - 1) / ranks * SUM_BYTES * numbers
+        one = link.join * math.log2(ranks) + link.beta * 2 * (ranks - 1) / ranks * SUM_BYTES * numbers
         joins = [(2 * shape.num_layers + (shape.vocab_size > 0)) * one for shape in shapes]
         own = [self.seconds(shape, batch, rows, layout, ranks) for shape in shapes]
         on = math.ceil(layout.stages * ranks / layout.per_host)  # hosts, as many hops between them
