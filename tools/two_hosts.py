@@ -241,12 +241,35 @@ def alone(model: str, max_tokens: int) -> None:
     print(json.dumps({"token_ids": found, "ms": 1e3 * median(b - a for a, b in pairwise(stamps))}))
 
 
-def at_once(count: int, command: Sequence[str]) -> list[Any]:
-    """What so many processes print last, each of which has a core while the others run, too."""
+def busy(model: str) -> None:
+    """On one core: answers of one process, for ever; prints a line when the first one begins."""
+    from paceline import LLM, SamplingParams
+
+    llm, params = LLM(model, threads=1, max_model_len=512, max_sequences=1, exact=True), SamplingParams(max_tokens=256)
+    print("begun", flush=True)
+    while True:
+        llm.generate([PROMPT], replace(params, ignore_eos=True))
+
+
+def pinned(core: int, *command: str) -> list[str]:
+    """A command on one core of this machine's."""
     cores = sorted(os.sched_getaffinity(0))
-    pinned = [("taskset", "-c", str(cores[i % len(cores)]), *command) for i in range(count)]
-    made = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in pinned]
-    return [json.loads(one.communicate()[0].splitlines()[-1]) for one in made]
+    return ["taskset", "-c", str(cores[core % len(cores)]), *command]
+
+
+@contextmanager
+def beside(count: int, *command: str) -> Iterator[None]:
+    """So many of the same busy process, on the cores behind the first one."""
+    made = [subprocess.Popen(pinned(i + 1, *command), stdout=subprocess.PIPE) for i in range(count)]
+    try:
+        for one in made:
+            assert one.stdout is not None
+            one.stdout.readline()
+        yield
+    finally:
+        for one in made:
+            one.kill()
+            one.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.inside == "alone":
         alone(asked.model, asked.max_tokens)
         return 0
+    if asked.inside == "busy":
+        busy(asked.model)
     if asked.inside:
         if asked.ranks:
             ranked(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.whole_ms, bool(asked.memory))
@@ -288,10 +313,11 @@ def over_ranks(asked: argparse.Namespace) -> int:
     """A rank a host beside one process; the exit status."""
     size = "--max-tokens", str(asked.max_tokens), "--model", asked.model
     one = sys.executable, __file__, "--inside", "alone", *size
-    (wanted,) = at_once(1, one)
-    whole_ms = max(found["ms"] for found in at_once(asked.hosts, one))
-    beside = f"{whole_ms:.1f} in {asked.hosts} processes at once"
-    print(f"one process, one core: {wanted['ms']:.1f} ms a token, {beside}", flush=True)
+    wanted = json.loads(run(*pinned(0, *one)).stdout.splitlines()[-1])
+    with beside(asked.hosts - 1, sys.executable, __file__, "--inside", "busy", *size):
+        whole_ms = json.loads(run(*pinned(0, *one)).stdout.splitlines()[-1])["ms"]
+    shared = f"{whole_ms:.1f} with {asked.hosts} at once, a core each"
+    print(f"one process, one core: {wanted['ms']:.1f} ms a token, {shared}", flush=True)
     with tempfile.TemporaryDirectory() as folder, namespaces(asked.hosts, asked.rate, asked.delay) as hosts:
         token = Path(folder, "token")
         token.write_text(secrets.token_hex(32))
@@ -310,11 +336,8 @@ def over_ranks(asked: argparse.Namespace) -> int:
         given = "--ranks", "--hosts", str(asked.hosts), "--whole-ms", str(whole_ms), "--inside", f"{head},cores=1"
         given += ("--memory", str(asked.memory)) if asked.memory else ()
         found = json.loads(run(*prefix, sys.executable, __file__, *given, *size, env=env).stdout.splitlines()[-1])
-        hop, join = (
-            f"{found['alpha_us']:.0f} us, {found['gbit']:.2f} Gbit/s",
-            f"{found['join_us']:.0f} us, {found['join_gbit']:.2f}",
-        )
-        print(f"a hop: {hop}; a join: {join} Gbit/s", flush=True)
+        for kind, each in found["links"].items():
+            print(f"a {kind}: {each['us']:.0f} us, {each['gbit']:.2f} Gbit/s", flush=True)
         for kind in ("exact", "sums")[: 1 if asked.memory else 2]:
             own = found[kind]
             same = "the ids of one process" if own["token_ids"] == wanted["token_ids"] else "OTHER IDS"
