@@ -170,7 +170,7 @@ def test_layouts_over_hosts_and_the_command_of_the_best(run: Any) -> None:
     alone, many = run(*SMALL, "--hosts", "2"), run(*SMALL, "--hosts", "2", "--batch", "16", "--json")
     assert alone.exit_code == 0, alone.output
     lines = alone.stdout.splitlines()
-    assert "2 hosts of 2 cores" in lines[0] and "158 us a hop between hosts, 10 Gbit/s (assumed" in lines[1]
+    assert "2 hosts of 2 cores" in lines[0] and "158 us a hop between hosts, 30 a join, 10 Gbit/s (" in lines[1]
     assert lines[3].split()[:4] == ["1"] * 4 and "one process is best" in alone.stdout
     assert "to run it: paceline serve paceline-small --drafter ngram,depth=7" in alone.stdout
     found = json.loads(many.stdout)

@@ -129,7 +129,7 @@ def test_who_is_no_member_is_not_connected() -> None:
         first = threads.submit(connect_all, members[0], "127.0.0.1", 20.0)
         there = dist.PrefixStore("ranks", dist.TCPStore(store.host, store.port, None, False)).get("here/0")
         port = int(there.split()[-1])
-        for hello in (b"", b"short", bytes(16) + b"\x01\0\0\0", there[:16] + b"\x05\0\0\0"):
+        for hello in (b"", b"short", bytes(32) + b"\x01\0\0\0", there[:32] + b"\x05\0\0\0"):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(hello)
         second = threads.submit(connect_all, members[1], "127.0.0.1", 20.0)

@@ -205,8 +205,10 @@ def _linked(site: Mapping[str, Any], cluster: str | None, insecure: bool) -> tup
     from ..distributed.links import measure_link
 
     link = measure_link(parse_cluster(cluster), insecure)
-    took = {"alpha_us": round(1e6 * link.alpha, 1), "join_us": round(1e6 * link.join, 1)}
-    found = replace(hosts, **took, gbit=round(8e-9 / max(link.beta, 8e-15), 3))
+    alphas = {"alpha_us": link.alpha, "join_us": link.join}
+    betas = {"gbit": link.beta, "join_gbit": link.join_beta}
+    us = {name: round(1e6 * alpha, 1) for name, alpha in alphas.items()}
+    found = replace(hosts, **us, **{name: round(8e-9 / max(beta, 8e-15), 3) for name, beta in betas.items()})
     return found, f"measured: this host and {link.host}, of {link.hosts} hosts"
 
 

@@ -39,11 +39,12 @@ UNSENT_BYTES, UNSENT = 2**22, 1024  # how much, and how many pieces, may be on t
 BYE = PREFIX.pack(MARK, 2**32 - 1)  # in place of a frame: the other end is left
 EVER = timedelta(days=365)
 JOIN_S = 60.0  # for all members to come
+HELLO_S = 1.0  # for who calls to say who it is
 LEAVE_S = 1.0  # for the others to answer when this process ends
 TAG = 0
-SECRET_BYTES = 16
+SECRET_BYTES = 16  # two digits each
 _HERE = "here/{}"  # a member's key in the store
-_HELLO = struct.Struct(f"<{SECRET_BYTES}sI")  # what the listening member said in the store, and who calls
+_HELLO = struct.Struct(f"<{2 * SECRET_BYTES}sI")  # what the listening member said in the store, and who calls
 _OPEN: WeakSet[GroupChannel] = WeakSet()
 
 
@@ -144,8 +145,8 @@ def connect_all(member: Member, address: str, seconds: float) -> dict[int, socke
         try:
             store = dist.PrefixStore(member.group, _store(member.host, member.port))
             listening = opened.enter_context(socket.create_server((address, 0), backlog=member.size))
-            secret = secrets.token_bytes(SECRET_BYTES)
-            store.set(_HERE.format(member.rank), secret + f"{address} {listening.getsockname()[1]}".encode())
+            secret = secrets.token_hex(SECRET_BYTES)
+            store.set(_HERE.format(member.rank), f"{secret} {address} {listening.getsockname()[1]}")
             found = {rank: opened.enter_context(_call(store, rank, member.rank, end)) for rank in range(member.rank)}
             while missing := {*range(member.rank + 1, member.size)} - found.keys():
                 rank, caller = _called(listening, secret, missing, end)
@@ -154,7 +155,7 @@ def connect_all(member: Member, address: str, seconds: float) -> dict[int, socke
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.setblocking(False)
         except (OSError, RuntimeError, ValueError) as error:
-            raise ChannelClosed(f"{address} in group {member.group}: {str(error).splitlines()[0]}") from error
+            raise ChannelClosed(f"{address} in group {member.group}: {error}") from error
         opened.pop_all()
         listening.close()
         return found
@@ -162,22 +163,21 @@ def connect_all(member: Member, address: str, seconds: float) -> dict[int, socke
 
 def _call(store: dist.Store, rank: int, own: int, end: float) -> socket.socket:
     """A connection to a member that listens, once it has said where."""
-    said: bytes = store.get(_HERE.format(rank))
-    host, port = said[SECRET_BYTES:].decode().split()
+    secret, host, port = store.get(_HERE.format(rank)).decode().split()
     made = socket.create_connection((host, int(port)), max(0.001, end - time.monotonic()))
-    made.sendall(_HELLO.pack(said[:SECRET_BYTES], own))
+    made.sendall(_HELLO.pack(secret.encode(), own))
     return made
 
 
-def _called(listening: socket.socket, secret: bytes, missing: Set[int], end: float) -> tuple[int, socket.socket]:
+def _called(listening: socket.socket, secret: str, missing: Set[int], end: float) -> tuple[int, socket.socket]:
     """Which of the missing members calls next, and the connection; nobody else is answered."""
     while True:
         listening.settimeout(max(0.001, end - time.monotonic()))
         caller, _ = listening.accept()
-        caller.settimeout(max(0.001, end - time.monotonic()))
-        with suppress(OSError):
-            hello = caller.recv(_HELLO.size)
-            if len(hello) == _HELLO.size and hello.startswith(secret) and (rank := _HELLO.unpack(hello)[1]) in missing:
+        caller.settimeout(HELLO_S)
+        with suppress(OSError, struct.error):
+            said, rank = _HELLO.unpack(caller.recv(_HELLO.size))
+            if said == secret.encode() and rank in missing:
                 return rank, caller
         caller.close()
 

@@ -92,7 +92,7 @@ def measure_link(cluster: ClusterConfig, insecure: bool) -> LinkTimes:
     count = len(hosts())
     if count < 2:
         asked = f"links of cluster={cluster.address!r}"
-        raise ConfigError(asked, "it has one host", "let another one join, or give --alpha-us, --join-us and --gbit")
+        raise ConfigError(asked, "it has one host", "let another one join, or give --alpha-us, --gbit and --join-us")
     require_compiled(f"links of cluster={cluster.address!r}")
     spec = WorkerSpec(name="echo", service=f"{__name__}:service", kinds=LinkService.kinds)
     reservation = Reservation(cluster, 1, Bundle(1, 0), host)
