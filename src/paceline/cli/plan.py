@@ -205,11 +205,18 @@ def _linked(site: Mapping[str, Any], cluster: str | None, insecure: bool) -> tup
     from ..distributed.links import measure_link
 
     link = measure_link(parse_cluster(cluster), insecure)
-    alphas = {"alpha_us": link.alpha, "join_us": link.join}
-    betas = {"gbit": link.beta, "join_gbit": link.join_beta}
-    us = {name: round(1e6 * alpha, 1) for name, alpha in alphas.items()}
-    found = replace(hosts, **us, **{name: round(8e-9 / max(beta, 8e-15), 3) for name, beta in betas.items()})
+    found = replace(
+        hosts, alpha_us=_us(link.alpha), gbit=_gbit(link.beta), join_us=_us(link.join), join_gbit=_gbit(link.join_beta)
+    )
     return found, f"measured: this host and {link.host}, of {link.hosts} hosts"
+
+
+def _us(alpha: float) -> float:
+    return round(1e6 * alpha, 1)
+
+
+def _gbit(beta: float) -> float:
+    return round(8e-9 / max(beta, 8e-15), 3)
 
 
 def _refuse_beside_measured(given: Mapping[str, object]) -> None:
