@@ -228,7 +228,7 @@ def joins(ask: MicroFlags) -> Iterator[Table | None]:
         head=("way", "floats", "median us", "10-90 %"),
         parts={"": rows},
         values={"machine": machine.describe(), "repeats": ask.repeats, "joins": [asdict(c) for c in costs]},
-        remarks=["of turns of both ways, one after the other; each mean is of a turn"],
+        remarks=["of turns of all ways, one after the other; each mean is of a turn"],
         how=[[f"{joining.TURNS} turns of {ask.repeats} sums each", machine.line()]],
     )
 

@@ -11,11 +11,11 @@ runs a pipeline with a stage a host, then one whose drafter is on another host, 
 there. `--kill` ends a worker in the middle of an answer. `--frames` times answers of a pipeline with a stage a host
 instead, whose frames go straight from stage to stage, and through the coordinator. `--mesh` has a stage a host, each
 in two ranks, of a checkpoint that the first host alone has. `--ranks` has a rank on each host, whose memory may be
-limited, and says beside its time what the plan says of it: the pass of one process on one core, measured before and
-without a limit, over the hosts, and the joins by a measured link. Links are virtual devices at a
-bridge, shaped on their way out: by netem where the kernel has it, else by a token bucket, which has a rate and no
-delay. Exit status 1: ids differ from those of one process. All namespaces are removed at the end, with what runs
-there.
+limited, and says beside its time what the plan says of it: as many ranks on this machine, a core each and without a
+limit, which share its memory as the hosts do and whose joins take next to nothing, and the joins by a measured one.
+Links are virtual devices at a bridge, shaped on their way out: by netem where the kernel has it, else by a token
+bucket, which has a rate and no delay. Exit status 1: ids differ from those of one process. All namespaces are removed
+at the end, with what runs there.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,6 +51,9 @@ STORE_BYTES = 80 * 2**20
 RAY = str(BIN / "ray"), "start", "--num-cpus", "1", "--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"
 WAYS = "straight", "coordinator"
 LIMITS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")  # of memory, by the first and second form of cgroups
+HERE = ALONE, EXACT, SUMS = "alone", "exact", "sums"  # ways of an answer on this machine
+KINDS = EXACT, SUMS  # of ranks
+SMALL: dict[str, Any] = {"max_model_len": 512, "max_sequences": 1}
 KILL_AT = 8  # ticks of the pipeline
 OWN = "own"  # a folder that the first host alone has
 HIDE = 'for place in "$0" "$1"; do mount -t tmpfs none "$place" || exit; done; shift; exec "$@"'  # from one host
@@ -194,50 +198,49 @@ def timed(model: str, stages: int, cluster: str, max_tokens: int, turns: int) ->
     print(json.dumps(found))
 
 
-def ranked(model: str, ranks: int, cluster: str, max_tokens: int, whole_ms: float, little: bool) -> None:
-    """In a namespace: an answer of a rank a host, exact and, unless there is ``little`` memory, by sums; prints ids and
-    times beside the plan's."""
+def ranked(model: str, ranks: int, cluster: str, max_tokens: int, little: bool) -> None:
+    """In a namespace: an answer of a rank a host, exact and, unless there is ``little`` memory, by sums; prints ids,
+    times and the plan's of the joins."""
     from paceline import LLM, SamplingParams
     from paceline.distributed.links import measure_link
     from paceline.distributed.placement import parse_cluster
 
     link, params = measure_link(parse_cluster(cluster), False), SamplingParams(temperature=0, max_tokens=max_tokens)
-    said: dict[str, Any] = {"alpha_us": 1e6 * link.alpha, "gbit": 8e-9 / max(link.beta, 1e-12)}
-    for exact in (True,) if little else (True, False):
-        llm = LLM(model, tensor_parallel=ranks, cluster=cluster, exact=exact, max_model_len=512, max_sequences=1)
+    laws = {"hop": (link.alpha, link.beta), "join": (link.join, link.join_beta)}
+    links = {name: {"us": 1e6 * alpha, "gbit": 8e-9 / max(beta, 1e-12)} for name, (alpha, beta) in laws.items()}
+    said: dict[str, Any] = {"links": links}
+    for kind in KINDS[: 1 if little else 2]:
+        llm = LLM(model, tensor_parallel=ranks, cluster=cluster, exact=kind == EXACT, **SMALL)
         found: Any = llm._target.decoder.ranks  # type: ignore[union-attr]
         (first,) = llm.generate([PROMPT], replace(params, ignore_eos=True))
         llm.forget()
-        counted, began = found.joins.struct.collectives, time.perf_counter()
-        stamps = [
-            time.perf_counter() for chunk in llm.stream(PROMPT, replace(params, ignore_eos=True)) if chunk.token_ids
-        ]
-        token_ms = 1e3 * (stamps[-1] - stamps[0]) / (len(stamps) - 1)
-        joins = (found.joins.struct.collectives - counted) / (len(stamps))
-        width = 4 * llm._target.decoder.config.d_model
-        each = link.alpha * math.log2(ranks) + link.beta * 2 * (ranks - 1) / ranks * width
-        planned = whole_ms / ranks + 1e3 * joins * each
-        said["exact" if exact else "sums"] = {
-            "token_ids": first.outputs[0].token_ids, "ms": token_ms, "joins": joins, "planned_ms": planned,
-            "faults": found.line.faults, "first_s": stamps[0] - began,
+        stamps = []
+        for chunk in llm.stream(PROMPT, replace(params, ignore_eos=True)):
+            if chunk.token_ids:
+                stamps.append((time.perf_counter(), found.joins.struct.collectives, found.joins.struct.bytes))
+        took, joins, size = ((last - one) / (len(stamps) - 1) for one, last in zip(stamps[0], stamps[-1], strict=True))
+        each = link.join * math.log2(ranks) * joins + link.join_beta * 2 * (ranks - 1) / ranks * size
+        said[kind] = {
+            "token_ids": first.outputs[0].token_ids, "ms": 1e3 * took, "joins": joins, "joins_ms": 1e3 * each,
+            "faults": found.line.faults,
         }  # fmt: skip
         del llm, found
         gc.collect()
     print(json.dumps(said))
 
 
-def alone(model: str, max_tokens: int) -> None:
-    """On one core: an answer of one process; prints ids and the ms of a token."""
+def here(model: str, ranks: int, exact: bool, max_tokens: int) -> None:
+    """On this machine, a core a rank: an answer; prints ids and the ms of a token."""
     from paceline import LLM, SamplingParams
 
-    llm = LLM(model, threads=1, max_model_len=512, max_sequences=1, exact=True)
+    llm = LLM(model, threads=1, tensor_parallel=ranks, exact=exact, **SMALL)
     params, stamps, found = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), [], list[int]()
     llm.generate([PROMPT], params)
     llm.forget()
     for chunk in llm.stream(PROMPT, params):
         stamps.append(time.perf_counter())
         found += chunk.token_ids
-    print(json.dumps({"token_ids": found, "ms": 1e3 * (stamps[-1] - stamps[0]) / (len(stamps) - 1)}))
+    print(json.dumps({"token_ids": found, "ms": 1e3 * median(b - a for a, b in pairwise(stamps))}))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -253,17 +256,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mesh", action="store_true", help="two ranks a stage, from weights by broadcast, instead")
     parser.add_argument("--ranks", action="store_true", help="a rank of the target on each host, instead")
     parser.add_argument("--memory", type=int, metavar="MB", help="of each host, with --ranks")
-    parser.add_argument("--whole-ms", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.frames and asked.hosts < 3:
         sys.exit("error: --frames: two stages have one way between them: give --hosts 3 or more")
-    if asked.inside == "alone":
-        alone(asked.model, asked.max_tokens)
+    if asked.inside in HERE:
+        here(asked.model, 1 if asked.inside == ALONE else asked.hosts, asked.inside != SUMS, asked.max_tokens)
         return 0
     if asked.inside:
         if asked.ranks:
-            ranked(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.whole_ms, bool(asked.memory))
+            ranked(asked.model, asked.hosts, asked.inside, asked.max_tokens, bool(asked.memory))
             return 0
         if asked.frames:
             timed(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.frames)
@@ -278,9 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def over_ranks(asked: argparse.Namespace) -> int:
     """A rank a host beside one process; the exit status."""
     size = "--max-tokens", str(asked.max_tokens), "--model", asked.model
-    one = "taskset", "-c", "0", sys.executable, __file__, "--inside", "alone", *size
-    wanted = json.loads(run(*one).stdout.splitlines()[-1])
-    print(f"one process, one core: {wanted['ms']:.1f} ms a token", flush=True)
+    size += "--hosts", str(asked.hosts)
+    kinds = KINDS[: 1 if asked.memory else 2]
+    on_one = {name: (sys.executable, __file__, "--inside", name, *size) for name in (ALONE, *kinds)}
+    alone, *parts = (json.loads(run(*command).stdout.splitlines()[-1]) for command in on_one.values())
+    wanted, part_ms = alone["token_ids"], {kind: part["ms"] for kind, part in zip(kinds, parts, strict=True)}
+    said = ", ".join(f"{kind} {ms:.1f}" for kind, ms in part_ms.items())
+    print(f"ms a token: one process, one core {alone['ms']:.1f}; {asked.hosts} ranks here: {said}", flush=True)
     with tempfile.TemporaryDirectory() as folder, namespaces(asked.hosts, asked.rate, asked.delay) as hosts:
         token = Path(folder, "token")
         token.write_text(secrets.token_hex(32))
@@ -289,26 +295,27 @@ def over_ranks(asked: argparse.Namespace) -> int:
             for name in hosts:
                 GROUPS[name] = limited(name, asked.memory)
             tried = subprocess.run(
-                inside(next(iter(hosts)), *one), capture_output=True, text=True, check=False, env=env
+                inside(next(iter(hosts)), *on_one[ALONE]), capture_output=True, text=True, check=False, env=env
             )
             if tried.returncode == 0:
                 sys.exit(f"error: --memory {asked.memory}: one process fits")
             last = (tried.stderr.strip().splitlines() or ["it was killed"])[-1]
             print(f"one process on a host of {asked.memory} MB: status {tried.returncode}, {last}", flush=True)
         head, prefix = start_ray(hosts, folder, env), inside(next(iter(hosts)))
-        given = "--ranks", "--hosts", str(asked.hosts), "--whole-ms", str(wanted["ms"]), "--inside", f"{head},cores=1"
+        given = "--ranks", "--inside", f"{head},cores=1"
         given += ("--memory", str(asked.memory)) if asked.memory else ()
         found = json.loads(run(*prefix, sys.executable, __file__, *given, *size, env=env).stdout.splitlines()[-1])
-        print(f"a link: {found['alpha_us']:.0f} us, {found['gbit']:.2f} Gbit/s", flush=True)
-        for kind in ("exact", "sums")[: 1 if asked.memory else 2]:
-            own = found[kind]
-            same = "the ids of one process" if own["token_ids"] == wanted["token_ids"] else "OTHER IDS"
+        for name, each in found["links"].items():
+            print(f"a {name}: {each['us']:.0f} us, {each['gbit']:.2f} Gbit/s", flush=True)
+        for kind in kinds:
+            own, planned = found[kind], part_ms[kind] + found[kind]["joins_ms"]
+            same = "the ids of one process" if own["token_ids"] == wanted else "OTHER IDS"
             print(
-                f"{kind}: {own['ms']:.1f} ms a token, {own['joins']:.0f} joins; planned {own['planned_ms']:.1f} ms, "
-                f"{own['ms'] / own['planned_ms']:.2f} of it; {same}; faults {own['faults']}",
+                f"{kind}: {own['ms']:.1f} ms a token; planned {planned:.1f} ms, of which {own['joins']:.0f} joins "
+                f"{own['joins_ms']:.1f}: {own['ms'] / planned:.2f} of it; {same}; faults {own['faults']}",
                 flush=True,
             )
-    return 0 if found["exact"]["token_ids"] == wanted["token_ids"] else 1
+    return 0 if found[EXACT]["token_ids"] == wanted else 1
 
 
 def compare(asked: argparse.Namespace) -> int:

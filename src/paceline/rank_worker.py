@@ -105,7 +105,7 @@ def _started(
 def _stop(workers: Sequence[Worker], found: RankWays, joins: Joins) -> None:
     end_all(workers)
     found.close()
-    joins.watch(())
+    joins.close()
 
 
 def _rank_spec(

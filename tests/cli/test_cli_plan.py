@@ -170,7 +170,7 @@ def test_layouts_over_hosts_and_the_command_of_the_best(run: Any) -> None:
     alone, many = run(*SMALL, "--hosts", "2"), run(*SMALL, "--hosts", "2", "--batch", "16", "--json")
     assert alone.exit_code == 0, alone.output
     lines = alone.stdout.splitlines()
-    assert "2 hosts of 2 cores" in lines[0] and "158 us a hop between hosts, 10 Gbit/s (assumed" in lines[1]
+    assert "2 hosts of 2 cores" in lines[0] and "158 us a hop between hosts, 30 a join, 10 Gbit/s (" in lines[1]
     assert lines[3].split()[:4] == ["1"] * 4 and "one process is best" in alone.stdout
     assert "to run it: paceline serve paceline-small --drafter ngram,depth=7" in alone.stdout
     found = json.loads(many.stdout)
@@ -181,7 +181,8 @@ def test_layouts_over_hosts_and_the_command_of_the_best(run: Any) -> None:
 
 def test_layouts_name_the_cluster_and_say_what_does_not_run(run: Any) -> None:
     large = "--target", "stretch:paceline-small,times=64", "--machine", "cpu", "--context", "256", "--hosts", "4"
-    found = json.loads(run(*large, "--each", "1", "--gbit", "400", "--alpha-us", "0", "--json").stdout)
+    links = "--gbit", "400", "--alpha-us", "0", "--join-us", "0"
+    found = json.loads(run(*large, "--each", "1", *links, "--json").stdout)
     (piped,) = [made for made in found["layouts"] if (made["stages"], made["ranks"]) == (4, 1)]
     assert found["links"] == "given" and "--pipeline 4" in piped["command"] and "auto,cores=1" in piped["command"]
     (ranks,) = [made for made in found["layouts"] if (made["stages"], made["ranks"]) == (1, 2)]

@@ -94,6 +94,7 @@ def test_a_cluster_says_what_one_process_says(
     gc.collect()
     link = measure_link(parse_cluster("auto"), False)
     assert 1e-6 < link.alpha < 1.0 and 0 <= link.beta < 1e-6 and link.hosts == 2 and link.host
+    assert 1e-6 < link.join < 1.0 and 0 <= link.join_beta < 1e-6
     with monkeypatch.context() as changed:
         changed.chdir(tmp_path)
         with_weights_from_here(tmp_path, wanted)

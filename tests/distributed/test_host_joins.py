@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from network.test_parallel import answer, build
 from torch import Tensor
 
 from paceline.attention import make_backend
 from paceline.core.errors import RankLost
-from paceline.distributed.groups import Store
+from paceline.distributed.channels import ChannelClosed
+from paceline.distributed.groups import Store, connect_all
 from paceline.distributed.host_joins import HostJoins
-from paceline.network.joins import Joins, RankMemory
+from paceline.network.joins import CAPACITY, Joins, RankMemory
 from paceline.network.loader import load_model, read_config
 from paceline.network.parallel import Ranks, Share
 
@@ -57,7 +60,7 @@ def test_ranks_on_several_hosts_make_the_bits_of_one_host(
     store, ends = over_hosts(count)
     found = answers(tmp_path, ends, by_outputs, **how)
     assert wanted[0].std() > 0.1 and all(torch.equal(own, wanted[0]) for own in found)
-    assert all(end.struct.collectives > 0 and end.struct.carry for end in ends)
+    assert all(end.struct.collectives > 0 and end.struct.sockets for end in ends)
     del store
 
 
@@ -110,10 +113,54 @@ def test_what_interrupts_a_join_is_raised_where_the_rank_is_missed(monkeypatch: 
     def interrupted(*given: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.distributed.host_joins.join", interrupted)
+    monkeypatch.setattr("paceline.distributed.host_joins.connect_all", interrupted)
     with pytest.raises(RankLost):
         ends[0].sum(torch.ones(3))
     with pytest.raises(KeyboardInterrupt):
         ends[0].begin(1, lost=1)
     ends[0].begin(2, lost=1)
+    del store
+
+
+def test_who_is_no_member_is_not_connected() -> None:
+    store = Store("127.0.0.1")
+    members = [store.member("ranks", rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(connect_all, members[0], "127.0.0.1", 20.0)
+        there = dist.PrefixStore("ranks", dist.TCPStore(store.host, store.port, None, False)).get("here/0")
+        port = int(there.split()[-1])
+        for hello in (b"", b"short", bytes(32) + b"\x01\0\0\0", there[:32] + b"\x05\0\0\0"):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(hello)
+        second = threads.submit(connect_all, members[1], "127.0.0.1", 20.0)
+        ends = first.result()[1], second.result()[0]
+    assert ends[0].getpeername() == ends[1].getsockname() and ends[0].getsockname()[1] == port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    for end in ends:
+        end.close()
+
+
+def test_one_that_never_comes_is_said() -> None:
+    store = Store("127.0.0.1")
+    began = time.monotonic()
+    with pytest.raises(ChannelClosed, match="127.0.0.1 in group ranks: timed out"):
+        connect_all(store.member("ranks", 0, 2), "127.0.0.1", 0.2)
+    assert time.monotonic() - began < 5
+
+
+def test_large_pieces_come_whole() -> None:
+    """More than buffers and the kernel hold, so that all ranks send and receive at once."""
+    store, ends = over_hosts(3)
+    numbers = torch.arange(CAPACITY, dtype=torch.float32)  # of bytes four buffers
+
+    def one(end: HostJoins) -> Tensor:
+        return end.sum(numbers * (end.rank + 1))
+
+    with ThreadPoolExecutor(3) as threads:
+        found = [*threads.map(one, ends)]
+    assert all(torch.equal(own, numbers + 2 * numbers + 3 * numbers) for own in found)
+    assert all(end.struct.joins == 4 and end.struct.collectives == 1 for end in ends)
+    for end in ends:
+        end.close()
     del store

@@ -1,8 +1,8 @@
 """Layouts over hosts: every law against figures that were worked out by hand, and bounds in words.
 
 A layer of the model reads 192 bytes and the head 64; the machine takes 1,000 us a pass and 1 us a byte, so that a pass
-is 1,000 + 4 x 192 + 64 = 1,832 us. A hop between hosts is 100 us and 10 us a byte, on one host 10 us and next to
-nothing a byte.
+is 1,000 + 4 x 192 + 64 = 1,832 us. A hop between hosts is 100 us, a byte 10; a join of two ranks
+is 300 and 20 a byte. On one host both are 10 us and next to nothing a byte.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ DRAFTING = replace(TARGET, name="one layer", num_layers=1)  # 1,000 + 192 + 64 =
 LAW = PassLaw(host=1e-3, row=0.0, weight=1e-6, hoi=1e9, kv=0.0, attention=0.0)
 HERE = replace(machines.machine("cpu"), bandwidth=1e18, link=0.0, cores=1)
 HALF = Acceptance(accept=0.5, source="", siblings=0.0)  # of any width; 1.75 tokens a round of two
+LINKS: dict[str, Any] = {"alpha_us": 100, "join_us": 300, "gbit": 8e-4, "join_gbit": 4e-4, "local_us": 10}
 HOP = 100 + 10 * 8  # us: four numbers of two bytes
 IDS = 100 + 10 * 8  # us: one token with its log-probability
 
@@ -47,13 +48,13 @@ def question(**more: Any) -> PlanRequest:
 
 def us(layout: Of, drafter: str = PLAIN, **more: Any) -> float:
     """Microseconds of a token."""
-    hosts = Hosts(hosts=8, each=more.pop("each", None), alpha_us=100, gbit=8e-4, local_us=10)
+    hosts = Hosts(hosts=8, each=more.pop("each", None), **LINKS)
     made = {one.drafter: one for one in _Site(question(**more), hosts).drafted(layout)}
     return 1e6 * made[drafter].token
 
 
 def ranked(hosts: int = 4, each: int | None = None, **more: Any) -> list[RankedLayout]:
-    return rank_layouts(question(**more), Hosts(hosts=hosts, each=each, alpha_us=100, gbit=8e-4, local_us=10))
+    return rank_layouts(question(**more), Hosts(hosts=hosts, each=each, **LINKS))
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,9 @@ def ranked(hosts: int = 4, each: int | None = None, **more: Any) -> list[RankedL
         # Three stages of 2, 1 and 1 layers.
         (Of(3, 1, 1, False, 1), PLAIN, {}, 1384 + 1192 + 1256 + 3 * HOP),
         # Two ranks, each with half of the bytes: 2 x 4 + 1 sums of 16 bytes on a ring of two.
-        (Of(1, 2, 1, False, 1), PLAIN, {}, 1416 + 9 * (100 + 10 * 16)),
+        (Of(1, 2, 1, False, 1), PLAIN, {}, 1416 + 9 * (300 + 20 * 16)),
         (Of(1, 2, 1, False, 2), PLAIN, {"each": 2}, 1000 + 832 + 9 * 10),
-        (Of(1, 4, 1, False, 1), PLAIN, {}, 1208 + 9 * (2 * 100 + 10 * 1.5 * 16)),
+        (Of(1, 4, 1, False, 1), PLAIN, {}, 1208 + 9 * (2 * 300 + 20 * 1.5 * 16)),
         # Two stages of two ranks, the stage a host.
         (Of(2, 2, 1, False, 2), PLAIN, {"each": 2}, 1384 + 4 * 10 + 1448 + 5 * 10 + 2 * HOP),
         # Beside half of the verifying pass: 916 us of 2 x 1,256; two hops with 8 chains of 2 tokens.
@@ -111,7 +112,7 @@ def test_one_process_wins_on_one_host_and_where_links_are_slow() -> None:
 def test_stages_win_where_a_pass_is_long_and_links_are_fast() -> None:
     slow = replace(LAW, host=0.0, weight=1e-3)  # 832 ms a pass, 192 a layer
     best = ranked(law=slow)[0]
-    assert best.layout[:3] == (1, 4, 1) and best.joins == pytest.approx(9 * 440e-6)
+    assert best.layout[:3] == (1, 4, 1) and best.joins == pytest.approx(9 * 1080e-6)
     narrow: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 4}  # cannot be divided among ranks
     sure = dict.fromkeys(("ngram", DRAFT), replace(HALF, accept=0.9))
     best = ranked(law=slow, target=replace(TARGET, **narrow), acceptance=sure, depth=1)[0]

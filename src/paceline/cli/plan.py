@@ -20,7 +20,7 @@ from ..engine.calibration import processor
 from ..llm import LLM
 from ..planning import machines, models
 from ..planning.acceptance import Acceptance, accept_of
-from ..planning.hosts import Hosts
+from ..planning.hosts import LINK, Hosts
 from ..planning.machines import Machine
 from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
@@ -189,7 +189,7 @@ def _refuse_beside_hosts(site: Mapping[str, Any], links: Mapping[str, Any], othe
         raise ConfigError(
             f"{', '.join(useless)} with --hosts", "they rank drafters on one host", "leave one of them out"
         )
-    given = [flag for flag in flags if flag in ("--alpha-us", "--gbit")]
+    given = [flag for flag in flags if flag.removeprefix("--").replace("-", "_") in LINK]
     if links["cluster"] and given:
         raise ConfigError(f"{', '.join(given)} with --cluster", "the link is measured there", "leave one of them out")
     if links["insecure"] and not links["cluster"]:
@@ -200,13 +200,23 @@ def _linked(site: Mapping[str, Any], cluster: str | None, insecure: bool) -> tup
     """The hosts, and where the figures of their links are from."""
     hosts = Hosts(**site)
     if cluster is None:
-        usual = all(site[spec.name] == spec.default for spec in fields(Hosts) if spec.name in ("alpha_us", "gbit"))
-        return hosts, "assumed: --alpha-us, --gbit or --cluster say otherwise" if usual else "given"
+        usual = all(site[spec.name] == spec.default for spec in fields(Hosts) if spec.name in LINK)
+        return hosts, "assumed: --alpha-us, --join-us, --gbit or --cluster say otherwise" if usual else "given"
     from ..distributed.links import measure_link
 
     link = measure_link(parse_cluster(cluster), insecure)
-    found = replace(hosts, alpha_us=round(1e6 * link.alpha, 1), gbit=round(8e-9 / max(link.beta, 8e-15), 3))
+    found = replace(
+        hosts, alpha_us=_us(link.alpha), gbit=_gbit(link.beta), join_us=_us(link.join), join_gbit=_gbit(link.join_beta)
+    )
     return found, f"measured: this host and {link.host}, of {link.hosts} hosts"
+
+
+def _us(alpha: float) -> float:
+    return round(1e6 * alpha, 1)
+
+
+def _gbit(beta: float) -> float:
+    return round(8e-9 / max(beta, 8e-15), 3)
 
 
 def _refuse_beside_measured(given: Mapping[str, object]) -> None:

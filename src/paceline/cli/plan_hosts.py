@@ -48,7 +48,8 @@ def show_layouts(
         f"{q.target.name} on {hosts.hosts} host{'s' if hosts.hosts > 1 else ''} of {each} ({q.machine.about}); {size}"
     )
     console.print(title, style="bold", markup=False)
-    rates = f"{hosts.alpha_us:g} us a hop between hosts, {hosts.gbit:g} Gbit/s ({links}); {hosts.local_us:g} us on one"
+    apart = f"{hosts.alpha_us:g} us a hop between hosts, {hosts.join_us:g} a join, {hosts.gbit:g} Gbit/s ({links})"
+    rates = f"{apart}; {hosts.local_us:g} us on one"
     console.print(rates, markup=False)
     console.print(_table([*shown, *([] if alone in shown else [alone])]))
     console.print(verdict, markup=False)

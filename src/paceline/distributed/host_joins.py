@@ -1,27 +1,28 @@
-"""What ranks on several hosts give each other: over a group of gloo, into memory that each has for itself.
+"""What ranks on several hosts give each other: over a connection of each pair, into memory that each has for itself.
 
 A piece of every rank comes to every other one before it is summed or gathered, in the order of ranks as on one host, so
-that the bits are those of one host (``native/kernels/ranks.h``). A group serves an epoch: it is joined with the epoch's
-first piece, and left with the first fault.
+that the bits are those of one host; compiled code sends and receives, in the thread that computes
+(``native/kernels/ranks.h``). Connections serve an epoch: they are made at the epoch's first piece, and end with the
+first fault.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from socket import socket
 from typing import Any
 
-import torch
-
-from ..network.joins import CAPACITY, Joins, buffers_at, size_of
+from ..network.joins import Joins, size_of
 from .channels import ChannelClosed
-from .groups import JOIN_S, Member, join
+from .groups import JOIN_S, Member, connect_all
 
 WAY = "group:"  # of a rank that is on another host, in place of a path of memory
-_CARRY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+SPIN_US = 200  # what a piece takes between hosts, about
+_CONNECT = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +49,37 @@ class HostRanks:
         """A group ends with its members."""
 
 
-class _Group:
-    """The present epoch's group, if it was joined."""
+class _Connections:
+    """The present epoch's, if they were made; compiled code has them made at a join."""
 
-    def __init__(self, member: Member, address: str, memory: torch.Tensor) -> None:
-        self._member, self._address, self._memory = member, address, memory
-        self.epoch, self.seconds = 0, 3600.0
+    def __init__(self, member: Member, address: str, ranks: Any) -> None:
+        self._member, self._address, self._ranks = member, address, ranks
+        self._made: dict[int, socket] = {}
+        self._numbers: array[int] = array("q")
         self.interrupted: BaseException | None = None
-        self._joined: Any = None
+        self.epoch = 0
 
-    def carry(self, which: int, size: int) -> int:
-        """See `RankCarry`; an exception would not come through compiled code."""
-        at, step = buffers_at(self._member.size) + which * CAPACITY, 2 * CAPACITY
-        parts = [self._memory[at + rank * step :][:size] for rank in range(self._member.size)]
+    def make(self) -> int:
+        """See `RankConnect`; an exception would not come through compiled code."""
+        own = replace(self._member, group=f"{self._member.group}/{self.epoch}")
         try:
-            if self._joined is None:
-                own = replace(self._member, group=f"{self._member.group}/{self.epoch}")
-                self._joined = join(own, self._address, JOIN_S)
-            self._joined.allgather(parts, parts[self._member.rank], timedelta(seconds=self.seconds)).wait()
+            self._made = connect_all(own, self._address, JOIN_S)
         except BaseException as error:
-            if not isinstance(error, RuntimeError | ChannelClosed):
+            if not isinstance(error, ChannelClosed):
                 self.interrupted = error
-            self.leave()
             return 0
+        self._numbers = array(
+            "q", [self._made[rank].fileno() if rank in self._made else -1 for rank in range(own.size)]
+        )
+        self._ranks.sockets = self._numbers.buffer_info()[0]
         return 1
 
-    def leave(self) -> None:
-        """Be no member any more: the others' waits end."""
-        self._joined = None
+    def end(self) -> None:
+        """Close them; the others' waits end, too."""
+        self._ranks.sockets = None
+        for connection in self._made.values():
+            connection.close()
+        self._made = {}
 
 
 class HostJoins(Joins):
@@ -89,25 +93,25 @@ class HostJoins(Joins):
     notice_s = 1.0  # Ray says so
 
     def __init__(self, member: Member, address: str) -> None:
-        memory = mmap.mmap(-1, size_of(member.size))
-        self._group = _Group(member, address, torch.frombuffer(memory, dtype=torch.uint8))
-        super().__init__(member.rank, member.size, memory)
-        self._carry = _CARRY(self._group.carry)
-        self.struct.carry = ctypes.cast(self._carry, ctypes.c_void_p).value
+        super().__init__(member.rank, member.size, mmap.mmap(-1, size_of(member.size)))
+        self._connections = _Connections(member, address, self.struct)
+        self._connect = _CONNECT(self._connections.make)
+        self.struct.connect = ctypes.cast(self._connect, ctypes.c_void_p).value
+        self.struct.spin_us = SPIN_US
 
     def watch(self, lives: Sequence[int]) -> None:
         """Nobody's process is on this host."""
 
-    def wait(self, seconds: float) -> None:
-        """See `Joins`."""
-        self._group.seconds = seconds
+    def close(self) -> None:
+        """See `Joins`; the others' waits end."""
+        self._connections.end()
 
     def begin(self, epoch: int = 0, lost: int = -1) -> None:
         """See `Joins`; what interrupted a join is raised here."""
-        self._group.leave()
-        self._group.epoch = epoch
+        self._connections.end()
+        self._connections.epoch = epoch
         super().begin(epoch, lost)
-        interrupted, self._group.interrupted = self._group.interrupted, None
+        interrupted, self._connections.interrupted = self._connections.interrupted, None
         if interrupted is not None:
             raise interrupted
 

@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cfloat>
 #include <chrono>
 #include <cmath>
@@ -32,6 +33,7 @@
 #include <vector>
 
 #include <poll.h>
+#include <sys/socket.h>
 #include <system_error>
 #include <thread>
 #include <unistd.h>

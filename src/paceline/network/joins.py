@@ -32,8 +32,7 @@ class RankMemory:
         asked = f"tensor_parallel={count}"
         if not sys.platform.startswith("linux"):
             raise CapabilityError(asked, f"ranks share memory as Linux has it, which {sys.platform} has not", "use 1")
-        if library() is None:
-            raise CapabilityError(asked, f"there is no compiled code ({unavailable()})", "install a C++ compiler")
+        require_compiled(asked)
         self.count = count
         self._fd = os.memfd_create("paceline-ranks", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size_of(count))
@@ -49,6 +48,16 @@ class RankMemory:
     def close(self) -> None:
         """No other rank opens it any more."""
         os.close(self._fd)
+
+
+def require_compiled(asked: str) -> None:
+    """Joins have no form but the compiled one.
+
+    Raises:
+        CapabilityError: there is none.
+    """
+    if library() is None:
+        raise CapabilityError(asked, f"there is no compiled code ({unavailable()})", "install a C++ compiler")
 
 
 def buffers_at(count: int) -> int:
@@ -104,6 +113,10 @@ class Joins:
             os.close(fd)
         self._lives = array("q", lives)
         self.struct.lives, self.struct.num_lives = self._lives.buffer_info()[0], len(lives)
+
+    def close(self) -> None:
+        """Nothing is joined any more."""
+        self.watch(())
 
     def wait(self, seconds: float) -> None:
         """How long another rank is waited for."""

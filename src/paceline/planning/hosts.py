@@ -1,6 +1,7 @@
 """Over several hosts: stages x ranks x replicas, and where the draft runs, by the time between a sequence's tokens.
 
-    join  = alpha log2 G + beta 2 (G - 1) / G M        a sum of G ranks over M bytes: two a layer, one of the embedding
+    join  = alpha log2 G + beta 2 (G - 1) / G M        a sum of G ranks over M bytes: two a layer, one of the embedding;
+                                                       alpha and beta of a sum of two ranks
     hop   = alpha + beta M                             states from a stage to the next one, and back to the first
     plain = max(stages + hops, k (longest stage + longest hop))    k = min(sequences, stages) parts of the batch
     here  = (draft + verify) / tau                     the draft in the target's process
@@ -28,6 +29,7 @@ from .throughput import ACTIVATION_BYTES, held_bytes, pass_cost
 SUM_BYTES, ID_BYTES = 4, 8  # of a number that ranks sum; of a token with its log-probability
 LEVELS = (1, 2, 4, 8)  # rows of a level of drafts in stages
 MOST = 1024  # processes
+LINK = "alpha_us", "gbit", "join_us", "join_gbit"  # what a link takes
 DRAFT = "draft_model"
 
 
@@ -41,20 +43,29 @@ class Hosts:
     )
     alpha_us: float = option(158.0, help="us of a hop between hosts: 64 bytes over a group of gloo's", minimum=0)
     gbit: float = option(10.0, help="Gbit/s of a link between hosts", above=0)
+    join_us: float = option(30.0, help="us of a join of two ranks on two hosts: a sum of one number", minimum=0)
+    join_gbit: float | None = option(None, help="Gbit/s of what each rank gives in a join; none: the link's", above=0)
     local_us: float = option(25.0, help="us of a hop between processes of one host", minimum=0)
 
     def __post_init__(self) -> None:
         check(self)
 
 
+class _Law(NamedTuple):
+    """Of what goes between two processes."""
+
+    alpha: float  # seconds of next to nothing
+    beta: float  # of a byte more
+
+    def of(self, message: float) -> float:
+        return self.alpha + self.beta * message
+
+
 class _Link(NamedTuple):
     """Between two processes."""
 
-    alpha: float  # seconds of a hop
-    beta: float  # of a byte
-
-    def hop(self, message: float) -> float:
-        return self.alpha + self.beta * message
+    hop: _Law
+    join: _Law  # of two ranks
 
 
 class HostLayout(NamedTuple):
@@ -126,8 +137,9 @@ class _Site:
         if self.count * self.slots > MOST:
             asked = f"{self.count} hosts with {self.slots} processes each"
             raise ConfigError(asked, f"{MOST:,} in all are planned for, at most", "name fewer hosts")
-        self.local = _Link(1e-6 * hosts.local_us, 1 / (machine.link or machine.bandwidth))
-        self.remote = _Link(1e-6 * hosts.alpha_us, 8e-9 / hosts.gbit)
+        local = _Law(1e-6 * hosts.local_us, 1 / (machine.link or machine.bandwidth))
+        join = _Law(1e-6 * hosts.join_us, 8e-9 / (hosts.join_gbit or hosts.gbit))
+        self.local, self.remote = _Link(local, local), _Link(_Law(1e-6 * hosts.alpha_us, 8e-9 / hosts.gbit), join)
 
     def layouts(self) -> Iterator[HostLayout]:
         """All that there is room for, spread over the hosts, a process a device, and on as few as can be."""
@@ -164,13 +176,13 @@ class _Site:
     def passed(self, layout: HostLayout, batch: int, rows: int) -> tuple[list[float], list[float], list[float]]:
         """A pass: of each stage its seconds and those of its joins among them, and of each hop."""
         numbers, shapes, ranks = batch * rows * self.q.target.d_model, self.shapes(layout.stages), layout.ranks
-        link = self.link(ranks, layout)
-        one = link.alpha * math.log2(ranks) + link.beta * 2 * (ranks - 1) / ranks * SUM_BYTES * numbers
+        law = self.link(ranks, layout).join
+        one = law.alpha * math.log2(ranks) + law.beta * 2 * (ranks - 1) / ranks * SUM_BYTES * numbers
         joins = [(2 * shape.num_layers + (shape.vocab_size > 0)) * one for shape in shapes]
         own = [self.seconds(shape, batch, rows, layout, ranks) for shape in shapes]
         on = math.ceil(layout.stages * ranks / layout.per_host)  # hosts, as many hops between them
         links = [self.remote if i < on > 1 else self.local for i in range(layout.stages if layout.stages > 1 else 0)]
-        hops = [link.hop(ACTIVATION_BYTES * numbers) for link in links]
+        hops = [link.hop.of(ACTIVATION_BYTES * numbers) for link in links]
         return [sum(both) for both in zip(own, joins, strict=True)], joins, hops or [0.0]
 
     def drafted(self, layout: HostLayout) -> Iterator[RankedLayout]:
@@ -203,14 +215,14 @@ class _Site:
         draft = depth * self.seconds(self.q.drafting, batch, chains, layout) if model else 0.0
         if not layout.apart:
             return (draft + verify) / known.tokens(depth)
-        hop = self.link(layout.ranks + 1, layout).hop(batch * chains * depth * ID_BYTES)
+        hop = self.link(layout.ranks + 1, layout).hop.of(batch * chains * depth * ID_BYTES)
         return (verify / 2 + max(verify / 2, draft) + 2 * hop) / known.tokens(depth)
 
     def _piped(self, layout: HostLayout, batch: int, model: bool, rows: int, known: Acceptance) -> float:
         """Of a token, where a level of drafts enters in every tick."""
         stages, _, hops = self.passed(layout, batch, rows)
         level = self.seconds(self.q.drafting, batch, rows, layout) if model else 0.0
-        hop = self.link(layout.stages * layout.ranks + 1, layout).hop(batch * rows * ID_BYTES)
+        hop = self.link(layout.stages * layout.ranks + 1, layout).hop.of(batch * rows * ID_BYTES)
         stages = [*stages, level + 2 * hop] if layout.apart else [*stages[:-1], stages[-1] + level]
         hit = known.any_of(rows)
         return (hit + (1 - hit) * layout.stages) * (max(stages) + max(hops))

@@ -51,7 +51,8 @@ PL_STRUCT(Ranks,
   const int64_t* lives;  // [num_lives] file descriptors, each readable once the process of another rank has ended
   int64_t num_lives;
   int64_t spin_us, timeout_us;  // of a wait: before it sleeps, and before it is given up
-  const void* carry;            // null, or a `RankCarry`: ranks are on several hosts
+  const void* connect;          // null, or a `RankConnect`: ranks are on several hosts
+  const int64_t* sockets;       // then, once it was called: [count] of the other ranks, connected, which never block
   int64_t joins;                // pieces that were joined so far
   int64_t collectives, bytes;   // joins of any size, and what this rank gave in them
 )
