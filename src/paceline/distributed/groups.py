@@ -11,6 +11,7 @@ thread of each channel receives all that comes, with no limit, and hands it over
 from __future__ import annotations
 
 import atexit
+import hmac
 import queue
 import secrets
 import socket
@@ -176,8 +177,8 @@ def _called(listening: socket.socket, secret: str, missing: Set[int], end: float
         caller, _ = listening.accept()
         caller.settimeout(HELLO_S)
         with suppress(OSError, struct.error):
-            said, rank = _HELLO.unpack(caller.recv(_HELLO.size))
-            if said == secret.encode() and rank in missing:
+            said, rank = _HELLO.unpack(caller.recv(_HELLO.size, socket.MSG_WAITALL))
+            if hmac.compare_digest(said, secret.encode()) and rank in missing:
                 return rank, caller
         caller.close()
 
