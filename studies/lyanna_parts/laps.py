@@ -73,7 +73,8 @@ def timed_kernels(folder: Path) -> Iterator[Read]:
     """Models that are loaded in here run on kernels with a clock, built from a source in ``folder``."""
     library = native._open(native.built(with_clock(folder)))
     library.isa = library.pl_init(native.ANY_ISA)
-    library.pl_laps.restype = ctypes.POINTER(ctypes.c_double)
-    laps = library.pl_laps()
+    clock = ctypes.CDLL(library.path).pl_laps  # the kernels have no such function: their library does not declare it
+    clock.restype = ctypes.POINTER(ctypes.c_double)
+    laps = clock()
     with patch.object(native, "library", lambda: library), patch.object(native, "in_use", lambda: library):
         yield lambda: [1e3 * laps[n] for n in range(len(PARTS))]
