@@ -55,13 +55,19 @@ def shape_of(**values: Any) -> SpireShape:
     return SpireShape(**{"layers": 2, "window": 9, "sinks": 2} | values)
 
 
-def recipe(target: Network | None = None, held_out: Any = None, start: str = "pruned", **options: Any) -> SpireRecipe:
+def recipe(
+    target: Network | None = None,
+    held_out: Any = None,
+    start: str = "pruned",
+    hot: torch.Tensor | None = None,
+    **options: Any,
+) -> SpireRecipe:
     target = target or network(2, frozen=True, windows=WHOLE)
     made = SpireOptions(**{"layers": 2, "window": 9, "sinks": 2, "start": start} | options)
     shape = made.shape(2)
     draft = network(1, num_layers=2, windows=WHOLE[:2])
     _start(draft, target, made, 1)
-    return SpireRecipe(SpireModule(draft, shape), target, shape, made, {}, held_out or {})
+    return SpireRecipe(SpireModule(draft, shape), target, shape, made, {}, held_out or {}, hot)
 
 
 def context(seed: int = 0) -> torch.Generator:
@@ -148,6 +154,42 @@ def test_the_loss_is_its_formula(options: dict[str, Any]) -> None:
     length = data.tokens.shape[1]
     assert set(places.tolist()) < {i for i in range(2 * length) if data.weights.flatten()[i] > 0}
     assert len(set(places.tolist())) == len(places) > 60
+
+
+def test_the_loss_over_hot_tokens_is_its_formula() -> None:
+    """MixedLoss between target and draft over the hot tokens alone, both normed there."""
+    data, hot = batch(), torch.arange(0, VOCAB, 3)
+    made = recipe(hot=hot)
+    with torch.no_grad():
+        loss = float(made.loss(data, context())[0])
+        offset = int(torch.randint(4, (1,), generator=context()))
+        past, final = made.know(data)
+        rows = [*made._rows(data, offset, past)]
+        hidden, places = torch.cat([r.hidden for r in rows]), torch.cat([r.places for r in rows])
+        weights = torch.cat([r.weights for r in rows])
+        log_q = made.module.network.logits(hidden)[:, hot].log_softmax(-1)
+        p = made.target.logits(final.flatten(0, 1)[places])[:, hot].softmax(-1)
+        each = -0.5 * (p * log_q).sum(-1) - 0.5 * torch.minimum(p, log_q.exp()).sum(-1)
+    assert loss == pytest.approx(float((each * weights).sum() / weights.sum()), rel=1e-4)
+    assert abs(loss - float(recipe().loss(data, context())[0].detach())) > 0.1
+
+
+def test_held_out_figures_count_hot_tokens_alone() -> None:
+    data, hot = batch(), torch.arange(0, VOCAB, 3)
+    made = recipe(hot=hot)
+    chances, alphas = made.judge(data)
+    past, final = made.know(data)
+    cold = 0
+    for step, part in enumerate(made._rows(data, 0, past)):
+        q = made.module.network.logits(part.hidden)[:, hot].softmax(-1)
+        p = made.target.logits(final.flatten(0, 1)[part.places]).softmax(-1)
+        at = part.kept.flatten()
+        torch.testing.assert_close(alphas[at, step], torch.minimum(p[:, hot], q).sum(-1))
+        outside = ~torch.isin(part.targets, hot)
+        assert not chances[at, step][outside].any() and bool((chances[at, step][~outside] > 0).all())
+        cold += int(outside.sum())
+    assert cold > 10
+    torch.testing.assert_close(recipe(hot=torch.arange(VOCAB)).judge(data)[0], recipe().judge(data)[0], equal_nan=True)
 
 
 def test_gradients_reach_all_of_the_draft_and_none_of_the_target() -> None:

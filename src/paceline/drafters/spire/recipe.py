@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,14 @@ from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...network.families import decoder_config
 from ...network.files import fingerprint
-from ...network.hot import hot_share
+from ...network.hot import hot_share, masked
 from ...network.loader import load_weights
 from ...network.trained_files import continued
 from ...network.weights import weight_map
 from ...training.ahead import EVALUATED_LOGITS, no_loss
 from ...training.data import TokenBatch
 from ...training.losses import TargetHidden, cross_entropy, mixed
-from ...training.network import Network
+from ...training.network import Network, config_of_layers, take_layers
 from ..fit import check_rotary
 from .model import Ends, Past, SpireShape, read_memory, read_shape, save_shape
 from .prefixes import Blocks, run_blocks
@@ -110,6 +109,8 @@ class SpireRecipe:
         options: the loss.
         config: the draft's config.json.
         held_out: batches by domain.
+        hot: [H] int64, ascending: the only tokens that are drafted. Distillation is from the target over these alone,
+            so that both heads are applied to no others; None: all.
     """
 
     name = "spire"
@@ -122,9 +123,11 @@ class SpireRecipe:
         options: SpireOptions,
         config: Mapping[str, Any],
         held_out: Mapping[str, Sequence[TokenBatch]],
+        hot: Tensor | None = None,
     ) -> None:
         self.module, self.target, self.shape, self.options = module, target, shape, options
         self.config, self.held_out = config, held_out
+        self.hot = None if hot is None else hot.to(target.head_weight.device)
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """The weighted mean over the rows of all passes, and that of each pass."""
@@ -149,7 +152,10 @@ class SpireRecipe:
         if self.options.loss == "text":
             return cross_entropy(part.hidden, head, part.targets, part.weights, frozen=frozen)
         assert final is not None, "the target was run"
-        says = TargetHidden(final.flatten(0, 1)[part.places], self.target.head_weight)
+        taught = self.target.head_weight
+        if self.hot is not None:
+            head, taught = head[self.hot], taught[self.hot]
+        says = TargetHidden(final.flatten(0, 1)[part.places], taught)
         return mixed(part.hidden, head, says, part.weights, frozen=frozen, omega=self.options.omega)
 
     @torch.no_grad()
@@ -219,7 +225,8 @@ class SpireRecipe:
         """[2, R] of the rows of a pass."""
         weight, found = self.module.network.head_weight, [part.hidden.new_empty(2, 0)]
         for some in torch.arange(len(final), device=final.device).split(max(1, EVALUATED_LOGITS // len(weight))):
-            q = self.module.network.logits(part.hidden[some].to(weight.dtype)).float().softmax(-1)
+            said = self.module.network.logits(part.hidden[some].to(weight.dtype)).float()
+            q = (said if self.hot is None else masked(said, self.hot)).softmax(-1)
             p = self.target.logits(final[some]).float().softmax(-1)
             at = part.targets[some, None]
             ratio = (q.gather(1, at) / p.gather(1, at)).clamp_max(1.0)[:, 0]
@@ -249,37 +256,33 @@ def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
         asked = f"layers={options.layers}" if options.layers else "a quarter of its layers"
         raise ConfigError(asked, f"the target has {whole.num_layers} in all", f"give 1 to {whole.num_layers - 1}")
     shape = options.shape(layers, folder.name, fingerprint(folder))
-    config = _config(folder, layers)
+    config = config_of_layers(folder, range(whole.num_layers)[-layers:])
     network = Network(decoder_config(config), context.device)
     if context.init is None:
         _start(network, target, options, context.seed)
     module = SpireModule(network, shape)
     if context.init is not None:
         _resume(module, shape, target, context.init)
-    return SpireRecipe(module, target, shape, options, config, context.held_out)
-
-
-def _config(folder: Path, layers: int) -> dict[str, Any]:
-    """The target's config.json with its last layers alone."""
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if isinstance(values.get("layer_types"), list):
-        values["layer_types"] = values["layer_types"][-layers:]
-    return {**values, "num_hidden_layers": layers}
+    return SpireRecipe(module, target, shape, options, config, context.held_out, context.hot)
 
 
 @torch.no_grad()
 def _start(network: Network, target: Network, options: SpireOptions, seed: int) -> None:
     """The target's embedding, last layers, norm and head (section 3.2); or random weights for all that is trained."""
-    if options.start == "random":
-        network.init_weights(seed)
-    known, skipped = dict(target.decoder.named_parameters()), len(target.layers) - len(network.layers)
+    if options.start == "pruned":
+        take_layers(network, target, range(len(target.layers))[-len(network.layers) :])
+        return
+    network.init_weights(seed)
+    if options.ends == "target":
+        _lend_ends(network, target)
+
+
+def _lend_ends(network: Network, target: Network) -> None:
+    """The target's embedding, norm and head."""
+    known = dict(target.decoder.named_parameters())
     for name, parameter in network.decoder.named_parameters():
-        parts = name.split(".")
-        if options.start == "random" and (parts[0] == "layers" or options.ends == "own"):
-            continue
-        if parts[0] == "layers":
-            parts[1] = str(int(parts[1]) + skipped)
-        parameter.copy_(known[".".join(parts)])
+        if not name.startswith("layers."):
+            parameter.copy_(known[name])
 
 
 @torch.no_grad()
@@ -295,10 +298,7 @@ def load_draft(module: SpireModule, shape: SpireShape, target: Network, folder: 
     """
     decoder, lent = module.network.decoder, shape.ends == "target"
     if lent:
-        known = dict(target.decoder.named_parameters())
-        for name, parameter in decoder.named_parameters():
-            if not name.startswith("layers."):
-                parameter.copy_(known[name])
+        _lend_ends(module.network, target)
     load_weights(decoder, folder, layers_only=lent)
     memory = read_memory(shape, folder)
     if module.memory is not None and memory is not None:
