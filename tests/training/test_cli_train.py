@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toolkit import COLOURS, CONTEXT, losses, write_target
 from typer.testing import CliRunner, Result
 
@@ -116,6 +117,24 @@ def test_a_run_goes_on_where_it_stopped(run: Callable[..., Result], data: Path, 
     assert weights[0] == weights[1]
     llm = LLM(str(target), dtype="float32", drafter=f"draft_model:{tmp_path / 'whole' / 'result'}")
     assert llm.generate("What", SamplingParams(max_tokens=4, temperature=0))[0].outputs[0].token_ids
+
+
+def test_a_draft_begins_as_spaced_layers_of_its_target(
+    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    """So many of them, with its ends."""
+    args = ["draft_model", "--target", target, "--data", data, *RUN, "--steps", "1", "--learning-rate", "1e-9"]
+    for layers in ("1", "2"):
+        out = tmp_path / layers
+        assert run(*args, "--start", "target", "--layers", layers, "--out", out).exit_code == 0
+        begun, whole = (load_file(f / "model.safetensors") for f in (out / "result", target))
+        config = json.loads((out / "result" / "config.json").read_text("utf-8"))
+        assert (config["num_hidden_layers"], config["hidden_size"]) == (int(layers), 32)
+        for name, value in begun.items():
+            own = name.replace("layers.0.", "layers.1.") if layers == "1" else name
+            assert torch.equal(value, whole[own].bfloat16()), name
+    refused = run(*args, "--start", "target", "--layers", "3", "--out", tmp_path / "3")
+    assert (refused.exit_code, "the target has 2" in said(refused)) == (2, True)
 
 
 def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:

@@ -169,6 +169,19 @@ def test_states_are_kept_where_a_recipe_reads_them(
         lost.states(collate([examples(2)], 96))
 
 
+def test_a_run_without_states_reads_a_cache_that_has_them(
+    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is the only one: nothing is scored, and the losses are those of a cache of its own."""
+    own, _, _ = train(job(data, target, tmp_path / "own", cache=tmp_path / "plain"))
+    with monkeypatch.context() as patched:
+        patched.setitem(KINDS, "draft_model", replace(KINDS["draft_model"], states=True))
+        prepare(job(data, target, tmp_path / "first", cache=tmp_path / "states"))
+    before = contents(tmp_path / "states")
+    read, said, _ = train(job(data, target, tmp_path / "read", cache=tmp_path / "states"))
+    assert (read, said, contents(tmp_path / "states")) == (own, [], before)
+
+
 def test_the_layers_that_serve_score_as_the_network_does(target: Path) -> None:
     """To bfloat16's rounding; and a document's scores, bit for bit, are its own whatever is scored beside it."""
     network = Network.load(target, frozen=True)

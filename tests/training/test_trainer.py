@@ -91,6 +91,51 @@ def _eager(recipe: DraftModelRecipe, batch: TokenBatch) -> Tensor:
     return eager_distilled(recipe.module(batch)[rows], head, said, batch.targets[rows], weights, o.distill)
 
 
+@pytest.mark.parametrize("options", [{}, {"top": 4}, {"distill": 0.0}], ids=str)
+def test_of_hot_tokens_a_draft_learns_these_alone(options: dict[str, Any]) -> None:
+    """All others have no chance on either side, and a row whose text goes on with one has no weight."""
+    hot = torch.arange(0, VOCAB, 2)
+    o = DraftModelOptions(**{"distill": 0.6, **options})
+    recipe = DraftModelRecipe(network(1), network(2, frozen=True), o, {}, {}, hot=hot)
+    batch = collate([examples(3), examples(2, seed=5)], 96, 0.1)
+    loss, _ = recipe.loss(batch, torch.Generator())
+    rows = (batch.weights > 0) & (batch.targets % 2 == 0)
+    assert 10 < int(rows.sum()) < int((batch.weights > 0).sum()) - 10
+    weights, y = batch.weights[rows].double(), batch.targets[rows] // 2
+    log_p = recipe.target.logits(recipe.target(batch)[rows]).double().log_softmax(-1)
+    log_q = recipe.module.logits(recipe.module(batch)[rows])[:, hot].double().log_softmax(-1)
+    text = -log_q.gather(1, y[:, None])[:, 0]
+    taught = torch.zeros_like(text)
+    if o.top:
+        named = log_p.topk(o.top).indices
+        kept = torch.zeros_like(log_p, dtype=torch.bool).scatter_(1, named, True)
+        rest = log_p.masked_fill(kept, -torch.inf).logsumexp(-1, keepdim=True)
+        kept = kept[:, hot]
+        p = torch.cat((log_p[:, hot].masked_fill(~kept, -torch.inf), rest), 1).log_softmax(-1)
+        others = log_q.masked_fill(kept, -torch.inf).logsumexp(-1, keepdim=True)
+        q = torch.cat((log_q.masked_fill(~kept, -1e9), others), 1)
+        taught = (p.exp() * (p.clamp_min(-1e9) - q)).sum(-1)
+        taught += torch.where(kept.gather(1, y[:, None])[:, 0], 0.0, others[:, 0] + text)
+    elif o.distill:
+        p = log_p[:, hot].log_softmax(-1)
+        taught = (p.exp() * (p - log_q)).sum(-1)
+    each = o.distill * taught + (1 - o.distill) * text
+    wanted = (each * weights).sum() / weights.sum()
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-3 if o.top else 1e-6)
+
+
+def test_a_draft_of_hot_tokens_is_judged_by_what_it_drafts() -> None:
+    text, target = collate([examples(3)], 96, 0.5), network(2, frozen=True)
+    says = target.logits(target(text)).argmax(-1)[text.weights > 0]
+    hot, given = says.unique()[::2], (target, DraftModelOptions(), {}, {"a": [text]})
+    made = DraftModelRecipe(network(2), *given, hot=hot)
+    agree = made._likeliest(made.module(text)[text.weights > 0]) == says
+    assert torch.equal(agree, torch.isin(says, hot)) and bool(agree.any()) and not bool(agree.all())
+    with torch.no_grad():
+        accepted = [one.evaluate()["accepted/a"] for one in (made, DraftModelRecipe(network(2), *given))]
+    assert accepted[0] < accepted[1]
+
+
 def test_held_out_figures_are_those_of_chains_that_agree() -> None:
     """By hand, also after the draft has changed; the target, which does not change, is asked once."""
     held = {"a": [collate([examples(3)], 96, 0.5)], "b": [collate([examples(2, seed=5)], 96, 0.5)] * 2}

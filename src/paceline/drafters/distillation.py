@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
 from ..network.families import Merge, decoder_config
-from ..network.hot import hot_share
+from ..network.hot import hot_share, places_of
 from ..network.loader import load_weights
 from ..training.ahead import argmax
 from ..training.data import TokenBatch
 from ..training.features import Features, OnlineFeatures, top_tokens
-from ..training.losses import cross_entropy, distilled
-from ..training.network import Network
+from ..training.losses import SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled
+from ..training.network import Network, config_of_layers, take_layers
 from ..training.target import ModelShape
 from ..training.tracks import TracksNetwork
 
@@ -30,8 +31,8 @@ DEPTH = 4  # of the chain whose accepted length is simulated
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelOptions(ModelShape):
-    """A small Llama-family model, and how it learns from the target."""
+class DistilledOptions(ModelShape):
+    """A small network, and how it learns from the target."""
 
     hot_head: float = hot_share()
     distill: float = option(
@@ -47,7 +48,18 @@ class DraftModelOptions(ModelShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracksOptions(DraftModelOptions):
+class DraftModelOptions(DistilledOptions):
+    """A small Llama-family model, or some layers of the target."""
+
+    start: Literal["random", "target"] = option(
+        "random",
+        help="what it begins as, without --init: target: so many of the target's layers, evenly spaced, with its "
+        "embedding, norm and head; widths, heads and context are the target's then",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracksOptions(DistilledOptions):
     """A draft of tracks; widths and heads are those of all tracks together."""
 
     tracks: int = option(4, help="parts without traffic between two merges, each for a process of its own", minimum=2)
@@ -71,6 +83,8 @@ class DraftModelRecipe:
         config: the draft's config.json.
         held_out: batches by domain.
         features: where it is known what the target says; None: the target is run on each batch.
+        hot: [H] int64, ascending: the only tokens that are drafted, for which alone the head is computed. Where the
+            text has another one there is nothing to learn. None: all.
     """
 
     name = "draft_model"
@@ -79,10 +93,11 @@ class DraftModelRecipe:
         self,
         network: Network | TracksNetwork,
         target: Network,
-        options: DraftModelOptions,
+        options: DistilledOptions,
         config: Mapping[str, Any],
         held_out: Mapping[str, Sequence[TokenBatch]],
         features: Features | None = None,
+        hot: Tensor | None = None,
     ) -> None:
         if network.config.vocab_size != target.config.vocab_size:
             raise ConfigError(
@@ -92,20 +107,35 @@ class DraftModelRecipe:
             )
         self.module, self.target, self.options, self.config, self.held_out = network, target, options, config, held_out
         self.features = features or OnlineFeatures(target, options.top)
+        self.hot = None if hot is None else hot.to(target.head_weight.device)
+        self._places = torch.empty(0) if self.hot is None else places_of(self.hot, target.config.vocab_size)
         self._says: dict[str, list[Tensor]] = {}  # what the target says on held-out data, by domain
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """The mean over the rows that carry weight, and its two parts."""
         rows, o = batch.weights > 0, self.options
-        weights = batch.weights[rows]
+        weights, tokens = batch.weights[rows], batch.targets[rows]
         said = self.features.said(batch) if o.distill else None  # where nothing is learned of it, it is not run
-        given = self.module(batch)[rows], self.module.head_weight, said, batch.targets[rows]
-        loss, parts = distilled(*given, weights, share=o.distill)
+        head = self.module.head_weight
+        if self.hot is not None:
+            head, said, tokens = self._among_hot(head[self.hot], said, tokens)
+            weights = torch.where(tokens < len(self.hot), weights, 0.0)
+        loss, parts = distilled(self.module(batch)[rows], head, said, tokens, weights, share=o.distill)
         distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
         return loss, {"kl": distance, "ce": entropy} if o.distill else {"ce": entropy}
 
+    def _among_hot(
+        self, head: Tensor, said: SoftTarget | None, tokens: Tensor
+    ) -> tuple[Tensor, SoftTarget | None, Tensor]:
+        """The head of the hot tokens, what the target says of them, and ``tokens`` by their places among them."""
+        if isinstance(said, TargetTop):
+            head, said = F.pad(head, (0, 0, 0, 1)), said.within(self._places)
+        elif isinstance(said, TargetHidden):
+            said = TargetHidden(said.hidden, said.head[self.hot])
+        return head, said, self._places[tokens]
+
     def evaluate(self) -> dict[str, float]:
-        """By domain: loss, and the simulated accepted length of a chain of `DEPTH`."""
+        """By domain: loss over all tokens, and the simulated accepted length of a chain of `DEPTH`."""
         figures = {}
         device = self.module.head_weight.device
         self._says = self._says or {d: [self._say(b.to(device)) for b in own] for d, own in self.held_out.items()}
@@ -125,8 +155,13 @@ class DraftModelRecipe:
         ours = self.module(batch)
         loss = cross_entropy(ours[rows], self.module.head_weight, batch.targets[rows], batch.weights[rows])
         agree = torch.zeros_like(rows)
-        agree[rows] = argmax(ours[rows], self.module.head_weight) == says
+        agree[rows] = self._likeliest(ours[rows]) == says
         return float(loss), simulated_length(agree, rows, DEPTH)
+
+    def _likeliest(self, hidden: Tensor) -> Tensor:
+        """[rows] the token that is drafted behind each of ``hidden`` [rows, d]."""
+        head = self.module.head_weight
+        return argmax(hidden, head) if self.hot is None else self.hot[argmax(hidden, head[self.hot])]
 
     def export(self, folder: Path) -> dict[str, Any]:
         """A Hugging Face folder in bf16 (without the tokenizer's files)."""
@@ -152,21 +187,37 @@ def simulated_length(agree: Tensor, rows: Tensor, depth: int) -> float:
     return float(total) / max(1, int(rows.sum()))
 
 
-def build(options: DraftModelOptions, context: BuildContext) -> DraftModelRecipe:
+def build(options: DistilledOptions, context: BuildContext) -> DraftModelRecipe:
     """A fresh draft, or one that goes on from ``context.init``.
 
     Raises:
-        ConfigError: another vocabulary.
+        ConfigError: another vocabulary, or more layers of the target than it has.
     """
-    target, _ = context.subject()
+    target, folder = context.subject()
     tokenizer = context.tokenizer
-    config = options.config(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    keep = spaced(options.layers, target.config.num_layers) if getattr(options, "start", "") == "target" else []
+    ends = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = config_of_layers(folder, keep) if keep else options.config(*ends)
     made = decoder_config(config)
     network = Network(made, context.device) if made.tracks == 1 else TracksNetwork(made, context.device)
-    if context.init is None:
-        network.init_weights(context.seed)
-    elif isinstance(network, TracksNetwork):
-        network.load_weights(context.init)
+    if context.init is not None:
+        if isinstance(network, TracksNetwork):
+            network.load_weights(context.init)
+        else:
+            load_weights(network.decoder, context.init)
+    elif keep and isinstance(network, Network):
+        take_layers(network, target, keep)
     else:
-        load_weights(network.decoder, context.init)
-    return DraftModelRecipe(network, target, options, config, context.held_out, context.features)
+        network.init_weights(context.seed)
+    return DraftModelRecipe(network, target, options, config, context.held_out, context.features, context.hot)
+
+
+def spaced(count: int, whole: int) -> list[int]:
+    """``count`` of ``whole`` layers, evenly spaced: the first and the last among them; of one alone the last.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    if not 0 < count <= whole:
+        raise ConfigError(f"start=target, layers={count}", f"the target has {whole}", f"give 1 to {whole}")
+    return [whole - 1] if count == 1 else [index * (whole - 1) // (count - 1) for index in range(count)]

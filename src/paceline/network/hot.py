@@ -67,6 +67,13 @@ def most_frequent(occurrences: Any, count: int) -> Tensor:
     return torch.as_tensor(occurrences).argsort(descending=True, stable=True)[:count].sort().values
 
 
+def places_of(tokens: Tensor, vocab: int) -> Tensor:
+    """[vocab] int64 the place of each token among the hot ``tokens`` [H]; H of all others."""
+    places = torch.full((vocab,), len(tokens), device=tokens.device)
+    places[tokens] = torch.arange(len(tokens), device=tokens.device)
+    return places
+
+
 def hot_rows(head: LinearOp, tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """[H, width] the weights of a head for ``tokens`` [H], whatever form it is kept in: read off by unit vectors in
     ``dtype`` (behind ``width``, zeros)."""

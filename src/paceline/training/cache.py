@@ -76,7 +76,9 @@ class TopCache:
         key: what the target's words depend on beside the source: target, precision, longest document.
         top: likeliest tokens kept.
         vocab: tokens of the target.
-        width: of the target's states, where these are kept, too; 0: they are not.
+        width: of the target's states.
+        states: whether these are kept, too. A run that does not need them reads a cache that has them, where it is
+            the only one.
 
     Raises:
         ConfigError: what lies in the folder is no cache, or is damaged.
@@ -90,18 +92,23 @@ class TopCache:
         top: int,
         vocab: int,
         width: int = 0,
+        states: bool = False,
     ) -> None:
+        keys = [{**key, "top": top, "source": Path(s.file).name, "sha256": mark(s.file)} for s, _ in sources]
+        whole = [{**own, "states": width} for own in keys]
+        if states or (_all_there(folder, whole) and not _all_there(folder, keys)):
+            keys = whole
+        else:
+            width = 0
         self.folder, self.top, self.width = folder, top, width
         self.kind = record(top, vocab, width)
         self.parts: list[CachedSource] = []
         self.examples: list[list[Example]] = []  # of each source, with their places
         first = 0
-        for spec, examples in sources:
+        for (_, examples), own in zip(sources, keys, strict=True):
             starts = first + np.concatenate(([0], np.cumsum([len(e.tokens) for e in examples])))
             self.examples.append([replace(e, place=int(at)) for e, at in zip(examples, starts, strict=False)])
-            source = {**key, "top": top, "source": Path(spec.file).name, "sha256": mark(spec.file)}
-            source |= {"states": width} if width else {}
-            self.parts.append(_open(folder, plain(source), starts, self.kind))
+            self.parts.append(_open(folder, plain(own), starts, self.kind))
             first = int(starts[-1])
         self._files: list[np.ndarray] = []  # of each part, once they are read
 
@@ -213,11 +220,19 @@ class TopCache:
         return found
 
 
+def _place(folder: Path, key: Mapping[str, Any]) -> Path:
+    """A source's part of a cache, named by its key."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    return folder / f"{str(key['source']).split('.')[0]}-{digest}"
+
+
+def _all_there(folder: Path, keys: Sequence[Mapping[str, Any]]) -> bool:
+    return all((_place(folder, plain(key)) / MADE).is_file() for key in keys)
+
+
 def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> CachedSource:
-    """A source's part of a cache: named by its key, and made where it is not there. What counts as scored must be."""
-    text = json.dumps(key, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    place = folder / f"{str(key['source']).split('.')[0]}-{digest}"
+    """A source's part of a cache, made where it is not there. What counts as scored must be."""
+    text, place = json.dumps(key, sort_keys=True), _place(folder, key)
     if not (place / MADE).is_file():
         with writing(f"--cache {folder}", "name another folder, or train without --cache"):
             place.mkdir(parents=True, exist_ok=True)

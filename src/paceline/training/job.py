@@ -161,8 +161,7 @@ def _cache(
     key = {"target": target, "precision": job.config.precision, "length": longest}
     sources = list(zip([*job.sources, *(job.held_out if job.known else ())], examples, strict=False))
     shape = context.target.config
-    width = shape.d_model if made.states else 0
-    cache = TopCache(job.cache, sources, key, options.top, shape.vocab_size, width)
+    cache = TopCache(job.cache, sources, key, options.top, shape.vocab_size, shape.d_model, made.states)
     count = len(job.sources)
     batches: Iterable[TokenBatch] = (
         batch for _, batch in plan(_mixture(job, cache.examples[:count]), job.phases, job.config.steps)

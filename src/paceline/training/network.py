@@ -22,6 +22,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..network.adapters import MLP
 from ..network.decoder import Decoder
 from ..network.families import DecoderConfig
+from ..network.files import read_json
 from ..network.layers import _ACTIVATIONS, Layer, Norm
 from ..network.linear import Dense
 from ..network.loader import WEIGHTS, load_weights, read_config
@@ -181,6 +182,30 @@ class Network(nn.Module):
         """Write ``config.json``, which is ``config``, and the weights in ``dtype``; with ``layers_only`` without
         embedding, final norm and head, which those who load it have."""
         write_checkpoint(folder, config, self.state(layers_only), dtype)
+
+
+def config_of_layers(folder: Path, keep: Sequence[int]) -> dict[str, Any]:
+    """The config.json of a model of the layers ``keep`` of the one in ``folder``.
+
+    Raises:
+        ConfigError: there is none: the target is a GGUF file.
+    """
+    values: dict[str, Any] = read_json(folder / "config.json", "name a target that is a Hugging Face folder")
+    for name in ("layer_types", "no_rope_layers"):  # an entry a layer
+        if isinstance(values.get(name), list):
+            values[name] = [values[name][index] for index in keep]
+    return {**values, "num_hidden_layers": len(keep)}
+
+
+@torch.no_grad()
+def take_layers(network: Network, source: Network, keep: Sequence[int]) -> None:
+    """Fill ``network`` with the layers ``keep`` of ``source``, and with its embedding, norm and head."""
+    known = dict(source.decoder.named_parameters())
+    for name, parameter in network.decoder.named_parameters():
+        parts = name.split(".")
+        if parts[0] == "layers":
+            parts[1] = str(keep[int(parts[1])])
+        parameter.copy_(known[".".join(parts)])
 
 
 def start_values(module: nn.Module, seed: int, layers: int) -> None:

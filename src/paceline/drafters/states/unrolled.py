@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.options import check, option
-from ...network.hot import hot_share, masked
+from ...network.hot import hot_share, masked, places_of
 from ...training.ahead import EVALUATED_LOGITS, argmax, no_loss, said_at
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states, top_tokens
@@ -201,10 +201,7 @@ class UnrolledRecipe:
     ) -> None:
         self.save = save
         self.hot = None if hot is None else hot.to(target.head_weight.device)
-        self._places = torch.empty(0)  # [V] of each token among the hot ones; of the others their number
-        if self.hot is not None:
-            self._places = torch.full((len(target.head_weight),), len(self.hot), device=self.hot.device)
-            self._places[self.hot] = torch.arange(len(self.hot), device=self.hot.device)
+        self._places = torch.empty(0) if self.hot is None else places_of(self.hot, len(target.head_weight))
         self.name, self.target, self.options, self.held_out = name, target, options, held_out
         self.module = module
         self.features = features or OnlineFeatures(target, options.top)
