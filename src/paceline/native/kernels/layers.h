@@ -317,7 +317,7 @@ template <class A> struct Runner final : Job {
         for (int64_t b = 0; b < per_head; b += BLOCKS) {
           const int blocks = (int)std::min<int64_t>(BLOCKS, per_head - b);
           const int64_t first = h * per_head + b, block[BLOCKS] = {first, first + 1, first + 2, first + 3};
-          const Next next = first + blocks < limit ? next_part(l.qkv, first + blocks, limit) : then;
+          const Next next = first + blocks < limit ? next_here(l.qkv, first + blocks, limit, rows) : then;
           product(l.qkv, block, blocks, in.from(r0), n, c, r0 == 0 ? next : Next{});
           adapt(index, QKV, block, blocks, r0, n, c);
           for (int r = 0; r < n; r++) {
@@ -535,7 +535,7 @@ template <class A> struct Runner final : Job {
         for (int64_t i = gathers * m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
     for (int64_t b = claim.begin; b < claim.end; b += half) {
       const int n = (int)std::min<int64_t>(half, claim.end - b);
-      const Next next = b + n < claim.limit ? next_part(l, b + n, claim.limit, total) : then;
+      const Next next = b + n < claim.limit ? next_here(l, b + n, claim.limit, count, total) : then;
       int64_t block[BLOCKS] = {};
       for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
       for (int64_t r0 = 0; r0 < count; r0 += ROWS) {

@@ -109,7 +109,7 @@ void sweep(const Linear& l, const Claim& claim, Input<A> in, int64_t rows, const
   for (int64_t b = claim.begin; b < claim.end; b += BLOCKS) {
     const int blocks = (int)std::min<int64_t>(BLOCKS, claim.end - b);
     const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3}, after = b + blocks;
-    const Next next = after < claim.limit ? next_part(l, after, claim.limit) : then;
+    const Next next = after < claim.limit ? next_here(l, after, claim.limit, rows) : then;
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int n = (int)std::min<int64_t>(ROWS, rows - r);
       product(l, block, blocks, in.from(r), n, c, r == 0 ? next : Next{});
