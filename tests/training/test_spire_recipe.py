@@ -15,12 +15,13 @@ from kits.tiny import VOCAB, tiny_config
 from safetensors import safe_open
 from toolkit import examples, network, trainer, write_data, write_target
 
+from paceline import native
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
 from paceline.drafters.fit import check_rotary
 from paceline.drafters.spire.model import SpireShape, read_memory, read_shape
-from paceline.drafters.spire.prefixes import Blocks, mask_of, run_blocks
+from paceline.drafters.spire.prefixes import Blocks, Groups, mask_of, run_blocks
 from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, _start, load_draft
 from paceline.llm import LLM
 from paceline.network.loader import read_config
@@ -29,7 +30,7 @@ from paceline.training.job import TrainingJob, prepare, run
 from paceline.training.job import finish as write
 from paceline.training.network import Network
 from paceline.training.registry import kind
-from paceline.training.trainer import TrainConfig
+from paceline.training.trainer import TrainConfig, products
 
 WHOLE = (None, None, None)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -115,6 +116,48 @@ def test_passes_are_drafts_row_by_row(variant: str) -> None:
                 checked += len(wanted)
                 depths.add(len(wanted))
         assert checked >= 20 and shape.depth in depths
+
+
+@pytest.mark.parametrize("variant", ["spire", "no sinks", "narrow", "no feedback", "deep"])
+def test_groups_attend_as_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in small groups, over a band and their sinks, against one group over the whole row."""
+    shape, data = shape_of(**VARIANTS[variant]), batch()
+    draft = network(4, num_layers=2, windows=WHOLE[:2]).double()
+    past = [torch.randn(*data.tokens.shape, draft.config.d_model, dtype=torch.float64) for _ in range(2)]
+    w = memory_of(shape)
+    found, widths = [], []
+    for size in (3, 1000):
+        monkeypatch.setattr("paceline.drafters.spire.prefixes.GROUP", size)
+        blocks = Blocks.of(data, shape.depth, 1)
+        widths.append(Groups.of(data, blocks, shape).places.shape[2])
+        with torch.no_grad():
+            found.append(run_blocks(draft, None if w is None else w.double(), shape, data, blocks, past))
+    assert 2 * widths[0] < widths[1] == data.tokens.shape[1]
+    for step, (few, all_) in enumerate(zip(*found, strict=True)):
+        there = blocks.there[:, :, step]
+        assert int(there.sum()) > 10
+        torch.testing.assert_close(few[there], all_[there], rtol=1e-10, atol=1e-12)
+
+
+def test_activations_are_those_of_the_layers_that_serve(places: tuple[Path, Path], tmp_path: Path) -> None:
+    """Under products in bfloat16, to its rounding; in float32 the training network's own."""
+    if native.library() is None:
+        pytest.skip("no compiled layers")
+    made: Any = prepare(job(*places, tmp_path / "out")).recipe
+    data = collate([examples(3), examples(2)], 110)
+    there = data.documents >= 0
+    assert made.serving is not None and not bool(there.all())
+    plain, serving = made.know(data), made.serving
+    with products("bf16", torch.device("cpu")):
+        served = made.know(data)
+    made.serving = None
+    again = made.know(data)
+    assert all(torch.equal(a, b) for a, b in zip((*plain[0], plain[1]), (*again[0], again[1]), strict=True))
+    for own, wanted in zip((*served[0], served[1]), (*plain[0], plain[1]), strict=True):
+        assert not torch.equal(own, wanted)
+        torch.testing.assert_close(own[there], wanted[there], rtol=0.05, atol=0.05)
+    last = serving.activations(data, (1, 1))
+    assert torch.equal(*last) and not last[0][~there].any()
 
 
 def test_the_mask_is_figure_2() -> None:

@@ -14,16 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from ..attention import make_backend
 from ..core.inference import inference
 from ..kv.pool import KVPool
+from ..network.base import Taps
 from ..network.decoder import Decoder
 from ..network.loader import load_model, read_config
 from ..network.native import unsupported
 from ..network.packing import RowPacker
-from .data import Example, collate
+from .data import Example, TokenBatch, collate
 from .features import joined, last_states, likeliest, top_of
 from .losses import TargetTop
 from .network import Network
@@ -60,10 +62,25 @@ class CompiledScorer:
     @inference
     def __call__(self, documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
         """As `Scorer`."""
-        states = self._states(documents)
+        states = self._run(documents, Taps(()))
         return states, joined([top_of(self.stack.logits(part), top) for part in states.split(ROWS)])
 
-    def _states(self, documents: Sequence[np.ndarray]) -> Tensor:
+    def activations(self, batch: TokenBatch, layers: Sequence[int]) -> list[Tensor]:
+        """Of each of ``layers``, 0-based, [B, T, d_model] float32 the states behind it; 0 where no document is."""
+        there = batch.documents >= 0
+        ends = F.pad(batch.documents[:, 1:] != batch.documents[:, :-1], (0, 1), value=True)[there]
+        lengths = F.pad(ends.nonzero()[:, 0] + 1, (1, 0)).diff()
+        taps = Taps(tuple(sorted({*layers})))
+        self._run([own.numpy() for own in batch.tokens[there].split(lengths.tolist())], taps)
+        found = []
+        for layer in layers:
+            whole = torch.zeros(*there.shape, taps.hidden[layer].shape[1])
+            whole[there] = taps.hidden[layer].float()
+            found.append(whole)
+        return found
+
+    @inference
+    def _run(self, documents: Sequence[np.ndarray], taps: Taps) -> Tensor:
         pool, packer, at = self._room(sum(map(len, documents))), RowPacker(self.decoder, self.decoder.device), 0
         for tokens in documents:
             count = len(tokens)
@@ -71,7 +88,7 @@ class CompiledScorer:
             packer.add(tokens.tolist(), range(count), slots=own, keys=own, num_keys=count, prefix=0)
             at += count
         state = self.decoder.embed(packer.batch())
-        return self.decoder.run_layers(state, 0, self.decoder.num_layers, pool).hidden
+        return self.decoder.run_layers(state, 0, self.decoder.num_layers, pool, taps).hidden
 
     def _room(self, tokens: int) -> KVPool:
         """K/V of one pass, which the next one overwrites."""
@@ -114,7 +131,13 @@ def remembered_scores(
 def make_scorer(folder: Path, target: Network, precision: str, products: Products) -> Scorer:
     """The faster of the two that computes in ``precision``, "bf16" or "fp32", for the target in ``folder``, which
     ``target`` is; ``products`` is the context in which the network makes its products."""
-    kind, device = torch.bfloat16, target.head_weight.device
-    if precision != "bf16" or unsupported(read_config(folder), kind, device):
-        return partial(network_scores, target, products)
+    made = compiled_scorer(folder, target) if precision == "bf16" else None
+    return made or partial(network_scores, target, products)
+
+
+def compiled_scorer(folder: Path, target: Network) -> CompiledScorer | None:
+    """The target in ``folder`` by compiled layers, in bfloat16; None: they do not run it where ``target`` is."""
+    kind = torch.bfloat16
+    if unsupported(read_config(folder), kind, target.head_weight.device):
+        return None
     return CompiledScorer(load_model(folder, attention=make_backend("sdpa", kind), dtype=kind, native=True))

@@ -10,12 +10,16 @@ plain network, and k passes, not T; and each row sees what it will see in use, w
     pass 1   bk + 1  the same, for its own window     of bk
     pass 2   bk + 2                                   of bk, bk + 1
 
-Shapes: B rows of packed documents, T tokens in each, P blocks of a row, k tokens of a block, d wide.
+Blocks that lie side by side see nearly the same keys. So attention is computed in *groups* of blocks, each over the
+tokens that its blocks may see (a band of the row, and their sinks): what a row costs does not grow with its length.
+
+Shapes: B rows of packed documents, T tokens in each, P blocks of a row, k tokens of a block, d wide; G groups of C
+blocks, whose keys are L verified tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +30,10 @@ from ...network.families import DecoderConfig
 from ...network.layers import Layer
 from ...network.linear import Dense
 from ...training.data import TokenBatch
-from ...training.network import KeyValues, Network, Rotation, attend, finish, head_norm, normed, rotate
+from ...training.network import KeyValues, Network, Rotation, finish, head_norm, normed, rotate
 from .model import SpireShape
+
+GROUP = 16  # blocks that attend together, where a view is narrower than a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,64 @@ def mask_of(batch: TokenBatch, blocks: Blocks, shape: SpireShape, step: int) -> 
     return torch.cat([verified, *own], -1)[:, None]
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The blocks of a batch by groups, and the verified tokens that each group attends to."""
+
+    size: int  # C
+    places: Tensor  # [B, G, L] in the row, of the band and then of each block's sinks
+    open: Tensor  # [G or 1, C or 1, L] or [B, G, C, L] bool: whether a block may look there, if its mask lets it
+
+    @staticmethod
+    def of(batch: TokenBatch, blocks: Blocks, shape: SpireShape) -> Groups:
+        """Groups of `GROUP` blocks; one of all blocks, over the whole row, where that is no more work."""
+        rows, length = batch.tokens.shape
+        starts = blocks.places[:, 0]
+        count, depth, device = len(starts), blocks.places.shape[1], starts.device
+        band = shape.window + (GROUP - 1) * depth
+        if band + GROUP * shape.sinks >= length:
+            whole = torch.arange(length, device=device).expand(rows, 1, -1)
+            return Groups(count, whole, torch.ones(1, 1, length, dtype=torch.bool, device=device))
+        starts = F.pad(starts, (0, -count % GROUP), value=length - 1).view(-1, GROUP)  # [G, C]
+        first = starts[:, :1] - shape.window  # [G, 1] place at which its band begins
+        near = first + torch.arange(band, device=device)
+        inside = (near >= 0) & (near < length)
+        near = near.clamp(0, length - 1).expand(rows, -1, -1)
+        at = starts.expand(rows, -1, -1)
+        begins = at - batch.positions.gather(1, at.flatten(1)).view_as(at)  # [B, G, C] a document's first token
+        sinks = begins[..., None] + torch.arange(shape.sinks, device=device)  # [B, G, C, S]
+        own = torch.eye(GROUP, dtype=torch.bool, device=device)[:, :, None]  # [C, C, 1]
+        apart = ((sinks < first[:, :, None]) & (sinks >= 0))[:, :, None] & own  # [B, G, C, C, S]
+        seen = inside[:, None].expand(rows, -1, GROUP, -1)
+        places = torch.cat((near, sinks.clamp(0, length - 1).flatten(2)), -1)
+        return Groups(GROUP, places, torch.cat((seen, apart.flatten(3)), -1))
+
+    def keys(self, whole: Tensor) -> Tensor:
+        """[B * G, L, ..] of a row's [B, T, ..]."""
+        rows, length = whole.shape[:2]
+        first = torch.arange(rows, device=whole.device)[:, None, None] * length
+        found = whole.flatten(0, 1).index_select(0, (self.places + first).flatten())
+        return found.view(-1, self.places.shape[2], *whole.shape[2:])
+
+    def split(self, each: Tensor) -> Tensor:
+        """[B * G, C, ..] of the blocks' [B, P, ..]; the last group is filled up with zeros."""
+        padded = F.pad(each, (0, 0) * (each.ndim - 2) + (0, -each.shape[1] % self.size))
+        return padded.reshape(-1, self.size, *each.shape[2:])
+
+    def mask(self, mask: Tensor, length: int) -> Tensor:
+        """[B * G, 1, C, L + C * own] of the blocks' mask [B, 1, P, T + P * own]."""
+        mask = mask[:, 0]
+        rows, count = mask.shape[:2]
+        verified = self.split(mask[:, :, :length]).view(rows, -1, self.size, length)
+        places = self.places[:, :, None].expand(rows, verified.shape[1], self.size, -1)
+        parts = [verified.gather(3, places) & self.open]
+        eye = torch.eye(self.size, dtype=torch.bool, device=mask.device)
+        for own in mask[:, :, length:].unflatten(2, (-1, count)).unbind(2) if mask.shape[2] > length else ():
+            diagonal = self.split(own.diagonal(dim1=1, dim2=2)).view(rows, -1, self.size, 1)
+            parts.append(diagonal & eye)
+        return torch.cat(parts, -1).flatten(0, 1)[:, None]
+
+
 def keys_and_values(layer: Layer, c: DecoderConfig, memory: Tensor, rotation: Rotation) -> KeyValues:
     """[.., kv_heads, head_dim] a layer's projections of memory vectors [.., d]."""
     both = _part(layer, normed(layer.attention_norm, memory), slice(c.num_heads * c.head_dim, None))
@@ -115,30 +179,53 @@ def run_blocks(
     c, layers = network.config, network.layers
     if past is None:
         past = [network.embed(batch.tokens, batch.positions)] * len(layers)
-    whole = network.rotation(batch.positions)
+    whole, groups = network.rotation(batch.positions), Groups.of(batch, blocks, shape)
+    rows, count, length = len(batch.tokens), len(blocks.places), batch.tokens.shape[1]
     known: list[list[KeyValues]] = [
-        [keys_and_values(layer, c, own, whole)] for layer, own in zip(layers, past, strict=True)
+        [_each(groups.keys, keys_and_values(layer, c, own, whole))] for layer, own in zip(layers, past, strict=True)
     ]
     mix = None if memory is None else memory.softmax(-1).expand(len(layers), -1)
     said = []
     for step in range(shape.depth):
-        rows = blocks.places[:, step]
-        positions = batch.positions[:, rows]
+        at = blocks.places[:, step]
+        positions = batch.positions[:, at]
         rotation, mask = network.rotation(positions), mask_of(batch, blocks, shape, step)
-        seen = mask.any(-1)  # [B, 1, P]: the first token of a document has nothing before it
-        hidden = network.embed(batch.tokens[:, rows], positions)
+        seen = mask.any(-1)[:, 0, :, None]  # [B, P, 1]: the first token of a document has nothing before it
+        mask = groups.mask(mask, length)
+        mask = mask | ~mask.any(-1, keepdim=True)
+        hidden = network.embed(batch.tokens[:, at], positions)
         activations = [hidden]
         for layer, own in zip(layers, known, strict=True):
             if mix is None:
-                own.append(keys_and_values(layer, c, hidden, rotation))
+                own.append(_each(groups.split, keys_and_values(layer, c, hidden, rotation)))
             k, v = (torch.cat(parts, 1) for parts in zip(*own, strict=True))
-            attended = attend(_queries(layer, c, hidden, rotation), k, v, mask | ~seen[..., None])
-            hidden = finish(layer, c, hidden, attended * seen[:, 0, :, None])
+            attended = _attend(groups.split(_queries(layer, c, hidden, rotation)), k, v, mask, c.scale)
+            attended = attended.view(rows, -1, attended.shape[-1])[:, :count]
+            hidden = finish(layer, c, hidden, attended * seen)
             activations.append(hidden)
         said.append(network.final(hidden))
         if mix is not None and step + 1 < shape.depth:
             every = torch.stack(activations)  # [n + 1, B, P, d]
             for index, (layer, own) in enumerate(zip(layers, known, strict=True)):
                 mixed = torch.einsum("l,lbpd->bpd", mix[index].to(every.dtype), every)
-                own.append(keys_and_values(layer, c, mixed, rotation))
+                own.append(_each(groups.split, keys_and_values(layer, c, mixed, rotation)))
     return said
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[N, C, heads * head_dim] from q [N, C, heads, head_dim], k and v [N, L, kv_heads, head_dim], mask [N, 1, C, L].
+
+    In products, since torch's own attention takes five times as long for so few queries.
+    """
+    count, rows, heads, width = q.shape
+    shared = k.shape[2]
+    q = q.view(count, rows, shared, heads // shared, width).permute(0, 2, 3, 1, 4)
+    scores = (q * scale).flatten(2, 3) @ k.permute(0, 2, 3, 1)  # [N, kv_heads, heads / kv_heads * C, L]
+    scores = scores.unflatten(2, (-1, rows)).masked_fill(~mask[:, :, None], -torch.inf)
+    found = scores.softmax(-1).flatten(2, 3).to(v.dtype) @ v.transpose(1, 2)
+    return found.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2)
+
+
+def _each(act: Callable[[Tensor], Tensor], both: KeyValues) -> KeyValues:
+    """Keys and values, the same done to each."""
+    return act(both[0]), act(both[1])

@@ -22,6 +22,7 @@ from ...training.ahead import EVALUATED_LOGITS, no_loss
 from ...training.data import TokenBatch
 from ...training.losses import TargetHidden, cross_entropy, mixed
 from ...training.network import Network, config_of_layers, take_layers
+from ...training.scoring import CompiledScorer, compiled_scorer
 from ..fit import check_rotary
 from .model import Ends, Past, SpireShape, read_memory, read_shape, save_shape
 from .prefixes import Blocks, run_blocks
@@ -111,6 +112,8 @@ class SpireRecipe:
         held_out: batches by domain.
         hot: [H] int64, ascending: the only tokens that are drafted. Distillation is from the target over these alone,
             so that both heads are applied to no others; None: all.
+        serving: the target by the layers that serve it, for activations where products are made in bfloat16; None: it
+            is run by ``target``.
     """
 
     name = "spire"
@@ -124,9 +127,10 @@ class SpireRecipe:
         config: Mapping[str, Any],
         held_out: Mapping[str, Sequence[TokenBatch]],
         hot: Tensor | None = None,
+        serving: CompiledScorer | None = None,
     ) -> None:
         self.module, self.target, self.shape, self.options = module, target, shape, options
-        self.config, self.held_out = config, held_out
+        self.config, self.held_out, self.serving = config, held_out, serving
         self.hot = None if hot is None else hot.to(target.head_weight.device)
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
@@ -162,6 +166,10 @@ class SpireRecipe:
     def know(self, batch: TokenBatch) -> TargetStates:
         """What the target makes of the tokens."""
         target, n = self.target, self.shape.layers
+        if self.serving is not None and torch.is_autocast_enabled("cpu"):
+            end = target.config.num_layers - 1
+            *served, last = self.serving.activations(batch, (*self.shape.taps(end + 1), end))
+            return served or None, target.final(last)
         last, inputs = target.run(target.embed(batch.tokens, batch.positions), 0, target.config.num_layers, batch)
         # y^{N-n-1+i} for draft layer i: what the target's own layer N - n + i reads (section 3.3)
         past = {"layers": inputs[-n:], "last": [last] * n, "embedding": None}[self.shape.past]
@@ -263,7 +271,8 @@ def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
     module = SpireModule(network, shape)
     if context.init is not None:
         _resume(module, shape, target, context.init)
-    return SpireRecipe(module, target, shape, options, config, context.held_out, context.hot)
+    serving = compiled_scorer(folder, target)
+    return SpireRecipe(module, target, shape, options, config, context.held_out, context.hot, serving)
 
 
 @torch.no_grad()
