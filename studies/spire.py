@@ -13,10 +13,11 @@ Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding.
 
 from __future__ import annotations
 
-from spire_parts import ablations, accepted, held, judged, modelled, throughput, trained
+from spire_parts import ablations, accepted, answers, held, judged, modelled, throughput, trained
 from spire_parts.common import study
 
-PARTS = (modelled, held, accepted, ablations, trained, throughput, judged)  # imported: each adds its tables and figures
+# Imported: each adds its tables and figures.
+PARTS = (modelled, held, accepted, ablations, trained, throughput, judged, answers)
 
 if __name__ == "__main__":
     study.main()

@@ -92,15 +92,15 @@ class Grid:
         return BenchConfig(methods=tuple(methods), applications=self.applications, **values)
 
 
-def measure(grid: Grid, options: Options, folder: Path) -> Report:
-    """Run a grid, with its raw report in a folder.
+def measure(grid: Grid, options: Options, folder: Path, kind: type[PeerRun] = PeerRun) -> Report:
+    """Run a grid, as a run of this ``kind``, with its raw report in a folder.
 
     Raises:
         ConfigError: anything that cannot be as it was asked for; found before the first trial.
         KeyboardInterrupt: it was cut off; the report in the folder has what there is.
     """
     config = grid.config(options)
-    run = PeerRun(
+    run = kind(
         config,
         out=folder,
         overwrite=options.overwrite,

@@ -87,8 +87,8 @@ def estimate(folder: str, target: Network, batches: Sequence[TokenBatch], depth:
         for offset in range(shape.depth):
             chances, _ = recipe.judge(batch, offset, known)
             whole = ~chances.isnan().any(1)
-            tokens = (1 + chances.cumprod(1).cumsum(1)).where(whole[:, None], 0)  # [B * P, depth]
-            total += tokens.view(len(batch.tokens), -1, shape.depth).sum(1).double().numpy()
+            tokens = (1 + chances.double().cumprod(1).cumsum(1)).where(whole[:, None], 0)  # [B * P, depth]
+            total += tokens.view(len(batch.tokens), -1, shape.depth).sum(1).numpy()
             count += whole.view(len(batch.tokens), -1).sum(1).double().numpy()
         sums.append(total)
         starts.append(count)

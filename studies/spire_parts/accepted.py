@@ -31,6 +31,7 @@ from spire_parts.common import (
     tau,
     verdict,
 )
+from spire_parts.lent import LentRun
 
 WANTED = 3.40  # tau of SPIRe in the paper, T=1, k=4, context 512
 OWN, OTHER = "the target's domains", "other text"
@@ -117,7 +118,7 @@ def rows_of(reports: Mapping[str, Report], names: Sequence[str], tasks: Sequence
 
 @study.table(
     needs=("spire",),
-    takes=("vanilla", "draft", "others", "window"),
+    takes=("vanilla", "draft", "others", "window", "contexts"),
     tasks=DOMAINS,
     prompts=32,
     repeats=1,
@@ -125,13 +126,15 @@ def rows_of(reports: Mapping[str, Report], names: Sequence[str], tasks: Sequence
 )
 def table_1(ask: SpireFlags) -> Iterator[Table | None]:
     """Tau at k = 4 by context, from the engine: sampled drafts, rejection, T=1; with the target's noise; greedy."""
-    names, texts, contexts = contestants(ask), texts_of(ask), ask.few(CONTEXTS)
+    names, texts, contexts = contestants(ask), texts_of(ask), ask.contexts_or(CONTEXTS)
     grids = grids_of(ask, contexts)
     every = replace(ask, tasks=",".join(task for own in texts.values() for task in own))
     for grid in grids.values():
         grid.config(every)
     yield None
-    reports = {verifier: measure(grid, every, ask.out / f"table_1-{verifier}") for verifier, grid in grids.items()}
+    reports = {
+        verifier: measure(grid, every, ask.out / f"table_1-{verifier}", LentRun) for verifier, grid in grids.items()
+    }
     groups = {**texts, **{task: [task] for own in texts.values() for task in own}}
     found = {words: rows_of(reports, names, tasks, contexts) for words, tasks in groups.items()}
     first = next(iter(grids))
@@ -170,7 +173,7 @@ def _verdicts(rows: Rows) -> list[str]:
 
 
 @study.figure(
-    needs=("vanilla",), takes=("draft", "spire", "window"), tasks=DOMAINS, prompts=8, repeats=2, max_new_tokens=TOKENS
+    needs=("spire",), takes=("draft", "vanilla", "window"), tasks=DOMAINS, prompts=8, repeats=2, max_new_tokens=TOKENS
 )
 def depths(ask: SpireFlags) -> Grid:
     """Tau and throughput by depth, k = 1 to 8: drafts with the target's noise, T=1, context 960."""
@@ -184,7 +187,7 @@ def depths(ask: SpireFlags) -> Grid:
 
 
 @study.table(
-    needs=("vanilla",), takes=("draft", "spire", "window"), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS
+    needs=("spire",), takes=("draft", "vanilla", "window"), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS
 )
 def verification(ask: SpireFlags) -> Iterator[Table | None]:
     """Block verification beside token verification: tau at T=1, k = 4, context 960."""

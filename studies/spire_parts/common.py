@@ -45,7 +45,10 @@ class SpireFlags(Options):
     here: bool = asked(False, "Time passes of this machine.")
     temperature: float = asked(1.0, "Of the answers whose throughput is measured; 0: greedy.")
     batches: str = asked("1,4,16,64", "Sequences at once, of the cells.", "N,..")
-    contexts: str = asked("", "Contexts of the cells; those that the target has positions for if not given.", "N,..")
+    contexts: str = asked("", "Contexts in place of 256, 512, 960 and 1,984.", "N,..")
+    texts: int = asked(0, "Prompts that are computed; more sequences at once take copies of their K/V. 0: all.", "N")
+    lookup: str = asked("", "Look-ups beside the drafts, such as ngram,depth=4;budget=4.", "DRAFTER")
+    kv: str = asked("auto", "K/V of the target: auto, or int8.")
     measured: str = asked("", "What cells wrote (JSON).", "FILE")
     accepted: str = asked("", "What runs of table_1 wrote of other prompts (JSON).", "FILE,..")
     window: int = asked(64, "Last tokens that drafting passes of MagicDec see.", "N")
@@ -60,6 +63,10 @@ class SpireFlags(Options):
         if not all(part.isdigit() and int(part) > 0 for part in parts):
             raise ConfigError(f"--{name} {getattr(self, name)}", "not a list of numbers above 0", "write 1,4,16")
         return list(self.few([int(part) for part in parts]))
+
+    def contexts_or(self, usual: Sequence[int]) -> Sequence[int]:
+        """The contexts that are asked for, or the usual ones."""
+        return (*self.numbers("contexts"),) or self.few(usual)
 
     def few(self, values: Sequence[Value]) -> Sequence[Value]:
         """What is swept; the first two where it is to be quick."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kit.study import Table
@@ -65,12 +66,13 @@ def counted(llm: Any, name: str, context: int) -> tuple[int, int, int]:
     return whole, own, seen
 
 
-@study.table(needs=("vanilla",), takes=("spire", "draft", "window"))
+@study.table(takes=("vanilla", "spire", "draft", "window", "contexts"))
 def kv_bytes(ask: SpireFlags) -> Iterator[Table | None]:
     """K/V by context: bytes that a draft holds for a text, and bytes that one of its passes reads."""
-    contexts = CONTEXTS
+    contexts = ask.numbers("contexts") or CONTEXTS
     yield None
-    methods = [Method(name=PLAIN), *(method_of(ask, name, verifier="sample_and_match") for name in contestants(ask))]
+    drafts = [method_of(ask, name, verifier="sample_and_match") for name in contestants(ask)]
+    methods = [replace(method, dtype=ask.dtype) for method in (Method(name=PLAIN), *drafts)]
     builder, rows, values = Builder(ask.model, ask.device, ask.threads), [], []
     for method in methods:
         for context in contexts:

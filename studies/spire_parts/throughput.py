@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-import torch
 from kit import figures
 from kit.figures import Panel, Series
 from kit.filled import Filled
 from kit.scores import workload_of
 from kit.study import Table
-from torch import Tensor
 
 from paceline.bench import machine, workloads
 from paceline.bench.calibrate import BATCHES, measure
@@ -30,6 +28,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.drafters.spire.model import read_shape as read_draft
 from paceline.engine.costs import ROWS, CostTable, cost_points
 from paceline.llm import LLM
+from paceline.network.hot import load_hot
 from paceline.network.loader import resolve_folder
 from paceline.planning.models import read_shape, shape_of
 from paceline.planning.throughput import ServedModel
@@ -48,6 +47,7 @@ from spire_parts.common import (
 )
 from spire_parts.judged import HEAD, Cells, JudgedCell
 from spire_parts.law import nodes_that_pay
+from spire_parts.lent import LentPrompts, computed, made_up
 
 LONG = 3968  # tokens of a context for targets with 4,096 positions
 STEPS = 6  # timed steps of a cell: most answers are longer
@@ -74,45 +74,10 @@ def draft_of(ask: SpireFlags, name: str, target: ServedModel) -> ServedModel:
     if name == MAGICDEC:
         return replace(target, keys=ask.window + 1)
     if name == SPIRE:
-        return replace(
-            target, shape=target.shape.last_layers(read_draft(resolve_folder(folder_of(ask, name))).layers), keys=VIEW
-        )
+        folder = resolve_folder(folder_of(ask, name))
+        shape, hot = target.shape.last_layers(read_draft(folder).layers), load_hot(folder, target.shape.vocab_size)
+        return replace(target, shape=shape if hot is None else replace(shape, vocab_size=len(hot)), keys=VIEW)
     return replace(target, shape=read_shape(resolve_folder(folder_of(ask, name))))
-
-
-@dataclass(frozen=True, slots=True)
-class LentPrompts:
-    """Prompts and their K/V, to be lent to engines of the same target: none of them computes it again."""
-
-    prompts: list[list[int]]
-    kv: list[tuple[Tensor, Tensor]]  # of each prompt [layers, kv_heads, tokens, head_dim], of whole blocks
-
-    def part(self, turn: int, count: int) -> LentPrompts:
-        """So many prompts, in every turn the next ones."""
-        at = [(turn * count + n) % len(self.prompts) for n in range(count)]
-        return LentPrompts([self.prompts[n] for n in at], [self.kv[n] for n in at])
-
-    def lend(self, llm: LLM, room: int) -> None:
-        """Put them into an engine's cache, where requests find them.
-
-        Args:
-            llm: of the same target.
-            room: tokens that each is going to grow by.
-        """
-        pool, opened = llm.engine.pool, []
-        pool.forget()
-        for ids, (keys, values) in zip(self.prompts, self.kv, strict=True):
-            cache, tokens = pool.open(ids, reuse=0, expected=len(ids) + room), keys.shape[2]
-            cache.reserve(tokens)
-            slots = cache.slots(0, tokens)
-            for held, own in ((pool.k, keys), (pool.v, values)):
-                for layer, values_ in zip(held, own, strict=True):
-                    layer[:, slots] = values_
-            pool.commit([(cache, range(tokens))])
-            cache.publish(ids)
-            opened.append(cache)
-        for cache in opened:  # not before all are placed, or each would lie right behind the one in front, without room
-            cache.release()
 
 
 def prompts_of(ask: SpireFlags, llm: LLM, count: int, context: int, room: int) -> list[list[int]]:
@@ -132,21 +97,6 @@ def prompts_of(ask: SpireFlags, llm: LLM, count: int, context: int, room: int) -
         wrong = f"there are {len(mixed)} prompts of {', '.join(ask.names)}"
         raise ConfigError(f"a batch of {count}", wrong, "give --data with more, or more --tasks")
     return mixed[:count]
-
-
-def computed(llm: LLM, prompts: list[list[int]]) -> LentPrompts:
-    """Compute prompts with the target, and take their K/V out of its cache."""
-    pool, found = llm.engine.pool, list[tuple[Tensor, Tensor]]()
-    pool.forget()
-    llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(temperature=0, max_tokens=1))
-    for ids in prompts:
-        cache = pool.open(ids)
-        slots = cache.slots(0, cache.committed)
-        keys, values = (torch.stack([layer[:, slots] for layer in held]) for held in (pool.k, pool.v))
-        found.append((keys, values))
-        cache.release()
-    pool.forget()
-    return LentPrompts(prompts, found)
 
 
 def decode_speed(
@@ -177,24 +127,27 @@ def room_of(steps: int) -> int:
     return (DEPTH + 1) * (steps + 4)
 
 
-def made_up(llm: LLM, prompts: list[list[int]]) -> LentPrompts:
-    """K/V of prompts that nobody computed, for models whose answers mean nothing: what a step costs is the same."""
-    layers, heads, width = llm.decoder.cache_shape
-    tokens = (len(prompts[0]) - 1) // llm.engine.pool.block_size * llm.engine.pool.block_size
-    one = torch.full((layers, heads, tokens, width), 0.1, dtype=llm.decoder.dtype)
-    return LentPrompts(prompts, [(one, one)] * len(prompts))
-
-
 def prepare(ask: SpireFlags, model: str, contexts: Sequence[int], steps: int) -> dict[int, LentPrompts]:
     """By context the prompts of the largest batch, computed once for all methods."""
-    count, found = max(ask.numbers("batches")), dict[int, LentPrompts]()
+    found, count = dict[int, LentPrompts](), texts_at_once(ask)
     for context in contexts:
         llm = Builder(model, ask.device, ask.threads).llm(
             _at_once(Method(name=PLAIN), ask.dtype), _lengths(count, context, 0)
         )
-        prompts = prompts_of(ask, llm, count, context, room_of(steps))
-        found[context] = (made_up if ask.model.startswith("random:") else computed)(llm, prompts)
+        found[context] = lent_prompts(ask, llm, context, room_of(steps))
     return found
+
+
+def texts_at_once(ask: SpireFlags) -> int:
+    """Prompts that are computed."""
+    most = max(ask.numbers("batches"))
+    return min(most, ask.texts or most)
+
+
+def lent_prompts(ask: SpireFlags, llm: LLM, context: int, room: int) -> LentPrompts:
+    """Prompts of one context, computed by plain decoding."""
+    prompts = prompts_of(ask, llm, texts_at_once(ask), context, room)
+    return (made_up if ask.model.startswith("random:") else computed)(llm, prompts)
 
 
 def measured_cells(ask: SpireFlags, model: str, known: Mapping[int, LentPrompts], steps: int) -> list[JudgedCell]:
@@ -272,7 +225,7 @@ def contexts_of(llm: LLM, steps: int) -> list[int]:
 
 @study.figure(
     needs=("here",),
-    takes=("spire", "vanilla", "draft", "temperature", "window", "batches", "contexts"),
+    takes=("spire", "vanilla", "draft", "temperature", "window", "batches", "contexts", "texts"),
     tasks=DOMAINS,
     repeats=3,
 )

@@ -10,8 +10,10 @@ import pytest
 import spire
 import torch
 from spire_parts.judged import NOISE, taus_of
+from spire_parts.lent import computed
 
-from paceline import zoo
+from paceline import LLM, SamplingParams, zoo
+from paceline.attention.base import slot_indices
 from paceline.drafters.spire.recipe import SpireOptions, build
 from paceline.training.network import Network
 from paceline.training.registry import BuildContext
@@ -111,9 +113,47 @@ def test_throughput_is_predicted_and_measured(tmp_path: Path, monkeypatch: pytes
     assert all(one["tau"] == 1 if one["method"] == "plain" else 1 < one["tau"] <= 5 for one in found)
 
 
+def test_answers_behind_lent_prompts(tmp_path: Path, drafts: dict[str, Path]) -> None:
+    """More sequences than texts; with look-ups; a method that cannot be with K/V in bytes is named."""
+    given = ("answers", "--here", "--spire", str(drafts["spire"]), "--lookup", "ngram,depth=4;budget=4")
+    given += ("--contexts", "96", "--batches", "1,3", "--texts", "2", "--max-new-tokens", "10")
+    found = run(tmp_path / "auto", *given)["answers"]
+    assert {(one["batch"], one["method"]) for one in found} == {
+        (b, m) for b in (1, 3) for m in ("plain", "look-ups", "MagicDec", "SPIRe")
+    }
+    assert all(one["tokens_per_s"] > 0 and 1 <= one["tokens_a_pass"] <= 5 for one in found)
+    assert max(one["tokens_a_pass"] for one in found if one["method"] == "MagicDec") > 2
+    bytes_ = run(tmp_path / "int8", *given, "--kv", "int8")["answers"]
+    assert {one["method"] for one in bytes_} == {"plain", "look-ups", "SPIRe"}
+    assert "MagicDec is left out" in (tmp_path / "int8" / "answers.md").read_text("utf-8")
+
+
+def test_copies_of_a_prompt_share_no_slot() -> None:
+    llm = LLM("paceline-small-draft", dtype="float32", max_sequences=4)
+    ids = [[8 + (n * k) % 90 for n in range(40)] for k in (1, 3)]
+    lent = computed(llm, ids)
+    five = lent.part(0, 5)
+    five.lend(llm, 8)
+    assert five.prompts[:2] == ids and len({*map(tuple, five.prompts)}) == 5
+    caches = [llm.engine.pool.open(own) for own in five.prompts]
+    slots = [slot for cache in caches for slot in slot_indices(cache.slots(0, cache.committed), "cpu").tolist()]
+    assert [cache.committed for cache in caches] == [32] * 5 and len({*slots}) == len(slots) == 160
+    first, copy = (slot_indices(caches[n].slots(0, 32), "cpu") for n in (0, 4))
+    for held in (*llm.engine.pool.k, *llm.engine.pool.v):
+        assert torch.equal(held[:, first], held[:, copy]) and bool(held[:, copy].abs().sum() > 0)
+    for cache in caches:
+        cache.release()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (found,) = llm.generate([{"prompt_token_ids": ids[1]}], params)
+    assert found.stats.cached_prompt_tokens == 32
+    llm.forget()
+    (alone,) = llm.generate([{"prompt_token_ids": ids[1]}], params)
+    assert alone.stats.cached_prompt_tokens == 0 and alone.outputs[0].token_ids == found.outputs[0].token_ids
+
+
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafts: dict[str, Path]) -> None:
     for arguments, wrong in (
-        (["kv_bytes"], "--vanilla is not given"),
+        (["verification"], "--spire is not given"),
         (["figure_5", "--spire", str(drafts["spire"])], "--variants is not given"),
         (["tau_by_depth", "--spire", str(drafts["spire"]), "--drawn", "a=nowhere"], "there is no such file"),
         (["tau_by_depth", "--spire", str(tmp_path), "--drawn", f"a={drafts['text']}"], "it holds no spire.json"),

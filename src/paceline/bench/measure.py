@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from time import perf_counter
@@ -91,12 +91,18 @@ def ask(
     return outputs, perf_counter() - began
 
 
+def forget(llm: LLM, group: Group) -> None:
+    """Nothing of an earlier trial is found by the next one."""
+    llm.forget()
+
+
 @dataclass(frozen=True)
 class EngineRunner:
     """A method of this engine, and the engine that was made for it; target weights may be shared with others."""
 
     method: Method
     llm: LLM
+    begin: Callable[[LLM, Group], None] = forget  # called before each trial, off the clock
 
     def warm_up(self, group: Group, max_new_tokens: int) -> None:
         """Run a group without counting it: what is done once is done then.
@@ -127,9 +133,9 @@ class EngineRunner:
         return trial
 
     def _drive(self, group: Group, trial: Trial, max_new_tokens: int | None = None) -> None:
-        """Submit a group, step until all are answered, and fill in the trial. Nothing of an earlier one is found."""
+        """Submit a group, step until all are answered, and fill in the trial."""
         engine, decoder, application = self.llm.engine, self.llm.decoder, self.method.application
-        self.llm.forget()
+        self.begin(self.llm, group)
         began = perf_counter()
         asked = [(prompt.ids, group.params(prompt, max_new_tokens)) for prompt in group.prompts]
         places = {engine.submit(ids, params, application=application): i for i, (ids, params) in enumerate(asked)}
