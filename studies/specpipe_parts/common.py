@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kit.clock import VIRTUAL, VirtualClock
@@ -68,6 +69,7 @@ class PipeFlags(Options):
     stages: int = asked(STAGES, "Stages of the pipeline.", "M")
     width: int = asked(8, "Drafted tokens of a request that enter together.", "W")
     children: int = asked(4, "Candidates below each of them.", "K")
+    measured: Path | None = asked(None, "Folder of times.json and costs.json, whose times are charged.", "DIR")
 
     def few(self, values: Sequence[Value]) -> Sequence[Value]:
         """What is swept; the first two where it is to be quick."""
@@ -184,10 +186,11 @@ class PipelineRun:
 
 
 def two_hosts(ask: PipeFlags) -> dict[str, Any]:
-    """The first half of the stages behind the coordinator's 10 GbE; rows take on it as long as the paper's."""
+    """The first half of the stages behind the coordinator's 10 GbE; with assumed times rows are as large as the
+    paper's."""
     decoder = target(ask).decoder
     row = decoder.config.d_model * decoder.dtype.itemsize
-    link = replace(ETHERNET, gbit_per_s=ETHERNET.gbit_per_s * row / ROW)
+    link = ETHERNET if ask.measured else replace(ETHERNET, gbit_per_s=ETHERNET.gbit_per_s * row / ROW)
     half = ask.stages // 2
     return {"link": link, "hosts": [1] * half + [0] * (ask.stages - half)}
 
@@ -206,20 +209,60 @@ def stage_of(flat_ms: float) -> Callable[[int], float]:
     return lambda rows: (flat_ms + beyond_ms(rows)) * 1e-3
 
 
-def stage_seconds(rows: int) -> float:
-    """A stage of the paper's with our plan of its rows."""
-    return stage_of(STAGE_MS)(rows) + (PLAN_MS[0] + PLAN_MS[1] * rows) * 1e-3
+def planned(stage_s: Callable[[int], float], plan_ms: Sequence[float] = PLAN_MS) -> Callable[[int], float]:
+    """A stage with our plan of its rows."""
+    return lambda rows: stage_s(rows) + (plan_ms[0] + plan_ms[1] * rows) * 1e-3
 
 
-def coordinator_of(requests: int) -> Callable[[int], float]:
+def coordinator_of(requests: int, costs_ms: Sequence[float] = COORDINATOR_MS) -> Callable[[int], float]:
     """Seconds of verdicts, pruning and frames by rows in flight: in every tick, and beside nothing."""
-    tick, row, request = COORDINATOR_MS
+    tick, row, request = costs_ms
     return lambda rows: (tick + row * rows + request * requests) * 1e-3
 
 
 def nothing(rows: int) -> float:
     """No time."""
     return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What is charged: the paper's times, or those that were measured of the model itself. All are of one request."""
+
+    stages: Sequence[Callable[[int], float]]  # seconds of each by rows, of its layers and head alone
+    draft_s: Callable[[int], float] = lambda rows: DRAFT_MS * 1e-3  # of a level by nodes that are expanded
+    plan_ms: Sequence[float] = PLAN_MS
+    coordinator_ms: Sequence[float] = COORDINATOR_MS
+    layers: str = ""  # of each stage; none: even
+    words: str = ASSUMED
+
+    @property
+    def bare(self) -> dict[str, Any]:
+        """For `decode`: of a plain pipeline, as the paper measured a whole token of it."""
+        return {"stage_s": self.stages, "coordinator_s": nothing}
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """For `decode`: with plans, verdicts and frames."""
+        stages = [planned(own, self.plan_ms) for own in self.stages]
+        return {
+            "stage_s": stages,
+            "draft_s": self.draft_s,
+            "coordinator_s": coordinator_of(1, self.coordinator_ms),
+        }
+
+    @property
+    def tick_ms(self) -> float:
+        """Of the slowest stage with one row."""
+        return 1e3 * max(own(1) for own in self.stages)
+
+    def step_s(self, rows: int) -> float:
+        """Of the slowest stage with so many."""
+        return max(planned(own, self.plan_ms)(rows) for own in self.stages)
+
+    def expected_ms(self, rate: float) -> float:
+        """P t + (1 - P) m t: a hit is a tick, a miss the sum of all stages."""
+        return rate * self.tick_ms + (1 - rate) * 1e3 * sum(own(1) for own in self.stages)
 
 
 BARE: dict[str, Any] = {"stage_s": stage_of(STAGE_MS), "coordinator_s": nothing}  # as the paper measured a whole token
@@ -244,7 +287,7 @@ def decode(
     drafter: Any,
     config: PipelineConfig,
     together: int | None = None,
-    stage_s: Callable[[int], float] = stage_seconds,
+    stage_s: Callable[[int], float] | Sequence[Callable[[int], float]] | None = None,
     draft_s: Callable[[int], float] = lambda rows: DRAFT_MS * 1e-3,
     coordinator_s: Callable[[int], float] | None = None,
     link: Link = FREE,
@@ -260,7 +303,7 @@ def decode(
         drafter: the source's; None: a plain pipeline.
         config: of the round.
         together: requests that run at once; None: all.
-        stage_s: seconds of a stage by rows.
+        stage_s: seconds of a stage by rows, of all or of each; None: the paper's, with our plan.
         draft_s: seconds of a level by nodes that are expanded.
         coordinator_s: seconds of the coordinator in a tick by rows in flight; None: as measured.
         link: of every host.
@@ -271,10 +314,10 @@ def decode(
     pool = pool_of(ask, jobs, drafter)
     decoder, together = target(ask).decoder, together or len(jobs)
     own_s = coordinator_of(together) if coordinator_s is None else coordinator_s
+    one = planned(stage_of(STAGE_MS)) if stage_s is None else stage_s
+    each = [one] * config.stages if callable(one) else [*one]
     with VirtualClock() as clock:
-        stage_line = VirtualStages(
-            clock, config.cut(decoder, pool), [stage_s] * config.stages, link, hosts, own_s, frames
-        )
+        stage_line = VirtualStages(clock, config.cut(decoder, pool), each, link, hosts, own_s, frames)
         round_ = config.over(
             RoundParts(target=decoder, pool=pool, drafter=drafter),
             stage_line,

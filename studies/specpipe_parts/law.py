@@ -98,24 +98,30 @@ def choose_tree(candidates: Iterable[MeasuredTree], step_time: Callable[[int], f
 
 
 def stage_bytes(
-    shape: ModelSizes, stages: int, kv_tokens: int, runtime: float = 0.0, number_bytes: float = 2.0
+    shape: ModelSizes,
+    stages: int,
+    kv_tokens: int,
+    runtime: float = 0.0,
+    number_bytes: float = 2.0,
+    layers: Sequence[int] = (),
 ) -> list[float]:
     """Bytes that each stage holds: layers, K/V and runtime, the first with the embedding, the last with the head.
 
     It is Table 1 with parameters counted right: the paper's 4 d^2 + 3 d f a layer leaves grouped queries out.
 
     Args:
-        shape: the model; its layers are spread evenly.
+        shape: the model.
         stages: m.
         kv_tokens: of all requests together.
         runtime: bytes of kernels' own memory a stage.
         number_bytes: of a stored weight, key or value.
+        layers: of each stage; none: as many in all.
     """
-    body = number_bytes * shape.body_parameters / stages
-    kv = number_bytes * shape.kv_values(kv_tokens) / stages
+    all_layers = number_bytes * (shape.body_parameters + shape.kv_values(kv_tokens))
+    shares = [count / sum(layers) for count in layers] or [1 / stages] * stages
     table = number_bytes * shape.head_parameters
     ends = [table * ((stage == 0) + (stage == stages - 1)) for stage in range(stages)]
-    return [body + kv + runtime + end for end in ends]
+    return [share * all_layers + runtime + end for share, end in zip(shares, ends, strict=True)]
 
 
 def _check(stages: int, hit_rate: float) -> None:

@@ -49,7 +49,8 @@ def table_1(ask: PipeFlags) -> Iterator[Table | None]:
     size = llm.decoder.dtype.itemsize
     slots = stages[0].store.k[0].shape[1]
     shape = shape_of(llm.decoder.config)
-    predicted = stage_bytes(shape, ask.stages, slots, number_bytes=size)
+    sizes = [stage.stop - stage.start for stage in stages]
+    predicted = stage_bytes(shape, ask.stages, slots, number_bytes=size, layers=sizes)
     counted = [held(stage) for stage in stages]
     name = f"{ask.model}, {ask.stages} stages, MiB"
     both = [*zip(predicted, counted, strict=True)]

@@ -14,10 +14,8 @@ from kit.study import Table
 from paceline.drafters.sessions import ROOT, Ask, Opening
 from paceline.rounds.pipeline.flight import NONE
 from specpipe_parts.common import (
-    ASSUMED,
     HOW,
     OWN,
-    STAGE_MS,
     Job,
     PipeFlags,
     Watched,
@@ -27,11 +25,11 @@ from specpipe_parts.common import (
     levels,
     plain,
     prompts,
-    stage_seconds,
     study,
     target,
 )
-from specpipe_parts.law import MeasuredTree, choose_tree, expected_tbt
+from specpipe_parts.law import MeasuredTree, choose_tree
+from specpipe_parts.times import times_of
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -108,11 +106,11 @@ def figure_7(ask: PipeFlags) -> Iterator[Table | None]:
     )
 
 
-@study.figure(takes=OWN, tasks="sql,e2e,gsm8k", prompts=1, max_new_tokens=32)
+@study.figure(takes=(*OWN, "measured"), tasks="sql,e2e,gsm8k", prompts=1, max_new_tokens=32)
 def figure_10(ask: PipeFlags) -> Iterator[Table | None]:
     """Time between tokens and hit rate by width w and candidates k, and what the planner would choose."""
     tokens = ask.max_new_tokens or 0
-    found = prompts(ask, tokens)
+    found, times = prompts(ask, tokens), times_of(ask)
     yield None
     jobs = [(prompt, greedy(tokens)) for prompt in found]
     answers = plain(ask, jobs)
@@ -120,16 +118,17 @@ def figure_10(ask: PipeFlags) -> Iterator[Table | None]:
     series: dict[int, list[tuple[int, float]]] = {}
     for children in ask.few((2, 4, 8)):
         for width in ask.few((1, 2, 4, 8, 16, 32, 128)):
-            runs = [decode(ask, [job], draft_of(ask), levels(ask, width=width, children=children)) for job in jobs]
+            shape = levels(ask, width=width, children=children, layers=times.layers)
+            runs = [decode(ask, [job], draft_of(ask), shape, **times.whole) for job in jobs]
             same &= [run.said[0] for run in runs] == answers
             rate = sum(run.hit_rate for run in runs) / len(runs)
             tbt = sum(run.tbt for run in runs) / len(runs) * 1e3
             tried[width, children] = rate, tbt
             series.setdefault(children, []).append((width, tbt))
-            bound = expected_tbt(STAGE_MS, ask.stages, rate)
+            bound = times.expected_ms(rate)
             rows.append([str(width), str(children), f"{rate:.3f}", f"{tbt:.1f}", f"{bound:.1f}"])
     rates = {key: rate for key, (rate, _) in tried.items()}
-    chosen = choose_tree([MeasuredTree(*key, rate) for key, rate in rates.items()], stage_seconds, ask.stages)
+    chosen = choose_tree([MeasuredTree(*key, rate) for key, rate in rates.items()], times.step_s, ask.stages)
     best = min(tried, key=lambda key: (tried[key][1], key))
     panel = Panel(
         title="",
@@ -146,7 +145,6 @@ def figure_10(ask: PipeFlags) -> Iterator[Table | None]:
         remarks=[
             f"fastest: w = {best[0]}, k = {best[1]}; chosen by the planner from hit rates: "
             f"w = {chosen.width}, k = {chosen.children}",
-            ASSUMED,
         ],
         how=[[HOW, f"{len(jobs)} prompts, {tokens} tokens each"]],
         plots={".svg": lambda path: figures.lines([panel], path)},

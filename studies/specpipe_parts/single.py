@@ -14,8 +14,6 @@ from kit.study import Table
 
 from paceline.rounds.pipeline import PipelineConfig
 from specpipe_parts.common import (
-    ASSUMED,
-    BARE,
     EVEN,
     HOW,
     OWN,
@@ -33,6 +31,7 @@ from specpipe_parts.common import (
     two_hosts,
 )
 from specpipe_parts.law import equation_2, expected_tbt, hit_rate_of, tbt_with_bubbles
+from specpipe_parts.times import times_of
 
 
 def both_links(ask: PipeFlags) -> dict[str, dict[str, Any]]:
@@ -107,11 +106,12 @@ def figure_11(ask: PipeFlags) -> Iterator[Table | None]:
     )
 
 
-@study.table(takes=OWN, tasks="sql,e2e,gsm8k,books", prompts=2, max_new_tokens=48)
+@study.table(takes=(*OWN, "measured"), tasks="sql,e2e,gsm8k,books", prompts=2, max_new_tokens=48)
 def figure_13(ask: PipeFlags) -> Iterator[Table | None]:
     """Our own drafts by task, in one host and over 10 GbE between two: times the plain pipeline."""
     tokens = ask.max_new_tokens or 0
-    found = {task: prompts(replace(ask, tasks=task), tokens) for task in ask.names}
+    found, times = {task: prompts(replace(ask, tasks=task), tokens) for task in ask.names}, times_of(ask)
+    shape = levels(ask, layers=times.layers)
     yield None
     rows: list[list[str]] = []
     values: list[dict[str, Any]] = []
@@ -121,8 +121,8 @@ def figure_13(ask: PipeFlags) -> Iterator[Table | None]:
             runs, slow = [], []
             for prompt in texts:
                 jobs = [(prompt, greedy(tokens))]
-                slow.append(decode(ask, jobs, None, levels(ask), **BARE, **link))
-                runs.append(decode(ask, jobs, draft_of(ask), levels(ask), **link))
+                slow.append(decode(ask, jobs, None, shape, **times.bare, **link))
+                runs.append(decode(ask, jobs, draft_of(ask), shape, **times.whole, **link))
                 same &= plain(ask, jobs) == slow[-1].said == runs[-1].said
             rate, tbt, before, bubble = (
                 sum(map(each, some)) / len(some)
@@ -133,8 +133,8 @@ def figure_13(ask: PipeFlags) -> Iterator[Table | None]:
                     (lambda run: run.mean_bubble, runs),
                 )
             )
-            ticks = tbt_with_bubbles(STAGE_MS, bubble)
-            formula = expected_tbt(STAGE_MS, ask.stages, rate)
+            ticks = tbt_with_bubbles(times.tick_ms, bubble)
+            formula = times.expected_ms(rate)
             values.append(
                 {
                     "task": task,
@@ -153,20 +153,21 @@ def figure_13(ask: PipeFlags) -> Iterator[Table | None]:
         head=("task", "link", "P", "TBT ms", "t x ticks a token", "P t + (1-P) m t", "times plain"),
         parts={"": rows},
         values={"rows": values},
-        remarks=[ASSUMED, "10 GbE: half of the stages are behind the coordinator's link, with 1 ms a way"],
+        remarks=[times.words, "10 GbE: half of the stages are behind the coordinator's link, with 1 ms a way"],
         how=[[HOW, f"{ask.prompts} prompts of each task, {tokens} tokens, w = {ask.width}, k = {ask.children}"]],
         same=same,
     )
 
 
-@study.figure(takes=OWN, prompts=1, max_new_tokens=24)
+@study.figure(takes=(*OWN, "measured"), prompts=1, max_new_tokens=24)
 def figure_12(ask: PipeFlags) -> Iterator[Table | None]:
     """Who works when: source, stages, links; steps that stand below each other, and a flush."""
     tokens = ask.max_new_tokens or 0
     (prompt,) = prompts(ask, tokens)[:1]
+    times = times_of(ask)
     yield None
     jobs = [(prompt, greedy(tokens))]
-    run = decode(ask, jobs, draft_of(ask), levels(ask), **two_hosts(ask))
+    run = decode(ask, jobs, draft_of(ask), levels(ask, layers=times.layers), **times.whole, **two_hosts(ask))
     same = run.said == plain(ask, jobs)
     flushes = sum(not verdict.alive for tick in run.ticks for verdict in tick.verdicts)
     shares = {
@@ -192,7 +193,7 @@ def figure_12(ask: PipeFlags) -> Iterator[Table | None]:
         remarks=[
             f"of the stages', the link's and the coordinator's time "
             f"{shares['compute'] / sum(shares.values()):.1%} is computation",
-            ASSUMED,
+            times.words,
         ],
         how=[[HOW, "1 prompt; two hosts with 10 GbE between them"]],
         plots={".svg": lambda path: timeline.draw(run.spans, path, VIRTUAL, "one request")},
@@ -203,26 +204,28 @@ def figure_12(ask: PipeFlags) -> Iterator[Table | None]:
 WAYS = ("SpecPipe", "SpecInfer")
 
 
-def way(ask: PipeFlags, name: str) -> PipelineConfig:
+def way(ask: PipeFlags, name: str, layers: str) -> PipelineConfig:
     """A method in the same stages."""
-    return levels(ask) if name == WAYS[0] else PipelineConfig(stages=ask.stages, tree=TREE)
+    return (
+        levels(ask, layers=layers) if name == WAYS[0] else PipelineConfig(stages=ask.stages, tree=TREE, layers=layers)
+    )
 
 
-@study.figure(takes=OWN, tasks="sql,e2e,gsm8k", prompts=2, max_new_tokens=32)
+@study.figure(takes=(*OWN, "measured"), tasks="sql,e2e,gsm8k", prompts=2, max_new_tokens=32)
 def figure_14(ask: PipeFlags) -> Iterator[Table | None]:
     """Hit rate against time between tokens: SpecPipe, and SpecInfer's tree in the same stages."""
     tokens = ask.max_new_tokens or 0
-    found = prompts(ask, tokens)
+    found, times = prompts(ask, tokens), times_of(ask)
     yield None
     rows: list[list[str]] = []
     values: list[dict[str, Any]] = []
-    same, series = True, []
-    base = 1e3 * fmean(decode(ask, [(prompt, greedy(tokens))], None, levels(ask), **BARE).tbt for prompt in found)
+    same, series, shape = True, [], levels(ask, layers=times.layers)
+    base = 1e3 * fmean(decode(ask, [(prompt, greedy(tokens))], None, shape, **times.bare).tbt for prompt in found)
     for name in WAYS:
         points: list[tuple[float, float]] = []
         for prompt in found:
             jobs = [(prompt, greedy(tokens))]
-            run = decode(ask, jobs, draft_of(ask), way(ask, name))
+            run = decode(ask, jobs, draft_of(ask), way(ask, name, times.layers), **times.whole)
             same &= run.said == plain(ask, jobs)
             points.append((run.hit_rate, run.tbt * 1e3))
         mean = sum(y for _, y in points) / len(points)
@@ -239,7 +242,7 @@ def figure_14(ask: PipeFlags) -> Iterator[Table | None]:
         remarks=[
             f"SpecPipe is {values[1]['tbt_ms'] / values[0]['tbt_ms']:.2f} times as fast as SpecInfer's tree "
             "(paper: 2.09 to 2.38)",
-            ASSUMED,
+            times.words,
         ],
         how=[[HOW, f"{len(found)} prompts, {tokens} tokens each"]],
         plots={".svg": lambda path: figures.lines([panel], path, kind="points")},
@@ -250,14 +253,14 @@ def figure_14(ask: PipeFlags) -> Iterator[Table | None]:
 PAPERS_SAMPLING: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 80}
 
 
-@study.table(takes=OWN, tasks="sql,e2e,gsm8k", prompts=3, max_new_tokens=48)
+@study.table(takes=(*OWN, "measured"), tasks="sql,e2e,gsm8k", prompts=3, max_new_tokens=48)
 def figure_15(ask: PipeFlags) -> Iterator[Table | None]:
     """Greedy and stochastic decoding (temperature 0.6, top-p 0.9, top-k 80; five seeds), and the two lossy rules.
 
     Answers end where they end: behind its end a greedy answer repeats itself, which a draft predicts too well.
     """
     tokens = ask.max_new_tokens or 0
-    found = prompts(ask, tokens)
+    found, clock = prompts(ask, tokens), times_of(ask)
     seeds = [None, *ask.few(range(5))]
     yield None
     rows: list[list[str]] = []
@@ -277,7 +280,7 @@ def figure_15(ask: PipeFlags) -> Iterator[Table | None]:
                 for seed in chosen:
                     given = {} if seed is None else {**PAPERS_SAMPLING, "seed": seed}
                     jobs = [(prompt, greedy(tokens, ignore_eos=False, **given))]
-                    run = decode(ask, jobs, draft_of(ask), levels(ask, **options))
+                    run = decode(ask, jobs, draft_of(ask), levels(ask, layers=clock.layers, **options), **clock.whole)
                     (right,) = plain(ask, jobs)
                     same &= bool(options) or run.said == [right]
                     agreed.append(sum(map(int.__eq__, run.said[0], right)) / max(len(run.said[0]), len(right)))
@@ -304,7 +307,7 @@ def figure_15(ask: PipeFlags) -> Iterator[Table | None]:
         ),
         parts={"": rows},
         values={"rows": values, "slower": change},
-        remarks=[f"stochastic decoding is {change:+.1%} in time between tokens (paper: +4.39%)", ASSUMED],
+        remarks=[f"stochastic decoding is {change:+.1%} in time between tokens (paper: +4.39%)", clock.words],
         how=[[HOW, f"{len(found)} prompts, {tokens} tokens at most, {len(seeds) - 1} seeds"]],
         same=same,
     )

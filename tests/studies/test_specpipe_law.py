@@ -47,6 +47,9 @@ def test_memory_of_the_stages_of_table_1() -> None:
     assert large is not None
     held = law.stage_bytes(large, 8, kv_tokens=81_920, runtime=256 * 2**20)
     assert [round(stage / 2**30, 1) for stage in held] == [21.3, *[19.3] * 6, 21.3]
+    uneven = law.stage_bytes(large, 8, kv_tokens=81_920, runtime=256 * 2**20, layers=[12, *[10] * 6, 8])
+    assert sum(uneven) == pytest.approx(sum(held)) and uneven[0] - held[0] == pytest.approx(held[-1] - uneven[-1])
+    assert uneven[1] == pytest.approx(held[1]) and uneven[0] > held[0]
 
 
 @pytest.mark.parametrize("hit", [-0.1, 1.1])
