@@ -4,7 +4,7 @@
 
 A run that went on from another one's result counts the tokens of both. ``accepted`` is the mean over the run's held-out
 domains. ``first`` is the share of it that is left on the first 128 tokens of answers, where somebody measured both
-(docs/smollm2.md, "These figures flatter").
+(docs/measured/smollm2.md, "These figures flatter").
 """
 
 from __future__ import annotations
