@@ -99,6 +99,27 @@ void vector_product(const W* const w[], int64_t k, Input<A> in, int rows, float*
   }
 }
 
+#if PL_DOT_BF16
+// More than four rows: up to eight in a turn, against two blocks, so that fewer turns read the weights again and find
+// them in the first-level cache.
+template <int B>
+void wide_product(const bf16* const w[], int64_t k, Input<bf16> in, int rows, float* c, const Next& next, int first,
+                  int calls) {
+  const int turns = (rows + 7) / 8;
+  for (int turn = 0; turn < turns; turn++) {
+    const int r = (rows + turns - turn - 1) / (turns - turn), call = first + turn;
+    if (r == 4) product_rb<4, B>(w, k, in, c, next, call, calls);
+    else if (r == 5) product_rb<5, B>(w, k, in, c, next, call, calls);
+    else if (r == 6) product_rb<6, B>(w, k, in, c, next, call, calls);
+    else if (r == 7) product_rb<7, B>(w, k, in, c, next, call, calls);
+    else product_rb<8, B>(w, k, in, c, next, call, calls);
+    rows -= r;
+    in.x += r * in.stride;
+    c += r * BLOCKS * LANES;
+  }
+}
+#endif
+
 template <class W, class A>
 void product_w(const W* const w[], int blocks, int64_t k, Input<A> in, int rows, float* c, const Next& next) {
 #if !PL_AVX512
@@ -107,6 +128,17 @@ void product_w(const W* const w[], int blocks, int64_t k, Input<A> in, int rows,
     for (int b = 0; b < blocks; b++) vector_product<1>(w + b, k, in, rows, c + b * LANES, {});
     return;
   }
+#endif
+#if PL_DOT_BF16
+  if constexpr (std::is_same_v<W, bf16>)
+    if (g_runs_ahead && rows > 4) {
+      const int turns = (rows + 7) / 8, calls = (blocks + 1) / 2 * turns;
+      for (int b = 0; b < blocks; b += 2) {
+        if (blocks - b == 1) wide_product<1>(w + b, k, in, rows, c + b * LANES, next, b / 2 * turns, calls);
+        else wide_product<2>(w + b, k, in, rows, c + b * LANES, next, b / 2 * turns, calls);
+      }
+      return;
+    }
 #endif
   if (blocks == 1) vector_product<1>(w, k, in, rows, c, next);
   else if (blocks == 2) vector_product<2>(w, k, in, rows, c, next);
