@@ -25,6 +25,7 @@ from paceline.bench.report import wording as say
 from paceline.bench.report import write_text
 from paceline.bench.report.markdown import bullets, table, text
 from paceline.bench.report.terminal import figures_table
+from paceline.bench.run import Run
 from paceline.bench.summary import Row, Summary, overall_ratio
 from paceline.core.errors import ConfigError
 from paceline.core.options import written
@@ -92,15 +93,15 @@ class Grid:
         return BenchConfig(methods=tuple(methods), applications=self.applications, **values)
 
 
-def measure(grid: Grid, options: Options, folder: Path, kind: type[PeerRun] = PeerRun) -> Report:
-    """Run a grid, as a run of this ``kind``, with its raw report in a folder.
+def measure(grid: Grid, options: Options, folder: Path, make: Callable[..., Run] = PeerRun) -> Report:
+    """Run a grid, as the run that ``make`` gives, with its raw report in a folder.
 
     Raises:
         ConfigError: anything that cannot be as it was asked for; found before the first trial.
         KeyboardInterrupt: it was cut off; the report in the folder has what there is.
     """
     config = grid.config(options)
-    run = kind(
+    run = make(
         config,
         out=folder,
         overwrite=options.overwrite,

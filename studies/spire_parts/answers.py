@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 from kit.study import Table
 
@@ -109,7 +110,7 @@ def answers(ask: SpireFlags) -> Iterator[Table | None]:
                 for turn in range(ask.repeats * max(1, SMALL_TURNS // batch)):
                     own = known.part(turn, batch)
                     seeds = [ask.seed + 1000 * turn + n for n in range(batch)]
-                    given = {"temperature": ask.temperature, "max_tokens": tokens, "ignore_eos": True}
+                    given: dict[str, Any] = {"temperature": ask.temperature, "max_tokens": tokens, "ignore_eos": True}
                     params = [SamplingParams(seed=seed, **given) for seed in seeds]
                     for name in _turned([*engines], turn):
                         engines[name].forget()

@@ -83,13 +83,20 @@ def made_up(llm: LLM, prompts: list[list[int]]) -> LentPrompts:
     return LentPrompts(prompts, [(one, one)] * len(prompts))
 
 
+Known = dict[tuple[tuple[int, ...], ...], LentPrompts]  # by the ids of a group's prompts
+
+
 class LentRun(PeerRun):
     """A run whose prompts plain decoding computes once for all methods and settings. What it takes from a prompt to
-    the answer is no figure then; tokens, passes and acceptance are."""
+    the answer is no figure then; tokens, passes and acceptance are.
 
-    def __init__(self, config: BenchConfig, **options: Any) -> None:
+    Args:
+        known: what was computed, by this run or by others of the same target.
+    """
+
+    def __init__(self, config: BenchConfig, *, known: Known, **options: Any) -> None:
         super().__init__(config, **options)
-        self._lent = LentPrompts([], [])  # those of the group that was run last
+        self._known = known
         self.notes.append("K/V of a prompt was computed once and lent to all methods")
 
     def build(self, folder: Path, stack: ExitStack) -> None:
@@ -98,8 +105,8 @@ class LentRun(PeerRun):
 
     def _begin(self, llm: LLM, group: Group) -> None:
         """Nothing of an earlier trial is found but the group's prompts."""
-        prompts = [list(prompt.ids) for prompt in group.prompts]
-        if self._lent.prompts != prompts:
-            self._lent = computed(self._runners[self._plain.name].llm, prompts)
+        prompts = tuple(tuple(prompt.ids) for prompt in group.prompts)
+        if prompts not in self._known:
+            self._known[prompts] = computed(self._runners[self._plain.name].llm, [list(ids) for ids in prompts])
         llm.forget()
-        self._lent.lend(llm, group.cell.max_new_tokens)
+        self._known[prompts].lend(llm, group.cell.max_new_tokens)
