@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from kit.study import Options, Study, Table, asked
+from kit.study import Options, Study, Table, asked, numbers
 from micro_parts import decode as decoding
 from micro_parts import hops as hopping
 from micro_parts import joins as joining
@@ -51,14 +51,6 @@ class MicroFlags(Options):
     temperature: float = asked(0.0, "Of sampling.", "T")
     rows: str = asked("1,2,4,8,16,32,64", "Rows of a pass.", "N,N,..")
     sizes: str = asked("64,4096,65536", "Bytes of a frame.", "N,N,..")
-
-
-def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """``1,8`` as whole numbers of 1 or more."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{flag} {text}", "not whole numbers of 1 or more, with commas between", f"write {flag} 1,8")
-    return tuple(map(int, parts))
 
 
 study = Study("Single operations, timed.", MicroFlags, quick={"prompts": 2, "max_new_tokens": 16, "prompt_tokens": 16})

@@ -23,7 +23,7 @@ from paceline.core.options import alternatives, named_values
 
 from .grid import Entry, Grid, GridLine, Table, measure, table_of
 
-__all__ = ["Entry", "Grid", "GridLine", "Options", "Study", "Table", "asked", "measure"]
+__all__ = ["Entry", "Grid", "GridLine", "Options", "Study", "Table", "asked", "measure", "numbers"]
 
 DIFFERENT, WRONG, INTERRUPTED = 1, 2, 130  # exit status: ids differ from plain's; a mistake; 128 + SIGINT
 
@@ -34,6 +34,18 @@ def asked(default: Any, help: str, metavar: str | None = None) -> Any:
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """``1,8`` as whole numbers of 1 or more.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{flag} {text}", "not whole numbers of 1 or more, with commas between", f"write {flag} 1,8")
+    return tuple(map(int, parts))
 
 
 @dataclass(frozen=True, kw_only=True)

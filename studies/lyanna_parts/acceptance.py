@@ -20,6 +20,7 @@ from paceline.bench.records import Report, Trial
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import ConfigError
 from paceline.drafters.lyanna.model import FILES, LyannaModel
+from paceline.network.hot import load_hot, save_hot
 from paceline.network.loader import resolve_folder
 
 Floats = NDArray[np.float64]
@@ -100,6 +101,9 @@ def without(folder: str, change: Mapping[str, Any], place: Path) -> str:
     values = whole.tensors()
     FILES.copy(made.tensors(), {name: values[name] for name in made.tensors()}, place)
     made.save(place)
+    drafted = load_hot(resolve_folder(folder), whole.head.config.vocab_size)
+    if drafted is not None:  # of the same tokens
+        save_hot(drafted, place)
     return str(place)
 
 

@@ -64,7 +64,7 @@ def figure_13a(ask: LyannaFlags) -> Iterator[Table | None]:
         values={"heads": found, "machine": machine.describe(ask.device)},
         how=[
             [
-                f"the fastest of {ask.repeats} calls in turns, weights in the caches, {ask.model}",
+                f"the fastest of {ask.repeats} calls in turns, weights as far as caches hold them, {ask.model}",
                 f"{machine.line(ask.device)}, kernels: {native.describe()}",
             ]
         ],

@@ -11,7 +11,7 @@ from kit import figures
 from kit.figures import Panel, Series
 from kit.grid import ALL, GridLine, how, lines_of, whole
 from kit.halves import conversations, halves
-from kit.study import Entry, Grid, Table, measure
+from kit.study import Entry, Grid, Table, measure, numbers
 
 from lyanna_parts import extra_pass
 from lyanna_parts.common import (
@@ -27,12 +27,12 @@ from lyanna_parts.common import (
     study,
     verdict,
 )
+from paceline import zoo
 from paceline.bench.records import PLAIN, Cell, Method, Report
 from paceline.bench.report import wording as say
 from paceline.bench.summary import Summary, overall_ratio
 from paceline.core.model_spec import STRETCH, parse_model
 
-BATCHES = (1, 2, 4, 8, 16)
 AUTO = ", auto"
 LYANNA, EAGLE = "Lyanna", "EAGLE-2"
 SINGLE, NEW, BEFORE = "single", "hybrid", "hybrid, before"  # series
@@ -44,30 +44,41 @@ OVER_EAGLE, OVER_BEFORE = 1.2, 1.15  # wanted
 
 def contestants(ask: LyannaFlags) -> list[tuple[str, str, int, dict[str, Any], str]]:
     """Name, drafter, fixed budget, options and series of every method; each verifies `ROWS` drafted nodes, Lyanna the
-    re-sampled ones on top of them, hybrids `HYBRID_NODES`."""
+    re-sampled ones on top of them, hybrids `HYBRID_NODES`. A target without streams or a draft model does without."""
     ours = f"lyanna:{ask.lyanna}"
+    streams, draft = named("streams", ask.streams, ask.model), named("draft_model", ask.draft, ask.model)
     tree = {"depth": STEPS, "nodes": ROWS}
-    streams = {"k": 3, "nodes": ROWS}
-    singles: list[tuple[str, str, int, dict[str, Any]]] = [
+    singles: list[tuple[str, str | None, int, dict[str, Any]]] = [
         (LYANNA, ours, ROWS + EXTRA, {**tree, "width": WIDTH, "resample": "top", "extra": EXTRA}),
         (EAGLE, f"eagle:{ask.eagle}", ROWS, {**tree, "topk": WIDTH}),
         ("Medusa", f"medusa:{ask.medusa}", ROWS, {"nodes": ROWS}),
-        ("draft model", f"draft_model:{ask.draft}", ROWS, {**tree, "topk": WIDTH}),
+        ("draft model", draft, ROWS, {**tree, "topk": WIDTH}),
         ("n-gram", "ngram", ROWS, {}),
         ("suffix", "suffix", ROWS, {}),
-        ("streams", f"streams:{ask.streams}", ROWS, streams),
+        ("streams", streams, ROWS, {"k": 3, "nodes": ROWS}),
+    ]
+    beside_suffix: list[tuple[str, tuple[str | None, ...], str]] = [
+        ("Lyanna", (f"{ours};depth={STEPS}",), NEW),
+        ("EAGLE-2", (f"eagle:{ask.eagle};depth={STEPS}",), NEW),
+        ("streams + Lyanna", (streams and f"{streams};k=3", f"{ours};depth={STEPS}"), NEW),
+        ("draft model", (draft and f"{draft};depth=8",), BEFORE),
+        ("streams", (streams and f"{streams};k=3",), BEFORE),
     ]
     hybrids = [
-        ("suffix + Lyanna", f"suffix+{ours};depth={STEPS}", NEW),
-        ("suffix + EAGLE-2", f"suffix+eagle:{ask.eagle};depth={STEPS}", NEW),
-        ("suffix + streams + Lyanna", f"suffix+streams:{ask.streams};k=3+{ours};depth={STEPS}", NEW),
-        ("suffix + draft model", f"suffix+draft_model:{ask.draft};depth=8", BEFORE),
-        ("suffix + streams", f"suffix+streams:{ask.streams};k=3", BEFORE),
+        (f"suffix + {name}", "+".join(("hybrid:suffix", *filter(None, parts))), kind)
+        for name, parts, kind in beside_suffix
+        if all(parts)
     ]
     return [
-        *((*one, SINGLE) for one in singles),
-        *((name, f"hybrid:{parts}", HYBRID_NODES, {"nodes": HYBRID_NODES}, kind) for name, parts, kind in hybrids),
+        *((name, drafter, rows, options, SINGLE) for name, drafter, rows, options in singles if drafter),
+        *((name, parts, HYBRID_NODES, {"nodes": HYBRID_NODES}, kind) for name, parts, kind in hybrids),
     ]
+
+
+def named(kind: str, given: str | None, model: str) -> str | None:
+    """A drafter with the weights that are given, or the zoo's for the target; None: there are none."""
+    found = given or zoo.weights(kind, model)
+    return f"{kind}:{found}" if found else None
 
 
 def both_budgets(ask: LyannaFlags) -> list[Entry]:
@@ -79,12 +90,12 @@ def both_budgets(ask: LyannaFlags) -> list[Entry]:
     ]
 
 
-@study.figure(needs=("lyanna", "eagle", "medusa"), takes=("streams", "draft"), prompts=32, repeats=2)
+@study.figure(needs=("lyanna", "eagle", "medusa"), takes=("streams", "draft", "batches"), prompts=32, repeats=2)
 def figure_8_9(ask: LyannaFlags) -> Iterator[Table | None]:
     """Throughput by batch size: Lyanna, EAGLE-2, Medusa, draft model, look-ups, streams, hybrids; budgets fixed and
     auto."""
     shape_of(ask.lyanna)
-    batches = ask.few(BATCHES)
+    batches = ask.few(numbers("--batches", ask.batches))
     cells: dict[str, Any] = {"cell": "batch", "cells": {"batches": batches}, "prompts": max(batches)}
     grid = Grid(title="Throughput by batch size", entries=both_budgets(ask), x_label="batch size", **cells)
     grid.config(ask)
@@ -197,7 +208,6 @@ def _draw(lines: Sequence[GridLine], series: Sequence[str], path: Path) -> Path:
 OFF, PASS, ALONE = "no re-sampling", "re-sampled in an extra pass", "re-sampled in place of a fresh tree"
 TOP, EQUAL, MORE = "fused on top", "fused at equal rows", "fresh tree of as many rows"
 BATCH = 2  # of figure 12
-STRETCHED = 8  # times
 ARMS: Mapping[str, tuple[int, dict[str, Any]]] = {  # budget, options
     OFF: (ROWS, {"resample": "off", "nodes": ROWS}),
     PASS: (ROWS, {"resample": "alone", "nodes": ROWS, "extra": EXTRA}),
@@ -232,18 +242,18 @@ def fusion_arms(folder: str | None) -> list[Method]:
     return [Method(name=PLAIN, drafter="none"), *found.values()]
 
 
-def targets_of(model: str) -> list[str]:
-    """The target, and the same stretched; one that is stretched already stands alone."""
-    return [model] if parse_model(model).stretch > 1 else [model, f"{STRETCH}{model},times={STRETCHED}"]
+def targets_of(model: str, times: int) -> list[str]:
+    """The target, and the same stretched so many times; one that is stretched already stands alone."""
+    return [model] if times == 1 or parse_model(model).stretch > 1 else [model, f"{STRETCH}{model},times={times}"]
 
 
-@study.figure(needs=("lyanna",), prompts=8, repeats=3)
+@study.figure(needs=("lyanna",), takes=("stretched",), prompts=8, repeats=3)
 def figure_12(ask: LyannaFlags) -> Iterator[Table | None]:
     """Re-sampling off, in an extra pass, in place of a fresh tree, fused; and a fresh tree of as many rows; batch 2."""
     shape_of(ask.lyanna)
     entries = [Entry(method, method.name) for method in fusion_arms(ask.lyanna)]
     grid = Grid(title="Fusion", entries=entries, cells={"batches": (BATCH,)}, prompts=BATCH, over=OFF)
-    asks = {model: replace(ask, model=model) for model in targets_of(ask.model)}
+    asks = {model: replace(ask, model=model) for model in targets_of(ask.model, ask.stretched)}
     with extra_pass.known():
         for one in asks.values():
             grid.config(one)

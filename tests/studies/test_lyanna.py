@@ -37,6 +37,7 @@ from paceline.drafters.medusa.heads import Heads, HeadsConfig
 from paceline.drafters.resampling import AGAIN, FRESH
 from paceline.drafters.states.head import layer_json
 from paceline.network.files import fingerprint
+from paceline.network.hot import load_hot, save_hot
 from paceline.network.loader import load_tokenizer, read_config, resolve_folder
 from paceline.rounds import parse_round
 from paceline.rounds.base import RoundParts
@@ -202,6 +203,15 @@ def test_a_part_is_taken_away_and_all_others_stay(heads: dict[str, str], tmp_pat
         assert all(torch.equal(value, whole[name]) for name, value in left.items())
 
 
+def test_a_part_is_taken_away_from_a_drafter_of_hot_tokens(heads: dict[str, str], tmp_path: Path) -> None:
+    """What is left drafts the same tokens: a larger head would be another drafter."""
+    whole = shutil.copytree(heads["lyanna"], tmp_path / "whole")
+    hot = torch.arange(3, 90)
+    save_hot(hot, whole)
+    made = acceptance.without(str(whole), acceptance.TAKEN[INFO_TAKEN], tmp_path / "made")
+    assert (load_hot(Path(made), 10**6) == hot).all()  # type: ignore[union-attr]
+
+
 def test_what_a_part_is_worth_at_use_comes_from_the_engine(heads: dict[str, str], tmp_path: Path) -> None:
     assert run("table_1_shipped", *named(heads, "lyanna"), *SMALL, "--out", tmp_path) == 0
     made = values(tmp_path, "table_1_shipped")
@@ -278,8 +288,9 @@ def test_arms_verify_the_rows_that_they_are_compared_at() -> None:
         name: budget for name, (budget, _) in throughput.ARMS.items()
     }
     assert {name: m.round for name, m in methods.items() if m.round != "auto"} == {PASS: "extra_pass"}
-    assert throughput.targets_of("m") == ["m", "stretch:m,times=8"]
-    assert throughput.targets_of("stretch:m,times=4") == ["stretch:m,times=4"]
+    assert throughput.targets_of("m", 8) == ["m", "stretch:m,times=8"]
+    assert throughput.targets_of("m", 1) == ["m"]
+    assert throughput.targets_of("stretch:m,times=4", 8) == ["stretch:m,times=4"]
 
 
 def test_fusion_is_measured_on_two_targets(heads: dict[str, str], tmp_path: Path) -> None:
@@ -330,8 +341,22 @@ def test_every_contestant_stands_with_both_budgets(heads: dict[str, str]) -> Non
     budgets = {e.method.name: e.method.settings["budget"] for e in entries}
     assert all((value == "auto") == name.endswith(throughput.AUTO) for name, value in budgets.items())
     assert len(budgets) == 2 * len(throughput.contestants(ask)) == 24
-    made = throughput.figure_8_9(replace(ask, model=MODEL, tasks="sql"))
+    made = throughput.figure_8_9(replace(ask, model=MODEL, tasks="sql", draft=MODEL))
     assert next(made) is None  # every method is one that the bench takes
+
+
+def test_drafters_that_are_not_named_are_the_zoos_for_the_target() -> None:
+    def drafters(model: str, **given: str) -> dict[str, str]:
+        ask = LyannaFlags(model=model, lyanna="L", eagle="E", medusa="M", **given)  # type: ignore[arg-type]
+        return {name: drafter for name, drafter, *_ in throughput.contestants(ask)}
+
+    found = drafters("paceline-small")
+    assert found["draft model"] == "draft_model:paceline-small-draft"
+    assert found["suffix + streams"] == "hybrid:suffix+streams:paceline-small-streams;k=3"
+    lacking = drafters("another")
+    assert not [name for name in lacking if "streams" in name or "draft" in name]
+    more = {*drafters("another", streams="S")} - {*lacking}
+    assert more == {"streams", "suffix + streams + Lyanna", "suffix + streams"}
 
 
 def test_verdicts_compare_at_batch_2_and_choose_on_other_prompts() -> None:
