@@ -81,9 +81,8 @@ def table_3(ask: StreamingFlags) -> Iterator[Table | None]:
         raise ConfigError(f"application {alone}", "only one of its two sets is named", "add its --streams")
     sets = {ADAPTER: ask.adapter, STREAMS: ask.streams}
     tasks = [task for task in ask.streams if ask.data or not ask.quick or task not in NOT_SHIPPED] or [*ask.streams]
-    grids = {
-        task: application_grid(task, {s: sets[s][task] for s in sets if task in sets[s]}, ask.draft) for task in tasks
-    }
+    draft = ask.draft_model if ask.adapter else ""  # it drafts for adapters alone
+    grids = {task: application_grid(task, {s: sets[s][task] for s in sets if task in sets[s]}, draft) for task in tasks}
     for grid in grids.values():
         grid.config(ask)
     yield None

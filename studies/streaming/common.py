@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from kit.grid import show
 from kit.study import Entry, Grid, Options, Study, asked
 
+from paceline import zoo
 from paceline.bench.records import Method
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters.streams import StreamsConfig
@@ -37,16 +38,29 @@ class StreamingFlags(Options):
     adapter: dict[str, str] = asked({}, "Adapter without streams for the same task.", "TASK=FOLDER")
     rotated: str | None = asked(None, "Trained as --set is, with rotated values in place of embeddings.", "FOLDER")
     own_mlp: str | None = asked(None, "Trained as --set is, with an adapter in place of the MLP.", "FOLDER")
-    draft: str = asked("paceline-small-draft", "Draft model that streams are held against.", "MODEL")
+    draft: str | None = asked(None, "Draft model beside streams. Default: the zoo's for the target.", "MODEL")
     tasks: str = asked("sql,e2e", "sql, e2e, gsm8k, dialogsum, or any workload's name.", "NAME,..")
     k: int = asked(3, "Children of a node, of figure_13's tree.", "N")
     nodes: int | None = asked(None, "Most nodes of figure_13's tree, best first; the full tree if not given.", "N")
-    scored: int = asked(200, "Prompts of each task whose answers are scored.", "N")
+    batches: str = asked("1,2,4,8,16", "Requests at once, of figure_18.", "N,..")
+    scored: int = asked(200, "Prompts of each task whose answers are scored; 0 of table_5: none.", "N")
     segment: dict[str, str] = asked({}, "Of appendix_i: rows=4, length=512, segments=naive+all+128, ..", "KEY=VALUE")
 
     def few(self, values: Sequence[Value]) -> Sequence[Value]:
         """What is swept; the first two where it is to be quick."""
         return values[:2] if self.quick else values
+
+    @property
+    def draft_model(self) -> str:
+        """``draft``, or the zoo's.
+
+        Raises:
+            CapabilityError: none is given, and the zoo has none for the target.
+        """
+        found = self.draft or zoo.weights("draft_model", self.model)
+        if found is None:
+            raise CapabilityError(f"a draft model for {self.model}", "the zoo has none", "add --draft MODEL")
+        return found
 
 
 study = Study(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kit.study import Entry, Grid
+from kit.study import Entry, Grid, numbers
 
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
@@ -26,7 +26,6 @@ from streaming.common import (
 
 SWEPT_THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 SWEPT_TOP_KS = (1, 5, 10, 20, 50, 0)
-SWEPT_BATCHES = (1, 2, 4, 8, 16)
 SWEPT_LAYERS = 12  # most layers before which trees are pruned in turn
 ANY_BATCH = 10**6  # sequences from which on a draft is the best path alone: never
 
@@ -109,7 +108,7 @@ def figure_12b(ask: StreamingFlags) -> Grid:
     return grid_of([trained], "Sampling at temperature 1", entries, x_label=label, cell="top_k", cells=cells)
 
 
-@study.figure(needs=("set",))
+@study.figure(needs=("set",), takes=("batches",))
 def figure_18(ask: StreamingFlags) -> Grid:
     """Requests at once: the paper's rule (appendix L), the best path, trees at any size, and the engine's budget."""
     trained = TrainedSet.read(str(ask.set))
@@ -125,7 +124,7 @@ def figure_18(ask: StreamingFlags) -> Grid:
             Entry(trained.method("as in the paper", best_path_batch=2, **pruned), "as in the paper"),
             Entry(always, "pruned tree at any size"),
         ]
-    batches = ask.few(SWEPT_BATCHES)
+    batches = ask.few(numbers("--batches", ask.batches))
     shape = {"x_label": "batch size", "cell": "batch", "cells": {"batches": batches}, "log_x": True}
     return grid_of([trained], "Requests at once", entries, prompts=max(batches), **shape)
 

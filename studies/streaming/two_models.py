@@ -22,7 +22,7 @@ from streaming.applications import BASE, scored, scores_of
 from streaming.common import CHOOSE, CUT, StreamingFlags, TrainedSet, grid_of, study, written
 
 DEPTHS = (1, 2, 4, 6)  # tokens that the draft model drafts
-TWO_MODELS, ONE_MODEL, LOOK_UPS = "two models", "streams", "n-gram"
+TWO_MODELS, ONE_MODEL, LOOK_UPS = "two models", "streams", "look-ups"
 RATIOS = (2, 5, 10, 20, 50)  # of a target pass to a draft pass
 GAMMA = 4  # of the analysis
 ADVANCES = [0.6 + 0.1 * i for i in range(15)]  # zeta / beta
@@ -41,8 +41,8 @@ def two_models(draft: str, depth: int) -> Method:
 def table_5(ask: StreamingFlags) -> Iterator[Table | None]:
     """Streams beside a draft model and look-ups: target calls, draft calls and latency of an answer, score."""
     trained = TrainedSet.read(str(ask.set))
-    entries = [Entry(two_models(ask.draft, depth), TWO_MODELS) for depth in ask.few(DEPTHS)]
-    entries += [Entry(Method(name="n-gram", drafter="ngram"), LOOK_UPS)]
+    entries = [Entry(two_models(ask.draft_model, depth), TWO_MODELS) for depth in ask.few(DEPTHS)]
+    entries += [Entry(Method(name=name, drafter=name.replace("-", "")), LOOK_UPS) for name in ("n-gram", "suffix")]
     entries += [Entry(trained.method("streams, chain", chain=True), ONE_MODEL)]
     entries += [Entry(trained.method(f"streams, best {n}", k=3, nodes=n), ONE_MODEL) for n in (8, CUT)]
     grid = grid_of([trained], "a draft model of its own", entries, choose=CHOOSE)
@@ -53,7 +53,8 @@ def table_5(ask: StreamingFlags) -> Iterator[Table | None]:
     found = {(line.task, line.method): line for line in lines}
     trials = by_task_and_method(halves(report)[1].trials)
     tasks = {TASK_WORKLOADS.get(task, task): task for task in ask.names}
-    scores = {w: scores_of(ask, task, {})[BASE] if task in TASK_WORKLOADS else {} for w, task in tasks.items()}
+    known = {task for task in tasks.values() if ask.scored and task in TASK_WORKLOADS}
+    scores = {w: scores_of(ask, task, {})[BASE] if task in known else {} for w, task in tasks.items()}
     rows, values = [], []
     for workload, task in tasks.items():
         for name in (PLAIN, *(entry.method.name for entry in entries)):
@@ -67,7 +68,7 @@ def table_5(ask: StreamingFlags) -> Iterator[Table | None]:
         title="Streams beside a draft model of its own, an answer each",
         head=("task", "method", "chosen", "speed-up", "tokens a pass", *ANSWER.values(), "score", "ids exact"),
         parts={"": rows},
-        values={"answers": values, "draft": ask.draft, "chosen_on": [vars(line) for line in choosing]},
+        values={"answers": values, "draft": ask.draft_model, "chosen_on": [vars(line) for line in choosing]},
         remarks=["no method changes an answer, so all have the target's score"],
         how=how(report, [*grid.facts, *said, "a draft call is a pass of the draft model: one a token of its chain"]),
         same=all(one.passed for one in report.exactness),
@@ -148,7 +149,7 @@ class Costs:
 def figure_20(ask: StreamingFlags) -> Iterator[Table | None]:
     """Streams over two-model decoding by eq. 10, for several latency ratios; and what eq. 10 says of our own runs."""
     trained = TrainedSet.read(str(ask.set))
-    pair = two_models(ask.draft, GAMMA), trained.method(f"streams, best {CUT}", k=3, nodes=CUT)
+    pair = two_models(ask.draft_model, GAMMA), trained.method(f"streams, best {CUT}", k=3, nodes=CUT)
     grid = grid_of([trained], "two models", [Entry(method, method.name) for method in pair])
     grid.config(ask)
     yield None

@@ -95,7 +95,7 @@ def test_every_sweep_makes_methods_that_the_bench_takes(sets: dict[str, str]) ->
         config = small(found)
         assert all(entry.method in config.methods for entry in found.entries) and found.x_label
         assert config.methods[0].plain and config.prompts >= found.prompts
-    assert small(grids["figure_18"]).batches == sweeps.SWEPT_BATCHES
+    assert small(grids["figure_18"]).batches == (1, 2, 4, 8, 16)
     sampled = small(grids["figure_12b"])
     assert sampled.temperatures == (1.0,) and sampled.top_ks == sweeps.SWEPT_TOP_KS
     assert {m.dtype for m in small(grids["table_4"]).methods} == {"auto", "int8"}
@@ -105,7 +105,7 @@ def test_quick_sweeps_have_two_values(sets: dict[str, str]) -> None:
     for name in ("figure_10", "figure_13", "appendix_g1", "section_2_3"):
         whole, few = (len(grid(name, set=sets["lossless"], quick=quick).entries) for quick in (False, True))
         assert few < whole or name == "section_2_3"
-    assert small(grid("figure_18", set=sets["lossless"], quick=True)).batches == sweeps.SWEPT_BATCHES[:2]
+    assert small(grid("figure_18", set=sets["lossless"], batches="2,8,16", quick=True)).batches == (2, 8)
     assert small(grid("figure_12b", set=sets["lossless"], quick=True)).top_ks == sweeps.SWEPT_TOP_KS[:2]
 
 
@@ -377,6 +377,22 @@ def test_two_models_and_streams_answer_the_same_prompts(sets: dict[str, str], tm
     assert tasks[0]["zeta"] > 1.5 and tasks[0]["expected"] > 0
 
 
+def test_a_draft_model_that_is_not_named_is_the_zoos_for_the_target(
+    sets: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert StreamingFlags(model="stretch:paceline-small,times=2").draft_model == "paceline-small-draft"
+    assert StreamingFlags(model=MODEL, draft="mine").draft_model == "mine"
+    assert run("table_5", "--set", sets["lossless"], "--tasks", "sql", "--out", tmp_path, *SMALL) == 2
+    assert "the zoo has none" in capsys.readouterr().err
+
+
+def test_answers_are_scored_only_if_asked_for(sets: dict[str, str], tmp_path: Path) -> None:
+    given = ("--set", sets["lossless"], "--draft", MODEL, "--tasks", "sql", "--out", tmp_path, *SMALL)
+    assert run("table_5", "--scored", 0, *given) == 0
+    page = (tmp_path / "table_5.md").read_text()
+    assert "exact_match" not in page and "suffix" in page
+
+
 # -- applications
 
 
@@ -528,7 +544,7 @@ def test_the_ablation_of_a_shared_set_runs(
 
 
 def test_applications_are_compared_in_one_table(sets: dict[str, str], tmp_path: Path) -> None:
-    pair = ("--adapter", f"sql={sets['adapter']}", "--streams", f"sql={sets['shared']}")
+    pair = ("--adapter", f"sql={sets['adapter']}", "--streams", f"sql={sets['shared']}", "--draft", MODEL)
     assert run("table_3", *pair, "--scored", 2, "--out", tmp_path, *SMALL) == 0
     lines = {ln["method"]: ln for ln in json.loads((tmp_path / "table_3.json").read_text())["lines"]}
     assert lines["base model"]["scores"].keys() == lines["adapter"]["scores"].keys()
