@@ -45,7 +45,7 @@ SAMPLE_S = 5.0  # between two looks at memory
 STOPPED = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 RANKS = {"tensor_parallel": 2, "threads": 1, "kv_memory": "64MiB", "max_sequences": 4}
 # Ray's own look at hosts: by default one that is frozen or cut off is given up after a minute.
-HEALTH = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "4", "initial_delay_ms": "1000"}
+HEALTH = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "2", "initial_delay_ms": "1000"}
 KINDS = (
     *(f"{who} SIG{how}" for who in ("stage", "drafter", "rank", "raylet") for how in STOPPED),
     *("link cut", "host removed", "no host left"),

@@ -106,9 +106,16 @@ class TestOrder:
         ids = [[p.id for p in g.prompts] for g in groups]
         assert ids == [["p0", "p1", "p2", "p3"], ["p4", "p5", "p0", "p1"]]
 
+    def test_waves_are_prompts_of_one_group(self) -> None:
+        groups = groups_of(Cell(workload="x", batch=2), prompts_of(6), 0, waves=2)
+        ids = [[p.id for p in g.prompts] for g in groups]
+        assert ids == [["p0", "p1", "p2", "p3"], ["p4", "p5", "p0", "p1"]]
+
     def test_a_batch_that_cannot_be_filled_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="3 prompts"):
             cells_of(config(batches=(4,)), [load("wikisql", limit=3)])
+        with pytest.raises(ConfigError, match="2 waves of batch 2"):
+            cells_of(config(batches=(2,), waves=2), [load("wikisql", limit=3)])
 
     def test_the_trials_of_a_run_are_interleaved(self) -> None:
         seen = Seen()
@@ -181,6 +188,25 @@ class TestMeasure:
         # Neither the prompt's K/V (one prefill step and the same reads) nor the output it would copy from.
         assert (first.steps, first.bytes_read, first.passes) == (second.steps, second.bytes_read, second.passes)
         assert first.drafted == second.drafted
+
+    def test_a_place_that_falls_free_goes_to_the_next_prompt(self) -> None:
+        """Four prompts, two at once, whose answers end at different times: never more, and less at the end alone."""
+        runner, group = self.runner("suffix", budget=8), self.group(batch=4, ignore_eos=True)
+        engine, at_work = runner.llm.engine, []
+        step = engine.step
+
+        def watched() -> Any:
+            at_work.append(len(engine.live))
+            return step()
+
+        engine.step = watched  # type: ignore[method-assign]
+        waves = replace(group, cell=replace(group.cell, batch=2))
+        trial = runner.run(waves, 0)
+        assert trial.error is None and trial.outputs == runner.run(group, 0).outputs
+        own = at_work[: trial.steps]
+        assert max(own) == 2 and own == sorted(own, reverse=True) and len(trial.ttft_ms) == 4
+        assert max(trial.ttft_ms) < trial.wall_ms / 2  # each counts from its own beginning
+        assert waves.lengths == [55, 54] and len(group.lengths) == 4
 
     def test_without_forgetting_it_would(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The test above can fail: a drafter with a memory drafts the second answer from the first."""

@@ -51,6 +51,13 @@ class BenchConfig:
         None, help="Tokens of an answer (default: the workload's own).", metavar="N", minimum=1
     )
     batches: tuple[Positive, ...] = option((1,), help="Prompts at once.", flag="--batch", metavar="N,N,..")
+    waves: int = option(
+        1,
+        help="Prompts that each place of a batch answers one behind the other, as a server's do: as one ends, the next "
+        "begins. With 1 a batch ends with its slowest answer.",
+        metavar="N",
+        minimum=1,
+    )
     temperatures: tuple[Temperature, ...] = option(
         (0.0,), help="Temperatures to sample at; 0 is greedy.", flag="--temperature", metavar="T,T,.."
     )
@@ -83,6 +90,9 @@ class BenchConfig:
             values = getattr(self, name)
             if len(set(values)) < len(values) or not (values or name == "workloads"):
                 raise ConfigError(f"{name}={values}", "a value is there twice, or none is", "give each once")
+        if self.waves > 1 and (peer := next((m for m in self.methods if not m.own), None)):
+            wrong = f"{peer.name} is asked by whole batches"
+            raise ConfigError(f"--waves {self.waves}", wrong, "leave it out, or the method")
         if self.random and self.workloads:
             wrong = "a random model has no tokenizer, so its prompts are random ids"
             raise ConfigError(f"workload {self.workloads[0]} with model {self.model}", wrong, "leave the workload out")

@@ -1,6 +1,6 @@
 """One method on one group of prompts: the engine is stepped from here, so that every arrival has a time.
 
-submit the group -> step, note who got how many tokens when -> until all are answered -> `Trial`
+submit as many as run at once -> step, note who got how many tokens when; as one ends, the next begins -> `Trial`
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ COUNTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Prompts that are submitted together."""
+    """Prompts of one trial, of which the cell's batch run at once."""
 
     cell: Cell
     index: int
     prompts: tuple[PromptIds, ...]
     seed: int  # of the whole run
+
+    @property
+    def lengths(self) -> list[int]:
+        """Most tokens of prompt and answer of those that run at once."""
+        return sorted((len(p.ids) + self.cell.max_new_tokens for p in self.prompts), reverse=True)[: self.cell.batch]
 
     def params(self, prompt: PromptIds, max_new_tokens: int | None = None) -> SamplingParams:
         """What a prompt is asked with: the same for every method and repeat."""
@@ -133,14 +138,20 @@ class EngineRunner:
         return trial
 
     def _drive(self, group: Group, trial: Trial, max_new_tokens: int | None = None) -> None:
-        """Submit a group, step until all are answered, and fill in the trial."""
+        """Ask a group, step until all are answered, and fill in the trial."""
         engine, decoder, application = self.llm.engine, self.llm.decoder, self.method.application
         self.begin(self.llm, group)
         began = perf_counter()
         asked = [(prompt.ids, group.params(prompt, max_new_tokens)) for prompt in group.prompts]
-        places = {engine.submit(ids, params, application=application): i for i, (ids, params) in enumerate(asked)}
-        sequences, seen = [engine.live[name].sequences[0] for name in places], Arrivals(len(places))
-        while engine.busy:
+        places: dict[str, int] = {}
+        sequences: list[RunningSequence] = []
+        seen, begun = Arrivals(len(asked)), []
+        while len(sequences) < len(asked) or engine.busy:
+            for ids, params in asked[len(sequences) :][: group.cell.batch - len(engine.live)]:
+                begun.append(1000 * (perf_counter() - began))
+                name = engine.submit(ids, params, application=application)
+                places[name] = len(sequences)
+                sequences += engine.live[name].sequences
             # What is committed before the pass must be read by it; what it writes itself is in the caches.
             held = [s.cache.committed for s in engine.scheduler.running if s.cache is not None]
             trial.bytes_read += decoder.pass_bytes + sum(kv_bytes(decoder, tokens) for tokens in held)
@@ -149,6 +160,7 @@ class EngineRunner:
             for place in (places[live.request.id] for live in touched):
                 seen.note(place, len(sequences[place].state.token_ids), now_ms)
             trial.steps += 1
+        seen.first_ms = [first and first - start for first, start in zip(seen.first_ms, begun, strict=True)]
         _fill(trial, sequences, seen)
 
 

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
 WARM_UP_TOKENS = 16
 SETTINGS = (  # that a report repeats as they are
-    *("prompts", "repeats", "seed", "device", "batches", "temperatures", "top_ks", "contexts"),
+    *("prompts", "repeats", "seed", "device", "batches", "waves", "temperatures", "top_ks", "contexts"),
     *("prompt_tokens", "time_limit_s", "applications"),
 )
 
@@ -109,7 +109,7 @@ class Run:
                 raise ConfigError(f"model {config.model}", wrong, "add its files")
             self._prepare(cells, {workload.name: workload for workload in loaded})
             groups = [group for of in self.groups.values() for group in of]
-            self.lengths = [[len(p.ids) + group.cell.max_new_tokens for p in group.prompts] for group in groups]
+            self.lengths = [group.lengths for group in groups]
             self.build(Path(resolve_folder(parse_model(folder).name)), stack)
             points = interleaved(self.groups, config.repeats)
             total = sum(self.wanted(m, group) for point in points for group, _ in point for m in config.methods)
@@ -135,6 +135,8 @@ class Run:
     def _prepare(self, cells: Sequence[Cell], loaded: dict[str, Workload]) -> None:
         """Groups of prompts for every cell."""
         self._tell("preparing the prompts", None)
+        if (waves := self.config.waves) > 1:
+            self.notes.append(f"each place of a batch answers {waves} prompts, one behind the other")
         engine = partial(self._builder.llm, self._plain)
         known: dict[tuple[str, int | None], list[PromptIds]] = {}
         for cell in cells:
@@ -143,8 +145,8 @@ class Run:
                 known[key], notes = prompt_ids(self.config, loaded[cell.workload], engine, cell, self.encode)
                 self.notes += notes
             prompts = known[key]
-            self.groups[cell] = groups_of(cell, prompts, self.config.seed)
-            if spare := -len(prompts) % cell.batch:
+            self.groups[cell] = groups_of(cell, prompts, self.config.seed, self.config.waves)
+            if spare := -len(prompts) % (cell.batch * self.config.waves):
                 where = f"{cell.workload}, batch {cell.batch}"
                 self.notes.append(f"{where}: {spare} of {len(prompts)} prompts are in two groups, to fill the last")
 
@@ -243,9 +245,10 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
         ConfigError: a batch that the prompts of a workload cannot fill.
     """
     for batch, workload in product(config.batches, loaded):
-        if (many := sum(len(p.turns) for p in workload.prompts)) < batch:
+        if (many := sum(len(p.turns) for p in workload.prompts)) < batch * config.waves:
             wrong = f"{many} prompts were asked for, of {workload.total} that there are"
-            raise ConfigError(f"batch {batch} of {workload.name}", wrong, "raise --prompts, or lower the batch")
+            asked = f"{config.waves} waves of " if config.waves > 1 else ""
+            raise ConfigError(f"{asked}batch {batch} of {workload.name}", wrong, "raise --prompts, or lower the batch")
     return [
         Cell(
             workload=workload.name,
@@ -262,10 +265,11 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
     ]
 
 
-def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int) -> list[Group]:
-    """Batches of prompts, in their order. The last one is filled up with prompts from the front."""
-    ring, starts = [*prompts, *prompts], range(0, len(prompts), cell.batch)
-    batches = [tuple(ring[start : start + cell.batch]) for start in starts]
+def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int, waves: int = 1) -> list[Group]:
+    """Batches of prompts, ``waves`` of them a group, in their order. The last group is filled up from the front."""
+    size = cell.batch * waves
+    ring, starts = [*prompts, *prompts], range(0, len(prompts), size)
+    batches = [tuple(ring[start : start + size]) for start in starts]
     return [Group(cell=cell, index=i, prompts=batch, seed=seed) for i, batch in enumerate(batches)]
 
 
