@@ -2,6 +2,7 @@
 
     git archive HEAD~1 | (mkdir -p build/before && tar -x -C build/before)
     .venv/bin/python tools/compare_checkouts.py build/before .
+    .venv/bin/python tools/compare_checkouts.py build/before . --threads 1 --only stages     # in two processes
 
 Each checkout runs in a process of its own, which has its models loaded and waits while the other one works. A figure
 is the geometric mean over the rounds of new over old, in tokens a second, with its 95% interval (bootstrap).
@@ -35,20 +36,21 @@ from paceline import LLM, SamplingParams
 cases, threads = json.loads(sys.stdin.readline())
 models = {}
 for case in cases.values():
-    key = case["drafter"], case["budget"]
+    key = case["drafter"], case["budget"], *case["others"].values()
     if key not in models:
-        first = next(iter(models.values()), None)
-        options = {"budget": case["budget"], "max_model_len": 2048, "threads": threads}
+        first = None if case["others"] else next(iter(models.values()), None)
+        options = {"budget": case["budget"], "max_model_len": 2048, "threads": threads, **case["others"]}
         models[key] = LLM("paceline-small", drafter=case["drafter"], share=first, **options)
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     case = cases[json.loads(line)]
-    llm, prompts, size = models[case["drafter"], case["budget"]], case["prompts"], case["batch"]
+    llm = models[case["drafter"], case["budget"], *case["others"].values()]
+    prompts, size = case["prompts"], case["batch"]
     groups = [prompts[at : at + size] for at in range(0, len(prompts), size)]
     params = SamplingParams(temperature=case["temperature"], seed=1, max_tokens=case["tokens"], ignore_eos=True)
     # `LLM.forget`, which older checkouts do not have: nothing of the round before is found.
     llm.engine.pool.forget()
-    getattr(llm.engine.round.drafter, "forget", int)()
+    getattr(getattr(llm.engine.round, "drafter", None), "forget", int)()
     begin = time.perf_counter()
     outputs = [output for group in groups for output in llm.generate(group, params)]
     seconds = time.perf_counter() - begin
@@ -61,6 +63,7 @@ PROMPTS = [
     "CREATE TABLE players (name, team, number)\nQuestion: Who wears number 7?\nSQL:",
     "Write a sentence for the meaning representation.\nname[The Vaults], eatType[pub], area[riverside]\nText:",
 ]
+DRAFT = "draft_model:paceline-small-draft,depth=4"
 HYBRID = "hybrid:paceline-small-draft,dtype=int8"
 
 
@@ -70,9 +73,11 @@ def case(
     budget: int | str | None = None,
     temperature: float = 0.0,
     prompts: Sequence[str] = PROMPTS,
+    **others: Any,
 ) -> dict[str, Any]:
-    """One measurement: who drafts (``None``: plain), requests at once, and nodes."""
+    """One measurement: who drafts (``None``: plain), requests at once, nodes, and other options of `LLM`."""
     given = {"drafter": drafter, "batch": batch, "budget": budget, "temperature": temperature, "tokens": 96}
+    given["others"] = others
     return given | {"prompts": list(prompts) * -(-batch // len(prompts))}
 
 
@@ -91,6 +96,10 @@ CASES = {
     "hybrid, batch 1, 14 nodes": case(HYBRID, 1, 14),
     "hybrid, batch 4, auto": case(HYBRID, 4, "auto"),
     "streams, batch 1": case("streams:paceline-small-streams,nodes=7", 1, 7),
+    # In processes, a core each (--threads 1).
+    "two stages, plain": case(None, 1, pipeline=2, round="pipeline,stages=2"),
+    "two stages, ngram": case("ngram", 1, pipeline=2, round="pipeline,stages=2,width=2,children=2"),
+    "mirror, its drafter apart": case(DRAFT, 1, round="mirror,rollout=process"),
 }
 
 CHARACTERS = 4000  # of a prompt, its end: the model has room for 2,048 tokens
