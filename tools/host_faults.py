@@ -43,7 +43,7 @@ HOPELESS_S, JOINED_S = 180.0, 120.0  # then it is given up
 LATEST_S = 2.0  # after the beginning of a batch the fault comes at the latest
 SAMPLE_S = 5.0  # between two looks at memory
 STOPPED = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
-RANKS = {"tensor_parallel": 2, "threads": 1, "kv_memory": "64MiB", "max_sequences": 4}
+RANKS = {"tensor_parallel": 2, "exact": True, "threads": 1, "kv_memory": "64MiB", "max_sequences": 4}
 # Ray's own look at hosts: by default one that is frozen or cut off is given up after a minute.
 HEALTH = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "2", "initial_delay_ms": "1000"}
 KINDS = (
