@@ -17,6 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import cycle, islice
 from typing import Any
 
@@ -53,8 +54,9 @@ def main() -> None:
         rows.append((*found[False][1:], *found[True][1:]))
         time.sleep(asked.pause_s)
         if asked.kills and number % max(1, asked.requests // asked.kills) == 0 and learns.learning._process:
-            os.kill(learns.learning._process.pid, signal.SIGKILL)
-            kills += 1
+            with suppress(ProcessLookupError):  # it had ended by itself
+                os.kill(learns.learning._process.pid, signal.SIGKILL)
+                kills += 1
         if number % BLOCK == 0:
             say(number, rows[-BLOCK:], learns.describe_learning(), kills)
     print(f"{differ} of {asked.requests} answers differ; {learns.describe_learning()}")

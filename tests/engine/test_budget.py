@@ -403,6 +403,20 @@ def test_asks_that_do_not_pay_stay_within_their_share() -> None:
     assert sum(ran.history[2000:]) < 20
 
 
+@pytest.mark.parametrize("renewed", [True, False])
+def test_a_drafter_that_takes_over_is_met_without_what_was_counted_of_the_one_before(renewed: bool) -> None:
+    """The same sequence, in its middle: a drafter that is always right is believed at once, or hardly tried."""
+    world = World(STEP_COSTS["linear"], answer=4000, ask_ms=0.5)
+    budget, sequences = auto(world), [Sequence(1, world)]
+    for _ in range(600):
+        _step(budget, sequences, [[WRONG] * 8], world)
+    if renewed:
+        budget.renew("another")  # whose requests are none of these
+        budget.renew(None)
+    asked = [_step(budget, sequences, [[RIGHT] * 8], world)[0][0] > 0 for _ in range(30)]
+    assert sum(asked) > 25 if renewed else sum(asked) < 5
+
+
 def test_where_no_acceptance_could_pay_rows_are_measured_once() -> None:
     world = World(STEP_COSTS["steep"], acceptance=lambda _: 1.0, noise=0.0)
     ran = run(auto(world), world, 16, 400)

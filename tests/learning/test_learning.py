@@ -286,7 +286,10 @@ def test_applications_have_a_ring_and_a_drafter_of_their_own(
     put(folder, 2, heads[1])
     own = llm.learning._lanes["sql"]
     wait_for(lambda: own._tried == 2 and own._ready)
-    assert answers(llm) == plain and llm.engine.round.failure is None
+    renewed: list[str | None] = []
+    monkeypatch.setattr(llm.engine.budget, "renew", renewed.append)
+    assert answers(llm) == plain and renewed == ["sql"]
+    assert llm.engine.round.failure is None
     told = llm.describe_learning()
     assert (told["drafter"], told["applications"]["sql"]["drafter"]) == (0, 2)
     assert (told["requests_kept"], told["applications"]["sql"]["requests_kept"]) == (60, 60)

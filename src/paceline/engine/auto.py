@@ -365,9 +365,7 @@ class AutoBudget(DraftBudget):
                 self._asks[0].passes = found.levels if passes is None else passes
             if first or not measures:
                 self._learn_gains(histories, gains)
-        if count in (0, nodes):
-            return tree if count else None
-        return tree.kept(found.kept)
+        return tree.kept(found.kept) if 0 < count < nodes else (tree if count else None)
 
     def _measures(self, rows: int) -> bool:
         """Whether so many rows are checked whatever is expected of them, lest a table that is wrong stay so: the first
@@ -432,6 +430,11 @@ class AutoBudget(DraftBudget):
             nothing = TokenTree.roots([history.view.tokens[-1] for history in told])
             weigh(self._library, told, nothing, None, array("d", [0.0]))
 
+    def renew(self, application: str | None) -> None:
+        """See `DraftBudget.renew`: what was counted says nothing of its drafts."""
+        self._keys, left = [], self._kinds.pop(application, None)
+        self._histories = {key: history for key, history in self._histories.items() if history.kind is not left}
+
     # -- what it says
 
     @property
@@ -441,11 +444,10 @@ class AutoBudget(DraftBudget):
 
     def rested(self, sequence: RunningSequence) -> str | None:
         """Why nothing was drafted in most of the sequence's steps, where that is so."""
-        history = self._histories.get(sequence.view.key)
-        if history is None:
+        if (history := self._histories.get(sequence.view.key)) is None:
             return None
-        steps = self._steps - history.born + 1
-        return self.explain() if self._rested - history.rested_before > steps / 2 else None
+        rests, steps = self._rested - history.rested_before, self._steps - history.born + 1
+        return self.explain() if rests > steps / 2 else None
 
     def explain(self) -> str:
         """What the last step that asked for drafts chose, and why, in a sentence."""
@@ -471,8 +473,7 @@ class AutoBudget(DraftBudget):
     def describe(self) -> dict[str, Any]:
         """The last choice and the figures behind it."""
         _, nodes, tokens = self._choice
-        first = [*self._kinds.values()][:1]
-        held = [chances.by_depth() for kind in first for chances in kind.chances]
+        held = [chances.by_depth() for kind in [*self._kinds.values()][:1] for chances in kind.chances]
         return {
             "kind": "auto",
             "why": self.explain(),

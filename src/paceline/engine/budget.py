@@ -66,6 +66,9 @@ class DraftBudget:
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """These sequences have ended."""
 
+    def renew(self, application: str | None) -> None:
+        """Another drafter drafts for the requests of an application from now on (None: for those without one)."""
+
     def reason(self) -> str | None:
         """Why nothing is drafted at all, known before the first step; None where something may be."""
         return None

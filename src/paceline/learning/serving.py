@@ -71,6 +71,7 @@ class Learning:
         most: int,
     ) -> None:
         self._lanes: dict[str | None, Learning] = {None: self}  # by application
+        self.application: str | None = None
         self.folder, self.engine, self.part, self._build, self._task = folder, engine, part, build, task
         self._private()
         self.ring = Ring(folder / files.RING)
@@ -106,6 +107,8 @@ class Learning:
     def attend(self, others: Mapping[str, Learning]) -> None:
         """Learn from the engine's requests from now on, and let ``others`` learn from those of their applications."""
         self._lanes.update(others)
+        for name, one in others.items():
+            one.application = name
         self.engine.on_leave = lambda live: self._lanes[live.request.application].ended(live)
         self.engine.between = self._between
 
@@ -150,6 +153,7 @@ class Learning:
         self._good = dict(vars(self.part))
         self.before, self.number, self.taken = self.number, number, self.taken + 1
         _become(self.part, vars(fresh) | {"witness": self._collector.observe})
+        self.engine.budget.renew(self.application)
         log.info("drafter %d takes over: %s", number, json.dumps(self.last_check))
 
     def _fell(self) -> bool:
@@ -162,6 +166,7 @@ class Learning:
         refused = [*files.read(self.folder / files.REFUSED, []), self.number]
         log.warning("drafter %d is accepted less than the one before it, which returns", self.number)
         _become(self.part, self._good)
+        self.engine.budget.renew(self.application)
         self.number, self._good, self.returned = self.before, None, self.returned + 1
         try:
             files.write(self.folder / files.REFUSED, refused)
