@@ -41,6 +41,15 @@ def fixed_seeds() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def no_folder_of_the_user_is_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `paceline adapt` made for a model on this account would be its default drafter in tests, too."""
+    place = tmp_path_factory.mktemp("adapted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.drafters.adapted.pointers", lambda: place)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def what_is_frozen_stays_frozen() -> Iterator[None]:
     """A run of the benchmark freezes what is there, and undoes it in the end: every later collection of garbage in this
     process would look at all that was ever imported, 100 ms and more each."""
