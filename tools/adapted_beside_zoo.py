@@ -29,9 +29,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="auto")
     asked = parser.parse_args()
     head = f"eagle:{asked.folder / 'drafter'}"
-    plain = LLM(asked.model, drafter="none", threads=asked.threads, max_sequences=1)
+    plain = LLM(asked.model, drafter="none", dtype=asked.dtype, threads=asked.threads, max_sequences=1)
     same = {name: getattr(plain.config, name) for name in TARGET_OPTIONS}
     models = {"plain": plain}
     for drafter in (str(asked.folder), "suffix", head, f"hybrid:suffix+{head}", *asked.drafter):

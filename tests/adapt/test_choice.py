@@ -13,6 +13,7 @@ from paceline.adapt.choice import (
     Speeds,
     Survey,
     answer_tokens,
+    beside_look_ups,
     forecasts,
     further_gain,
     nearest,
@@ -30,6 +31,8 @@ SURVEY = Survey(
     answer=500.0,
     lookup_tokens=1.5,
     lookup_speed=1.4,
+    copied=0.4,
+    copied_tokens=6.0,
     parameters=134_000_000,
     prompt_share=1.5,
     kinds={"eagle": SPEEDS, "medusa": SPEEDS},
@@ -81,6 +84,17 @@ def test_the_kind_that_is_expected_to_pay_most_comes_first() -> None:
     assert longer.tokens > 5 * first.tokens and longer.hybrid > first.hybrid
     dear = replace(SURVEY, kinds={"eagle": replace(SPEEDS, draft_ms=30.0)})
     assert forecasts(dear, 7200.0)[0].hybrid == SURVEY.lookup_speed  # it would be slower, and is left out
+
+
+def test_beside_look_ups_a_drafter_is_worth_what_they_do_not_know() -> None:
+    """Of half the tokens, eight a pass, look-ups are right: there a drafter of depth 3 is right, too."""
+    known = replace(SURVEY, copied=0.5, copied_tokens=8.0, lookup_speed=1 / (0.5 / 8 + 0.5), lookup_tokens=1.78)
+    tau = 1 / (0.5 / 4 + 0.5 / 2)  # four tokens a pass where look-ups are right, two elsewhere
+    assert beside_look_ups(known, tau, 3, 1.0) == pytest.approx(1 / (0.5 / 8 + 0.5 / 2))
+    assert beside_look_ups(known, tau, 3, 1.5) == pytest.approx(1 / (0.5 / 8 + 1.5 * 0.5 / 2))
+    assert beside_look_ups(known, 1.2, 3, 1.0) == pytest.approx(known.lookup_speed)  # right nowhere else
+    nothing = replace(SURVEY, copied=0.0, copied_tokens=1.0, lookup_speed=1.0, lookup_tokens=1.0)
+    assert beside_look_ups(nothing, 2.0, 3, 1.25) == pytest.approx(2.0 / 1.25)  # as alone
 
 
 def test_going_on_is_worth_it_while_checks_rise() -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams
 from paceline.adapt import run as whole
+from paceline.adapt import training
 from paceline.adapt.config import AdaptConfig
 from paceline.adapt.run import adapt
 from paceline.adapt.training import train
@@ -30,6 +31,7 @@ from paceline.cli import app
 from paceline.core.errors import ConfigError
 from paceline.drafters import adapted
 
+HOT = 32  # tokens that are drafted, of a vocabulary of more than four times as many
 HOURS = 0.5  # enough on any machine: what is done is bounded by what `few_answers` sets
 
 
@@ -40,6 +42,7 @@ def few_answers() -> Iterator[None]:
         changed.setattr(whole, "LEAST_ANSWERS", 200)
         changed.setattr(whole, "MOST_ANSWERS", 1500)
         changed.setattr(whole, "SPARE", 0.2)
+        changed.setattr(training, "HOT_TOKENS", HOT)
         yield
 
 
@@ -72,7 +75,9 @@ def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: 
     card = json.loads((out / "drafter" / "zoo.json").read_text())
     assert (card["role"], card["read_by"]) == ("head", "eagle") and card["parameters"] > 1000
     assert "accepted of a draft" in (out / "drafter" / "README.md").read_text()
-    assert json.loads((out / "drafter" / "training.json").read_text())["tokens_seen"] > 0
+    facts = json.loads((out / "drafter" / "training.json").read_text())
+    assert facts["tokens_seen"] > 0 and sum(facts["tokens_by_file"].values()) > 0
+    assert len(json.loads((out / "drafter" / "hot.json").read_text())["tokens"]) == HOT
     assert len(load_report(out / "report").trials) == 20 and "<html" in (out / "report" / "report.html").read_text()
     params = SamplingParams(temperature=0, max_tokens=16)
     plain = LLM(str(target), threads=1)
@@ -165,6 +170,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from paceline.adapt import run as whole
+from paceline.adapt import training
 whole.LEAST_ANSWERS, whole.MOST_ANSWERS, whole.SPARE = 200, 1500, 0.2
 from paceline.adapt.config import AdaptConfig
 from paceline.drafters import adapted

@@ -4,7 +4,8 @@
     accepted        from those, by what drafters of the kind reached (`reached.toml`), of the target nearest in size
     times plain     tokens a pass, over what draft and pass take beside one row, which is measured
 
-The chance that a drafted token is accepted is taken to be the same at every depth (`planning.acceptance`).
+The chance that a drafted token is accepted is taken to be the same at every depth (`planning.acceptance`). Beside
+look-ups, where those are right a drafter is taken to be right, too: what it is worth there is not counted twice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from ..planning.acceptance import Acceptance, accept_of
 from ..planning.throughput import RoundCost
 
 EPOCHS = 3.0  # times that each answer is learned from
-OVERLAP = 0.8  # of what a drafter is worth, the part left beside look-ups: SmolLM2, docs/smollm2.md, 0.84 of 1.05
 CERTAIN = 0.9  # most that a forecast takes a chance to be
 SLOPE_DECADES = 0.5  # beyond a run's end its last slope goes on for so many decades of tokens
 
@@ -50,6 +50,8 @@ class Survey:
     answer: float  # tokens a second that the model answers, many at once
     lookup_tokens: float  # tokens a pass of look-ups on the prompts
     lookup_speed: float  # times plain decoding
+    copied: float  # share of the tokens that came from passes in which a look-up was right
+    copied_tokens: float  # tokens of such a pass
     parameters: int  # of the target
     prompt_share: float  # tokens of prompt and answer, over those of the answer
     kinds: Mapping[str, Speeds] = field(default_factory=dict)
@@ -104,8 +106,8 @@ def forecast(survey: Survey, kind: str, speeds: Speeds, seconds: float) -> Forec
         draft = speeds.draft_ms * depth / speeds.depth
         cost = RoundCost(plain=table.chain_ms(1), draft=draft, verify=table.chain_ms(1 + depth))
         tau = guess.tokens(depth)
-        beside = survey.lookup_tokens + OVERLAP * (tau - 1)
-        ways.append((cost.multiplier(beside), cost.multiplier(tau), depth, tau - 1))
+        round_passes = tau / cost.multiplier(tau)
+        ways.append((beside_look_ups(survey, tau, depth, round_passes), cost.multiplier(tau), depth, tau - 1))
     hybrid, alone, depth, drafted = max(ways)
     return Forecast(
         kind=kind,
@@ -117,6 +119,28 @@ def forecast(survey: Survey, kind: str, speeds: Speeds, seconds: float) -> Forec
         hybrid=max(1.0, survey.lookup_speed, hybrid),
         source=f"{run['target']} ({run['source']})",
     )
+
+
+def beside_look_ups(survey: Survey, tau: float, depth: int, round_passes: float) -> float:
+    """Times plain decoding of a drafter and look-ups together.
+
+    Where look-ups are right the drafter is taken to be right to its depth, and the look-up drafts; elsewhere the
+    drafter gives what is left of its mean:
+
+        passes a token  = copied / copied_tokens + (1 - copied) / rest
+        1 / tau         = copied / (depth + 1)   + (1 - copied) / rest
+
+    Args:
+        tau: tokens a pass of the drafter alone.
+        round_passes: what its draft and its pass take, in passes of one row.
+    """
+    copied, other = survey.copied, 1 - survey.copied
+    seconds = 1 / survey.lookup_speed  # of a token, in passes of one row
+    if other <= 0:
+        return survey.lookup_speed
+    looked = max(copied / survey.copied_tokens, seconds - other)  # where look-ups are right
+    passes = max(other / (depth + 1), min(other, 1 / tau - copied / (depth + 1)))
+    return 1 / (looked + passes * round_passes)
 
 
 def answer_tokens(survey: Survey, speeds: Speeds, seconds: float) -> int:

@@ -122,7 +122,9 @@ class Adaptation:
         learned = [ids for question in questions for ids in question.learned]
         few = learned[:: max(1, len(learned) // survey.LOOKED)]
         parts.append(
-            work.once("look-ups", lambda: survey.look_ups(self.llm, few, lambda: self.show("trying look-ups")))
+            work.once(
+                "look-ups", lambda: survey.look_ups(self.llm, few, self.answer, lambda: self.show("trying look-ups"))
+            )
         )
         self._in_time("look-ups were tried")
         self._write_prompts()

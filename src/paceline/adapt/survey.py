@@ -17,12 +17,13 @@ from ..config import TARGET_OPTIONS
 from ..core.errors import ConfigError, StorageError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
+from ..core.stats import SpecStats
 from ..llm import LLM
 from ..planning.models import shape_of
 from .training import Making, probe
 
 REPEATS, ROWS, BATCHES, CONTEXTS = 5, (1, 2, 3, 4, 6, 8, 16), (1, 4, 8), (128, 512)
-LOOKED, LOOKED_TOKENS = 8, 64  # prompts that look-ups are tried on, and tokens of each answer
+LOOKED = 10  # prompts that look-ups are tried on
 TIMED, TIMED_TOKENS = 3, 24  # prompts that a drafter is timed on
 LOOKUP = "suffix"
 
@@ -41,16 +42,27 @@ def costs(llm: LLM) -> dict[str, Any]:
     }
 
 
-def look_ups(llm: LLM, prompts: Sequence[Sequence[int]], tell: Callable[[], None]) -> dict[str, float]:
-    """What look-ups are worth on some prompts, beside plain decoding, one after the other."""
+def look_ups(llm: LLM, prompts: Sequence[Sequence[int]], most: int, tell: Callable[[], None]) -> dict[str, float]:
+    """What look-ups are worth on some prompts, beside plain decoding, one after the other.
+
+    Args:
+        most: tokens of an answer. The longer it is, the more of it look-ups know.
+    """
     other = beside(llm, LOOKUP)
-    ratios, passes, emitted = [], 0, 0
+    ratios, all_passes = [], SpecStats()
     for ids in prompts[:LOOKED]:
-        plain, looked = (ask(each, ids, LOOKED_TOKENS) for each in (llm, other))
+        plain, looked = (ask(each, ids, most) for each in (llm, other))
         ratios.append(log(max(1e-6, plain.stats.elapsed_ms) / max(1e-6, looked.stats.elapsed_ms)))
-        passes, emitted = passes + looked.stats.passes, emitted + looked.stats.emitted
+        all_passes = all_passes.merge(looked.stats)
         tell()
-    return {"lookup_speed": exp(fmean(ratios)), "lookup_tokens": max(1.0, emitted / max(1, passes))}
+    right = all_passes.accepted_histogram[1:]
+    tokens = sum(count * (accepted + 1) for accepted, count in enumerate(right, 1))
+    return {
+        "lookup_speed": exp(fmean(ratios)),
+        "lookup_tokens": max(1.0, all_passes.emitted / max(1, all_passes.passes)),
+        "copied": min(1.0, tokens / max(1, all_passes.emitted)),
+        "copied_tokens": tokens / max(1, sum(right)) if tokens else 1.0,
+    }
 
 
 def beside(llm: LLM, drafter: str, **options: Any) -> LLM:

@@ -32,7 +32,7 @@ LEAST_GAIN = 0.01  # in tokens a pass, below which the first part ends
 CHECKS = 12  # of the first part
 LEVEL = 2  # checks one behind the other that must say so: one may be an accident
 PROBED = 4  # steps that a kind is tried for; the first one is not counted
-MANY_TOKENS = 16_384  # of a vocabulary, from which a quarter is drafted alone
+HOT_TOKENS = 16_384  # of a larger vocabulary, which are drafted and learned alone; a quarter of it at most
 RATE, WIDTH = 4e-4, 576  # learning rate of a head that begins as the target's last layer, at this width of the target
 FROM_NOTHING = 5.0  # times that, for one that begins at random
 
@@ -59,8 +59,8 @@ def options_of(making: Making) -> dict[str, Any]:
 
 def _defaults(kind: str, shape: DecoderConfig) -> dict[str, Any]:
     alike: dict[str, Any] = {"top": min(TOP, shape.vocab_size - 1)}
-    if shape.vocab_size >= MANY_TOKENS:
-        alike["hot_head"] = 0.25
+    if shape.vocab_size > HOT_TOKENS:
+        alike["hot_head"] = min(0.25, HOT_TOKENS / shape.vocab_size)
     state = {"depth": 3, "alpha": 0.2, "beta": 1.0, "anchors": 0.5, "start": "target", **alike}
     if kind == "eagle":
         return {**state, "noise": 0.1}
@@ -110,16 +110,20 @@ def config_of(making: Making, steps: int, **changes: Any) -> TrainConfig:
     return TrainConfig(**{"steps": steps, "learning_rate": rate, **common, **changes})
 
 
-def trainable(making: Making, out: Path, config: TrainConfig, say: Callable[[str], None]) -> tuple[Making, Trainer]:
+def trainable(
+    making: Making, out: Path, config: TrainConfig, say: Callable[[str], None]
+) -> tuple[Making, TrainingJob, Trainer]:
     """A run, ready; where the target's last layer cannot be begun with, one that begins at random."""
     try:
-        return making, prepare(job_of(making, out, config), (), say)
+        job = job_of(making, out, config)
+        return making, job, prepare(job, (), say)
     except CapabilityError as error:
         if not error.asked.startswith("start="):
             raise
-        other = replace(making, options={**making.options, "start": "random"})
-        changed = replace(config, learning_rate=rate_of({"start": "random"}, making.shape))
-        return other, prepare(job_of(other, out, changed), (), say)
+        making = replace(making, options={**making.options, "start": "random"})
+        config = replace(config, learning_rate=rate_of({"start": "random"}, making.shape))
+        job = job_of(making, out, config)
+        return making, job, prepare(job, (), say)
 
 
 # -- what a kind costs
@@ -141,9 +145,8 @@ def probe(making: Making, out: Path) -> tuple[Path, dict[str, Any]]:
 
     speeds: list[float] = []
     making = replace(making, cache=out / "states")
-    making, trainer = trainable(making, out, config_of(making, PROBED, evaluate_every=0), said)
+    making, job, trainer = trainable(making, out, config_of(making, PROBED, evaluate_every=0), said)
     _run(trainer, TrainingPace(lambda: math.inf, 0.0, lambda figures: speeds.append(figures["tokens_per_s"])))
-    job = job_of(making, out, trainer.config)
     depth = int(job.options.get("depth", job.options.get("heads", 4) if making.kind == "medusa" else 4))
     score = min(tokens / max(seconds, 1e-3), 1e9) if tokens else 1e9
     return finish(job, trainer), {"score": score, "train": median(speeds[1:]), "depth": depth}
@@ -240,7 +243,7 @@ def train(
     every = max(1, steps // CHECKS)
     config = config_of(making, steps, schedule="constant", evaluate_every=every, save_every=max(10, every // 2))
     config = replace(config, log_every=min(config.log_every, every))
-    making, trainer = trainable(making, first, config, say)
+    making, job, trainer = trainable(making, first, config, say)
     config = trainer.config
     trainer.resume()
     pace = TrainingPace(lambda: left() - FALL * began, float(steps * ROWS * making.length), partial(tell, "training"))
@@ -248,7 +251,7 @@ def train(
 
     def run_first() -> dict[str, Any]:
         _run(trainer, pace)
-        finish(job_of(making, first, config), trainer)
+        finish(job, trainer)
         speeds = [line["tokens_per_s"] for line in _logged(first) if line.get("tokens_per_s")]
         told = {"steps": trainer.step, "tokens": trainer.tokens, "early": pace.early}
         return told | {"speed": median(speeds or [ROWS * making.length])}
@@ -258,13 +261,13 @@ def train(
     fall = once("last steps", lambda: max(5, min(known["steps"] // 2, int(room))))
     falling = config_of(making, fall, schedule="linear", final_ratio=0.05, learning_rate=config.learning_rate)
     falling = replace(falling, warmup=min(5, fall), evaluate_every=fall, save_every=max(10, fall // 4))
-    job = job_of(making, second, falling, init=result)
-    trainer = prepare(job, (), say)  # the first one's memory is free from here on
+    falls = job_of(making, second, falling, init=result)
+    trainer = prepare(falls, (), say)  # the first one's memory is free from here on
     trainer.resume()
     pace = TrainingPace(left, 0.0, partial(tell, "last steps"))
     if not trainer.finished:
         _run(trainer, pace)
-    last = finish(job, trainer)
+    last = finish(falls, trainer)
     checks, final = accepted_in(first), accepted_in(second)
     better = not final or not checks or final[-1][1] >= checks[-1][1]
     return {
