@@ -84,6 +84,9 @@ def test_the_kind_that_is_expected_to_pay_most_comes_first() -> None:
     assert longer.tokens > 5 * first.tokens and longer.hybrid > first.hybrid
     dear = replace(SURVEY, kinds={"eagle": replace(SPEEDS, draft_ms=30.0)})
     assert forecasts(dear, 7200.0)[0].hybrid == SURVEY.lookup_speed  # it would be slower, and is left out
+    known = replace(SURVEY, lookup_speed=8.0, kinds={"medusa": replace(SPEEDS, draft_ms=3.0), "eagle": SPEEDS})
+    equal = forecasts(known, 7200.0)
+    assert equal[0].hybrid == equal[1].hybrid == 8.0 and equal[0].alone > equal[1].alone
 
 
 def test_beside_look_ups_a_drafter_is_worth_what_they_do_not_know() -> None:

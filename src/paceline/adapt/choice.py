@@ -85,13 +85,13 @@ class Forecast:
 
 
 def forecasts(survey: Survey, seconds: float) -> list[Forecast]:
-    """Every kind that was measured, the one expected to pay most first.
+    """Every kind that was measured, the one expected to pay most first; alone, where that is equal beside look-ups.
 
     Args:
         seconds: for answers, scores and training.
     """
     found = [forecast(survey, kind, speeds, seconds) for kind, speeds in survey.kinds.items()]
-    return sorted(found, key=lambda made: -made.hybrid)
+    return sorted(found, key=lambda made: (-made.hybrid, -made.alone))
 
 
 def forecast(survey: Survey, kind: str, speeds: Speeds, seconds: float) -> Forecast:

@@ -47,7 +47,7 @@ def main(folder: Path, parent: int) -> None:
     torch.set_num_threads(1)
     task = files.read(folder / files.TASK)
     ring = Ring(folder / files.RING)
-    seen = int(files.read(folder / "learner-seen.json", 0))
+    seen = int(files.read(folder / files.SEEN, 0))
     while os.getppid() == parent:
         fresh = learnable(folder, task, ring.read(after=seen))
         if len(fresh) < FRESH:
@@ -55,7 +55,7 @@ def main(folder: Path, parent: int) -> None:
             continue
         try:
             seen = learn(folder, task, learnable(folder, task, ring.read()))
-            files.write(folder / "learner-seen.json", seen)
+            files.write(folder / files.SEEN, seen)
         except (PacelineError, OSError) as error:  # a full disk, for one: what serves goes on
             say(error=str(error))
             time.sleep(FAULT_S)

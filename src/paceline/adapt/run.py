@@ -406,7 +406,12 @@ def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[
             f"after {each.tokens:,} tokens at {speeds.train:,.0f} a second, as reached on {each.source}"
         )
     lines += [f"{name}: not considered ({why})" for name, why in known.missing.items()]
-    why = "as asked" if run.config.kind else "it is expected to pay most"
+    if run.config.kind:
+        why = "as asked"
+    elif plan.hybrid > max(1.0, known.lookup_speed):
+        why = "it is expected to pay most"
+    else:
+        why = "though none is expected to add to look-ups; alone it is expected to pay most"
     lines.append(f"chosen: {plan.kind}, {why}; {plan.answers:,} tokens of answers, done in {_time(run.work.left_s)}")
     return lines
 

@@ -6,6 +6,7 @@ learner.json        what the learner is to train for
 drafters/N/         drafters that passed their check
 offer.json          the last one of them, and how it did
 refused.json        numbers of those that did worse at work
+learner-seen.json   number of the last request that it has learned from
 learner.log         what the learner says
 applications/ID/    the same for requests of an application; ID is of its files
 """
@@ -17,7 +18,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-RING, STATES, TASK, LOG = "ring.bin", "states.bin", "learner.json", "learner.log"
+RING, STATES, TASK, SEEN, LOG = "ring.bin", "states.bin", "learner.json", "learner-seen.json", "learner.log"
 OFFER, REFUSED, DRAFTERS, APPLICATIONS = "offer.json", "refused.json", "drafters", "applications"
 
 

@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # between two looks at engine, learner and offers
 IDLE_S = 0.5  # without a request, before the learner goes on
-AGAIN_S, AGAIN_MOST_S = 1.0, 300.0  # before a learner that died is started again, each time twice as long
+AGAIN_S, AGAIN_MOST_S = 1.0, 300.0  # before a learner that died is started again: twice as long each time that it
+# did so without having learned anything
 WINDOW = 64  # requests behind which two drafters are compared at work
 WORSE = 0.9  # of what was accepted before, below which the one before returns
 
@@ -177,7 +178,7 @@ class Learning:
 
     def _watch(self) -> None:
         """Look after the learner as long as the engine is there."""
-        idle, again, wait = monotonic(), 0.0, AGAIN_S
+        idle, again, wait, seen = monotonic(), 0.0, AGAIN_S / 2, 0
         while not self._ended.wait(LOOK_S):
             now = monotonic()
             if self.engine.live:
@@ -186,8 +187,10 @@ class Learning:
                 self._signal("SIGCONT")
             wanted = "application" not in self._task or self.ring.last  # an application may never be asked for
             if wanted and (self._process is None or self._process.poll() is not None) and now >= again:
+                before, seen = seen, files.read(self.folder / files.SEEN, 0)
+                wait = AGAIN_S if seen != before else min(2 * wait, AGAIN_MOST_S)
                 self._start()
-                again, wait = now + wait, min(2 * wait, AGAIN_MOST_S)
+                again = now + wait
             try:
                 self._look()
             except Exception as error:  # a drafter that cannot be used: what serves now goes on
