@@ -42,7 +42,7 @@ def main() -> None:
     differ = 0
     for repeat in range(asked.repeats):
         for file in sorted((asked.folder / "prompts").glob("held-*.jsonl")):
-            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
+            for number, line in enumerate(file.open(encoding="utf-8")):
                 ids = json.loads(line)["prompt_tokens"]
                 order = random.Random(repeat + number).sample([*models], len(models))
                 said = {name: ask(models[name], [ids], params) for name in order}

@@ -98,7 +98,7 @@ def hold_out(path: Path, count: int) -> Path:
 def circles(file: Path) -> str:
     """The share of an answer's tokens that end four which stood together before in it, by their place."""
     counts = {place: [0, 0] for place in PLACES}
-    for line in file.read_text("utf-8").splitlines():
+    for line in file.open(encoding="utf-8"):
         said, seen = json.loads(line)["completion_tokens"], set()
         for i in range(3, len(said)):
             four, place = tuple(said[i - 3 : i + 1]), max(p for p in PLACES if p <= i)

@@ -92,10 +92,11 @@ def tokens_in(file: Path) -> tuple[int, int]:
     """Tokens of the answers of a file, and of prompts and answers together."""
     said = both = 0
     if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            said += len(record["completion_tokens"])
-            both += len(record["prompt_tokens"]) + len(record["completion_tokens"])
+        with file.open(encoding="utf-8") as lines:  # not splitlines: JSON strings may hold U+2028
+            for line in lines:
+                record = json.loads(line)
+                said += len(record["completion_tokens"])
+                both += len(record["prompt_tokens"]) + len(record["completion_tokens"])
     return said, both
 
 

@@ -73,7 +73,7 @@ def read_answers(path: str | Path) -> list[RecordedAnswer]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"answers={path}", f"the file cannot be read ({error})", _FORM) from error
-    answers = [_read_line(path, i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+    answers = [_read_line(path, i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not answers:
         raise ConfigError(f"answers={path}", "the file holds no answer", _FORM)
     return answers
