@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="auto")
     asked = parser.parse_args()
-    head = f"eagle:{asked.folder / 'drafter'}"
+    card = json.loads((asked.folder / "drafter" / "zoo.json").read_text(encoding="utf-8"))
+    head = f"{card['read_by']}:{asked.folder / 'drafter'}"
     plain = LLM(asked.model, drafter="none", dtype=asked.dtype, threads=asked.threads, max_sequences=1)
     same = {name: getattr(plain.config, name) for name in TARGET_OPTIONS}
     models = {"plain": plain}

@@ -108,10 +108,11 @@ def curve(trained: Mapping[str, Any]) -> list[str]:
     if len(checks) < 2 or not drawable():
         return []
     with canvas(PANEL_WIDTH, 2.4, page=True) as (picture, [axis]):
-        axis.plot(*zip(*checks, strict=True), marker="o", color=COLOURS[0])
-        axis.set_xlabel("tokens learned from")
+        tokens, accepted = zip(*checks, strict=True)
+        axis.plot([n / 1e6 for n in tokens], accepted, marker="o", color=COLOURS[0])
+        axis.set_xlabel("tokens learned from, millions")
         axis.set_ylabel("accepted of a draft")
-        axis.set_ylim(0, 1.1 * max(0.1, *(value for _, value in checks)))
+        axis.set_ylim(0, 1.1 * max(0.1, *accepted))
         drawn = svg(picture)
     caption = "Accepted tokens of a draft on held-out prompts, while it learned."
     return [framed(drawn, caption, "The table above has the figures.")]
