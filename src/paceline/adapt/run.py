@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from random import Random
 from time import monotonic
 from typing import Any
 
@@ -42,7 +43,7 @@ from .work import FULL, RunFolder
 
 ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
 JUDGING, JUDGING_LEAST_S, JUDGING_MOST_S = 0.12, 5.0, 900.0  # share of the time, and its bounds
-TRYING = 0.06  # share of the time in which kinds are tried
+LOOKING, TRYING = 0.02, 0.06  # shares of the time in which look-ups and kinds are tried
 LEAST_ANSWERS = 2_000  # tokens, below which nothing is learned
 MOST_ANSWERS = 8_000_000  # tokens
 SAMPLE = 48  # prompts that are answered for the survey
@@ -120,12 +121,8 @@ class Adaptation:
         parts = [work.once("costs", lambda: survey.costs(self.llm))]
         self._in_time("its passes were timed")
         learned = [ids for question in questions for ids in question.learned]
-        few = learned[:: max(1, len(learned) // survey.LOOKED)]
-        parts.append(
-            work.once(
-                "look-ups", lambda: survey.look_ups(self.llm, few, self.answer, lambda: self.show("trying look-ups"))
-            )
-        )
+        few = Random(self.config.seed).sample(learned, min(survey.LOOKED, len(learned)))
+        parts.append(work.once("look-ups", lambda: self._try_look_ups(few)))
         self._in_time("look-ups were tried")
         self._write_prompts()
         parts.append(work.once("answering", self._try_answers))
@@ -150,6 +147,10 @@ class Adaptation:
         for name, prompts in files.items():
             if not (file := self._file("prompts", f"{name}.jsonl")).is_file():
                 write_prompts(file, prompts, self.tokenizer)
+
+    def _try_look_ups(self, few: list[tuple[int, ...]]) -> dict[str, float]:
+        seconds = LOOKING * self.work.allowed_s
+        return survey.look_ups(self.llm, few, self.answer, seconds, lambda: self.show("trying look-ups"))
 
     def _try_answers(self) -> dict[str, float]:
         """Answer a few prompts; how fast that goes, all at once."""

@@ -23,7 +23,7 @@ from ..planning.models import shape_of
 from .training import Making, probe
 
 REPEATS, ROWS, BATCHES, CONTEXTS = 5, (1, 2, 3, 4, 6, 8, 16), (1, 4, 8), (128, 512)
-LOOKED = 10  # prompts that look-ups are tried on
+LOOKED, LOOKED_LEAST = 40, 4  # prompts that look-ups are tried on: so many where there is time, and so many in any case
 TIMED, TIMED_TOKENS = 3, 24  # prompts that a drafter is timed on
 LOOKUP = "suffix"
 
@@ -42,15 +42,22 @@ def costs(llm: LLM) -> dict[str, Any]:
     }
 
 
-def look_ups(llm: LLM, prompts: Sequence[Sequence[int]], most: int, tell: Callable[[], None]) -> dict[str, float]:
+def look_ups(
+    llm: LLM, prompts: Sequence[Sequence[int]], most: int, seconds: float, tell: Callable[[], None]
+) -> dict[str, float]:
     """What look-ups are worth on some prompts, beside plain decoding, one after the other.
 
     Args:
+        prompts: in any order, since the time may end before the last one.
         most: tokens of an answer. The longer it is, the more of it look-ups know.
+        seconds: behind which no further prompt is asked.
     """
     other = beside(llm, LOOKUP)
-    ratios, all_passes = [], SpecStats()
+    ratios: list[float] = []
+    all_passes, until = SpecStats(), monotonic() + seconds
     for ids in prompts[:LOOKED]:
+        if len(ratios) >= LOOKED_LEAST and monotonic() > until:
+            break
         plain, looked = (ask(each, ids, most) for each in (llm, other))
         ratios.append(log(max(1e-6, plain.stats.elapsed_ms) / max(1e-6, looked.stats.elapsed_ms)))
         all_passes = all_passes.merge(looked.stats)
