@@ -1,4 +1,5 @@
-"""Make the table of what each kind of drafter reaches after so many tokens of training, from the zoo's logs.
+"""Make the table of what each kind of drafter reaches after so many tokens of training, from the logs of the zoo and of
+`paceline adapt`.
 
     python tools/reached.py > src/paceline/adapt/reached.toml
 
@@ -14,11 +15,13 @@ from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parents[1] / "zoo" / "recipes"
 SMALL, SMOLLM = ("paceline-small", 24_388_992), ("smollm2-135m", 134_515_008)
+GEMMA = ("gemma-3-270m", 268_042_240)
 RUNS = (  # kind, target, tokens ahead, what it began as, logs one behind the other, share on first tokens
     ("eagle", SMOLLM, 3, "target", ["smollm2-135m/eagle.jsonl", "smollm2-135m/eagle-2.jsonl"], 0.74),
     ("lyanna", SMOLLM, 3, "target", ["smollm2-135m/lyanna-2.jsonl", "smollm2-135m/lyanna-3.jsonl"], 1.0),
     ("medusa", SMOLLM, 3, "random", ["smollm2-135m/medusa-trial.jsonl"], 0.74),
     ("draft_model", SMOLLM, 4, "target", ["smollm2-135m/draft.jsonl"], 1.0),
+    ("eagle", GEMMA, 3, "random", ["adapt/gemma-3-270m-eagle.jsonl", "adapt/gemma-3-270m-eagle-2.jsonl"], 1.0),
     ("eagle", SMALL, 3, "random", ["logs/eagle.jsonl", "logs/eagle-2.jsonl"], 1.0),
     ("lyanna", SMALL, 3, "random", ["logs/lyanna.jsonl", "logs/lyanna-2.jsonl"], 1.0),
     ("medusa", SMALL, 4, "random", ["logs/medusa.jsonl"], 1.0),
