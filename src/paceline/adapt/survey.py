@@ -55,6 +55,8 @@ def look_ups(
     other = beside(llm, LOOKUP)
     ratios: list[float] = []
     all_passes, until = SpecStats(), monotonic() + seconds
+    for each in (llm, other):  # what drafts cost is learned in the first answers
+        ask(each, prompts[-1], most)
     for ids in prompts[:LOOKED]:
         if len(ratios) >= LOOKED_LEAST and monotonic() > until:
             break
