@@ -6,7 +6,8 @@
     .. --no-learner                                     requests are kept alone: what that costs them
 
 ``--prompts`` are JSON lines with ``prompt`` or ``turns``. Each line of the table is a hundred requests: tokens a pass
-of both, and the 99th percentile of a request's ms a token. Ids of both are compared, whatever happens.
+of both, the 99th percentile of a request's ms a token, and the ratio of its means. Ids of both are compared, whatever
+happens.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
     same = {name: getattr(learns.config, name) for name in TARGET_OPTIONS}
     fixed = LLM(**same, share=learns, drafter=asked.drafter, threads=asked.threads, max_sequences=1)
     print(f"{asked.model}, {asked.drafter}, {asked.threads} threads, {os.cpu_count()} cores; {folder}")
-    print("requests | tokens a pass: fixed | learning | ratio | p99 ms: fixed | learning | ratio | drafter, kills")
+    print("requests | tokens a pass: fixed | learning | ratio | p99 ms: fixed | learning | ratio | mean ms | drafter, kills")
     differ = kills = 0
     rows: list[tuple[float, ...]] = []
     for number, ids in enumerate(islice(traffic(asked, learns), asked.requests), 1):
@@ -105,7 +106,7 @@ def say(number: int, rows: list[tuple[float, ...]], told: dict[str, Any], kills:
     """A line of the table."""
     fixed, fixed_ms, own, own_ms = np.array(rows).T
     slow, slow_own = np.percentile(fixed_ms, 99), np.percentile(own_ms, 99)
-    times = f"{slow:.2f} | {slow_own:.2f} | {slow_own / slow:.2f}"
+    times = f"{slow:.2f} | {slow_own:.2f} | {slow_own / slow:.2f} | {own_ms.mean() / fixed_ms.mean():.2f}"
     means = f"{fixed.mean():.2f} | {own.mean():.2f} | {own.mean() / fixed.mean():.2f}"
     print(f"{number} | {means} | {times} | {told['drafter']}, {kills}", flush=True)
 
