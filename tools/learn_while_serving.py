@@ -44,7 +44,7 @@ def main() -> None:
     same = {name: getattr(learns.config, name) for name in TARGET_OPTIONS}
     fixed = LLM(**same, share=learns, drafter=asked.drafter, threads=asked.threads, max_sequences=1)
     print(f"{asked.model}, {asked.drafter}, {asked.threads} threads, {os.cpu_count()} cores; {folder}")
-    print("requests | tokens a pass: fixed | learning | ratio | p99 ms: fixed | learning | ratio | mean ms | drafter, kills")
+    print("requests | tokens a pass: fixed | learning | ratio | p99 ms: both | ratio | mean ms: ratio | drafter, kills")
     differ = kills = 0
     rows: list[tuple[float, ...]] = []
     for number, ids in enumerate(islice(traffic(asked, learns), asked.requests), 1):
