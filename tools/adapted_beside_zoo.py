@@ -31,8 +31,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="auto")
     asked = parser.parse_args()
-    card = json.loads((asked.folder / "drafter" / "zoo.json").read_text(encoding="utf-8"))
-    head = f"{card['read_by']}:{asked.folder / 'drafter'}"
+    settings = asked.folder / "adapted.json"
+    if not settings.is_file():
+        parser.error(f"{asked.folder} holds no {settings.name}: name a folder that paceline adapt has finished")
+    head = f"{json.loads(settings.read_text(encoding='utf-8'))['kind']}:{asked.folder / 'drafter'}"
     plain = LLM(asked.model, drafter="none", dtype=asked.dtype, threads=asked.threads, max_sequences=1)
     same = {name: getattr(plain.config, name) for name in TARGET_OPTIONS}
     models = {"plain": plain}
