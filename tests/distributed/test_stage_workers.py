@@ -155,7 +155,7 @@ def test_a_tick_that_is_interrupted_changes_no_token(frames: str) -> None:
     whole, left = getattr(stage_line, waits), [9, 14]
 
     def interrupted(*given: Any) -> Any:
-        if left and len(ticks) == left[0] and given[0] != 0:
+        if left and len(ticks) >= left[0] and given[0] != 0:
             left.pop(0)
             raise KeyboardInterrupt
         return whole(*given)
@@ -205,7 +205,7 @@ def test_a_stage_that_hangs_is_named(frames: str, monkeypatch: pytest.MonkeyPatc
     whole = stage.service.stage.run
 
     def computing(frame: Frame) -> Frame:
-        if len(ticks) == 10:
+        if len(ticks) >= 10 and not silent:  # ticks end in another thread: this one may never see just the tenth
             silent.append(frame)
             time.sleep(2.5)
         time.sleep(0.7 if not ticks else 0)  # as a first frame may take: no later one is waited for any longer
