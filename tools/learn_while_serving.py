@@ -6,8 +6,9 @@
     .. --no-learner                                     requests are kept alone: what that costs them
 
 ``--prompts`` are JSON lines with ``prompt`` or ``turns``. Each line of the table is a hundred requests: tokens a pass
-of both, the 99th percentile of a request's ms a token, and the ratio of its means. Ids of both are compared, whatever
-happens.
+of both, the 99th percentile of a request's ms a token, and the ratio of its means. Behind it stands the percentile over
+all requests, with what it is between two halves of the fixed engine's own: so much it differs by chance. Ids of both
+are compared, whatever happens.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ def main() -> None:
                 kills += 1
         if number % BLOCK == 0:
             say(number, rows[-BLOCK:], learns.describe_learning(), kills)
+    whole(rows)
+    if asked.rows:
+        np.savetxt(asked.rows, np.array(rows), fmt="%.4f")
     print(f"{differ} of {asked.requests} answers differ; {learns.describe_learning()}")
     learns.learning.close()
 
@@ -78,6 +82,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--rows", help="file for every request's figures: tokens a pass and ms a token of both")
     parser.add_argument("--no-learner", action="store_true")
     return parser.parse_args()
 
@@ -109,6 +114,22 @@ def say(number: int, rows: list[tuple[float, ...]], told: dict[str, Any], kills:
     times = f"{slow:.2f} | {slow_own:.2f} | {slow_own / slow:.2f} | {own_ms.mean() / fixed_ms.mean():.2f}"
     means = f"{fixed.mean():.2f} | {own.mean():.2f} | {own.mean() / fixed.mean():.2f}"
     print(f"{number} | {means} | {times} | {told['drafter']}, {kills}", flush=True)
+
+
+def whole(rows: list[tuple[float, ...]]) -> None:
+    """The percentile over all requests, its interval (requests drawn again), and the same of two halves of the fixed
+    engine's requests, taken at random."""
+    _, fixed_ms, _, own_ms = np.array(rows).T
+    draw = np.random.default_rng(1)
+    places = draw.integers(len(rows), size=(2000, len(rows)))
+    ratios = np.percentile(own_ms[places], 99, axis=1) / np.percentile(fixed_ms[places], 99, axis=1)
+    half = len(rows) // 2
+    orders = np.array([draw.permutation(fixed_ms) for _ in range(2000)])
+    chance = np.percentile(orders[:, :half], 99, axis=1) / np.percentile(orders[:, half:], 99, axis=1)
+    low, high, by_chance = *np.percentile(ratios, [2.5, 97.5]), np.percentile(chance, 97.5)
+    fixed, own = np.percentile(fixed_ms, 99), np.percentile(own_ms, 99)
+    print(f"p99 of all {len(rows)}: {fixed:.2f} and {own:.2f} ms, {own / fixed:.2f} [{low:.2f}, {high:.2f}]; ", end="")
+    print(f"halves of the fixed engine's differ by up to {by_chance:.2f}; means {own_ms.mean() / fixed_ms.mean():.2f}")
 
 
 if __name__ == "__main__":

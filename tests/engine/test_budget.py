@@ -27,7 +27,7 @@ from paceline.engine import calibration
 from paceline.engine.auto import EXPLORE, FIRST_ROWS, LOOK_EVERY, PLAIN_EVERY, AutoBudget
 from paceline.engine.budget import AUTO, FixedBudget, StepRecord, parse_budget
 from paceline.engine.calibration import Calibration, Fingerprint
-from paceline.engine.chances import CELLS, Chances, History, RequestKind, weigh
+from paceline.engine.chances import CELLS, FIRST_GAIN, HORIZON, Chances, History, RequestKind, weigh
 from paceline.engine.costs import CostTable, DraftCosts, StepCosts, bucket, interpolate
 
 PLAIN = FixedBudget(size=0)
@@ -403,18 +403,36 @@ def test_asks_that_do_not_pay_stay_within_their_share() -> None:
     assert sum(ran.history[2000:]) < 20
 
 
-@pytest.mark.parametrize("renewed", [True, False])
-def test_a_drafter_that_takes_over_is_met_without_what_was_counted_of_the_one_before(renewed: bool) -> None:
-    """The same sequence, in its middle: a drafter that is always right is believed at once, or hardly tried."""
+@pytest.mark.parametrize(("renewed", "asks"), [([], (0, 5)), ([None], (25, 30)), ([1.5], (25, 30)), ([0.01], (0, 5))])
+def test_a_drafter_that_takes_over_is_met_with_what_is_expected_of_it(
+    renewed: list[float | None], asks: tuple[int, int]
+) -> None:
+    """The same sequence, in its middle: a drafter that is always right is believed at once, or hardly tried, where it
+    is not told of, or nothing is expected of it."""
     world = World(STEP_COSTS["linear"], answer=4000, ask_ms=0.5)
     budget, sequences = auto(world), [Sequence(1, world)]
     for _ in range(600):
         _step(budget, sequences, [[WRONG] * 8], world)
-    if renewed:
-        budget.renew("another")  # whose requests are none of these
-        budget.renew(None)
+    for expected in renewed:
+        budget.renew("another", 3.0)  # whose requests are none of these
+        budget.renew(None, expected)
     asked = [_step(budget, sequences, [[RIGHT] * 8], world)[0][0] > 0 for _ in range(30)]
-    assert sum(asked) > 25 if renewed else sum(asked) < 5
+    assert asks[0] <= sum(asked) <= asks[1]
+
+
+def test_catching_up_must_pay_within_answers_as_they_are_long() -> None:
+    """A prompt of 600 tokens that a drafter must read first, at 0.02 ms each: it pays in long answers alone."""
+    view = SimpleNamespace(tokens=[RIGHT] * 600, prompt_len=600, max_len=None)
+    kind = RequestKind([Chances()])
+    history = History(view, kind, 1, 8)
+    history.at_batch(1)
+    assert history.asks_left(0) == HORIZON / (1 + FIRST_GAIN)
+    for length in (14, 7, 7, 7, 7, 7, 7):
+        kind.ended(length)
+    assert kind.usual == pytest.approx(8) and history.asks_left(0) == pytest.approx(8 / (1 + FIRST_GAIN))
+    assert kind.renewed(0.5).usual == kind.usual
+    view.max_len = 606
+    assert history.asks_left(0) == 1.0
 
 
 def test_where_no_acceptance_could_pay_rows_are_measured_once() -> None:

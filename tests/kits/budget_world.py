@@ -138,7 +138,12 @@ class Sequence:
 
     def __init__(self, key: int, world: World) -> None:
         self.view = SimpleNamespace(
-            key=key, tokens=[RIGHT] * world.prompt, application=None, sources=None, max_len=world.prompt + world.answer
+            key=key,
+            tokens=[RIGHT] * world.prompt,
+            prompt_len=world.prompt,
+            application=None,
+            sources=None,
+            max_len=world.prompt + world.answer,
         )
         self.max_len = world.prompt + world.answer
         self.seen: dict[int, int] = {}  # by source

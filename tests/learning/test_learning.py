@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from paceline import LLM, SamplingParams
 from paceline.adapt import learner
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.learning import files, serving
-from paceline.learning.ring import Ring, StateRing
+from paceline.learning.ring import Ring, ServedRequest, StateRing
 from paceline.network.files import fingerprint
 from paceline.network.loader import read_config
 from paceline.training import job
@@ -99,6 +99,13 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
+def kept_in(folder: Path, count: int) -> list[ServedRequest]:
+    """The requests in a ring, as soon as there are so many: they are written behind their ends."""
+    with closing(Ring(folder / files.RING)) as ring:
+        wait_for(lambda: len(ring.read()) == count)
+        return ring.read()
+
+
 def put(folder: Path, number: int, weights: Path) -> None:
     """An offer, as the learner makes it."""
     learner.offer(folder, number, weights, {"was": 1.0, "is": 2.0, "requests": 9})
@@ -108,7 +115,7 @@ def test_requests_are_kept_as_ids_but_for_those_that_are_not_to_be(make: Callabl
     llm = make()
     said = ask(llm)
     ask(llm, store=False)
-    (kept,) = Ring(tmp_path / "learn" / files.RING).read()
+    (kept,) = kept_in(tmp_path / "learn", 1)
     assert (kept.prompt, kept.answer) == ([5, 6, 7, 8], said)
     assert states_of(tmp_path).of(2) is None and not llm.learning._collector._texts
     told = llm.describe_learning()
@@ -231,7 +238,7 @@ def test_states_are_kept_as_the_target_computes_them_and_not_computed_again(
     prompts = [[5 + (i * j) % 40 for j in range(8 + 9 * i)] for i in range(8)] * 4
     for part in (prompts[:16], prompts[16:]):
         llm.generate([{"prompt_token_ids": ids} for ids in part], PARAMS)
-    served, states = Ring(folder / files.RING).read(), states_of(tmp_path)
+    served, states = kept_in(folder, 32), states_of(tmp_path)
     known, network, skips = (
         learner.write(tmp_path / "all.jsonl", served, states),
         Network.load(target, frozen=True),
@@ -275,7 +282,7 @@ def test_applications_have_a_ring_and_a_drafter_of_their_own(
     (folder,) = (tmp_path / "learn" / files.APPLICATIONS).iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     for name, place in ((None, folder.parents[1]), ("sql", folder)):
-        served = Ring(place / files.RING).read()
+        served = kept_in(place, 30)
         asked = [ids for ids, of in zip(plain, names, strict=True) if of == name]
         assert sorted(one.answer for one in served) == sorted(asked)
     monkeypatch.setattr(job, "make_scorer", lambda *given: pytest.fail("it scores"))
@@ -286,9 +293,9 @@ def test_applications_have_a_ring_and_a_drafter_of_their_own(
     put(folder, 2, heads[1])
     own = llm.learning._lanes["sql"]
     wait_for(lambda: own._tried == 2 and own._ready)
-    renewed: list[str | None] = []
-    monkeypatch.setattr(llm.engine.budget, "renew", renewed.append)
-    assert answers(llm) == plain and renewed == ["sql"]
+    renewed: list[tuple[str | None, float]] = []
+    monkeypatch.setattr(llm.engine.budget, "renew", lambda name, expected: renewed.append((name, expected)))
+    assert answers(llm) == plain and renewed == [("sql", 2.0)]
     assert llm.engine.round.failure is None
     told = llm.describe_learning()
     assert (told["drafter"], told["applications"]["sql"]["drafter"]) == (0, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import httpx2 as httpx
@@ -35,7 +36,11 @@ def test_requests_are_kept_unless_they_say_store_false(tmp_path: Path) -> None:
         told = learning(server.url)
         assert (told["requests_kept"], told["requests_left_out"]) == (2, 4)  # the warm-up is one of them
         assert str(told["state"]).startswith("on: token ids of requests are kept")
-        first, _ = Ring(folder / files.RING).read()
+        ring = Ring(folder / files.RING)
+        until = time.monotonic() + 60
+        while len(ring.read()) < 2 and time.monotonic() < until:  # they are written behind their ends
+            time.sleep(0.05)
+        first, _ = ring.read()
         choices = said["choices"]
         assert isinstance(choices, list) and first.answer == choices[0]["token_ids"]
 

@@ -38,7 +38,6 @@ EXPLORE = 0.01  # share of the time for asks that are not expected to pay
 PILOT = 3  # calls of a network that are made for one sequence alone, to find out what they cost
 DEAREST = 5.0  # plain steps that an ask in order to learn may take at most: a long prompt to catch up with
 LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
-HORIZON = 32  # tokens over which catching up must pay; half of those left where the request ends earlier
 MARGIN = 0.1  # nodes must be worth so much more than they cost: the best of many estimates are too good
 FIRST_ROWS = 8  # most nodes of the first check at a batch size; later at most twice as many as ever before
 RATE = 1 / 16  # weight of a step in the tokens a millisecond earned
@@ -235,9 +234,7 @@ class AutoBudget(DraftBudget):
             first = behind.index(min(behind))
             least[histories[first].view.key] = 0.0
             return {first}
-        dear = [
-            self._rate * ms / self._asks_left(source, h) if ms else 0.0 for ms, h in zip(behind, histories, strict=True)
-        ]
+        dear = [self._rate * ms / h.asks_left(source) if ms else 0.0 for ms, h in zip(behind, histories, strict=True)]
         values = [history.gains[source].gain - more for history, more in zip(histories, dear, strict=True)]
         order = sorted([i for i, value in enumerate(values) if value > 0], key=lambda i: -values[i])
         prices = [self._rate * costs.predict(n) for n in range(len(order) + 1)]
@@ -248,13 +245,6 @@ class AutoBudget(DraftBudget):
             pays = (share + dear[i]) * max(known.open, LEAST_OPEN) / known.gain
             least[histories[i].view.key] = min(pays, known.open) if place < count else pays
         return set(order[:count])
-
-    def _asks_left(self, source: int, history: History) -> float:
-        """Asks of a sequence over which catching up can pay."""
-        view, tokens = history.view, HORIZON
-        if view.max_len is not None:
-            tokens = min(tokens, (view.max_len - len(view.tokens)) // 2)
-        return max(1.0, tokens / (1 + max(1.0, history.gains[source].gain)))
 
     def _behind_ms(self, source: int, history: History) -> float:
         """Ms that the source needs to catch up with the sequence."""
@@ -424,16 +414,19 @@ class AutoBudget(DraftBudget):
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """Judge the last proposals of sequences that ended, and drop what is kept of them."""
-        self._keys = []
-        ended = [self._histories.pop(sequence.view.key, None) for sequence in sequences]
+        self._keys, ended = [], [self._histories.pop(sequence.view.key, None) for sequence in sequences]
+        for history in filter(None, ended):
+            history.kind.ended(len(history.view.tokens) - history.view.prompt_len)
         if told := [history for history in ended if history is not None and history.count]:
             nothing = TokenTree.roots([history.view.tokens[-1] for history in told])
             weigh(self._library, told, nothing, None, array("d", [0.0]))
 
-    def renew(self, application: str | None) -> None:
-        """See `DraftBudget.renew`: what was counted says nothing of its drafts."""
+    def renew(self, application: str | None, expected: float | None = None) -> None:
+        """See `DraftBudget.renew`: what was counted says little of its drafts."""
         self._keys, left = [], self._kinds.pop(application, None)
         self._histories = {key: history for key, history in self._histories.items() if history.kind is not left}
+        if left is not None:
+            self._kinds[application] = left.renewed(expected)
 
     # -- what it says
 

@@ -66,8 +66,12 @@ class DraftBudget:
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """These sequences have ended."""
 
-    def renew(self, application: str | None) -> None:
-        """Another drafter drafts for the requests of an application from now on (None: for those without one)."""
+    def renew(self, application: str | None, expected: float | None = None) -> None:
+        """Another drafter drafts for the requests of an application from now on (None: for those without one).
+
+        Args:
+            expected: tokens of a draft of it that are accepted, as far as that is known.
+        """
 
     def reason(self) -> str | None:
         """Why nothing is drafted at all, known before the first step; None where something may be."""

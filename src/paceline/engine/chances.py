@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
-from math import exp
+from math import exp, inf
 from operator import mul
 from typing import Any
 
@@ -36,6 +36,7 @@ SHIFT = 0.25  # how far one observation moves a sequence's log odds
 FADE = 0.98  # of a sequence's shift, at every observation: a text changes its nature
 MOST_SHIFT = 3.0
 FIRST_GAIN = 2.5  # tokens that the first ask of a source is taken to bring: hopeful enough for a try
+HORIZON = 32  # tokens over which catching up must pay; fewer where answers are shorter, half of those that are left
 TRUSTED = 16  # asks of its kind that a new request's own are added to, at most: few of them mislead
 QUICKEST = 0.08  # least weight of an ask in what its sequence's asks bring
 KIND_RATE = 1 / 256  # least weight of an ask in what a kind's asks bring: several requests, not the last text
@@ -61,6 +62,14 @@ class Chances:
         hits = table[cell] = MEMORY * table[cell] + right
         tries = table[CELLS + cell] = MEMORY * table[CELLS + cell] + 1
         table[2 * CELLS + cell] = (hits + 0.01) / (tries - hits + 0.01)
+
+    def doubted(self) -> Chances:
+        """The same odds, of as many observations as a drafter's own estimate is worth."""
+        fresh = Chances()
+        for cell in range(CELLS):
+            fresh.table[cell] = PRIOR * self.table[cell] / self.table[CELLS + cell]
+            fresh.table[2 * CELLS + cell] = self.table[2 * CELLS + cell]
+        return fresh
 
     def by_depth(self) -> list[float]:
         """For depths 1, 2, 3-4, 5-8 and beyond, how often a node was right whose parent was, of those met lately."""
@@ -103,6 +112,21 @@ class RequestKind:
 
     chances: list[Chances]  # by source mark
     gains: dict[tuple[int, int], AskGain] = field(default_factory=dict)  # by source and bucket of batch sizes
+    first_gain: float = FIRST_GAIN  # that asks are taken to bring
+    usual: float = inf  # tokens of an answer
+    answers: int = 0  # that are counted in it
+
+    def ended(self, tokens: int) -> None:
+        """An answer of so many tokens has ended."""
+        self.answers += 1
+        self.usual = tokens if self.answers == 1 else self.usual + max(1 / self.answers, 1 / 64) * (tokens - self.usual)
+
+    def renewed(self, gain: float | None) -> RequestKind:
+        """The same requests, drafted for by another drafter: what was counted stands until that one is met. A drafter
+        that has hardly learned thinks too well of its own drafts."""
+        first = FIRST_GAIN if gain is None else gain
+        chances = [each.doubted() for each in self.chances]
+        return RequestKind(chances, first_gain=first, usual=self.usual, answers=self.answers)
 
 
 class History:
@@ -150,7 +174,15 @@ class History:
         """The batch sizes are now those of a bucket, in which asks are worth something else."""
         if self.bucket != size:
             self.bucket, known = size, self.kind.gains
-            self.gains = [known.setdefault((source, size), AskGain()) for source in range(len(self.seen))]
+            fresh = self.kind.first_gain
+            self.gains = [known.setdefault((source, size), AskGain(fresh)) for source in range(len(self.seen))]
+
+    def asks_left(self, source: int) -> float:
+        """Asks of a source over which catching up with the text must pay."""
+        tokens = min(HORIZON, self.kind.usual)
+        if self.view.max_len is not None:
+            tokens = min(tokens, (self.view.max_len - len(self.view.tokens)) // 2)
+        return max(1.0, tokens / (1 + max(1.0, self.gains[source].gain)))
 
     def learn(self, source: int, gain: float, open_: float) -> None:
         """An ask brought so many tokens; the sequence's own means begin with its first."""

@@ -72,17 +72,17 @@ class SlotFile:
                 os.pwrite(handle, own, 0)
             elif found.st_size != size or os.pread(handle, HEADER.size, 0) != own:
                 raise ConfigError(asked, f"{self.path.name} is no ring of this version", _REMEDY)
-            self._map = mmap.mmap(handle, size)
-        finally:
+            self._map = mmap.mmap(handle, size, access=mmap.ACCESS_READ)
+        except BaseException:
             os.close(handle)
+            raise
+        self._handle = handle
 
     def put(self, number: int, values: bytes) -> None:
-        """Write a slot."""
-        at = HEADER.size + number % self.slots * self.bytes
-        head = SLOT.pack(0, len(values), number)  # what is read from now on fails its checksum
-        self._map[at : at + SLOT.size] = head
-        self._map[at + SLOT.size : at + SLOT.size + len(values)] = values
-        self._map[at : at + COUNT.size] = COUNT.pack(crc32(values, crc32(head[COUNT.size :])))
+        """Write a slot. By a call, in which other threads run on: a page of a map may have to be waited for."""
+        head = SLOT.pack(0, len(values), number)[COUNT.size :]
+        slot = COUNT.pack(crc32(values, crc32(head))) + head + values
+        os.pwrite(self._handle, slot, HEADER.size + number % self.slots * self.bytes)
 
     def get(self, slot: int) -> tuple[int, bytes] | None:
         """Number and values in a slot; None where it is empty or not whole."""
@@ -96,6 +96,7 @@ class SlotFile:
     def close(self) -> None:
         """Let go of the file."""
         self._map.close()
+        os.close(self._handle)
 
 
 class Ring(SlotFile):

@@ -31,7 +31,7 @@ from ..engine.engine import Engine
 from ..engine.live import LiveRequest
 from . import files
 from .ring import PROMPT, Ring, StateRing
-from .states import StateCollector
+from .states import CollectedStates, StateCollector
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class Learning:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped, self._ended = False, Event()
         self._tried = 0
+        self._to_keep: deque[tuple[list[int], list[int], CollectedStates | None]] = deque()
         self._thread = Thread(target=self._watch, name="paceline-learning", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -127,11 +128,8 @@ class Learning:
         if not live.store or not whole or len(state.token_ids) < 2:
             self.left_out += 1
             return
-        number = self.ring.add(list(request.prompt_ids), list(state.token_ids))
+        self._to_keep.append((list(request.prompt_ids), list(state.token_ids), states))
         self.kept += 1
-        if states is not None:
-            first, rows = states
-            self.states.add(number, first - max(0, len(request.prompt_ids) - PROMPT), rows)
 
     def _between(self) -> None:
         for one in self._lanes.values():
@@ -154,7 +152,7 @@ class Learning:
         self._good = dict(vars(self.part))
         self.before, self.number, self.taken = self.number, number, self.taken + 1
         _become(self.part, vars(fresh) | {"witness": self._collector.observe})
-        self.engine.budget.renew(self.application)
+        self.engine.budget.renew(self.application, self.last_check["is"])
         log.info("drafter %d takes over: %s", number, json.dumps(self.last_check))
 
     def _fell(self) -> bool:
@@ -167,7 +165,7 @@ class Learning:
         refused = [*files.read(self.folder / files.REFUSED, []), self.number]
         log.warning("drafter %d is accepted less than the one before it, which returns", self.number)
         _become(self.part, self._good)
-        self.engine.budget.renew(self.application)
+        self.engine.budget.renew(self.application, fmean(self._accepted[self.before]) - 1)
         self.number, self._good, self.returned = self.before, None, self.returned + 1
         try:
             files.write(self.folder / files.REFUSED, refused)
@@ -181,6 +179,7 @@ class Learning:
         idle, again, wait, seen = monotonic(), 0.0, AGAIN_S / 2, 0
         while not self._ended.wait(LOOK_S):
             now = monotonic()
+            self._keep()
             if self.engine.live:
                 idle = now
             elif now - idle > IDLE_S and self._stopped:
@@ -195,6 +194,19 @@ class Learning:
                 self._look()
             except Exception as error:  # a drafter that cannot be used: what serves now goes on
                 log.warning("an offer of the learner is refused: %s", error)
+
+        self._keep()
+
+    def _keep(self) -> None:
+        """Write down the requests that have ended."""
+        while self._to_keep:
+            prompt, answer, states = self._to_keep.popleft()
+            try:
+                number = self.ring.add(prompt, answer)
+                if states is not None:
+                    self.states.add(number, states.start - max(0, len(prompt) - PROMPT), states.bits())
+            except OSError as error:
+                log.warning("a request cannot be kept: %s", error)
 
     def _look(self) -> None:
         """Make a drafter of a new offer."""
@@ -239,6 +251,7 @@ class Learning:
         for one in self._lanes.values():
             if one is not self:
                 one.close()
+        self._thread.join()
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             process.kill()

@@ -14,12 +14,16 @@ from .ring import ANSWER, PROMPT
 
 
 @dataclass(slots=True)
-class _Collected:
+class CollectedStates:
     """States of the tokens at positions start .. stop - 1 of a text."""
 
     start: int
     stop: int
     states: list[Tensor] = field(default_factory=list)
+
+    def bits(self) -> np.ndarray:
+        """[stop - start, d] the states, as bits of bfloat16."""
+        return torch.cat(self.states).to("cpu", torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
 class StateCollector:
@@ -31,7 +35,7 @@ class StateCollector:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._texts: dict[int, _Collected] = {}
+        self._texts: dict[int, CollectedStates] = {}
 
     def observe(self, step: StepFeatures) -> None:
         """Note the states that a pass showed; as `Drafter.observe`."""
@@ -39,24 +43,22 @@ class StateCollector:
         if shown is not None:
             for view, rows, first in zip(step.sequences, step.hidden_rows, step.first, strict=True):
                 if rows.stop > rows.start:
-                    self._note(view, first, shown[rows])
+                    self._note(view, first, shown, rows)
 
-    def _note(self, view: SequenceView, first: int, states: Tensor) -> None:
+    def _note(self, view: SequenceView, first: int, shown: Tensor, rows: slice) -> None:
         text = self._texts.get(view.key)
         if text is None or text.stop < min(first, view.prompt_len):  # a gap in the prompt, behind which all is anew
             start = max(first, view.prompt_len - PROMPT)
-            text = self._texts[view.key] = _Collected(start, start)
+            text = self._texts[view.key] = CollectedStates(start, start)
             if len(self._texts) > self.most:
                 del self._texts[next(iter(self._texts))]
-        end = min(first + len(states), view.prompt_len + ANSWER - 1)
+        end = min(first + rows.stop - rows.start, view.prompt_len + ANSWER - 1)
         if first <= text.stop < end:  # a gap in the answer ends it; after a preemption rows come again
-            text.states.append(states[text.stop - first : end - first].clone())
+            at = rows.start - first
+            text.states.append(shown[at + text.stop : at + end].clone())
             text.stop = end
 
-    def take(self, key: int) -> tuple[int, np.ndarray] | None:
-        """Position of the first state of a text and the states [rows, d], as bits; None: there is none. They are
-        forgotten."""
+    def take(self, key: int) -> CollectedStates | None:
+        """The states of a text, which are forgotten here; None: there are none."""
         text = self._texts.pop(key, None)
-        if text is None or not text.states:
-            return None
-        return text.start, torch.cat(text.states).to("cpu", torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        return text if text is not None and text.states else None
