@@ -4,8 +4,12 @@
     python tools/reached.py > src/paceline/adapt/reached.toml
 
 A run that went on from another one's result counts the tokens of both. ``accepted`` is the mean over the run's held-out
-domains. ``first`` is the share of it that is left on the first 128 tokens of answers, where somebody measured both
-(docs/measured/smollm2.md, "These figures flatter").
+domains, of a chain at every place of their answers. ``used`` is what the engine's drafts of the last drafter accept
+over the last ``accepted``, and ``nodes`` how many such a draft has: of the reports of `paceline adapt`, or, where its
+budget drafted next to nothing and for the zoo's, of
+
+    paceline bench --model MODEL --method "DRAFTER;budget=NODES" --workload spec_bench --workload humaneval
+        --workload wikisql --workload books --workload gsm8k --prompts 8 --repeats 1 --max-new-tokens 128
 """
 
 from __future__ import annotations
@@ -16,16 +20,16 @@ from pathlib import Path
 RECIPES = Path(__file__).resolve().parents[1] / "zoo" / "recipes"
 SMALL, SMOLLM = ("paceline-small", 24_388_992), ("smollm2-135m", 134_515_008)
 GEMMA = ("gemma-3-270m", 268_042_240)
-RUNS = (  # kind, target, tokens ahead, what it began as, logs one behind the other, share on first tokens
-    ("eagle", SMOLLM, 3, "target", ["smollm2-135m/eagle.jsonl", "smollm2-135m/eagle-2.jsonl"], 0.74),
-    ("lyanna", SMOLLM, 3, "target", ["smollm2-135m/lyanna-2.jsonl", "smollm2-135m/lyanna-3.jsonl"], 1.0),
-    ("medusa", SMOLLM, 3, "random", ["smollm2-135m/medusa-trial.jsonl"], 0.74),
-    ("draft_model", SMOLLM, 4, "target", ["smollm2-135m/draft.jsonl"], 1.0),
-    ("eagle", GEMMA, 3, "random", ["adapt/gemma-3-270m-eagle.jsonl", "adapt/gemma-3-270m-eagle-2.jsonl"], 1.0),
-    ("eagle", SMALL, 3, "random", ["logs/eagle.jsonl", "logs/eagle-2.jsonl"], 1.0),
-    ("lyanna", SMALL, 3, "random", ["logs/lyanna.jsonl", "logs/lyanna-2.jsonl"], 1.0),
-    ("medusa", SMALL, 4, "random", ["logs/medusa.jsonl"], 1.0),
-    ("draft_model", SMALL, 4, "random", ["logs/paceline-small-draft.jsonl", "logs/paceline-small-draft-2.jsonl"], 1.0),
+RUNS = (  # kind, target, tokens ahead, what it began as, log and how many follow each other, share that is used, nodes
+    ("eagle", SMOLLM, 3, "target", "smollm2-135m/eagle", 2, 0.49, 2.9),
+    ("lyanna", SMOLLM, 3, "target", "adapt/smollm2-135m-lyanna", 2, 1.73, 9.9),
+    ("medusa", SMOLLM, 3, "random", "smollm2-135m/medusa", 1, 0.9, 4.0),
+    ("draft_model", SMOLLM, 4, "target", "smollm2-135m/draft", 1, 0.72, 3.9),  # not measured: as of the small target
+    ("eagle", GEMMA, 3, "random", "adapt/gemma-3-270m-eagle", 2, 1.08, 7.0),
+    ("eagle", SMALL, 3, "target", "adapt/paceline-small-eagle", 2, 0.89, 6.4),
+    ("lyanna", SMALL, 3, "target", "adapt/paceline-small-lyanna", 2, 0.82, 4.6),
+    ("medusa", SMALL, 3, "random", "adapt/paceline-small-medusa", 2, 1.0, 5.9),
+    ("draft_model", SMALL, 4, "random", "adapt/paceline-small-draft_model", 2, 0.72, 3.9),
 )
 
 
@@ -47,9 +51,11 @@ def points(logs: list[str]) -> list[tuple[int, float]]:
 def main() -> None:
     """Write the table."""
     print("# What each kind of drafter reaches after so many tokens of training. Made by tools/reached.py: see there.")
-    for kind, (target, parameters), depth, start, logs, first in RUNS:
+    for kind, (target, parameters), depth, start, log, parts, used, nodes in RUNS:
+        logs = [f"{log}.jsonl", *(f"{log}-{part}.jsonl" for part in range(2, parts + 1))]
         print(f'\n[[run]]\nkind = "{kind}"\ntarget = "{target}"\nparameters = {parameters}  # of the target')
-        print(f'depth = {depth}  # tokens ahead\nstart = "{start}"\nfirst = {first}  # share left on first tokens')
+        print(f'depth = {depth}  # tokens ahead\nstart = "{start}"')
+        print(f"used = {used}  # share of it that drafts of so many nodes accept\nnodes = {nodes}")
         print(f'source = "zoo/recipes: {", ".join(logs)}"')
         print("reached = [" + ", ".join(f"[{n}, {value}]" for n, value in points(logs)) + "]")
 

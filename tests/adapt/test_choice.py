@@ -22,7 +22,8 @@ from paceline.adapt.choice import (
 )
 from paceline.adapt.config import KINDS
 
-SPEEDS = Speeds(score=1000.0, train=2000.0, draft_ms=1.0, depth=3)
+SPEEDS = Speeds(score=1000.0, train=2000.0, steps=[(1.0, 1.1), (3.0, 1.2), (6.0, 1.3), (12.0, 1.6)], depth=3)
+DEAR = replace(SPEEDS, steps=[(nodes, 3.0 * took) for nodes, took in SPEEDS.steps])
 SURVEY = Survey(
     chain=[(1, 10.0), (2, 10.2), (4, 11.0), (8, 13.0)],
     plain=[(1, 10.0), (8, 14.0)],
@@ -62,10 +63,10 @@ def test_what_is_reached_lies_on_the_log_and_goes_on_as_it_rose() -> None:
     run = nearest("eagle", 135_000_000)
     assert run["target"] == "smollm2-135m" and nearest("eagle", 30_000_000)["target"] == "paceline-small"
     tokens, value = run["reached"][4]
-    assert reached(run, tokens) == pytest.approx(value * run["first"])
+    assert reached(run, tokens) == pytest.approx(value * run["used"])
     assert reached(run, 10) == 0.0
     last = run["reached"][-1]
-    assert last[1] * run["first"] < reached(run, 2 * last[0]) <= reached(run, 100 * last[0]) < 3
+    assert last[1] * run["used"] < reached(run, 2 * last[0]) <= reached(run, 100 * last[0]) < 3
 
 
 def test_the_time_is_what_answers_scores_and_training_take() -> None:
@@ -78,15 +79,20 @@ def test_the_time_is_what_answers_scores_and_training_take() -> None:
 def test_the_kind_that_is_expected_to_pay_most_comes_first() -> None:
     """More time, more tokens, more worth; a dearer draft is worth less; no forecast is below look-ups."""
     first, second = forecasts(SURVEY, 7200.0)
-    assert (first.kind, second.kind) == ("eagle", "medusa") and first.hybrid > second.hybrid >= SURVEY.lookup_speed
-    assert 1 < first.alone < first.hybrid and 0 < first.accepted < first.depth <= 3
+    assert (first.kind, second.kind) == ("eagle", "medusa") and first.hybrid >= second.hybrid >= SURVEY.lookup_speed
+    assert 1 < second.alone < first.alone < first.hybrid and 0 < first.accepted < 3 and 1 <= first.nodes <= 12
+    assert first.alone >= (1 + first.accepted) / first.step  # at other nodes, where look-ups do not stand beside
     longer = forecasts(SURVEY, 72_000.0)[0]
     assert longer.tokens > 5 * first.tokens and longer.hybrid > first.hybrid
-    dear = replace(SURVEY, kinds={"eagle": replace(SPEEDS, draft_ms=30.0)})
+    dear = replace(SURVEY, kinds={"eagle": DEAR})
     assert forecasts(dear, 7200.0)[0].hybrid == SURVEY.lookup_speed  # it would be slower, and is left out
-    known = replace(SURVEY, lookup_speed=8.0, kinds={"medusa": replace(SPEEDS, draft_ms=3.0), "eagle": SPEEDS})
+    known = replace(SURVEY, lookup_speed=8.0, kinds={"medusa": DEAR, "eagle": SPEEDS})
     equal = forecasts(known, 7200.0)
     assert equal[0].hybrid == equal[1].hybrid == 8.0 and equal[0].alone > equal[1].alone
+    for factor, better in ((1.2, "eagle"), (1.5, "medusa")):  # of two about as good the one of which more is accepted
+        slower = replace(SPEEDS, steps=[(nodes, factor * took) for nodes, took in SPEEDS.steps])
+        one, other = forecasts(replace(known, kinds={"eagle": slower, "medusa": SPEEDS}), 7200.0)
+        assert one.kind == better and (one.alone < other.alone) == (better == "eagle")
 
 
 def test_beside_look_ups_a_drafter_is_worth_what_they_do_not_know() -> None:

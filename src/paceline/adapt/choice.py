@@ -2,10 +2,12 @@
 
     tokens learned  from measured speeds of answering, scoring and training, and the time
     accepted        from those, by what drafters of the kind reached (`reached.toml`), of the target nearest in size
-    times plain     tokens a pass, over what draft and pass take beside one row, which is measured
+    times plain     tokens a pass, over what steps take that draft so many nodes, which is measured
 
-The chance that a drafted token is accepted is taken to be the same at every depth (`planning.acceptance`). Beside
-look-ups, where those are right a drafter is taken to be right, too: what it is worth there is not counted twice.
+The table's figures are of checks, which count a chain at every place of a text; what the engine's trees accept of such
+a drafter was measured beside them, at the nodes that the budget chose. Of fewer nodes it is less, as the logarithm of
+their number. Beside look-ups, where those are right a drafter is taken to be right, too: what it is worth there is not
+counted twice.
 """
 
 from __future__ import annotations
@@ -21,10 +23,9 @@ from typing import Any
 import numpy as np
 
 from ..engine.costs import CostTable
-from ..planning.acceptance import Acceptance, accept_of
-from ..planning.throughput import RoundCost
 
 EPOCHS = 3.0  # times that each answer is learned from
+CLOSE = 0.9  # of the best, above which another kind may be as good: measurements of a few seconds are no better
 CERTAIN = 0.9  # most that a forecast takes a chance to be
 SLOPE_DECADES = 0.5  # beyond a run's end its last slope goes on for so many decades of tokens
 
@@ -35,8 +36,8 @@ class Speeds:
 
     score: float  # tokens a second of the target's words on disk
     train: float  # tokens a second of training
-    draft_ms: float  # a draft of `depth` tokens
-    depth: int
+    steps: Sequence[tuple[float, float]]  # nodes that are drafted, and what such a step takes, in plain steps
+    depth: int  # tokens ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,8 @@ class Forecast:
     """One kind, and what is expected of it; ready for JSON."""
 
     kind: str
-    depth: int  # tokens that it drafts
+    nodes: int  # that it drafts
+    step: float  # what such a step takes, in plain steps
     tokens: int  # of answers and prompts that it is trained on, each epoch counted
     answers: int  # tokens of answers that are asked for
     accepted: float  # of a draft, on average
@@ -85,43 +87,50 @@ class Forecast:
 
 
 def forecasts(survey: Survey, seconds: float) -> list[Forecast]:
-    """Every kind that was measured, the one expected to pay most first; alone, where that is equal beside look-ups.
+    """Every kind that was measured, the one to be made first.
+
+    That is the one expected to pay most beside look-ups. What steps take differs from moment to moment, so kinds that
+    are as good but for `CLOSE` are ranked by what they are worth alone, and those that are that, too, by what is
+    accepted of them.
 
     Args:
         seconds: for answers, scores and training.
     """
     found = [forecast(survey, kind, speeds, seconds) for kind, speeds in survey.kinds.items()]
-    return sorted(found, key=lambda made: (-made.hybrid, -made.alone))
+    found.sort(key=lambda made: -made.hybrid)
+    near = [made for made in found if made.hybrid >= CLOSE * found[0].hybrid]
+    alone = max((made.alone for made in near), default=1.0)
+    first = max((made for made in near if made.alone >= CLOSE * alone), key=lambda made: made.accepted, default=None)
+    return sorted(found, key=lambda made: made is not first)
 
 
 def forecast(survey: Survey, kind: str, speeds: Speeds, seconds: float) -> Forecast:
-    """One kind, at the depth that pays most."""
+    """One kind, with so many nodes as pay most."""
     answers = answer_tokens(survey, speeds, seconds)
     tokens = round(EPOCHS * survey.prompt_share * answers)
     run = nearest(kind, survey.parameters)
-    accepted = reached(run, tokens)
-    chance = min(CERTAIN, accept_of(min(1 + accepted, run["depth"] + 1), run["depth"]))
-    guess, table, ways = Acceptance(accept=chance, source=run["source"]), survey.costs, []
-    for depth in range(1, speeds.depth + 1):
-        draft = speeds.draft_ms * depth / speeds.depth
-        cost = RoundCost(plain=table.chain_ms(1), draft=draft, verify=table.chain_ms(1 + depth))
-        tau = guess.tokens(depth)
-        round_passes = tau / cost.multiplier(tau)
-        ways.append((beside_look_ups(survey, tau, depth, round_passes), cost.multiplier(tau), depth, tau - 1))
-    hybrid, alone, depth, drafted = max(ways)
+    most = min(CERTAIN * run["depth"], reached(run, tokens))
+    counts, took = zip(*speeds.steps, strict=True)
+    ways = []
+    for nodes in range(1, round(counts[-1]) + 1):
+        tau = 1 + min(most * min(1.0, math.log1p(nodes) / math.log1p(run["nodes"])), float(nodes))
+        step = float(np.interp(nodes, counts, took))
+        ways.append((beside_look_ups(survey, tau, min(nodes, run["depth"]), step), tau / step, nodes, tau - 1, step))
+    hybrid, alone, nodes, accepted, step = max(ways)
     return Forecast(
         kind=kind,
-        depth=depth,
+        nodes=nodes,
+        step=step,
         tokens=tokens,
         answers=answers,
-        accepted=drafted,
-        alone=max(1.0, alone),
+        accepted=accepted,
+        alone=max(1.0, max(way[1] for way in ways)),
         hybrid=max(1.0, survey.lookup_speed, hybrid),
         source=f"{run['target']} ({run['source']})",
     )
 
 
-def beside_look_ups(survey: Survey, tau: float, depth: int, round_passes: float) -> float:
+def beside_look_ups(survey: Survey, tau: float, depth: int, step: float) -> float:
     """Times plain decoding of a drafter and look-ups together.
 
     Where look-ups are right the drafter is taken to be right to its depth, and the look-up drafts; elsewhere the
@@ -132,15 +141,15 @@ def beside_look_ups(survey: Survey, tau: float, depth: int, round_passes: float)
 
     Args:
         tau: tokens a pass of the drafter alone.
-        round_passes: what its draft and its pass take, in passes of one row.
+        step: what a step with its draft takes, in plain steps.
     """
     copied, other = survey.copied, 1 - survey.copied
-    seconds = 1 / survey.lookup_speed  # of a token, in passes of one row
+    seconds = 1 / survey.lookup_speed  # of a token, in plain steps
     if other <= 0:
         return survey.lookup_speed
     looked = max(copied / survey.copied_tokens, seconds - other)  # where look-ups are right
     passes = max(other / (depth + 1), min(other, 1 / tau - copied / (depth + 1)))
-    return 1 / (looked + passes * round_passes)
+    return 1 / (looked + passes * step)
 
 
 def answer_tokens(survey: Survey, speeds: Speeds, seconds: float) -> int:
@@ -169,7 +178,7 @@ def nearest(kind: str, parameters: int) -> dict[str, Any]:
 
 
 def reached(run: Mapping[str, Any], tokens: float) -> float:
-    """Accepted tokens of a draft after so many tokens of training.
+    """Accepted tokens of the engine's drafts, of the run's ``nodes``, after so many tokens of training.
 
     On a line over the logarithm of tokens, from 0 at a tenth of the first ones; beyond the end as it rose at last.
     """
@@ -180,7 +189,7 @@ def reached(run: Mapping[str, Any], tokens: float) -> float:
     if at > places[-1]:
         back = float(np.interp(places[-1] - SLOPE_DECADES, places, values))
         found += (values[-1] - back) * min(1.0, (at - places[-1]) / SLOPE_DECADES)
-    return found * float(run["first"])
+    return found * float(run["used"])
 
 
 # -- whether going on is worth it

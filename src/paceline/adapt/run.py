@@ -38,7 +38,7 @@ from .choice import EPOCHS, Forecast, Survey, forecasts
 from .config import KINDS, AdaptConfig
 from .folder import REPORT, leave
 from .prompts import Questions, collect, write_prompts
-from .training import ROWS, Making, train
+from .training import PROBED, ROWS, Making, train
 from .work import FULL, RunFolder
 
 ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
@@ -168,7 +168,8 @@ class Adaptation:
 
     def _try_kinds(self, few: list[tuple[int, ...]]) -> dict[str, Any]:
         names = [self.config.kind] if self.config.kind else list(KINDS[:3])
-        tried = SourceSpec(file=str(self._file("answers", f"{GIVEN}-0.jsonl")), answer_tokens=self.answer)
+        file, enough = str(self._file("answers", f"{GIVEN}-0.jsonl")), PROBED * ROWS * self.room
+        tried = SourceSpec(file=file, answer_tokens=self.answer, max_tokens=enough)
         making = replace(self.making(names[0]), sources=[tried], held_out=())
         seconds = TRYING * self.work.allowed_s
         place = self.work.folder / "probe"
@@ -402,17 +403,16 @@ def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[
         speeds = known.kinds[each.kind]
         lines.append(
             f"{each.kind}: {each.hybrid:.2f} times plain expected beside look-ups ({each.alone:.2f} alone): about "
-            f"{each.accepted:.2f} accepted of {each.depth} drafted in "
-            f"{speeds.draft_ms * each.depth / speeds.depth:.2f} ms, "
+            f"{each.accepted:.2f} accepted of {each.nodes} drafted, in a step of {each.step:.2f} plain ones, "
             f"after {each.tokens:,} tokens at {speeds.train:,.0f} a second, as reached on {each.source}"
         )
     lines += [f"{name}: not considered ({why})" for name, why in known.missing.items()]
     if run.config.kind:
         why = "as asked"
     elif plan.hybrid > max(1.0, known.lookup_speed):
-        why = "it is expected to pay most"
+        why = "it is expected to pay most, or as much, with more of its drafts accepted"
     else:
-        why = "though none is expected to add to look-ups; alone it is expected to pay most"
+        why = "though none is expected to add to look-ups; alone it is expected to pay most, or as much"
     lines.append(f"chosen: {plan.kind}, {why}; {plan.answers:,} tokens of answers, done in {_time(run.work.left_s)}")
     return lines
 

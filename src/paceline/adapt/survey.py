@@ -6,9 +6,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import exp, log
+from operator import truediv
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from time import monotonic
 from typing import Any
 
@@ -24,7 +26,7 @@ from .training import Making, probe
 
 REPEATS, ROWS, BATCHES, CONTEXTS = 5, (1, 2, 3, 4, 6, 8, 16), (1, 4, 8), (128, 512)
 LOOKED, LOOKED_LEAST = 40, 4  # prompts that look-ups are tried on: so many where there is time, and so many in any case
-TIMED, TIMED_TOKENS = 3, 24  # prompts that a drafter is timed on
+TIMED, TIMED_TOKENS = 8, 32  # prompts that a drafter is timed on
 LOOKUP = "suffix"
 
 
@@ -80,17 +82,32 @@ def beside(llm: LLM, drafter: str, **options: Any) -> LLM:
     return LLM(**same, share=llm, drafter=drafter, max_sequences=1, **options)
 
 
-def ask(llm: LLM, ids: Sequence[int], most: int) -> RequestOutput:
+def ask(llm: LLM, ids: Sequence[int], most: int, **options: Any) -> RequestOutput:
     """One greedy answer, for which nothing of an earlier one is found."""
     llm.forget()
-    return llm.generate({"prompt_token_ids": list(ids)}, SamplingParams(temperature=0, max_tokens=most))[0]
+    return llm.generate({"prompt_token_ids": list(ids)}, SamplingParams(temperature=0, max_tokens=most, **options))[0]
 
 
-def draft_ms(llm: LLM, drafter: str, prompts: Sequence[Sequence[int]], depth: int) -> float:
-    """Milliseconds of a draft of ``depth`` tokens."""
-    other = beside(llm, drafter, budget=depth)
-    found = [ask(other, ids, TIMED_TOKENS).stats for ids in prompts[: TIMED + 1]][1:]  # the first one warms up
-    return sum(s.draft_ms for s in found) / max(1, sum(s.passes for s in found))
+def steps(llm: LLM, drafter: str, prompts: Sequence[Sequence[int]], depth: int) -> list[tuple[float, float]]:
+    """What steps take that draft so many nodes, in plain steps of the same turn: drafts, passes and all around them.
+
+    Args:
+        depth: tokens ahead that the drafter drafts. Trees are timed of so many nodes, and of more.
+    """
+    engines = [llm, *(beside(llm, drafter, budget=nodes) for nodes in (1, depth, 2 * depth, 4 * depth))]
+    times: list[list[float]] = [[] for _ in engines]
+    nodes: list[list[float]] = [[] for _ in engines]
+    for ids in prompts[: TIMED + 1]:
+        for k, each in enumerate(engines):
+            stats = ask(each, ids, TIMED_TOKENS, ignore_eos=True).stats
+            passes = max(1, stats.passes - 1)  # the prompt's is not counted
+            times[k].append((stats.elapsed_ms - (stats.ttft_ms or 0.0)) / passes)
+            nodes[k].append(stats.drafted / passes)
+    plain, *others = [own[1:] for own in times]  # the first one warms up
+    ratios = [median(map(truediv, own, plain)) for own in others]
+    found = sorted((fmean(own[1:]), took) for own, took in zip(nodes[1:], ratios, strict=True))
+    least = [*accumulate([took for _, took in reversed(found)], min)]  # fewer nodes take no longer than more
+    return [(count, took) for (count, _), took in zip(found, reversed(least), strict=True)]
 
 
 def kinds(
@@ -135,6 +152,6 @@ def _kind(llm: LLM, making: Making, place: Path, prompts: Sequence[Sequence[int]
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
         result, speeds = probe(making, place)
-        return speeds | {"draft_ms": draft_ms(llm, f"{making.kind}:{result}", prompts, speeds["depth"])}
+        return speeds | {"steps": steps(llm, f"{making.kind}:{result}", prompts, speeds["depth"])}
     finally:
         shutil.rmtree(place, ignore_errors=True)

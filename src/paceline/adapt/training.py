@@ -145,6 +145,8 @@ def probe(making: Making, out: Path) -> tuple[Path, dict[str, Any]]:
 
     speeds: list[float] = []
     making = replace(making, cache=out / "states")
+    if "start" in options_of(making):  # what it begins as changes none of these speeds, and takes a while to be made
+        making = replace(making, options={**making.options, "start": "random"})
     making, job, trainer = trainable(making, out, config_of(making, PROBED, evaluate_every=0), said)
     _run(trainer, TrainingPace(lambda: math.inf, 0.0, lambda figures: speeds.append(figures["tokens_per_s"])))
     depth = int(job.options.get("depth", job.options.get("heads", 4) if making.kind == "medusa" else 4))
