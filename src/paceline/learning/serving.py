@@ -39,6 +39,7 @@ LOOK_S = 0.1  # between two looks at engine, learner and offers
 IDLE_S = 0.5  # without a request, before the learner goes on
 AGAIN_S, AGAIN_MOST_S = 1.0, 300.0  # before a learner that died is started again: twice as long each time that it
 # did so without having learned anything
+WAITING = 256  # requests that have ended and are not written down yet; of more the oldest are left out
 WINDOW = 64  # requests behind which two drafters are compared at work
 WORSE = 0.9  # of what was accepted before, below which the one before returns
 
@@ -88,7 +89,7 @@ class Learning:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped, self._ended = False, Event()
         self._tried = 0
-        self._to_keep: deque[tuple[list[int], list[int], CollectedStates | None]] = deque()
+        self._to_keep: deque[tuple[list[int], list[int], CollectedStates | None]] = deque(maxlen=WAITING)
         self._thread = Thread(target=self._watch, name="paceline-learning", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -194,7 +195,6 @@ class Learning:
                 self._look()
             except Exception as error:  # a drafter that cannot be used: what serves now goes on
                 log.warning("an offer of the learner is refused: %s", error)
-
         self._keep()
 
     def _keep(self) -> None:
