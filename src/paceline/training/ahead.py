@@ -13,7 +13,7 @@ from .losses import SoftTarget, TargetHidden, TargetTop
 from .multistream import CarrierRows
 
 TOP = 3  # children of a node that the simulated tree counts
-EVALUATED_LOGITS = 2**21  # elements held at a time
+EVALUATED_LOGITS = 2**24  # elements held at a time: a head is read once for all rows of them
 
 
 @dataclass(frozen=True, slots=True)

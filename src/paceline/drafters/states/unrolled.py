@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.options import check, option
-from ...network.hot import hot_share, masked, places_of
+from ...network.hot import hot_share, places_of
 from ...training.ahead import EVALUATED_LOGITS, argmax, no_loss, said_at
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states, top_tokens
@@ -239,7 +239,7 @@ class UnrolledRecipe:
         hidden, head = self._logit_factors(state, ahead)
         if self.hot is not None:
             assert isinstance(said, TargetTop), "the options ask for likeliest tokens"
-            head, said = F.pad(head[self.hot], (0, 0, 0, 1)), said.within(self._places)
+            said = said.within(self._places)
         given = state, true, hidden, head, said, weights
         loss = mse_cross_entropy(*given, alpha=o.alpha, beta=o.beta, frozen=state.shape[1])
         with torch.no_grad():
@@ -251,13 +251,17 @@ class UnrolledRecipe:
         """The logits of predicted ``states`` [R, d] as a product, l' = h W_head + RMSNorm(E'(t)) (Lyanna, section 4.1).
 
         Returns:
-            [R, d + r] and [V, d + r], of which the first d columns are the target's own.
+            [R, d + r] and [V, d + r], of which the first d columns are the target's own. Where there are hot tokens, of
+            them alone, and a row of zeros for all others together.
         """
-        head, info = self.target.head_weight, self.module.info
+        info = self.module.info
+        rows = [self.target.head_weight] if info is None else [self.target.head_weight, info.table()]
+        if self.hot is not None:
+            rows = [F.pad(part[self.hot], (0, 0, 0, 1)) for part in rows]
         if info is None:
-            return states, head
+            return states, rows[0]
         u = info.factors(self.embed(ahead.tokens), ahead.tokens)
-        return torch.cat((states, u.to(states.dtype)), 1), torch.cat((head, info.table()), 1)
+        return torch.cat((states, u.to(states.dtype)), 1), torch.cat(rows, 1)
 
     def _noised(self, true: Tensor, generator: torch.Generator) -> Tensor:
         """With uniform noise, so that the drafter's own errors are met in training (EAGLE, section 4.2)."""
@@ -288,8 +292,8 @@ class UnrolledRecipe:
         return figures
 
     def _known(self, domain: str) -> list[tuple[Tensor, Tensor]]:
-        """Features [B, T, d] and the target's likeliest tokens [B, T]: it is frozen, so one pass serves all
-        evaluations."""
+        """Features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be said. It is frozen, so
+        one pass serves all evaluations."""
         if domain not in self._held:
             device = self.target.head_weight.device
             self._held[domain] = [self._say(batch.to(device)) for batch in self.held_out[domain]]
@@ -298,7 +302,9 @@ class UnrolledRecipe:
     def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         placed = (batch.places >= 0).any()  # in the run's cache
         true = self.target.final(self.features.states(batch) if placed else last_states(self.target, batch))
-        return true, argmax(true.flatten(0, 1), self.target.head_weight).view_as(batch.tokens)
+        says, asked = torch.zeros_like(batch.tokens), batch.weights > 0
+        says[asked] = argmax(true[asked], self.target.head_weight)
+        return true, says
 
     def _judge(self, batch: TokenBatch, true: Tensor, says: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of every step and anchor what `held_out_figures` counts: [steps, 2, R], [steps, R], [steps, R]."""
@@ -317,14 +323,15 @@ class UnrolledRecipe:
 
     def _guess(self, state: Tensor, ahead: Ahead, says: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """[2, R] whether the target's token is the likeliest, or one of `BRANCHES`; and [R] -log q of the text's."""
-        weight = self.target.head_weight
         hidden, head = self._logit_factors(state, ahead)
+        tokens = len(head)
+        if self.hot is not None:  # the last row is drafted for none of the others
+            tokens, says, text = tokens - 1, self._places[says], self._places[text]
         found, losses = [], []
-        for part in torch.arange(len(state), device=state.device).split(max(1, EVALUATED_LOGITS // len(weight))):
+        for part in torch.arange(len(state), device=state.device).split(max(1, EVALUATED_LOGITS // len(head))):
             logits = F.linear(hidden[part].to(head.dtype), head).float()
             losses.append(F.cross_entropy(logits, text[part], reduction="none"))
-            logits = logits if self.hot is None else masked(logits, self.hot)
-            best = logits.topk(min(BRANCHES, len(weight)), dim=-1).indices == says[part, None]
+            best = logits[:, :tokens].topk(min(BRANCHES, tokens), dim=-1).indices == says[part, None]
             found.append(torch.stack((best[:, 0], best.any(-1))))
         return torch.cat(found, 1), torch.cat(losses)
 
