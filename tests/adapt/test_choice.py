@@ -22,7 +22,7 @@ from paceline.adapt.choice import (
 )
 from paceline.adapt.config import KINDS
 
-SPEEDS = Speeds(score=1000.0, train=2000.0, steps=[(1.0, 1.1), (3.0, 1.2), (6.0, 1.3), (12.0, 1.6)], depth=3)
+SPEEDS = Speeds(score=1000.0, train=2000.0, steps=[(1.0, 1.1), (3.0, 1.2), (6.0, 1.3), (12.0, 1.6)])
 DEAR = replace(SPEEDS, steps=[(nodes, 3.0 * took) for nodes, took in SPEEDS.steps])
 SURVEY = Survey(
     chain=[(1, 10.0), (2, 10.2), (4, 11.0), (8, 13.0)],

@@ -414,10 +414,30 @@ def test_a_drafter_that_takes_over_is_met_with_what_is_expected_of_it(
     for _ in range(600):
         _step(budget, sequences, [[WRONG] * 8], world)
     for expected in renewed:
-        budget.renew("another", 3.0)  # whose requests are none of these
-        budget.renew(None, expected)
+        budget.renew("another", "drafter", 3.0)  # whose requests are none of these
+        budget.renew(None, "drafter", expected)
     asked = [_step(budget, sequences, [[RIGHT] * 8], world)[0][0] > 0 for _ in range(30)]
     assert asks[0] <= sum(asked) <= asks[1]
+
+
+def test_what_was_counted_of_other_drafters_stays_where_one_takes_over() -> None:
+    kind = RequestKind([Chances(), Chances()])
+    view = SimpleNamespace(tokens=[RIGHT], prompt_len=1, max_len=None)
+    history = History(view, kind, 2, 8)
+    history.at_batch(1)
+    for source in (0, 1):
+        for _ in range(40):
+            kind.chances[source].learn(0, True)
+            history.learn(source, 1.0, 1.0)
+    fresh = kind.renewed(1, [1], 0.25)
+    assert fresh.chances[0] is kind.chances[0] and fresh.gains == {(0, 1): kind.gains[0, 1]}
+    assert fresh.chances[1].odds(0) == kind.chances[1].odds(0)
+    for chances in (fresh.chances[1], kind.chances[1]):
+        chances.learn(0, False)
+    assert fresh.chances[1].odds(0) < kind.chances[1].odds(0) / 2
+    other = History(view, fresh, 2, 8)
+    other.at_batch(1)
+    assert [known.gain for known in other.gains] == [kind.gains[0, 1].gain, 0.25]
 
 
 def test_catching_up_must_pay_within_answers_as_they_are_long() -> None:
@@ -430,7 +450,7 @@ def test_catching_up_must_pay_within_answers_as_they_are_long() -> None:
     for length in (14, 7, 7, 7, 7, 7, 7):
         kind.ended(length)
     assert kind.usual == pytest.approx(8) and history.asks_left(0) == pytest.approx(8 / (1 + FIRST_GAIN))
-    assert kind.renewed(0.5).usual == kind.usual
+    assert kind.renewed(0, [0], 0.5).usual == kind.usual
     view.max_len = 606
     assert history.asks_left(0) == 1.0
 

@@ -293,9 +293,9 @@ def test_applications_have_a_ring_and_a_drafter_of_their_own(
     put(folder, 2, heads[1])
     own = llm.learning._lanes["sql"]
     wait_for(lambda: own._tried == 2 and own._ready)
-    renewed: list[tuple[str | None, float]] = []
-    monkeypatch.setattr(llm.engine.budget, "renew", lambda name, expected: renewed.append((name, expected)))
-    assert answers(llm) == plain and renewed == [("sql", 2.0)]
+    renewed: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(llm.engine.budget, "renew", lambda *given: renewed.append(given))
+    assert answers(llm) == plain and renewed == [("sql", "eagle", 2.0)]
     assert llm.engine.round.failure is None
     told = llm.describe_learning()
     assert (told["drafter"], told["applications"]["sql"]["drafter"]) == (0, 2)

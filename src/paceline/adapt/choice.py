@@ -37,7 +37,6 @@ class Speeds:
     score: float  # tokens a second of the target's words on disk
     train: float  # tokens a second of training
     steps: Sequence[tuple[float, float]]  # nodes that are drafted, and what such a step takes, in plain steps
-    depth: int  # tokens ahead
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,7 @@ def _kind(llm: LLM, making: Making, place: Path, prompts: Sequence[Sequence[int]
     shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
-        result, speeds = probe(making, place)
-        return speeds | {"steps": steps(llm, f"{making.kind}:{result}", prompts, speeds["depth"])}
+        result, depth, speeds = probe(making, place)
+        return speeds | {"steps": steps(llm, f"{making.kind}:{result}", prompts, depth)}
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -129,8 +129,9 @@ def trainable(
 # -- what a kind costs
 
 
-def probe(making: Making, out: Path) -> tuple[Path, dict[str, Any]]:
-    """Train a kind for a few steps; the folder of what comes of it, and of `Speeds` what training tells."""
+def probe(making: Making, out: Path) -> tuple[Path, int, dict[str, Any]]:
+    """Train a kind for a few steps; the folder of what comes of it, how many tokens ahead it drafts, and of `Speeds`
+    what training tells."""
     began = seconds = 0.0
     tokens = 0
 
@@ -151,7 +152,7 @@ def probe(making: Making, out: Path) -> tuple[Path, dict[str, Any]]:
     _run(trainer, TrainingPace(lambda: math.inf, 0.0, lambda figures: speeds.append(figures["tokens_per_s"])))
     depth = int(job.options.get("depth", job.options.get("heads", 4) if making.kind == "medusa" else 4))
     score = min(tokens / max(seconds, 1e-3), 1e9) if tokens else 1e9
-    return finish(job, trainer), {"score": score, "train": median(speeds[1:]), "depth": depth}
+    return finish(job, trainer), depth, {"score": score, "train": median(speeds[1:])}
 
 
 # -- the run

@@ -421,12 +421,13 @@ class AutoBudget(DraftBudget):
             nothing = TokenTree.roots([history.view.tokens[-1] for history in told])
             weigh(self._library, told, nothing, None, array("d", [0.0]))
 
-    def renew(self, application: str | None, expected: float | None = None) -> None:
+    def renew(self, application: str | None, source: str, expected: float | None = None) -> None:
         """See `DraftBudget.renew`: what was counted says little of its drafts."""
         self._keys, left = [], self._kinds.pop(application, None)
         self._histories = {key: history for key, history in self._histories.items() if history.kind is not left}
         if left is not None:
-            self._kinds[application] = left.renewed(expected)
+            at = self.sources.index(source)
+            self._kinds[application] = left.renewed(at, range(self._marks) if self._one else [at], expected)
 
     # -- what it says
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from math import exp, inf
@@ -112,7 +112,9 @@ class RequestKind:
 
     chances: list[Chances]  # by source mark
     gains: dict[tuple[int, int], AskGain] = field(default_factory=dict)  # by source and bucket of batch sizes
-    first_gain: float = FIRST_GAIN  # that asks are taken to bring
+    expected: dict[int, float] = field(
+        default_factory=dict
+    )  # by source: what its first ask is taken to bring, if known
     usual: float = inf  # tokens of an answer
     answers: int = 0  # that are counted in it
 
@@ -121,12 +123,16 @@ class RequestKind:
         self.answers += 1
         self.usual = tokens if self.answers == 1 else self.usual + max(1 / self.answers, 1 / 64) * (tokens - self.usual)
 
-    def renewed(self, gain: float | None) -> RequestKind:
-        """The same requests, drafted for by another drafter: what was counted stands until that one is met. A drafter
-        that has hardly learned thinks too well of its own drafts."""
-        first = FIRST_GAIN if gain is None else gain
-        chances = [each.doubted() for each in self.chances]
-        return RequestKind(chances, first_gain=first, usual=self.usual, answers=self.answers)
+    def renewed(self, source: int, marks: Collection[int], gain: float | None) -> RequestKind:
+        """The same requests, for which another drafter drafts in the place of a source, whose nodes have ``marks``: what
+        was counted of that one stands until the new one is met. A drafter that has hardly learned thinks too well of its
+        own drafts."""
+        chances = [each.doubted() if mark in marks else each for mark, each in enumerate(self.chances)]
+        gains = {key: known for key, known in self.gains.items() if key[0] != source}
+        expected = {of: first for of, first in self.expected.items() if of != source}
+        if gain is not None:
+            expected[source] = gain
+        return RequestKind(chances, gains, expected, self.usual, self.answers)
 
 
 class History:
@@ -174,8 +180,8 @@ class History:
         """The batch sizes are now those of a bucket, in which asks are worth something else."""
         if self.bucket != size:
             self.bucket, known = size, self.kind.gains
-            fresh = self.kind.first_gain
-            self.gains = [known.setdefault((source, size), AskGain(fresh)) for source in range(len(self.seen))]
+            first = [self.kind.expected.get(source, FIRST_GAIN) for source in range(len(self.seen))]
+            self.gains = [known.setdefault((source, size), AskGain(gain)) for source, gain in enumerate(first)]
 
     def asks_left(self, source: int) -> float:
         """Asks of a source over which catching up with the text must pay."""
