@@ -124,7 +124,7 @@ class RequestKind:
         self.usual = tokens if self.answers == 1 else self.usual + max(1 / self.answers, 1 / 64) * (tokens - self.usual)
 
     def renewed(self, source: int, marks: Collection[int], gain: float | None) -> RequestKind:
-        """The same requests, for which another drafter drafts in the place of a source, whose nodes have ``marks``. What
+        """The same requests, for which another drafter drafts in the place of a source; its nodes have ``marks``. What
         was counted of the old one stands until the new one is met: a drafter that has hardly learned thinks too well of
         its own drafts."""
         chances = [each.doubted() if mark in marks else each for mark, each in enumerate(self.chances)]
