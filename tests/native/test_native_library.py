@@ -154,8 +154,9 @@ def test_rules_are_packed_as_they_are_read():
             _same_kinds(abi.CRules, fields, kinds)
 
 
-def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     first = native._built(generic=True)
+    assert [record.getMessage()[:20] for record in caplog.records] == ["compiling the layers"]
     assert first == library_in(cache) and hashlib.sha256(first.read_bytes()).hexdigest() in first.name
     assert first.stat().st_mode & 0o077 == 0 and cache.stat().st_mode & 0o077 == 0
 
@@ -163,7 +164,7 @@ def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(native, "_compile", never)
-    assert native._built(generic=True) == first
+    assert native._built(generic=True) == first and len(caplog.records) == 1
 
 
 def test_a_change_in_a_header_is_compiled_anew(cache: Path):
@@ -199,6 +200,7 @@ def test_a_process_that_finds_a_broken_library_runs(cache: Path, damage: Callabl
     damage(library_in(cache))
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "portable"), done.stderr
+    assert "compiling the layers for this processor, once: one to two minutes\n" in done.stderr  # without a terminal
 
 
 @pytest.mark.parametrize("step", ["_flush", "_sha256"])

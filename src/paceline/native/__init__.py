@@ -1,7 +1,7 @@
 """Compiled kernels for decoding on a CPU, built from ``kernels.cpp`` and ``kernels/`` on the machine that runs them.
 
 The library is compiled once, for the processor at hand, by whatever C++ compiler the machine has
-(``CXX``, else ``c++``), in about half a minute; it is kept in the user's cache folder. It is called through
+(``CXX``, else ``c++``), in one to two minutes; it is kept in the user's cache folder. It is called through
 `ctypes` with addresses and sizes, so it depends on no header and no ABI but C's. Where there is no
 compiler, everything runs on torch's own kernels, and `unavailable` says why.
 
@@ -131,7 +131,8 @@ def _built(generic: bool, other: Path | None = None) -> Path:
     kept = _kept(folder, stem)
     if kept is None:
         _make_folder(folder)
-        log.info("compiling %s for this processor (once)", source.stem)
+        if other is None:  # a warning, which is shown where nobody has set up logging: else nothing is seen for so long
+            log.warning("compiling the layers for this processor, once: one to two minutes")
         kept = _compile(compiler, flags, folder, stem, source)
     return kept
 
