@@ -17,13 +17,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 WAIT_S = 300.0
-MESSAGE = "Write the sentence 'The quick brown fox jumps over the lazy dog.' three times, then say what a fox eats."
-# The step with the most accepted tokens is shown.
-LARGEST = """
-const best = steps.reduce((a, b) => (b.path.length > a.path.length ? b : a));
-document.getElementById("step").value = steps.indexOf(best) + 1;
-document.getElementById("step").dispatchEvent(new Event("input"));
-"""
+MESSAGE = "Write a JSON list of five cities with their country and population."
 PICTURES = {"playground": (1200, 900, "light"), "playground-phone": (420, 860, "dark")}
 
 
@@ -39,7 +33,6 @@ def take(driver: webdriver.Chrome, url: str, message: str, name: str, out: Path)
     wait.until(lambda d: d.find_element(By.ID, "state").text == "ready")
     driver.find_element(By.ID, "text").send_keys(message + "\n")
     wait.until(lambda d: "the same tokens" in d.find_element(By.ID, "speed").text)
-    driver.execute_script(LARGEST)
     driver.save_screenshot(str(out / f"{name}.png"))
 
 

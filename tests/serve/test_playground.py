@@ -87,12 +87,36 @@ def test_a_message_is_answered_and_compared(page: Browser, server: LiveServer, w
     assert len(page.all("#tree rect")) > 1 and page.one("tree").get_attribute("aria-label").startswith("Step ")
     steps = sum(int(cell.get_attribute("textContent")) for cell in page.all("#lengths td:nth-child(2)"))
     assert steps == int(page.one("step").get_attribute("max")) > 1
-    assert page.one("step").get_attribute("value") == str(steps)  # the slider stands at the step that is shown
+    fullest = page.run("return steps.findIndex(s => s.path.length === Math.max(...steps.map(t => t.path.length))) + 1")
+    assert page.one("step").get_attribute("value") == str(fullest)  # the slider stands at the step that is shown
+    assert page.text("#step-says").startswith(f"Step {fullest}:")
     page.run("const at = document.getElementById('step'); at.value = 1; at.dispatchEvent(new Event('input'))")
     assert page.text("#step-says").startswith("Step 1:")
     assert page.run("return document.documentElement.scrollWidth") <= width
     assert KEY not in page.run("return document.documentElement.outerHTML") and "$PACELINE_KEY" in page.text("#curl")
     assert not [line for line in page.complaints() if "401" not in line]
+
+
+@needs_chromium
+def test_examples_are_sent_and_a_second_ask_says_that_lookups_remember(page: Browser, server: LiveServer) -> None:
+    opened(page, server, 420)
+    put(page, "tokens", "8")
+    examples = page.all("#examples button")
+    assert len(examples) == 3 and all(one.is_displayed() for one in examples)
+    examples[0].click()
+    page.until(lambda: "the same tokens" in page.text("#speed"), "the plain run has ended")
+    text = page.text("#examples button")
+    assert page.text("#log .user").endswith(text) and not examples[0].is_displayed()
+    assert "Asked before" not in page.text("#speed")
+    page.one("clear").click()
+    assert examples[0].is_displayed()
+    for source, remembered in (("", True), ("suffix", False)):
+        page.until(lambda: page.text("#state") == "ready", "it is ready")
+        if source:
+            switch(page, source)
+        page.one("text").send_keys(f"{text}\n")
+        page.until(lambda: "the same tokens" in page.text("#speed"), "the plain run has ended")
+        assert ("Asked before, and look-ups (suffix) remember its answer" in page.text("#speed")) is remembered
 
 
 @needs_chromium

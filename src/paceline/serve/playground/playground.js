@@ -10,6 +10,7 @@ let choosable = true; // whether a request may choose among them
 let tokens = []; // of the last answer, with where they come from
 let steps = []; // of the last answer, as its trace has them
 let asked = null; // the last request
+const texts = new Set(); // of all requests of this page
 let running = null; // its AbortController
 let generation = 0; // grows with each new chat
 
@@ -243,6 +244,7 @@ async function send() {
   const text = $("text").value;
   if (!text.trim() || running) return;
   complain("");
+  const again = texts.has(text);
   const drawn = Math.floor(Math.random() * 2 ** 31);
   let body;
   try {
@@ -252,11 +254,13 @@ async function send() {
     return;
   }
   asked = body;
+  texts.add(text);
+  $("examples").hidden = true;
   $("text").value = "";
   curl();
   bubble("user").append(text);
   messages.push({ role: "user", content: text });
-  await during(() => answer(body, bubble("model")));
+  await during(() => answer(body, bubble("model"), again));
 }
 
 // Run something that Stop stops, and say how it went.
@@ -286,7 +290,7 @@ function refused(error) {
   if (error.status === 401) connect();
 }
 
-async function answer(body, item) {
+async function answer(body, item, again) {
   const painter = new Painter(item), times = clock(), begun = performance.now(), mine = generation;
   let text = "", why = "stopped";
   steps = [];
@@ -310,7 +314,9 @@ async function answer(body, item) {
     if (mine === generation && text) messages.push({ role: "assistant", content: text });
     else if (mine === generation) takeBack(item, why);
   }
-  $("speed").textContent = `${rate(times).toFixed(0)} tokens/s, the first after ${(times.first - begun).toFixed(0)} ms`;
+  const first = `${rate(times).toFixed(0)} tokens/s, the first after ${(times.first - begun).toFixed(0)} ms`;
+  const remembered = again && body.speculation && (body.speculation.sources ?? sources).includes("suffix");
+  $("speed").textContent = remembered ? `Asked before, and look-ups (suffix) remember its answer: ${first}` : first;
   if ($("compare").checked && body.speculation) await plainly(body, times);
 }
 
@@ -344,10 +350,11 @@ async function plainly(body, drafted) {
 function traced(more) {
   steps.push(...more);
   const slider = $("step");
+  const fullest = steps.reduce((best, step, at) => (step.path.length > steps[best].path.length ? at : best), 0);
   slider.max = steps.length; // before its value, which is cut at it
-  slider.value = steps.length;
+  slider.value = fullest + 1;
   slider.disabled = false;
-  tree(steps.at(-1), steps.length);
+  tree(steps[fullest], fullest + 1);
   legend();
   lengths();
 }
@@ -454,6 +461,7 @@ function clear() {
   asked = null;
   for (const id of ["log", "tree", "lengths"]) $(id).replaceChildren();
   for (const id of ["speed", "mean", "step-says"]) $(id).textContent = "";
+  $("examples").hidden = false;
   $("tree").ariaLabel = "No step yet";
   $("step").disabled = true;
   complain("");
@@ -472,6 +480,11 @@ $("text").addEventListener("keydown", (event) => {
   send();
 });
 document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
+$("examples").addEventListener("click", (event) => {
+  if (event.target.tagName !== "BUTTON") return;
+  $("text").value = event.target.textContent;
+  send();
+});
 $("stop").addEventListener("click", stop);
 $("clear").addEventListener("click", clear);
 $("step").addEventListener("input", () => tree(steps[$("step").value - 1], Number($("step").value)));
