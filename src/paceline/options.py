@@ -30,7 +30,7 @@ MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))
 class LLMOptions:
     """All options of a model and its engine; each field's help says what it may hold."""
 
-    model: str = option(help="embedded model, folder or hub name, or stretch:MODEL,times=8 (see docs/benchmarks.md)")
+    model: str = option(help="embedded model, folder or hub name")
     drafter: str | None = option(None, help=DRAFTER)
     round: str = option(
         AUTO_ROUND,

@@ -18,10 +18,7 @@ from .records import Method
 
 LINE_EVERY_S = 10.0  # between lines of progress
 PROMPT_TOKENS = 64  # of a random model's prompts
-MODEL_HELP = (
-    "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS] (a random Llama). "
-    "stretch:MODEL,times=N is one of these with layers that cost N times as much and the same tokens."
-)
+MODEL_HELP = "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS] (a random Llama)."
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Temperature = Annotated[float, Field(ge=0)]

@@ -11,11 +11,13 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from rich.text import Text
+from typer.core import TyperCommand
 
 from .. import __version__
 from ..core.errors import ConfigError, PacelineError
 from .console import stderr
+from .help import Command, Group
 
 COMMANDS = {  # name -> what it does; the module has the same name
     "generate": "Answer prompts; each token is coloured by how it came about.",
@@ -34,7 +36,7 @@ USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """A group whose commands are imported when one is run, and not when they are listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -58,16 +60,20 @@ class LazyGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except PacelineError as error:
-            stderr().print("[bold red]error:[/] ", end="")
-            stderr().print(str(error), markup=False, highlight=False, soft_wrap=True)
+            console = stderr()
+            message = Text.assemble(("error:", "bold red"), f" {error}")
+            console.print(message, soft_wrap=not console.is_terminal)
             raise typer.Exit(USER_ERROR) from error
         except KeyboardInterrupt as stop:
             raise typer.Exit(INTERRUPTED) from stop
 
 
 def load(name: str) -> Any:
-    """The click command behind ``paceline NAME``."""
-    command = typer.main.get_command(import_module(f"{__name__}.{name}").app)
+    """Return the click command of ``paceline NAME``."""
+    app = import_module(f"{__name__}.{name}").app
+    for info in app.registered_commands:
+        info.cls = Command
+    command = typer.main.get_command(app)
     command.name = name
     return command
 
@@ -93,7 +99,13 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """Faster answers from language models, token for token the same."""
+    """Faster answers from language models, token for token the same.
+
+    Examples:
+        paceline demo
+        paceline chat --model smollm2-135m
+        paceline serve smollm2-135m --port 8000
+    """
 
 
 def main() -> None:

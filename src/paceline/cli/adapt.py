@@ -54,6 +54,11 @@ def command(
     """Make a drafter for a model on this machine, within a time, and measure what it is worth.
 
     Ctrl-C keeps all that was made, and the same command goes on. The folder is a drafter: --drafter DIR.
+
+    Examples:
+        paceline adapt smollm2-135m --dry-run
+        paceline adapt smollm2-135m --hours 2
+        paceline adapt folder/model.gguf --hours 8 --prompts prompts.jsonl
     """
     asked, line = AdaptConfig(model=model, **config), ProgressLine()
     try:

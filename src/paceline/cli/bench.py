@@ -32,10 +32,11 @@ from ..engine.costs import CostTable
 from ..llm import LLM
 from . import INTERRUPTED
 from .console import stderr, stdout
+from .help import Group
 from .options import DEFAULT_MODEL, takes
 from .session import counting, steps
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, cls=Group)
 QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": 48, "time_limit_s": 110.0}  # where the user does not say
 OPTIONS: Any = {
     "defaults": {"model": DEFAULT_MODEL},
@@ -76,6 +77,11 @@ def bench(
 
     Without a subcommand, all methods run interleaved on the same prompts, and a table with paired speed-ups and their
     95 % intervals is shown; with --out a page with plots is written. Ctrl-C keeps the trials so far.
+
+    Examples:
+        paceline bench --quick
+        paceline bench --model smollm2-135m --method suffix --method ngram
+        paceline bench --workload gsm8k --data folder --out report
     """
     if context.invoked_subcommand is not None:
         return

@@ -24,6 +24,11 @@ def drafters(as_json: JsonLines = False) -> None:
 
     One is chosen with --drafter NAME, --drafter NAME:WEIGHTS or --drafter NAME,OPTION=VALUE,...; a trained one without
     weights means the zoo's for the model in use.
+
+    Examples:
+        paceline drafters
+        paceline drafters --json
+        paceline generate -p "One, two, three" --drafter ngram,depth=4
     """
     for row in describe():
         weights = zoo.readable(row.name)

@@ -25,5 +25,10 @@ def export(
     """Write an EAGLE head as another engine loads it, and say how it is served there.
 
     What the engine cannot express, such as a choice of hot tokens, is refused.
+
+    Examples:
+        paceline export vllm paceline-small-eagle head
+        paceline export sglang folder/head head --tokens 4
+        paceline export speculators folder/head head --verifier folder/model
     """
     typer.echo(write(engine, resolve_folder(head), out, verifier, tokens))

@@ -15,9 +15,10 @@ from ..core.options import suggest
 from ..network.hub import env_offline, from_hub
 from ..published import Published, cache
 from .console import stdout
+from .help import Group
 from .options import JsonLines
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, cls=Group)
 
 
 @app.callback(invoke_without_command=True)
@@ -28,8 +29,12 @@ def models(
     """List the models known by name and the sets trained for them.
 
     In the place of such a name every --model also takes the folder of a Hugging Face model, or the
-    name of one on the hub; --application and --drafter streams:NAME take trained sets. stretch:NAME,times=8
-    is a model with the same tokens whose layers cost eight times as much.
+    name of one on the hub; --application and --drafter streams:NAME take trained sets.
+
+    Examples:
+        paceline models
+        paceline models get smollm2-135m
+        paceline models --json
     """
     if context.invoked_subcommand is not None:
         return

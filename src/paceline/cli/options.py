@@ -33,6 +33,19 @@ DEFAULT_MODEL = "paceline-small"
 ModelArgument = Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 DRAFTER_SHOWN = "the applications' streams, or the model's own drafter where the zoo names one, else none"
+PANELS = {  # of the help: fields by panel; what is in none stands among the command's own options
+    "Sampling": "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias seed n "
+    "stop stop_token_ids min_tokens ignore_eos logprobs prompt_logprobs logprobs_mode echo include_stop_str_in_output "
+    "skip_special_tokens",
+    "Speculation": "round verifier budget costs applications learn",
+    "Model": "dtype device exact kernels attention threads revision offline",
+    "Memory and batches": "kv_memory kv_cache_dtype max_model_len max_sequences max_batch_rows max_waiting "
+    "max_prompt_rows",
+    "Processes and hosts": "pipeline tensor_parallel cluster insecure_cluster replicas max_replicas routing",
+    "Limits": "max_body_bytes max_n max_open max_open_per_key max_logprobs max_schema_bytes header_s body_s request_s "
+    "drain_s start_s stuck_s stream_interval_ms",
+}
+_PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 Flag = tuple[inspect.Parameter, Callable[[Any], Any]]  # as typer reads it, and from that to what Python takes
 
 
@@ -94,8 +107,9 @@ def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mappi
         *([flag] if "flag" in spec.metadata else ()),
         help=spec.metadata.get("help") or None,
         metavar=spec.metadata.get("metavar", metavar),
-        show_default=shown.get(spec.name) or True,
+        show_default=shown.get(spec.name) or default is not False,
         parser=parser,
+        rich_help_panel=_PANEL_OF.get(spec.name),
     )
     kind = kind | None if default is None else kind
     keyword = inspect.Parameter.KEYWORD_ONLY

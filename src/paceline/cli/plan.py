@@ -33,7 +33,7 @@ from .session import counting
 app = typer.Typer(add_completion=False)
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
-MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its folder; stretch:MODEL,times=N, too."
+MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its folder."
 RUNNABLE = ("float32", "bfloat16", "int8")  # of weights: what this engine runs
 DEVICES = ("devices", "stages")  # of one host, whose drafters are ranked
 ASSUMED_BYTES = 8e9  # of memory, where the system does not tell
@@ -102,6 +102,11 @@ def plan(
     (docs/planning.md). With --measured a law that is fitted to passes of this machine takes its place.
     How often drafts are accepted is known of pairs that were measured, else assumed, and said; --tau takes your own.
     With --hosts stages, ranks and replicas are ranked in place of drafters.
+
+    Examples:
+        paceline plan --target llama-3.1-8b --machine h100
+        paceline plan --target smollm2-135m --measured
+        paceline plan --target llama-3.1-8b --machine h100 --hosts 3
     """
     links = dict[str, Any](cluster=cluster, insecure=insecure_cluster)
     several = {f"--{name}": question[name] > 1 for name in DEVICES}

@@ -39,6 +39,11 @@ def serve(
 
     The engine runs in a process of its own; where that dies or hangs, it is started again and streams go on. Ctrl-C
     ends the server, SIGTERM lets requests in flight end first.
+
+    Examples:
+        paceline serve smollm2-135m
+        paceline serve folder/model.gguf --port 8080
+        paceline serve --host 0.0.0.0 --api-key-file keys.txt
     """
     _require_packages()
     config = ServeConfig(**{**serve, "allowed_hosts": serve["allowed_hosts"] or None})

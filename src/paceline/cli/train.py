@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check, option, suggest
@@ -27,13 +26,14 @@ from ..training.registry import KINDS, RecipeKind
 from ..training.trainer import Phase, TrainConfig, require_accelerate
 from . import INTERRUPTED
 from .console import note, stderr, stdout, this_command
+from .help import Group
 from .options import takes
 from .train_progress import Bar, event_file
 
 SUFFIX = ".toml"
 
 
-class RecipeGroup(TyperGroup):
+class RecipeGroup(Group):
     """A name that ends in .toml is a recipe file."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -49,7 +49,13 @@ app = typer.Typer(
     add_completion=False,
     cls=RecipeGroup,
     no_args_is_help=True,
-    help="Train a model, a draft model, speculative streams or adapters. RECIPE.toml in place of a kind runs a file.",
+    help="""Train a model, a draft model, speculative streams or adapters. RECIPE.toml in place of a kind runs a file.
+
+    Examples:
+        paceline train zoo/recipes/streams-sql.toml --data folder --out set
+        paceline train eagle --target smollm2-135m --data a.jsonl --out head
+        paceline train answers --target smollm2-135m --data a --out a.jsonl
+    """,
     subcommand_metavar="KIND|RECIPE.toml [ARGS]...",
 )
 
