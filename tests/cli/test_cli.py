@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -16,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import zoo
-from paceline.cli import COMMANDS, app
+from paceline.cli import COMMANDS, app, load
 from paceline.cli.console import Painter
 from paceline.cli.options import takes
 from paceline.core.errors import ConfigError
@@ -160,8 +163,8 @@ class TestPainter:
         origins = ["drafted" if i % 2 else "target" for i in range(len(ids))]
         painter = Painter(tokenizer, [])
         painter.feed(ids, origins)
-        styles = {"drafted": "green", "target": "blue"}
-        expected = [(tokenizer.decode([token]), styles[origin]) for token, origin in zip(ids, origins, strict=True)]
+        drafted = [token for token, origin in zip(ids, origins, strict=True) if origin == "drafted"]
+        expected = [(tokenizer.decode([token]), "green") for token in drafted]  # the others: the terminal's own colour
         assert len(ids) >= 3
         assert self.origins(painter, tokenizer.decode(ids)) == expected
 
@@ -257,6 +260,37 @@ class TestCommands:
         for kind in [*KINDS, "answers"]:
             assert f" {kind} " in output, kind
 
+    def test_help_is_whole_at_80_columns(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        for name in COMMANDS:
+            command = load(name)
+            subs = {sub: each for sub, each in getattr(command, "commands", {}).items() if not each.hidden}
+            for words, each in {(): command, **{(sub,): each for sub, each in subs.items()}}.items():
+                output = run(name, *words, "--help").output
+                assert max(map(len, output.splitlines())) <= 80
+                assert "…" not in output and "stretch:" not in output and "list[" not in output
+                shown = set(re.findall(r"--[a-z0-9-]+", output.replace("--[no-]", "--")))
+                assert {opt for param in each.params for opt in param.opts if opt.startswith("--")} <= shown
+        output = run("generate", "--help").output
+        for panel in ("Options", "Sampling", "Model", "Speculation", "Memory and batches", "Processes and hosts"):
+            assert f"╭─ {panel} ─" in output
+        assert "│ --exact  " in output and "│ --[no-]skip-special-tokens  " in output
+
+    @pytest.mark.parametrize("name", ["", *COMMANDS])
+    def test_help_ends_with_three_examples_that_parse(
+        self, run: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        _, _, panel = run(*([name] if name else []), "--help").output.partition("─ Examples ─")
+        examples = re.findall(r"^│ paceline (.*?) *│$", panel, re.MULTILINE)
+        assert len(examples) == 3
+        for example in examples:
+            called, *words = shlex.split(example.partition(" < ")[0])
+            context = load(called).make_context(called, words)
+            if getattr(context.command, "commands", {}) and words and not words[0].startswith("-"):
+                sub, command, rest = context.command.resolve_command(context, words)
+                command.make_context(sub, rest, parent=context)
+
     def test_help_of_generate_has_the_sampling_options(self, run: Any) -> None:
         output = run("generate", "--help").output
         for flag in ("--prompt", "--max-tokens", "--temperature", "--top-p", "--seed", "--stop", "--json"):
@@ -329,6 +363,45 @@ class TestCommands:
         values = [entry["logprob"] for row in sample["logprobs"] for entry in row.values()]
         assert None in values and any(value is not None for value in values)  # the impossible ones are null
 
+    def test_piped_input_is_the_prompt_where_none_is_named(self, run: Any) -> None:
+        args = ("generate", "--model", "paceline-small-draft", "--drafter", "none", "--max-tokens", "4", "--json")
+        named, piped, both = run(*args, "-p", "It was"), run(*args, input="It was\n"), run(*args, "-p", "I", input="It")
+        prompts = [json.loads(result.stdout)["prompt"] for result in (named, piped, both)]
+        assert prompts == ["It was", "It was", "I"]
+
+    def test_answers_to_several_prompts_are_set_apart(self, run: Any) -> None:
+        args = ("--model", "paceline-small-draft", "--drafter", "none", "--max-tokens", "4")
+        result = run("generate", "-p", "It was\na dark night", "-p", "Once", *args)
+        first, _, rest = result.stdout.partition("\n\n[2 of 2] Once\n")
+        assert first.startswith("[1 of 2] It was\n") and len(first.splitlines()) >= 2 and rest.strip()
+        figures = r"[\d.]+ tokens/s, 1\.00 tokens a pass, prompt \d in [\d.]+ m?s"
+        assert all(re.fullmatch(figures, line) for line in result.stderr.splitlines())
+        assert len(result.stderr.splitlines()) == 2
+        verbose = run("generate", "-p", "Once", *args, "--verbose").stderr
+        assert "4 target passes for 4 tokens" in verbose and "speculation off" in verbose
+
+    @pytest.mark.parametrize("prompts", [1, 2])
+    def test_ctrl_c_keeps_the_answers_and_figures_so_far(
+        self, run: Any, monkeypatch: pytest.MonkeyPatch, prompts: int
+    ) -> None:
+        from paceline.engine.engine import Engine
+
+        step, steps = Engine.step, [0]
+
+        def interrupted(engine: Engine) -> Any:
+            steps[0] += 1
+            if steps[0] == 6:
+                signal.raise_signal(signal.SIGINT)
+            return step(engine)
+
+        before = signal.getsignal(signal.SIGINT)
+        monkeypatch.setattr(Engine, "step", interrupted)
+        args = ("--model", "paceline-small-draft", "--drafter", "none", "--max-tokens", "99", "--ignore-eos")
+        result = run("generate", *("-p", "It was") * prompts, *args)
+        assert result.exit_code == 130 and result.stdout.strip() and steps[0] == 6
+        assert result.stderr.count("tokens/s, 1.00 tokens a pass, prompt 3 in") == prompts
+        assert signal.getsignal(signal.SIGINT) is before
+
     def test_generate_drafts_with_the_drafter_of_the_zoo(self, run: Any) -> None:
         record = json.loads(run("generate", "--prompt", "It was a dark", "--max-tokens", "24", "--json").stdout)
         assert len(record["outputs"][0]["token_ids"]) == 24
@@ -390,10 +463,18 @@ class TestCommands:
         assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
         assert result.stderr.startswith(f"error: {own_draft}/generation_config.json: top_p=1.7")
 
-    def test_demo_compares_in_the_exact_mode(self, run: Any) -> None:
-        result = run("demo", "--model", "paceline-small", "--prompts", "1", "--repeats", "1")
+    def test_demo_compares_in_the_exact_mode(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from paceline.cli import demo
+
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(demo, "SETTLE_S", 0.0)
+        result = run("demo", "--model", "paceline-small", "--prompts", "2", "--repeats", "1", "--drafter", "suffix")
         assert result.exit_code == 0, result.output
-        assert "IDENTICAL: 1 of 1" in result.output
+        assert "IDENTICAL: 2 of 2" in result.stdout
+        assert re.fullmatch(r"2 prompts, each answered 2 times or more both ways: about \d+ s\n", result.stderr)
+        [shown] = re.findall(r"speculatively: ([\d.]+) times", result.stdout)
+        assert f"{shown} at most" in result.stdout  # the answer that gained most
+        assert "speculation off" not in result.output and max(map(len, result.stdout.splitlines())) <= 80
 
     def test_demo_finds_nothing_of_the_turn_before(self) -> None:
         """Asked again and again, a prompt takes as many passes as the first time, and its ratio is that of one pass."""

@@ -136,10 +136,16 @@ def test_as_dict_is_json_and_detached():
 
 def test_summary_is_one_line_with_the_figures():
     stats = chain((4, 3), (4, 3))
-    stats.draft_ms, stats.verify_ms, stats.host_ms, stats.elapsed_ms = 1.2, 30.4, 2.0, 40.0
+    stats.draft_ms, stats.verify_ms, stats.host_ms, stats.elapsed_ms = 1.2, 30.4, 2.0, 440.0
+    stats.prompt_tokens, stats.queue_ms, stats.ttft_ms = 36, 100.0, 340.0
     line = stats.summary()
     assert "\n" not in line
-    for figure in ("200.0 tokens/s", "length 4.00", "2 target passes for 8 tokens", "draft 1 ms", "verify 30 ms"):
+    assert stats.headline() == "70 tokens/s, 4.00 tokens a pass, prompt 36 in 0.2 s"  # 7 tokens in the 100 ms after it
+    assert stats.headline(samples=2) == "60 tokens/s, 4.00 tokens a pass, prompt 36 in 0.2 s"
+    first = SpecStats(emitted=1, passes=1, prompt_tokens=3, ttft_ms=9, elapsed_ms=9)
+    assert first.headline() == "1 token, prompt 3 in 9 ms"
+    assert SpecStats().headline() == "0 tokens"
+    for figure in (stats.headline(), "length 4.00", "2 target passes for 8 tokens", "draft 1 ms", "verify 30 ms"):
         assert figure in line
     assert "speculation off" not in line and "idle" not in line
     stats.off_reason, stats.idle_ms = "the batch is full", 7

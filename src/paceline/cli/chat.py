@@ -1,12 +1,14 @@
-"""``paceline chat``: a conversation in the terminal.
+"""``paceline chat``: a conversation in the terminal, with the keys and the history of readline.
 
-Ctrl-C stops the answer that is being written, not the program; what was written stays in the
-conversation.
+Several lines that are pasted are one turn. Ctrl-C stops the answer that is being written, not the program; what was
+written stays in the conversation. Nothing of the history is kept on disk.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -23,12 +25,19 @@ from .session import (
     CHAT_SHOWN,
     SAMPLED,
     Color,
+    Verbose,
     application_named,
     chosen,
     figures,
     open_llm,
     painted,
+    stopping,
 )
+
+with suppress(ImportError):
+    import readline
+
+    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
 
 app = typer.Typer(add_completion=False)
 HELP = (
@@ -39,8 +48,8 @@ HELP = (
 
 @app.command()
 @takes(
-    llm=LLMConfig,
     params=SamplingParams,
+    llm=LLMConfig,
     defaults={"model": DEFAULT_MODEL, "max_tokens": 256, **SAMPLED},
     shown={"drafter": DRAFTER_SHOWN, **CHAT_SHOWN},
 )
@@ -50,18 +59,25 @@ def chat(
         str | None, typer.Option("--as", metavar="NAME", help="Which application answers; base for none.")
     ] = None,
     show_figures: Annotated[bool, typer.Option("--figures/--no-figures", help="A line of figures an answer.")] = True,
+    verbose: Verbose = False,
     color: Color = True,
     *,
     llm: dict[str, Any],
     params: dict[str, Any],
 ) -> None:
-    """Chat with a model, sampled as its generation_config.json says. Type /help for the commands."""
+    """Chat with a model, sampled as its generation_config.json says. Type /help for the commands.
+
+    Examples:
+        paceline chat --model smollm2-135m
+        paceline chat --model folder/model.gguf --system "Answer briefly."
+        paceline chat --drafter suffix --temperature 0 --verbose
+    """
     given = chosen(params)
     _refuse_batch_options(SamplingParams(**given))
     application = application_named(as_, llm["applications"] or {})
     model = open_llm(llm, 1)
     sampling = model.default_sampling_params(**given)
-    talk = Conversation(model, sampling, stdout(color), show_figures, application)
+    talk = Conversation(model, sampling, stdout(color), show_figures, verbose, application)
     talk.begin(system)
     talk.run()
 
@@ -82,6 +98,7 @@ class Conversation:
     params: SamplingParams
     console: Console
     show_figures: bool
+    verbose: bool = False
     application: str | None = None
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -130,11 +147,13 @@ class Conversation:
         chunks = self.model.chat(self.messages, self.params, stream=True, application=self.application)
         text = ""
         try:
-            for chunk in painted(self.console, self.model, chunks, self.params):
-                text += chunk.text
-                if chunk.output is not None and self.show_figures:
-                    note("\n" + figures(chunk.output))
-        except KeyboardInterrupt:
+            with stopping(self.model) as stopped:
+                for chunk in painted(self.console, self.model, chunks, self.params):
+                    text += chunk.text
+                    if chunk.output is not None:
+                        line = figures(chunk.output, self.verbose) if self.show_figures else ""
+                        note(f"\n{'(stopped) ' * bool(stopped)}{line}")
+        except KeyboardInterrupt:  # the second one
             chunks.close()  # the engine drops the request
             note("\n(stopped)")
         self.console.print()
@@ -142,8 +161,9 @@ class Conversation:
 
     def _read(self) -> str | None:
         """The next line, or None to leave."""
+        edited = sys.stdin.isatty() and sys.stdout.isatty()  # readline needs both; else stdout has answers alone
         try:
-            line = stderr().input("[bold]> [/]").strip()
+            line = (input("> ") if edited else stderr().input("> ")).strip()
         except EOFError:
             return None
         except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..core.errors import ConfigError
 
-STYLES = {"drafted": "green", "target": "blue"}  # by a token's origin
+STYLES = {"drafted": "green", "target": ""}  # by a token's origin; "": the terminal's own colour
 MEANINGS = {"drafted": "drafted and accepted", "target": "the target's own"}
 PIPE_WIDTH = 160  # columns of a table that no terminal limits: rich would take 80 and cut the figures
 
@@ -37,8 +37,9 @@ def stderr() -> Console:
 
 
 def note(text: str) -> None:
-    """A dim line on stderr: figures and remarks."""
-    stderr().print(text, style="dim", markup=False, soft_wrap=True)
+    """A dim line on stderr: figures and remarks. A terminal gets it wrapped between words."""
+    console = stderr()
+    console.print(text, style="dim", markup=False, soft_wrap=not console.is_terminal)
 
 
 def this_command() -> str:

@@ -22,9 +22,9 @@ from ..core.model_spec import parse_model
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
-from .console import Painter, legend, stderr, stdout
+from .console import Painter, legend, note, stderr, stdout
 from .options import DEFAULT_MODEL, takes
-from .session import Color, counting, figures, open_llm
+from .session import Color, counting, open_llm
 
 app = typer.Typer(add_completion=False)
 
@@ -78,7 +78,12 @@ def demo(
     """Answer prompts plainly and speculatively, greedily, and compare; each is asked as if it were the first.
 
     In bfloat16 a pass over many rows may round differently from a pass over one; --exact, the default here, prevents
-    that, so the tokens must be the same: if they are not, the exit status is 1.
+    that, so the tokens must be the same: if they are not, the exit status is 1. The answer that gained most is shown.
+
+    Examples:
+        paceline demo
+        paceline demo --model smollm2-135m --drafter suffix --prompts 3
+        paceline demo --model folder/model.gguf --drafter ngram
     """
     llm["model"] = llm["model"] or _model()
     chosen = _load(llm["model"], prompts)
@@ -87,13 +92,13 @@ def demo(
     if llm["drafter"] is None and zoo.default_drafter(llm["model"]) is None:
         raise ConfigError(f"--model {llm['model']}", "it has no drafter of its own", "name one: --drafter ngram")
     plain, speculative = open_llm({**llm, "drafter": "none"}), open_llm(llm)
-    console = stdout(color)
-    done = [_compare(plain, speculative, chosen[0], repeats)]
-    _show_answers(console, speculative, done[0])
+    console, done = stdout(color), list[Comparison]()
+    note(f"{len(chosen)} prompts, each answered {repeats + 1} times or more both ways: {_time(plain, chosen, repeats)}")
     with counting("comparing", len(chosen)) as progress:
-        for prompt in chosen[1:]:
+        for prompt in chosen:
             done.append(_compare(plain, speculative, prompt, repeats))
             progress(len(done))
+    _show_answer(console, speculative, max(done, key=lambda one: one.ratio))
     spec = parse_model(llm["model"])
     if spec.stretch > 1:
         console.print(spec.label, markup=False, highlight=False)
@@ -118,6 +123,15 @@ def _load(model: str, count: int | None) -> list[DemoPrompt]:
             f"--prompts {count}", f"{len(lines)} prompts come with Paceline for this model", f"give 1 to {len(lines)}"
         )
     return [json.loads(line) for line in lines[:count]]
+
+
+def _time(plain: LLM, prompts: list[DemoPrompt], repeats: int) -> str:
+    """Return about how long comparing will take, in words: as if speculative answers took as long as one plain one."""
+    [output], seconds = ask(plain, [_token_ids(plain, prompts[0])], _params(prompts[0]))
+    a_token = seconds / len(output.outputs[0].token_ids)
+    each = (max(SETTLE_S, 2 * repeats * a_token * prompt["max_tokens"]) for prompt in prompts)
+    total = sum(each) * (repeats + 1) / repeats
+    return f"about {total:.0f} s" if total < 90 else f"about {total / 60:.0f} minutes"
 
 
 def _compare(plain: LLM, speculative: LLM, prompt: DemoPrompt, repeats: int) -> Comparison:
@@ -153,17 +167,16 @@ def _token_ids(model: LLM, prompt: DemoPrompt) -> list[int]:
     return ids
 
 
-def _show_answers(console: Console, model: LLM, first: Comparison) -> None:
-    console.print(Text(first.prompt["text"], style="dim"))
+def _show_answer(console: Console, model: LLM, best: Comparison) -> None:
+    output = best.outputs[1]
+    answer = output.outputs[0]
+    painter = Painter(model.tokenizer, output.prompt_token_ids)
+    painter.feed(answer.token_ids, answer.origins)
+    console.print(Text(best.prompt["text"], style="dim"), soft_wrap=False)
     console.print(legend())
-    for name, output, rate in zip(("plain", "speculative"), first.outputs, first.rates, strict=True):
-        answer = output.outputs[0]
-        painter = Painter(model.tokenizer, output.prompt_token_ids)
-        painter.feed(answer.token_ids, answer.origins)
-        console.print(Text.assemble((f"{name:<12}", "bold"), f"{rate:6.0f} tokens/s"))
-        console.print(painter.take(answer.text))
-        console.print(figures(output), style="dim")
-    console.print()
+    console.print(painter.take(answer.text), soft_wrap=False)
+    rates = "{:.0f} tokens/s plainly, {:.0f} speculatively".format(*best.rates)
+    console.print(f"{rates}: {best.ratio:.2f} times, {output.stats.mean_accepted_length:.2f} tokens a pass\n")
 
 
 def _table(comparisons: list[Comparison]) -> Table:

@@ -24,12 +24,14 @@ from .session import (
     CHAT_SHOWN,
     SAMPLED,
     Color,
+    Verbose,
     application_named,
     chosen,
     counting,
     figures,
     open_llm,
     painted,
+    stopping,
 )
 
 app = typer.Typer(add_completion=False)
@@ -42,8 +44,8 @@ GREEDY_SHOWN = {
 
 @app.command()
 @takes(
-    llm=LLMConfig,
     params=SamplingParams,
+    llm=LLMConfig,
     defaults={"model": DEFAULT_MODEL, "max_tokens": 128, **SAMPLED},
     shown={"drafter": DRAFTER_SHOWN, **GREEDY_SHOWN},
 )
@@ -52,7 +54,11 @@ def generate(
         list[str] | None, typer.Option("--prompt", "-p", help="What to answer; repeat it for several.")
     ] = None,
     prompt_file: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="A file that holds one prompt; - is standard input.")
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="A file that holds one prompt; - is standard input, which is read where no prompt is named.",
+        ),
     ] = None,
     as_: Annotated[
         list[str] | None,
@@ -69,6 +75,7 @@ def generate(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, with token ids.")] = False,
+    verbose: Verbose = False,
     color: Color = True,
     *,
     llm: dict[str, Any],
@@ -76,8 +83,13 @@ def generate(
 ) -> None:
     """Answer prompts: greedily, or with --chat as `paceline chat` does.
 
-    Green tokens were drafted and accepted, blue ones are the target's own. The answer goes to stdout,
-    progress and figures to stderr.
+    Green tokens were drafted and accepted, the others are the target's own. The answer goes to stdout,
+    progress and figures to stderr. Ctrl-C ends the answers, with the figures so far.
+
+    Examples:
+        paceline generate -p "The three largest cities of France are"
+        paceline generate --chat --model smollm2-135m < question.txt
+        paceline generate -p "One" -p "Two" --max-tokens 32 --json
     """
     prompts = _prompts(prompt, prompt_file)
     given = chosen(params)
@@ -89,23 +101,33 @@ def generate(
         sampling = model.default_sampling_params(**given)
     console = stdout(color)
     if len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json:
-        _stream(model, prompts[0], sampling, chat, names[0], console)
+        _stream(model, prompts[0], sampling, chat, names[0], console, verbose)
         return
-    outputs = _answer(model, prompts, sampling, chat, names)
-    for output in outputs:
+    with stopping(model) as stopped:
+        outputs = _answer(model, prompts, sampling, chat, names, stopped)
+    if coloured(console) and not as_json:
+        console.print(legend())
+    for number, output in enumerate(outputs, 1):
         if as_json:
             typer.echo(json.dumps(_record(output), allow_nan=False))
-        else:
-            _show(model, output, sampling, console)
+            continue
+        if len(prompts) > 1:
+            first = prompts[number - 1].strip().partition("\n")[0]
+            console.print(f"{chr(10) * (number > 1)}[{number} of {len(prompts)}] {first}", style="bold", markup=False)
+        _show(model, output, sampling, console, verbose)
     for output in outputs:
         if output.error is not None:
             raise RequestError(output.request_id, output.error, output)
+    if stopped:
+        raise KeyboardInterrupt
 
 
 def _prompts(prompts: list[str] | None, files: list[str] | None) -> list[str]:
-    found = [*(prompts or []), *(_read(name) for name in files or [])]
-    if found:
-        return found
+    if not prompts and not files and sys.stdin and not sys.stdin.isatty():
+        prompts = [text] if (text := _read("-")) else None
+    texts = [*(prompts or []), *(_read(name) for name in files or [])]
+    if texts:
+        return texts
     raise ConfigError("no prompt", "there is nothing to answer", 'give --prompt "..." or --prompt-file PATH')
 
 
@@ -122,7 +144,8 @@ def _applications(asked: list[str], loaded: Mapping[str, str], count: int) -> li
 
 def _read(name: str) -> str:
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        return text.removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file {name}", f"cannot be read ({error})", "name a UTF-8 text file") from error
 
@@ -135,7 +158,13 @@ def _check_shown(params: SamplingParams, as_json: bool) -> None:
 
 
 def _stream(
-    model: LLM, prompt: str, params: SamplingParams, chat: bool, application: str | None, console: Console
+    model: LLM,
+    prompt: str,
+    params: SamplingParams,
+    chat: bool,
+    application: str | None,
+    console: Console,
+    verbose: bool,
 ) -> None:
     if chat:
         chunks = model.chat([{"role": "user", "content": prompt}], params, stream=True, application=application)
@@ -143,28 +172,31 @@ def _stream(
         chunks = model.stream(prompt, params, application)
     if coloured(console):
         console.print(legend())
-    for chunk in painted(console, model, chunks, params):
-        if chunk.output is not None:
-            console.print()
-            note(figures(chunk.output))
+    with stopping(model) as stopped:
+        for chunk in painted(console, model, chunks, params):
+            if chunk.output is not None:
+                console.print()
+                note(figures(chunk.output, verbose))
+    if stopped:
+        raise KeyboardInterrupt
 
 
 def _answer(
-    model: LLM, prompts: list[str], params: SamplingParams, chat: bool, names: list[str | None]
+    model: LLM, prompts: list[str], params: SamplingParams, chat: bool, names: list[str | None], stopped: list[int]
 ) -> list[RequestOutput]:
     with counting("answering", len(prompts)) as progress:
         if not chat:
             return model.generate(prompts, params, progress=progress, application=names)
         outputs = []
         for prompt, name in zip(prompts, names, strict=True):
+            if stopped:
+                break
             outputs += model.chat([{"role": "user", "content": prompt}], params, application=name)
             progress(len(outputs))
         return outputs
 
 
-def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Console) -> None:
-    if coloured(console):
-        console.print(legend())
+def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Console, verbose: bool) -> None:
     for answer in output.outputs:
         if len(output.outputs) > 1:
             console.print(f"[{answer.index}]", style="bold", markup=False)
@@ -173,7 +205,7 @@ def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Co
         console.print(answer.text[:echoed], style="dim", end="", markup=False)
         painter.feed(answer.token_ids, answer.origins)
         console.print(painter.take(answer.text[echoed:]))
-    note(figures(output))
+    note(figures(output, verbose))
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:

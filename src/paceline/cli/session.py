@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +21,8 @@ from ..network import generation
 from ..network.applications import BASE
 from .console import Painter, stderr, waiting
 
-Color = Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR=1 turns it off, too.")]
+Color = Annotated[bool, typer.Option(help="Colour drafted and accepted tokens; NO_COLOR=1 turns it off, too.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Add counts, times and what speculation did to the figures.")]
 
 
 def open_llm(options: dict[str, Any], sequences: int | None = None) -> LLM:
@@ -106,6 +109,31 @@ def painted(console: Console, model: LLM, chunks: Iterator[Any], params: Samplin
         yield chunk
 
 
-def figures(output: RequestOutput) -> str:
-    """The line of figures that ends an answer."""
-    return (f"{output.application} | " if output.application else "") + output.stats.summary()
+@contextmanager
+def stopping(model: LLM) -> Iterator[list[int]]:
+    """Let Ctrl-C end the requests in flight, whose outputs so far come as usual; a second one interrupts.
+
+    Yields:
+        A list that is no longer empty once Ctrl-C was pressed.
+    """
+    stopped: list[int] = []
+    previous = signal.getsignal(signal.SIGINT)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, previous)
+        stopped.append(number)
+        for request_id in list(model.engine.live):
+            model.engine.cancel(request_id)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def figures(output: RequestOutput, verbose: bool) -> str:
+    """Return the line of figures that ends an answer."""
+    stats, samples = output.stats, len(output.outputs)
+    line = stats.summary(samples) if verbose else stats.headline(samples)
+    return f"{output.application}: {line}" if output.application else line

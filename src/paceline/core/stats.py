@@ -179,10 +179,29 @@ class SpecStats:
         own = asdict(self) | {"accepted_by_drafted": rows}
         return own | {name: getattr(self, name) for name in derived}
 
-    def summary(self) -> str:
-        """The main figures in one line of text."""
+    def headline(self, samples: int = 1) -> str:
+        """Return speed, tokens a pass and the prompt's time: ``84 tokens/s, 1.95 tokens a pass, prompt 36 in 0.1 s``.
+
+        The speed leaves out the prompt: it is that of the tokens after the first one of each sample, from then on.
+        """
+        parts = [f"{self.emitted} token{'s' * (self.emitted != 1)}"]
+        if self.ttft_ms is not None:
+            seconds = (self.elapsed_ms - self.ttft_ms) / 1e3
+            if self.emitted > samples and seconds > 0:
+                rate = (self.emitted - samples) / seconds
+                parts = [
+                    f"{rate:.{0 if rate >= 10 else 1}f} tokens/s",
+                    f"{self.emitted / self.passes:.2f} tokens a pass",
+                ]
+            prompt = self.ttft_ms - (self.queue_ms or 0.0)
+            took = f"{prompt / 1e3:.1f} s" if prompt >= 100 else f"{prompt:.0f} ms"
+            parts.append(f"prompt {self.prompt_tokens} in {took}")
+        return ", ".join(parts)
+
+    def summary(self, samples: int = 1) -> str:
+        """Return the main figures in one line of text: `headline`, counts, times, and why speculation is off."""
         parts = [
-            f"{self.tokens_per_second:.1f} tokens/s",
+            self.headline(samples),
             f"mean accepted length {self.mean_accepted_length:.2f}",
             f"{self.passes} target passes for {self.emitted} tokens",
             f"draft {self.draft_ms:.0f} ms, verify {self.verify_ms:.0f} ms, host {self.host_ms:.0f} ms",
