@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,13 +101,14 @@ def generate(
     if chat:
         sampling = model.default_sampling_params(**given)
     console = stdout(color)
-    if len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json:
-        _stream(model, prompts[0], sampling, chat, names[0], console, verbose)
-        return
-    with stopping(model) as stopped:
-        outputs = _answer(model, prompts, sampling, chat, names, stopped)
+    streamed = len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json
     if coloured(console) and not as_json:
         console.print(legend())
+    with stopping(model) as stopped:
+        if streamed:
+            outputs = _stream(model, prompts[0], sampling, chat, names[0], console)
+        else:
+            outputs = _answer(model, prompts, sampling, chat, names, stopped)
     for number, output in enumerate(outputs, 1):
         if as_json:
             typer.echo(json.dumps(_record(output), allow_nan=False))
@@ -114,7 +116,9 @@ def generate(
         if len(prompts) > 1:
             first = prompts[number - 1].strip().partition("\n")[0]
             console.print(f"{chr(10) * (number > 1)}[{number} of {len(prompts)}] {first}", style="bold", markup=False)
-        _show(model, output, sampling, console, verbose)
+        if not streamed:
+            _show(model, output, sampling, console)
+        note(figures(output, verbose))
     for output in outputs:
         if output.error is not None:
             raise RequestError(output.request_id, output.error, output)
@@ -158,27 +162,18 @@ def _check_shown(params: SamplingParams, as_json: bool) -> None:
 
 
 def _stream(
-    model: LLM,
-    prompt: str,
-    params: SamplingParams,
-    chat: bool,
-    application: str | None,
-    console: Console,
-    verbose: bool,
-) -> None:
+    model: LLM, prompt: str, params: SamplingParams, chat: bool, application: str | None, console: Console
+) -> list[RequestOutput]:
     if chat:
         chunks = model.chat([{"role": "user", "content": prompt}], params, stream=True, application=application)
     else:
         chunks = model.stream(prompt, params, application)
-    if coloured(console):
-        console.print(legend())
-    with stopping(model) as stopped:
+    outputs: list[RequestOutput] = []
+    with suppress(RequestError):  # the caller raises it, once the figures are shown
         for chunk in painted(console, model, chunks, params):
-            if chunk.output is not None:
-                console.print()
-                note(figures(chunk.output, verbose))
-    if stopped:
-        raise KeyboardInterrupt
+            outputs += [chunk.output] if chunk.output is not None else []
+    console.print()
+    return outputs
 
 
 def _answer(
@@ -196,7 +191,7 @@ def _answer(
         return outputs
 
 
-def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Console, verbose: bool) -> None:
+def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Console) -> None:
     for answer in output.outputs:
         if len(output.outputs) > 1:
             console.print(f"[{answer.index}]", style="bold", markup=False)
@@ -205,7 +200,6 @@ def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Co
         console.print(answer.text[:echoed], style="dim", end="", markup=False)
         painter.feed(answer.token_ids, answer.origins)
         console.print(painter.take(answer.text[echoed:]))
-    note(figures(output, verbose))
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class _PanelHelp:
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
                 usual = "Arguments" if param.param_type_name == "argument" else "Options"
-                pair = r"--\1" if param.default is False else r"--[no-]\1"
+                pair = r"--\1" if param.default is False else r"--\1\n--no-\1"
                 names = re.sub(r"--(\S+) / --no-\1$", pair, re.sub(r"<list\[(.+)\]>", r"<\1>", record[0]))
                 words = re.sub(r"\[default: \((.+)\)\]", r"[default: \1]", record[1])
                 panels.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append((names, words))
