@@ -6,6 +6,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import typer
 
 from ..core.errors import CapabilityError, ConfigError
+from ..core.log import LEVEL_VARIABLE, log_to_stderr
 from ..options import LLMOptions
 from ..serve.client import engine_client
 from ..serve.config import ServeConfig
@@ -48,6 +50,8 @@ def serve(
     _require_packages()
     config = ServeConfig(**{**serve, "allowed_hosts": serve["allowed_hosts"] or None})
     config.keys()
+    os.environ[LEVEL_VARIABLE] = config.log_level
+    log_to_stderr()
     if config.replicas is not None:
         _serve_replicas(config, model, llm)
         return
@@ -76,4 +80,4 @@ def _serve_replicas(config: ServeConfig, model: str, llm: dict[str, Any]) -> Non
 
     with config.listen() as held:
         port = held.getsockname()[1]
-    replicas.run(replicas.ReplicaGroup(config, options, config.served_model_name or model, port))
+    replicas.run(replicas.ReplicaGroup(config, options, config.name_of(model), port))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import sys
 
+from ..core.log import log_to_stderr
 from .channels import ChannelClosed
 from .frames import Codec
 from .handshake import LIFE, Begin
@@ -21,6 +22,7 @@ PATIENCE_S = 30.0  # for the first message
 
 def begin(life_fd: int) -> int:
     """Begin as the socket says; the exit status."""
+    log_to_stderr()
     life = SocketChannel(socket.socket(fileno=life_fd))
     asked: Begin = Codec(*LIFE).decode(life.receive(PATIENCE_S))
     if asked.cores:

@@ -27,21 +27,18 @@ def ends(folder: Path) -> tuple[int, ...]:
 
 
 def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
-    """How the model in a folder is to be sampled: as its file says, or with `CHAT` where that says nothing of it;
-    ``given`` fields, which the user has chosen, go before both. ``do_sample: false`` is temperature 0; a penalty counts
-    there as well.
+    """How the model in a folder is to be sampled: as `recommended`, but for ``given`` fields, which the user has chosen.
 
     Raises:
         ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
     """
-    found = recommended(folder, given)
-    usual = found if found.keys() - {"repetition_penalty"} else {**CHAT, **found}
-    return SamplingParams(**{**usual, **given})
+    return SamplingParams(**{**recommended(folder, given), **given})
 
 
 def recommended(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
-    """What the file in a folder says of how the model is sampled, as fields of `SamplingParams`; empty: nothing. Values
-    of ``given`` fields do not matter.
+    """Return how a model is sampled, as fields of `SamplingParams`: as the file in its folder says, or with `CHAT` where
+    that says nothing of it. ``do_sample: false`` is temperature 0; a penalty counts there as well. Values of ``given``
+    fields do not matter.
 
     Raises:
         ConfigError: the file is broken, or has a value that cannot be.
@@ -51,7 +48,7 @@ def recommended(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
     if file.get("do_sample") is False:
         found = {"temperature": 0.0, **{name: found[name] for name in ("repetition_penalty",) if name in found}}
     _check(folder / FILE, {name: value for name, value in found.items() if name not in given})
-    return found
+    return found if found.keys() - {"repetition_penalty"} else {**CHAT, **found}
 
 
 def _check(file: Path, values: dict[str, Any]) -> None:

@@ -15,14 +15,14 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
 from . import models, playground
 from .chat import chat
 from .completions import completions
 from .config import ServeConfig
-from .generation import Server
+from .generation import ANSWERS, Answer, Server
 from .guard import Guard
 from .http import APIError, read, unless_gone
 from .messages import CountRequest, MessagesRequest, count_tokens, messages
@@ -74,7 +74,30 @@ def make_app(server: Server, config: ServeConfig) -> ASGIApp:
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _failed)
-    return Guard(app, config, config.keys())
+    return logged(Guard(app, config, config.keys()))
+
+
+def logged(app: ASGIApp) -> ASGIApp:
+    """Log a line for each request: at info what is posted, all else at debug."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        status, answers = 499, list[Answer]()
+        ANSWERS.set(answers)
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await app(scope, receive, noted)
+        finally:
+            if scope["type"] == "http":
+                level = logging.INFO if scope["method"] == "POST" else logging.DEBUG
+                parts = [f"{scope['method']} {scope['path']} {status}", *(answer.summary() for answer in answers)]
+                log.log(level, "%s", ", ".join(parts))
+
+    return call
 
 
 def _posted(

@@ -124,7 +124,7 @@ class EngineClient:
     def __init__(self, spec: WorkerSpec, patience: Patience, spare: str | None = None) -> None:
         self._spare = None if spare is None else Spare(spec, spare)
         self._worker = Worker(spec, patience, launch_here if self._spare is None else self._spare.launch)
-        self._attached_at = self._detached_at = 0.0
+        self.launched_at = self._attached_at = self._detached_at = 0.0
         self._codec = Codec(*GREETINGS, *KINDS)
         self._line: LoopLine | None = None
         self._attached: Line | None = None
@@ -158,6 +158,7 @@ class EngineClient:
         Raises:
             ConfigError, CapabilityError: no process, or no channel to it, can be had.
         """
+        self.launched_at = time.monotonic()
         self._worker.poll()
 
     def start(self) -> None:
@@ -189,6 +190,7 @@ class EngineClient:
         for request_id in self._open:
             if self._line is not None:
                 self._line.send(Abort(request_id))
+        self._fail_looks(why)
         self._fail_all(EngineDown(why))
 
     # -- requests

@@ -38,7 +38,9 @@ class ServeConfig:
         "load, the one with the fewest in flight",
         choices=("prefix", "load"),
     )
-    served_model_name: str | None = option(None, help="the model's name for clients; default: as it was named")
+    served_model_name: str | None = option(
+        None, help="the model's name for clients; default: as it was named, of a GGUF the file's name"
+    )
     api_key_file: str | None = option(
         None, help=f"file with one key a line that only you may read; or {KEYS_VARIABLE}, keys with commas between"
     )
@@ -51,6 +53,9 @@ class ServeConfig:
         "auto",
         help="how the model writes tool calls: hermes, llama3, mistral, or auto: as its chat template does",
         choices=("auto", *FAMILIES),
+    )
+    default_max_tokens: int | None = option(
+        2048, help="most tokens of a chat's answer where the request does not say; none: as many as fit", minimum=1
     )
     max_body_bytes: int = option(4 * 2**20, help="most bytes of a request's body", minimum=1)
     max_n: int = option(128, help="most samples of a request", minimum=1, maximum=1024)
@@ -81,6 +86,11 @@ class ServeConfig:
         help="whose names /metrics has for what vLLM counts, too: paceline or vllm",
         choices=("paceline", "vllm"),
     )
+    log_level: str = option(
+        "info",
+        help="what is logged: info has a line for each POST, debug for each request",
+        choices=("debug", "info", "warning", "error"),
+    )
     stream_interval_ms: float = option(0.0, help="least milliseconds between two chunks of a stream", minimum=0.0)
 
     def __post_init__(self) -> None:
@@ -106,6 +116,10 @@ class ServeConfig:
         except (OSError, UnicodeDecodeError) as error:
             asked = f"--chat-template {self.chat_template}"
             raise ConfigError(asked, f"it cannot be read ({error})", "name a text file") from error
+
+    def name_of(self, model: str) -> str:
+        """A model's name for clients."""
+        return self.served_model_name or (Path(model).name if model.lower().endswith(".gguf") else model)
 
     def listen(self) -> socket.socket:
         """A socket that listens.

@@ -15,6 +15,7 @@ import gc
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,9 @@ class Server:
         return model
 
 
+ANSWERS: ContextVar[list[Answer]] = ContextVar("answers")  # to the request that is being handled, for the log
+
+
 class Answer:
     """An answer while it comes; see `begin`."""
 
@@ -120,6 +124,7 @@ class Answer:
         # The engine keeps the deadline, and one that hangs is found out after `stuck_s`.
         self._until = begun + server.config.request_s + server.config.stuck_s
         self._last: dict[int, float] = {}  # when a sample's last piece came
+        ANSWERS.get([]).append(self)
 
     async def __aenter__(self) -> Answer:
         return self
@@ -172,6 +177,11 @@ class Answer:
         elif self._streams and index in self._last:
             times["inter_token_latency_seconds"].add(now - self._last[index])
         self._last[index] = now
+
+    def summary(self) -> str:
+        """Return the main figures in a few words."""
+        passes = f"{self.stats['mean_accepted_length']:.2f} a pass" if self.stats else "not finished"
+        return f"{self.completion_tokens} tokens, {passes}"
 
     def speculative_decoding(self) -> dict[str, Any] | None:
         """vLLM's ``metrics.speculative_decoding``; None: more than one sample, no drafter, or not wanted."""

@@ -68,6 +68,8 @@ async def read(request: Request, kind: type[M], seconds: float) -> M:
         body = await asyncio.wait_for(request.body(), seconds)
     except TimeoutError as error:
         raise APIError(408, f"the body did not come within {seconds:g} s") from error
+    except asyncio.CancelledError as error:
+        raise APIError(503, "the server ends", code="draining") from error
     return checked(kind, body)
 
 

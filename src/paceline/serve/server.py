@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
+import time
 from concurrent.futures import Future
 from functools import partial
 from types import FrameType
@@ -19,6 +21,7 @@ from .config import ServeConfig
 from .connections import Connection
 from .generation import Server
 
+log = logging.getLogger(__name__)
 CLOSE_S = 2  # for connections, when no request is in flight any more
 
 
@@ -32,11 +35,13 @@ class _Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end."""
-        if self._served.draining or sig == signal.SIGINT:
+        again, self._served.draining = self._served.draining, True
+        loop = asyncio.get_running_loop()
+        if again or sig == signal.SIGINT:
+            loop.call_soon_threadsafe(self._served.client.end_all, "the server ends")
             super().handle_exit(sig, frame)
             return
-        self._served.draining = True
-        self._draining = asyncio.run_coroutine_threadsafe(self._drain(), asyncio.get_running_loop())
+        self._draining = asyncio.run_coroutine_threadsafe(self._drain(), loop)
 
     async def _drain(self) -> None:
         try:
@@ -47,11 +52,21 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, and say where once the model is loaded."""
         await super().startup(sockets)
-        for one in sockets or ():
-            host, port = one.getsockname()[:2]
-            print(f"paceline serves {self._served.model} at http://{host}:{port}", file=sys.stderr, flush=True)
+        assert sockets is not None
+        self._saying = asyncio.ensure_future(self._say_ready(*sockets[0].getsockname()[:2]))
+
+    async def _say_ready(self, host: str, port: int) -> None:
+        client = self._served.client
+        await client.described.wait()
+        if (described := client.description) is None:
+            return
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        lines = {"model": ", ".join([self._served.model, *described.applications])}
+        lines |= {"drafter": described.speculation["drafter"], "playground": f"{url}/", "base_url": f"{url}/v1"}
+        head = f"ready in {time.monotonic() - client.launched_at:.1f} s"
+        print("\n".join([head, *(f"  {name:10}  {text}" for name, text in lines.items())]), file=sys.stderr, flush=True)
 
 
 def run(config: ServeConfig, client: EngineClient, model: str, listening: socket.socket) -> None:
@@ -66,7 +81,7 @@ def run(config: ServeConfig, client: EngineClient, model: str, listening: socket
     Raises:
         ConfigError: keys that cannot be used, or an engine that cannot be started.
     """
-    server = Server(config, client, config.served_model_name or model)
+    server = Server(config, client, config.name_of(model))
     app: Any = make_app(server, config)
     options = uvicorn.Config(
         app,
@@ -74,13 +89,14 @@ def run(config: ServeConfig, client: EngineClient, model: str, listening: socket
         loop="uvloop",
         ws="none",
         lifespan="on",
-        log_level="warning",
+        log_level=max(logging.WARNING, logging.getLogger("paceline").level),
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=CLOSE_S,
     )
     runner = _Uvicorn(options, server)
     client.on_failure = partial(setattr, runner, "should_exit", True)
+    log.info("loading %s", model)
     runner.run(sockets=[listening])
     if client.failed is not None:
         raise client.failed
