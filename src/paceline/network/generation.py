@@ -27,7 +27,7 @@ def ends(folder: Path) -> tuple[int, ...]:
 
 
 def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
-    """How the model in a folder is to be sampled: as `recommended`, but for ``given`` fields, which the user has chosen.
+    """Return how a model is sampled: as `recommended`, but for ``given`` fields, which the user has chosen.
 
     Raises:
         ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
@@ -36,7 +36,7 @@ def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
 
 
 def recommended(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
-    """Return how a model is sampled, as fields of `SamplingParams`: as the file in its folder says, or with `CHAT` where
+    """Return how a model is sampled, as fields of `SamplingParams`: as the file in its folder says, or as `CHAT` where
     that says nothing of it. ``do_sample: false`` is temperature 0; a penalty counts there as well. Values of ``given``
     fields do not matter.
 
