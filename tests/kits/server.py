@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -43,7 +44,7 @@ class LiveServer:
         while time.monotonic() < end:
             assert self.process.poll() is None, "the server has ended"
             try:
-                said = log is None or "paceline serves" in log.read_text()
+                said = log is None or re.search(r"paceline serves|\bready in", log.read_text())
                 if said and httpx.get(f"{self.url}/health").status_code == 200:
                     return
             except httpx.TransportError:

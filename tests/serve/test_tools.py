@@ -12,11 +12,13 @@ import jsonschema
 import openai
 import pytest
 from kits.server import LiveServer, live_server
-from kits.tools import CITY, TEMPLATE
+from kits.tools import CITY
 
 from paceline import LLM
 from paceline.core.grammar import Grammar
+from paceline.serve.config import ServeConfig
 from paceline.serve.schemas import Function
+from paceline.serve.texts import renderer
 from paceline.serve.tools import bound, family_of
 
 MODEL = "paceline-small"
@@ -29,10 +31,8 @@ SCHEMAS = {"weather": CITY, "now": {"type": "object", "maxProperties": 0}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    template = tmp_path_factory.mktemp("templates") / "tools.jinja"
-    template.write_text(TEMPLATE)
-    with live_server("--chat-template", str(template)) as made:
+def server() -> Iterator[LiveServer]:
+    with live_server("--chat-template", "hermes") as made:
         yield made
 
 
@@ -123,6 +123,47 @@ def test_the_template_is_told_of_tools_and_of_calls(client: openai.OpenAI) -> No
     assert tokens(messages=said, tools=TOOLS) > tokens(messages=ASK, tools=TOOLS) + 10
 
 
+def test_functions_are_tools_in_their_old_form_whole_and_streamed(client: openai.OpenAI) -> None:
+    same: dict[str, Any] = {"model": MODEL, "seed": 1, "max_tokens": 120}
+    forced: dict[str, Any] = {"type": "function", "function": {"name": "weather"}}
+    tools = client.chat.completions.create(**same, messages=ASK, tools=TOOLS, tool_choice=forced).choices[0]
+    [call] = tools.message.tool_calls or []
+    assert call.type == "function"
+    same |= {"messages": ASK, "functions": [tool["function"] for tool in TOOLS], "function_call": {"name": "weather"}}
+    found = client.chat.completions.create(**same).choices[0]
+    function = found.message.function_call
+    assert function is not None and found.message.tool_calls is None and found.finish_reason == tools.finish_reason
+    assert (function.name, function.arguments) == ("weather", call.function.arguments)
+    parts = [c.choices[0].delta.function_call for c in client.chat.completions.create(**same, stream=True)]
+    told = [part for part in parts if part is not None]
+    assert told[0].name == "weather" and "".join(part.arguments or "" for part in told) == function.arguments
+    old: list[Any] = [
+        *ASK,
+        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+        {"role": "function", "name": "weather", "content": "rain"},
+    ]
+    new: list[Any] = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}]},
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+    ]  # fmt: skip
+    answers = [client.chat.completions.create(model=MODEL, max_tokens=1, messages=said).usage for said in (old, new)]
+    assert answers[0] is not None and answers[1] is not None
+    assert answers[0].prompt_tokens == answers[1].prompt_tokens
+
+
+def test_a_call_whose_closing_tag_is_cut_leaves_no_content(client: openai.OpenAI) -> None:
+    same: dict[str, Any] = {"model": MODEL, "messages": ASK, "tools": TOOLS, "temperature": 0}
+    same["tool_choice"] = {"type": "function", "function": {"name": "weather"}}
+    whole = client.chat.completions.create(**same, max_tokens=120)
+    assert whole.usage is not None and whole.choices[0].finish_reason == "stop"
+    for fewer in range(1, 8):
+        cut = client.chat.completions.create(**same, max_tokens=whole.usage.completion_tokens - fewer).choices[0]
+        assert (cut.finish_reason, cut.message.content) == ("length", None)
+        assert cut.message.tool_calls
+
+
 def test_strict_tools_bind_what_the_model_calls_of_its_own_will() -> None:
     llm = LLM(MODEL)
     assert llm.engine.grammars is not None
@@ -165,15 +206,96 @@ def test_what_cannot_be_meant_is_a_400_in_words(server: LiveServer, case: str) -
 
 def test_a_template_that_cannot_be_read_is_said_at_once(tmp_path: Path) -> None:
     from paceline.core.errors import ConfigError
-    from paceline.serve.config import ServeConfig
 
-    with pytest.raises(ConfigError, match="--chat-template"):
+    with pytest.raises(ConfigError, match="--chat-template .* one of: hermes, llama3, mistral"):
         ServeConfig(chat_template=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="hermes"):
         ServeConfig(tool_parser="frog")
 
 
+TALK: list[Any] = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": f"call_0123456789{day}", "function": {"name": "weather", "arguments": {"city": "K\u00f6ln", "day": day}}}
+        for day in (1, 2)]},
+    {"role": "tool", "tool_call_id": "call_01234567891", "content": "rain"},
+    {"role": "tool", "tool_call_id": "call_01234567892", "content": "sun"},
+    {"role": "assistant", "content": "Rain, sun."},
+    {"role": "user", "content": "Thanks."},
+]  # fmt: skip
+WRITTEN = {
+    "hermes": """<s><|im_start|>system
+Be short.<|im_end|>
+<|im_start|>user
+Weather?<|im_end|>
+<|im_start|>assistant
+<tool_call>
+{"name": "weather", "arguments": {"city": "K\u00f6ln", "day": 1}}
+</tool_call>
+<tool_call>
+{"name": "weather", "arguments": {"city": "K\u00f6ln", "day": 2}}
+</tool_call><|im_end|>
+<|im_start|>tool
+<tool_response>
+rain
+</tool_response>
+<tool_response>
+sun
+</tool_response><|im_end|>
+<|im_start|>assistant
+Rain, sun.<|im_end|>
+<|im_start|>user
+Thanks.<|im_end|>
+<|im_start|>assistant
+""",
+    "llama3": """<s><|start_header_id|>system<|end_header_id|>
+
+Be short.<|eot_id|><|start_header_id|>user<|end_header_id|>
+
+Weather?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
+
+{"name": "weather", "parameters": {"city": "K\u00f6ln", "day": 1}}; {"name": "weather", "parameters": \
+{"city": "K\u00f6ln", "day": 2}}<|eot_id|><|start_header_id|>ipython<|end_header_id|>
+
+rain<|eot_id|><|start_header_id|>ipython<|end_header_id|>
+
+sun<|eot_id|><|start_header_id|>assistant<|end_header_id|>
+
+Rain, sun.<|eot_id|><|start_header_id|>user<|end_header_id|>
+
+Thanks.<|eot_id|><|start_header_id|>assistant<|end_header_id|>
+
+""",
+    "mistral": """<s>[INST] Weather?[/INST]\
+[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "K\u00f6ln", "day": 1}, "id": "234567891"}, \
+{"name": "weather", "arguments": {"city": "K\u00f6ln", "day": 2}, "id": "234567892"}]</s>\
+[TOOL_RESULTS] {"content": "rain", "call_id": "234567891"}[/TOOL_RESULTS]\
+[TOOL_RESULTS] {"content": "sun", "call_id": "234567892"}[/TOOL_RESULTS] Rain, sun.</s>[INST] Be short.
+
+Thanks.[/INST]""",
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_the_shipped_templates_write_what_their_family_reads(family: str) -> None:
+    template = ServeConfig(chat_template=family).template() or ""
+
+    def written(tools: list[Any] | None) -> str:
+        made: Any = renderer()(
+            conversations=[TALK], tools=tools, chat_template=template, add_generation_prompt=True,
+            continue_final_message=False, bos_token="<s>", eos_token="</s>",
+        )  # fmt: skip
+        return str(made[0][0])
+
+    assert family_of(template) == family
+    assert written(None) == WRITTEN[family]
+    before, after = written(TOOLS).split('{"type": "function"' if family != "llama3" else '{\n    "type"', 1)
+    place = {"hermes": "Be short.\n\n", "llama3": "Be short.\n\n", "mistral": "Rain, sun.</s>[AVAILABLE_TOOLS] ["}
+    assert place[family] in before and '"weather"' in after and '"now"' in after
+
+
 def test_families_by_their_templates() -> None:
-    assert family_of(TEMPLATE) == "hermes" and family_of("{{ messages }}") is None
+    assert family_of("{{ messages }}") is None
     assert family_of("{{ tools }} [TOOL_CALLS]") == "mistral"
     assert family_of("{{ tools }} <|python_tag|>") == family_of('{{ tools }} {"name": n, "parameters": p}') == "llama3"

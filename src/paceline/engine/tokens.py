@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+from ..core.chat_templates import check_variables
 from ..core.errors import ConfigError
 from ..core.options import shown
 from ..core.request import TextStream
@@ -18,10 +19,6 @@ _MOST_PARTS = 3  # tokens of a character that is incomplete: one of four bytes l
 _LONGEST = 7  # tokens behind the last complete character that are decoded anew for each
 _ANCHOR = "a"  # stands before a token whose own text is wanted
 _KEPT_TEXTS = 65_536
-# Arguments of `apply_chat_template` itself, and what it gives every template:
-_TEMPLATE_OPTIONS = {"self", "conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"}
-_TEMPLATE_OPTIONS |= {"add_generation_prompt", "continue_final_message", "truncation", "max_length", "return_tensors"}
-_TEMPLATE_OPTIONS |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
 
 
 def encode(prompt: Prompt, tokenizer: Any) -> tuple[list[int], str | None]:
@@ -110,9 +107,7 @@ def chat_ids(
         wrong = "the last message is no assistant's with text"
         raise ConfigError("continue_final_message", wrong, "end with the beginning of the answer")
     own = dict(chat_template_kwargs or {})
-    for name in own:
-        if name in _TEMPLATE_OPTIONS or not isinstance(name, str):
-            raise ConfigError(f"chat_template_kwargs with {name!r}", "it is no variable of a template", "leave it out")
+    check_variables(own, str(template))
     try:
         text = tokenizer.apply_chat_template(
             told,

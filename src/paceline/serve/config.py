@@ -14,6 +14,7 @@ from ..core.grammar import LONGEST
 from ..core.options import check, option
 from .parsers import FAMILIES
 
+TEMPLATES = Path(__file__).parent / "templates"
 KEYS_VARIABLE = "PACELINE_API_KEYS"
 
 
@@ -48,7 +49,10 @@ class ServeConfig:
     allowed_hosts: list[str] | None = option(
         None, help="a name that clients may call this server by, beside localhost and its address; repeat it"
     )
-    chat_template: str | None = option(None, help="file with a chat template (Jinja) in place of the model's own")
+    chat_template: str | None = option(
+        None,
+        help="chat template in place of the model's own: hermes, llama3 or mistral, with tools, or a file (Jinja)",
+    )
     tool_parser: str = option(
         "auto",
         help="how the model writes tool calls: hermes, llama3, mistral, or auto: as its chat template does",
@@ -112,10 +116,13 @@ class ServeConfig:
         if self.chat_template is None:
             return None
         try:
-            return Path(self.chat_template).read_text()
+            shipped = self.chat_template in FAMILIES
+            file = TEMPLATES / f"{self.chat_template}.jinja" if shipped else Path(self.chat_template)
+            return file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             asked = f"--chat-template {self.chat_template}"
-            raise ConfigError(asked, f"it cannot be read ({error})", "name a text file") from error
+            remedy = f"name a text file, or one of: {', '.join(FAMILIES)}"
+            raise ConfigError(asked, f"it cannot be read ({error})", remedy) from error
 
     def name_of(self, model: str) -> str:
         """A model's name for clients."""

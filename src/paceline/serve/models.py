@@ -12,7 +12,7 @@ from .. import __version__
 from ..core.errors import ConfigError
 from .acceptance import acceptance
 from .client import EngineDown
-from .generation import Server
+from .generation import Server, field_of
 from .http import APIError, json_response
 from .schemas import DetokenizeRequest, TokenizeRequest
 
@@ -58,7 +58,8 @@ async def tokenize(server: Server, body: TokenizeRequest) -> Response:
             else server.texts.encode(body.prompt, body.add_special_tokens)
         )
     except ConfigError as error:
-        raise APIError(400, str(error), "prompt", "invalid_value") from error
+        place = "prompt" if body.messages is None else "messages"
+        raise APIError(400, str(error), field_of(place, error) or place, "invalid_value") from error
     strings = [server.texts.piece(token) for token in ids] if body.return_token_strs else None
     most = server.described.max_model_len
     return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings})

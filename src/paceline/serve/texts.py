@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from ..core.chat_templates import check_variables
 from ..core.errors import ConfigError
 from ..distributed.requests import Description
 from .schemas import ChatRequest, TokenizeRequest
@@ -83,11 +84,13 @@ class ServedTexts:
         """Ids of a conversation in the model's chat template.
 
         Raises:
-            ConfigError: no template, or one that refuses the messages.
+            ConfigError: no template, one that refuses the messages, or variables that it does not read.
         """
         messages, template = [message.plain() for message in body.messages or ()], self.template(bool(tools))
         if not template or self._tokenizer is None:
             raise ConfigError("a chat", "the model has no chat template", "use /v1/completions with a plain prompt")
+        variables = body.chat_template_kwargs or {}
+        check_variables(variables, template)
         try:
             made: Any = renderer()(
                 conversations=[messages],
@@ -95,7 +98,7 @@ class ServedTexts:
                 chat_template=template,
                 continue_final_message=body.continue_final_message,
                 add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-                **{**self._special, **(body.chat_template_kwargs or {})},
+                **{**self._special, **variables},
             )
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
             wrong = f"the model's template refuses them ({error})"

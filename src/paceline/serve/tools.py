@@ -56,7 +56,7 @@ def tool_use(body: ChatRequest, texts: ServedTexts, parser: str) -> ToolUse | No
         return None
     family = family_of(texts.template(tools=True)) if parser == "auto" else parser
     if family is None:
-        message = "tools: this model's chat template has no place for them; start the server with --chat-template FILE"
+        message = "this model's chat template has no place for tools; start the server with --chat-template hermes"
         raise APIError(400, message, "tools", "unsupported_value")
     functions = {tool.function.name: tool.function for tool in body.tools}
     told = [tool.model_dump(exclude_none=True) for tool in body.tools]
