@@ -194,12 +194,17 @@ def test_a_stream_without_events_is_kept_alive_by_comments() -> None:
 
 def test_a_request_ends_at_its_deadline_and_a_drain_at_its_own() -> None:
     body = {"prompt": "one two", "max_tokens": 1800, "ignore_eos": True, "temperature": 1, "seed": 1}
-    with live_server("--request-s", "0.4", "--drain-s", "0.1", "--max-logprobs", "2") as server:
+    limits = ("--request-s", "0.4", "--drain-s", "0.1", "--max-logprobs", "2", "--default-max-tokens", "5")
+    with live_server(*limits, "--round", "mirror", "--drafter", "draft_model:paceline-small-draft") as server:
         asked = httpx.post(f"{server.url}/v1/completions", json=body | {"logprobs": 3})
         assert asked.status_code == 400 and asked.json()["error"]["param"] == "logprobs"
         chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 3}
         asked = httpx.post(f"{server.url}/v1/chat/completions", json=chat)
         assert asked.status_code == 400 and asked.json()["error"]["param"] == "top_logprobs"
+        asked = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": chat["messages"], "ignore_eos": True})
+        assert asked.json()["usage"]["completion_tokens"] == 5
+        asked = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "speculation": {"max_nodes": 2}})
+        assert '"speculation": false works everywhere' in asked.json()["error"]["message"]
         begin = time.monotonic()
         done = httpx.post(f"{server.url}/v1/completions", json=body).json()
         assert 0.3 < time.monotonic() - begin < 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,11 @@ import jsonschema
 import openai
 import pytest
 from kits.server import LiveServer, live_server
-from kits.tools import CITY, TEMPLATE
+from kits.tools import CITY
+
+from paceline.distributed.requests import SampleUpdate
+from paceline.serve.messages import MessagesRequest, _MessageReply
+from paceline.serve.tools import ToolUse
 
 MODEL = "paceline-small"
 ASK: list[Any] = [{"role": "user", "content": "Tell me of the sea."}]
@@ -20,10 +26,8 @@ TOOLS: list[Any] = [{"name": "weather", "description": "of a city", "input_schem
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    template = tmp_path_factory.mktemp("templates") / "tools.jinja"
-    template.write_text(TEMPLATE)
-    with live_server("--chat-template", str(template), environment={"PACELINE_API_KEYS": "sesame"}) as made:
+def server() -> Iterator[LiveServer]:
+    with live_server("--chat-template", "hermes", environment={"PACELINE_API_KEYS": "sesame"}) as made:
         yield made
 
 
@@ -101,11 +105,76 @@ def test_calls_whole_and_streamed(client: anthropic.Anthropic, choice: Any) -> N
     assert answer.usage.input_tokens == counted.input_tokens
 
 
+class Said:
+    """An answer in these pieces."""
+
+    name, model, prompt_tokens, completion_tokens = "a", "m", 1, 1
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+
+    async def __aenter__(self) -> Said:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def into(self, take: Any) -> None:
+        for text in self._texts:
+            take([SampleUpdate("a", 0, text, [1], None, None, None, None, None)])
+        take([SampleUpdate("a", 0, "", [], None, "stop", None, None, None)])
+
+    def ends(self) -> dict[str, Any]:
+        return {"stats": {}}
+
+
+def test_text_and_calls_stand_in_the_answer_s_order_whole_and_streamed() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    answer: Any = Said("Let me", f" see. {call} And:", f" {call[:20]}", f"{call[20:]}{call} Done.")
+    body = MessagesRequest(messages=ASK, max_tokens=9)
+    found = asyncio.run(_MessageReply(answer, ToolUse("hermes", None), body).whole())["content"]
+    kinds = ["text", "tool_use", "text", "tool_use", "tool_use", "text"]
+    assert [block["type"] for block in found] == kinds
+    texts = ["Let me see.", {"a": 1}, " And:", {"a": 1}, {"a": 1}, " Done."]
+    assert [block.get("text", block.get("input")) for block in found] == texts
+    said = list[bytes]()
+    asyncio.run(_MessageReply(answer, ToolUse("hermes", None), body).events(said.append))
+    events = [json.loads(line[6:]) for line in b"".join(said).splitlines() if line.startswith(b"data: ")]
+    assert [one["content_block"]["type"] for one in events if one["type"] == "content_block_start"] == kinds
+
+
+def test_what_was_drafted_is_told_whole_and_streamed(client: anthropic.Anthropic) -> None:
+    same: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "messages": ASK}
+    same["extra_body"] = {**COLD, "speculation": {"provenance": True, "trace": True}}
+    whole: Any = client.messages.create(**same)
+    [last] = [event for event in client.messages.create(**same, stream=True) if event.type == "message_delta"]
+    for found in (whole, last):
+        assert len(found.provenance) == found.usage.output_tokens
+        assert sum(step["emitted"] for step in found.trace) == found.usage.output_tokens
+        assert found.metrics["speculative_decoding"]["num_draft_tokens"] == found.stats["drafted"]
+
+
+def test_fields_that_change_nothing_are_taken(client: anthropic.Anthropic) -> None:
+    same: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "messages": ASK}
+    more: dict[str, Any] = {"thinking": {"type": "disabled"}, "cache_control": {"type": "ephemeral"}}
+    more |= {"inference_geo": "eu", "output_config": {"effort": "low"}, "speed": "standard"}
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    found = client.messages.create(**same, **more, extra_body={**COLD, "context_management": edits})
+    assert found.content == client.messages.create(**same, extra_body=COLD).content
+
+
 WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "no max_tokens": ({"messages": ASK}, 400, "max_tokens"),
     "an image": (
         {"max_tokens": 2, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "image"),
     "an unknown field": ({"max_tokens": 2, "messages": ASK, "frog": 1}, 400, "frog"),
+    "thinking": ({"max_tokens": 2, "messages": ASK, "thinking": {"type": "adaptive"}}, 400, "thinking.type"),
+    "a format": (
+        {"max_tokens": 2, "messages": ASK, "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        400, "'output_config.format' is not supported"),
+    "an edit": (
+        {"max_tokens": 2, "messages": ASK, "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        400, "context_management.edits.0.type"),
+    "an empty stop": ({"max_tokens": 2, "messages": ASK, "stop_sequences": [""]}, 400, "stop_sequences.0"),
     "no such model": ({"max_tokens": 2, "messages": ASK, "model": "frog"}, 404, "frog"),
     "another's block": (
         {"max_tokens": 2, "messages": [{"role": "assistant", "content": [

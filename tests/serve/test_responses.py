@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 from kits.server import LiveServer, live_server
-from kits.tools import CITY, TEMPLATE
+from kits.tools import CITY
 from pydantic import BaseModel
 
 MODEL = "paceline-small"
@@ -19,10 +19,8 @@ TOOLS: list[Any] = [{"type": "function", "name": "weather", "description": "of a
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    template = tmp_path_factory.mktemp("templates") / "tools.jinja"
-    template.write_text(TEMPLATE)
-    with live_server("--chat-template", str(template)) as made:
+def server() -> Iterator[LiveServer]:
+    with live_server("--chat-template", "hermes") as made:
         yield made
 
 
@@ -87,9 +85,23 @@ def test_calls_whole_streamed_and_answered(client: openai.OpenAI, choice: Any) -
     assert answer.usage.input_tokens > found.usage.input_tokens
 
 
+def test_what_was_drafted_is_told_whole_and_streamed(client: openai.OpenAI) -> None:
+    same: dict[str, Any] = {"model": MODEL, "input": "Weather?", "max_output_tokens": 12, "temperature": 0}
+    same["extra_body"] = {"speculation": {"provenance": True, "trace": True}}
+    streamed: Any = [*client.responses.create(**same, stream=True)][-1]
+    for found in (client.responses.create(**same), streamed.response):
+        assert found.usage is not None and found.model_extra is not None
+        told = found.model_extra
+        assert len(told["provenance"]) == found.usage.output_tokens
+        assert sum(step["emitted"] for step in told["trace"]) == found.usage.output_tokens
+        assert told["metrics"]["speculative_decoding"]["num_draft_tokens"] == told["stats"]["drafted"]
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "what is kept": ({"input": "a", "store": True}, "keeps no answers"),
     "an earlier one": ({"input": "a", "previous_response_id": "resp_1"}, "keeps no answers"),
+    "a kept conversation": ({"input": "a", "conversation": "conv_1"}, "keeps no answers"),
+    "too long": ({"input": "a " * 5000}, "context"),
     "later": ({"input": "a", "background": True}, "keeps no answers"),
     "nothing": ({"input": []}, "input"),
     "what is not there": ({"input": "a", "include": ["message.output_text.logprobs"]}, "include"),
@@ -105,4 +117,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_is_a_400_in_words(server: LiveServer, case: str) -> None:
     body, words = WRONG[case]
     found = httpx.post(f"{server.url}/v1/responses", json=body)
-    assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
+    error = found.json()["error"]
+    assert found.status_code == 400 and words in error["message"], found.text
+    assert error["param"].startswith({"too long": "input", "no schema": "text.format"}.get(case, "")), found.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from kits.server import LiveServer, live_server
 
 from paceline import LLM, SamplingParams
+from paceline.serve.config import ServeConfig
 
 DRAFTER = "ngram"
 PROMPT = "one two three one two three one two"
@@ -79,8 +81,9 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def test_every_way_to_sample_gives_the_offline_ids(server: LiveServer, offline: LLM, name: str) -> None:
     fields = {"temperature": 1, "seed": 5, "max_tokens": 30, **SAMPLING[name]}
     params = fields | ({"logit_bias": {17: 9.0}} if name == "bias" else {})
-    expected = offline.generate(PROMPT, SamplingParams(**params))[0].outputs[0]
-    plain = offline.generate(PROMPT, SamplingParams(temperature=1, seed=5, max_tokens=30))[0].outputs[0]
+    expected = offline.generate(PROMPT, offline.default_sampling_params(**params))[0].outputs[0]
+    usual = offline.default_sampling_params(temperature=1, seed=5, max_tokens=30)
+    plain = offline.generate(PROMPT, usual)[0].outputs[0]
     body = {"prompt": PROMPT, "return_token_ids": True, **fields}
     [choice] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
     assert (choice["token_ids"], choice["text"]) == (expected.token_ids, expected.text)
@@ -126,7 +129,7 @@ def test_a_request_chooses_its_speculation_and_the_ids_stay(client: openai.OpenA
 
 
 def test_samples_prompts_echo_and_logprobs(client: openai.OpenAI, offline: LLM) -> None:
-    params = SamplingParams(n=2, seed=3, max_tokens=8, logprobs=2)
+    params = offline.default_sampling_params(n=2, seed=3, max_tokens=8, logprobs=2)
     expected = [offline.generate(text, params)[0] for text in (PROMPT, "hello")]
     answer = client.completions.create(
         model="paceline-small", prompt=[PROMPT, "hello"], n=2, seed=3, max_tokens=8, logprobs=2, echo=True
@@ -310,7 +313,7 @@ def test_streams_go_on_where_the_engine_dies_or_hangs(
     server: LiveServer, client: openai.OpenAI, offline: LLM, signal_: signal.Signals
 ) -> None:
     params: dict[str, Any] = {"temperature": 0.8, "seed": 11, "max_tokens": 300}
-    expected = offline.generate(PROMPT, SamplingParams(ignore_eos=True, **params))[0].outputs[0]
+    expected = offline.generate(PROMPT, offline.default_sampling_params(ignore_eos=True, **params))[0].outputs[0]
     before = server.engine_pid
     ids: list[int] = []
     text, hit = "", False
@@ -367,6 +370,34 @@ def test_a_drain_lets_streams_end_and_takes_no_more(tmp_path: Any) -> None:
         assert server.process.wait(10) in (0, -signal.SIGTERM)
 
 
+def test_ready_is_said_when_it_is_and_ctrl_c_ends_a_stream_in_words(tmp_path: Path) -> None:
+    with live_server(log=tmp_path / "log") as server:
+        body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+        httpx.post(f"{server.url}/v1/completions", json=body)
+        httpx.post(f"{server.url}/v1/messages", json=body)
+        body |= {"max_tokens": 1800, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert "the server ends" in rest[-2] and rest[-1] == "data: [DONE]"
+        assert server.process.wait(10) == 130
+    log = (tmp_path / "log").read_text()
+    first, ready, model, drafter, playground, base, *requests = log.splitlines()
+    assert first == "loading paceline-small" and ready.startswith("ready in ") and model.endswith(" paceline-small")
+    assert "suffix" in drafter and playground.endswith(f" {server.url}/") and base.endswith(f" {server.url}/v1")
+    assert re.fullmatch(r"POST /v1/completions 200, 4 tokens, \d\.\d\d a pass", requests[0])
+    assert requests[1] == "POST /v1/messages 400"
+    assert re.fullmatch(r"POST /v1/completions 200, \d+ tokens, not finished", requests[2]) and len(requests) == 3
+
+
+def test_a_ggufs_id_is_its_file_name() -> None:
+    names = [ServeConfig().name_of(model) for model in ("/models/a.Q4_1.gguf", "smollm2-135m", "/models/folder")]
+    assert names == ["a.Q4_1.gguf", "smollm2-135m", "/models/folder"]
+    assert ServeConfig(served_model_name="b").name_of("a.gguf") == "b"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -383,7 +414,7 @@ def test_what_cannot_be_served_is_said_at_once(options: list[str], words: str) -
             done = serve_once(options)
     else:
         done = serve_once(options)
-    assert done.returncode == 2 and words in done.stderr
+    assert done.returncode == 2 and words in done.stderr and "base_url" not in done.stderr
 
 
 def serve_once(options: list[str]) -> subprocess.CompletedProcess[str]:

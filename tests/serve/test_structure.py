@@ -107,6 +107,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({"structured_outputs": {"regex": "a" * 70_000}}, "characters"),
     "ignore_eos": ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
     "a field": ({"structured_outputs": {"yaml": "a"}}, "unknown field"),
+    "a template's argument": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs='tools'"),
+    "messages again": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs='messages'"),
+    "a prompt": ({"chat_template_kwargs": {"add_generation_prompt": False}}, "='add_generation_prompt'"),
+    "no variable": ({"chat_template_kwargs": {"enable_thinking": False}}, "='enable_thinking': it is not a variable"),
+    "a search": ({"web_search_options": {}}, "'web_search_options' is not supported"),
+    "sound": ({"modalities": ["text", "audio"]}, "modalities.1"),
+    "both": ({"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools alone"),
     "an image": ({"prediction": {"type": "content", "content": [{"type": "image", "text": "a"}]}}, "prediction"),
 }
 
@@ -146,6 +153,27 @@ def test_a_prediction_is_drafted_from_and_counted(client: openai.OpenAI) -> None
         details = found.usage.completion_tokens_details
         assert details is not None and (details.accepted_prediction_tokens or 0) > 10
         assert details.rejected_prediction_tokens is not None
+
+
+def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
+    same: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0}
+    said: list[Any] = [*ASK, {"role": "assistant", "content": "Ann.", "reasoning_content": "Hm."}, *ASK]
+    plain = client.chat.completions.create(**same, messages=[*ASK, {"role": "assistant", "content": "Ann."}, *ASK])
+    found = client.chat.completions.create(
+        **same, messages=said, reasoning_effort="low", verbosity="low", modalities=["text"], web_search_options=None
+    )  # fmt: skip
+    assert found.choices[0].message.content == plain.choices[0].message.content
+    assert client.completions.create(**same, prompt="It", best_of=1, suffix=None).choices[0].text
+
+
+def test_a_chat_is_drawn_as_in_the_terminal_where_nothing_says_how(client: openai.OpenAI) -> None:
+    llm = LLM(MODEL, threads=1)
+    [expected] = llm.chat(ASK, llm.default_sampling_params(seed=3, max_tokens=40))
+    found = client.chat.completions.create(
+        model=MODEL, messages=ASK, seed=3, max_tokens=40, extra_body={"return_token_ids": True}
+    )
+    assert found.choices[0].model_extra is not None
+    assert found.choices[0].model_extra["token_ids"] == expected.outputs[0].token_ids
 
 
 def test_a_request_names_itself(client: openai.OpenAI) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..distributed.requests import SampleUpdate
-from .schemas import Sampling, SpeculationChoice
+from .schemas import SpeculationChoice
 
 
 def speculative_decoding(
@@ -72,17 +72,17 @@ def _acceptance(stats: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def shown(body: Sampling, piece: SampleUpdate) -> dict[str, list[Any]]:
-    """What a choice has of where a piece's tokens come from, as far as the request asks for that.
+def add_shown(into: dict[str, Any], wanted: bool | SpeculationChoice | None, piece: SampleUpdate) -> None:
+    """Add to an answer where a piece's tokens come from, as far as the request asks for that.
 
     ``provenance``: of each token its text, who drafted it (null: it is the target's own choice) and how deep in the
     draft it was. ``trace``: of each step the tree, the accepted path, what the budget chose, and times.
     """
-    wanted, found = body.speculation, dict[str, list[Any]]()
-    if piece.shown is not None and isinstance(wanted, SpeculationChoice):
-        if wanted.provenance:
-            names = ("token", "source", "depth")
-            found["provenance"] = [dict(zip(names, one, strict=True)) for one in piece.shown.origins]
-        if wanted.trace:
-            found["trace"] = [*(piece.shown.steps or ())]
-    return found
+    if piece.shown is None or not isinstance(wanted, SpeculationChoice):
+        return
+    if wanted.provenance:
+        names = ("token", "source", "depth")
+        origins = (dict(zip(names, one, strict=True)) for one in piece.shown.origins)
+        into.setdefault("provenance", []).extend(origins)
+    if wanted.trace:
+        into.setdefault("trace", []).extend(piece.shown.steps or ())

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ..core.errors import ConfigError
 from ..distributed.requests import LogprobRow
 from .choices import Choice, Reply
-from .generation import Answer, Delta, Server, begin
+from .generation import Answer, Delta, Server, begin, field_of
 from .http import APIError, json_response
 from .schemas import ChatRequest
 from .tools import CallReader, ToolUse, tool_use
@@ -33,7 +33,8 @@ def prompt_of(server: Server, body: ChatRequest) -> tuple[list[int], ToolUse | N
     try:
         return server.texts.conversation(body, None if use is None else use.told), use
     except ConfigError as error:
-        raise APIError(400, str(error), "messages", "invalid_value") from error
+        place = field_of("messages", error) or "messages"
+        raise APIError(400, str(error), place, "invalid_value") from error
 
 
 async def begin_chat(server: Server, body: ChatRequest) -> tuple[Answer, ToolUse | None]:
@@ -46,12 +47,12 @@ async def begin_chat(server: Server, body: ChatRequest) -> tuple[Answer, ToolUse
     params = body.sampling()
     if use is not None and use.grammar is not None:
         if "grammar" in params:
-            message = "response_format or structured_outputs beside a tool choice that is a grammar, too; give one"
+            message = "the answer cannot both have a format and be a tool call: give one of them"
             raise APIError(400, message, "tool_choice", "invalid_value")
         params["grammar"] = use.grammar
     if use is not None and use.tag is not None:
         params["skip_special_tokens"] = False
-    params["max_tokens"] = body.max_completion_tokens or body.max_tokens
+    params["max_tokens"] = body.max_completion_tokens or body.max_tokens or server.config.default_max_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
     if (body.top_logprobs or 0) > server.config.max_logprobs:
@@ -69,6 +70,7 @@ class _ChatReply:
 
     def __init__(self, answer: Answer, body: ChatRequest, use: ToolUse | None) -> None:
         self._reply, self._tools = Reply([answer], body, "chatcmpl"), use is not None
+        self._functions = body.functions is not None  # in the form that OpenAI had before tools
         self._token_bytes = answer.token_bytes
         self._readers = [CallReader(use) for _ in range(answer.samples)]
 
@@ -84,7 +86,7 @@ class _ChatReply:
         found = await self._reply.whole("chat.completion", choices, take)
         for head, reader in zip(heads, self._readers, strict=True):
             head |= {"content": reader.content or (None if reader.calls else "")}
-            head |= {"tool_calls": reader.calls} if reader.calls else {}
+            head |= self._in_form({"tool_calls": reader.calls}) if reader.calls else {}
         return found | self._reply.prompt(0)
 
     def streamed(self) -> Response:
@@ -96,15 +98,23 @@ class _ChatReply:
         parts = self._readers[delta.index].read(delta)
         if not parts:
             parts = [{"content": ""} if delta.token_ids and not self._tools else {}]
-        found = [_choice(delta.index, "delta", part) for part in parts]
+        found = [_choice(delta.index, "delta", self._in_form(part)) for part in parts]
         self._add(found[-1], delta)
         return found
+
+    def _in_form(self, part: dict[str, Any]) -> dict[str, Any]:
+        """A part of a message, with the first call alone where the request has functions."""
+        if not self._functions or "tool_calls" not in part:
+            return part
+        first = part["tool_calls"][0]
+        return {"function_call": first["function"]} if first.get("index", 0) == 0 else {}
 
     def _add(self, choice: Choice, delta: Delta) -> None:
         """Put a piece into a choice, but for its text and calls."""
         self._reply.add(choice, delta)
         if delta.finish_reason is not None:
-            choice["finish_reason"] = self._readers[delta.index].finish(choice["finish_reason"])
+            reason = self._readers[delta.index].finish(choice["finish_reason"])
+            choice["finish_reason"] = "function_call" if self._functions and reason == "tool_calls" else reason
         if delta.logprobs is not None:
             if choice["logprobs"] is None:
                 choice["logprobs"] = {"content": [], "refusal": None}

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..distributed.requests import LogprobRow
-from .acceptance import shown
+from .acceptance import add_shown
 from .generation import Answer, Delta, usage
 from .http import DONE, APIError, EventStream, Write, event
 from .schemas import Sampling
@@ -102,8 +102,7 @@ class Reply:
         """What stands behind the choices; beside OpenAI's fields where there was one prompt."""
         found: dict[str, Any] = {"usage": usage(self.answers)}
         if len(self.answers) == 1:
-            [answer] = self.answers
-            found |= {"metrics": {"speculative_decoding": answer.speculative_decoding()}, "stats": answer.stats}
+            found |= self.answers[0].ends()
         return found
 
     def prompt(self, place: int) -> dict[str, Any]:
@@ -120,8 +119,7 @@ class Reply:
             choice["finish_reason"], choice["stop_reason"] = _finish(delta), delta.stop_reason
         if self._body.return_token_ids:
             choice.setdefault("token_ids", []).extend(delta.token_ids)
-        for name, items in shown(self._body, delta).items() if delta.shown is not None else ():
-            choice.setdefault(name, []).extend(items)
+        add_shown(choice, self._body.speculation, delta)
 
 
 def _finish(delta: Delta) -> str | None:

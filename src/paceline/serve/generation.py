@@ -183,7 +183,11 @@ class Answer:
         passes = f"{self.stats['mean_accepted_length']:.2f} a pass" if self.stats else "not finished"
         return f"{self.completion_tokens} tokens, {passes}"
 
-    def speculative_decoding(self) -> dict[str, Any] | None:
+    def ends(self) -> dict[str, Any]:
+        """Return what every answer has in the end beside the fields of its API."""
+        return {"metrics": {"speculative_decoding": self._speculative_decoding()}, "stats": self.stats}
+
+    def _speculative_decoding(self) -> dict[str, Any] | None:
         """vLLM's ``metrics.speculative_decoding``; None: more than one sample, no drafter, or not wanted."""
         level, described = self._server.config.per_request_spec_decode_metrics, self._server.described.speculation
         none = level == "none" or described["drafter"] is None
@@ -268,14 +272,15 @@ async def begin(
     try:
         return Answer(server, await server.client.submit(submit), bool(body.stream), begun)
     except ConfigError as error:
-        raise APIError(400, str(error), _field(place, error), "invalid_value") from error
+        words = str(error).replace("enabled=False", '"speculation": false')
+        raise APIError(400, words, field_of(place, error), "invalid_value") from error
     except TooMany as error:
         raise APIError(429, str(error), code="queue_full") from error
     except EngineDown as error:
         raise APIError(503, str(error), code="engine_down") from error
 
 
-def _field(place: str, error: ConfigError) -> str | None:
+def field_of(place: str, error: ConfigError) -> str | None:
     """The field of a request that an error of the engine is about; None: it is about none alone."""
     name, words = error.asked.partition("=")[0], error.asked.split()
     if name.isidentifier():

@@ -81,6 +81,8 @@ def _refusal(error: ValidationError) -> APIError:
     name = ".".join(place) or None
     if fault["type"] == "extra_forbidden":
         return APIError(400, f"unknown field: {name}", name, "unknown_field")
+    if fault["type"] == "none_required":
+        return APIError(400, f"{name!r} is not supported by this server: leave it out", name, "unsupported_value")
     if fault["type"] == "json_invalid":
         return APIError(400, f"the body is no JSON that can be read: {_printable(fault['msg'])}", None, "invalid_json")
     return APIError(400, f"{name or 'body'}: {_printable(fault['msg'])}", name, "invalid_value")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.responses import Response
 
+from .acceptance import add_shown
 from .chat import begin_chat, prompt_of
 from .generation import Answer, Delta, Server
 from .http import MESSAGES as PATH
@@ -75,6 +76,32 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool = False
 
 
+class Thinking(Strict):
+    """There is none."""
+
+    type: Literal["disabled"]
+
+
+class ThinkingEdit(Strict):
+    """What becomes of earlier thinking, of which there is none."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Any = None
+
+
+class ContextManagement(Strict):
+    """What is left out of a conversation: nothing."""
+
+    edits: list[ThinkingEdit] | None = None
+
+
+class OutputConfig(Strict):
+    """How an answer is written."""
+
+    effort: Any = None  # it changes nothing
+    format: None = None
+
+
 class CountRequest(Strict):
     """POST /v1/messages/count_tokens."""
 
@@ -83,13 +110,24 @@ class CountRequest(Strict):
     system: str | list[TextBlock] | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
+    output_config: OutputConfig | None = None
+    speed: Literal["standard"] | None = None
+    container: None = None
+    # These change nothing.
+    cache_control: Any = None
+    inference_geo: Any = None
+    diagnostics: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
 
 
 class MessagesRequest(CountRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -106,7 +144,7 @@ async def messages(server: Server, body: MessagesRequest) -> Response:
     names = ("temperature", "top_p", "top_k", "seed", "speculation", "stream")
     given: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     chat = _chat(body, {**given, "max_tokens": body.max_tokens, "stop": body.stop_sequences or None})
-    reply = _MessageReply(*await begin_chat(server, chat))
+    reply = _MessageReply(*await begin_chat(server, chat), body)
     return EventStream(reply.events, reply.answer.abort) if body.stream else json_response(await reply.whole())
 
 
@@ -168,8 +206,9 @@ def _text(content: str | list[TextBlock]) -> str:
 class _MessageReply:
     """An answer in the form of this endpoint."""
 
-    def __init__(self, answer: Answer, use: ToolUse | None) -> None:
-        self.answer, self._reader = answer, CallReader(use)
+    def __init__(self, answer: Answer, use: ToolUse | None, body: MessagesRequest) -> None:
+        self.answer, self._reader, self._speculation = answer, CallReader(use), body.speculation
+        self._shown: dict[str, Any] = {}  # where its tokens come from, see `add_shown`
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._open, self._text = -1, False  # the block that is being written, and whether it is text
 
@@ -182,15 +221,27 @@ class _MessageReply:
 
     async def whole(self) -> dict[str, Any]:
         """Not streamed."""
+        blocks: list[dict[str, Any]] = []  # of text, and calls as the reader has them
+
+        def take(deltas: list[Delta]) -> None:
+            for part in chain.from_iterable(map(self._read, deltas)):
+                if "content" not in part:
+                    call = part["tool_calls"][0]
+                    blocks.extend([self._reader.calls[call["index"]]] if "id" in call else [])
+                elif blocks and blocks[-1]["type"] == "text":
+                    blocks[-1]["text"] += part["content"]
+                else:
+                    blocks.append({"type": "text", "text": part["content"]})
+
         async with self.answer as answer:
-            await answer.into(lambda deltas: [*map(self._read, deltas)])
-        text, calls = self._reader.content, self._reader.calls
-        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
-        return self._message(content + [*map(_block, calls)]) | {"stats": answer.stats}
+            await answer.into(take)
+        content = [one if one["type"] == "text" else _block(one) for one in blocks] or [{"type": "text", "text": ""}]
+        return self._message(content) | answer.ends() | self._shown
 
     def _read(self, delta: Delta) -> list[dict[str, Any]]:
         """What a piece brings, see `CallReader`; notes how the answer ends."""
         parts = self._reader.read(delta)
+        add_shown(self._shown, self._speculation, delta)
         if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
         elif delta.finish_reason is not None:
@@ -207,7 +258,7 @@ class _MessageReply:
         except APIError as error:
             write(event(error.body(PATH), "error"))
             return
-        last = _event("message_delta", delta=self._stop, usage=self._usage(), stats=answer.stats)
+        last = _event("message_delta", delta=self._stop, usage=self._usage(), **answer.ends(), **self._shown)
         write(self._end() + last + _event("message_stop"))
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:

@@ -295,8 +295,11 @@ class ToolParser:
         self._raw = self._char
 
     def _give_back(self) -> None:
-        """What was held back is no call: it is content."""
-        self._content(self._raw)
+        """What was held back is no call: it is content, but for the beginning of what ends a call or parts two of them,
+        where the text is over."""
+        text = self._raw.strip()
+        if self._char or not self._called or not (_CLOSE.startswith(text) or text in (",", ";")):
+            self._content(self._raw)
         self._raw = ""
 
     # -- families

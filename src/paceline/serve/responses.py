@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.responses import Response
 
+from .acceptance import add_shown
 from .chat import begin_chat
 from .generation import Answer, Delta, Server, usage
 from .http import APIError, EventStream, Strict, Write, checked, event, json_response
@@ -106,6 +107,7 @@ class ResponsesRequest(Strict):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    conversation: Any = None
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is no such reasoning
     # These change nothing.
@@ -115,17 +117,28 @@ class ResponsesRequest(Strict):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    max_tool_calls: Any = None  # of tools that OpenAI runs
     stream_options: Any = None
     reasoning: Any = None
 
 
+FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}  # of chat, by their names here
+FIELDS |= dict.fromkeys(("response_format", "structured_outputs"), "text.format")
+
+
 async def responses(server: Server, body: ResponsesRequest) -> Response:
     """Answer a conversation, in the form of OpenAI's responses."""
-    for name in ("store", "background", "previous_response_id"):
+    for name in ("store", "background", "previous_response_id", "conversation"):
         if getattr(body, name):
             message = f"{name}: this server keeps no answers; send the whole conversation"
             raise APIError(400, message, name, "unsupported")
-    answer, use = await begin_chat(server, _chat(body))
+    try:
+        answer, use = await begin_chat(server, _chat(body))
+    except APIError as error:
+        name = (error.param or "").partition(".")[0]
+        error.param = FIELDS.get(name, error.param)
+        raise
     reply = _ResponseReply(answer, body, use)
     return EventStream(reply.events, answer.abort) if body.stream else json_response(await reply.whole())
 
@@ -171,6 +184,7 @@ class _ResponseReply:
     def __init__(self, answer: Answer, body: ResponsesRequest, use: ToolUse | None) -> None:
         self._answer, self._body, self._reader = answer, body, CallReader(use)
         self._created = int(time.time())
+        self._shown: dict[str, Any] = {}  # where its tokens come from, see `add_shown`
         self._items: list[dict[str, Any]] = []  # of output; the last one may be open
         self._status = "in_progress"
         self._events: list[bytes] = []  # that are not written yet
@@ -210,7 +224,7 @@ class _ResponseReply:
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or []],
             "usage": counts,
-            **({"stats": self._answer.stats} if ended else {}),
+            **(self._answer.ends() | self._shown if ended else {}),
         }
 
     async def whole(self) -> dict[str, Any]:
@@ -249,6 +263,7 @@ class _ResponseReply:
         self._events.append(event(told, kind))
 
     def _take(self, delta: Delta) -> None:
+        add_shown(self._shown, self._body.speculation, delta)
         for part in self._reader.read(delta):
             if "content" in part:
                 self._write(part["content"])

@@ -114,6 +114,7 @@ class Sampling(SamplingFields):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -155,15 +156,26 @@ class MessagePart(Strict):
 class ChatMessage(Strict):
     """A message of a conversation; what clients send back of an answer may be there."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[MessagePart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _as_tools(self) -> Self:
+        """A function's call and its result, as OpenAI had them before tools: the function's name is the call's."""
+        if self.function_call is not None:
+            call = {"id": str(self.function_call.get("name")), "type": "function", "function": self.function_call}
+            self.tool_calls = [*(self.tool_calls or []), call]
+        if self.role == "function":
+            self.role, self.tool_call_id = "tool", self.name
+        return self
 
     def plain(self) -> dict[str, Any]:
         """As templates take it."""
@@ -171,6 +183,7 @@ class ChatMessage(Strict):
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
         calls = None if self.tool_calls is None else [_with_values(call) for call in self.tool_calls]
         others = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
+        others["reasoning_content"] = self.reasoning_content
         return found | {name: value for name, value in others.items() if value is not None}
 
 
@@ -236,6 +249,29 @@ class ChatRequest(Sampling):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Field(min_length=1)] | None = None  # these two had the place of tools
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+    modalities: list[Literal["text"]] | None = None
+    # These change nothing.
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    # These cannot be had.
+    audio: None = None
+    moderation: None = None
+    web_search_options: None = None
+
+    @model_validator(mode="after")
+    def _as_tools(self) -> Self:
+        if self.functions is not None and self.tools is not None:
+            raise APIError(400, "functions and tools mean the same; give tools alone", "functions", "invalid_value")
+        if self.functions is not None:
+            self.tools = [Tool(type="function", function=function) for function in self.functions]
+            self.parallel_tool_calls = False
+        if isinstance(self.function_call, FunctionName):
+            self.tool_choice = NamedTool(type="function", function=self.function_call)
+        elif self.function_call is not None:
+            self.tool_choice = self.function_call
+        return self
 
 
 class CompletionRequest(Sampling):
@@ -245,6 +281,8 @@ class CompletionRequest(Sampling):
         str | list[int] | Annotated[list[str], Field(min_length=1)] | Annotated[list[list[int]], Field(min_length=1)]
     )
     echo: bool | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
@@ -278,7 +316,7 @@ def grammar_of(wanted: ResponseFormat | None, structured: StructuredOutputs | No
     if wanted is not None and wanted.type != "text":
         schema = None if wanted.json_schema is None else wanted.json_schema.schema_
         if wanted.type == "json_schema" and schema is None:
-            message = 'json_schema needs a schema: {"type": "json_schema", "json_schema": {"name": .., "schema": {..}}}'
+            message = "the format 'json_schema' needs a schema: give one"
             raise APIError(400, message, "response_format.json_schema", "invalid_value")
         found.append(("response_format", wanted.type, "" if wanted.type == "json_object" else schema))
     if structured is not None:
