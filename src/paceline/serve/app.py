@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -94,7 +95,7 @@ def logged(app: ASGIApp) -> ASGIApp:
         finally:
             if scope["type"] == "http":
                 level = logging.INFO if scope["method"] == "POST" else logging.DEBUG
-                parts = [f"{scope['method']} {scope['path']} {status}", *(answer.summary() for answer in answers)]
+                parts = [f"{scope['method']} {quote(scope['path'])} {status}", *(one.summary() for one in answers)]
                 log.log(level, "%s", ", ".join(parts))
 
     return call
