@@ -611,8 +611,8 @@ def test_switched_off(tmp_path: Path):
 @needs_kernels
 def test_without_instructions_of_particular_processors(tmp_path: Path):
     build("llama2", tmp_path, seed=4)
-    found = result_of(start_probe(tmp_path, PACELINE_NATIVE="generic"))
-    assert (found["describe"], found["why"], found["stack"]) == ("portable", None, True)
+    found = result_of(start_probe(tmp_path, PACELINE_NATIVE="baseline"))
+    assert (found["describe"], found["why"], found["stack"]) == ("baseline", None, True)
     assert found["ids"] == answer(LLM(str(tmp_path), dtype="float32", kernels="torch", **LLM_OPTIONS))
 
 

@@ -564,14 +564,14 @@ def test_start_values_change_nothing():
         assert torch.equal(alone(decoder, tokens, adapter, LENGTH), one_by_one("base", kind, 0, None))
 
 
-@pytest.mark.full  # `test_native` asks the portable build for one answer with every run
+@pytest.mark.full  # `test_native` asks the baseline build for one answer with every run
 def test_without_instructions_of_particular_processors():
-    """The portable build runs the tests of numbers and bits of this file."""
-    if os.environ.get("PACELINE_NATIVE") == "generic":
+    """The baseline build runs the tests of numbers and bits of this file."""
+    if os.environ.get("PACELINE_NATIVE") == "baseline":
         pytest.skip("this is that run")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k"]
     command += ["(torch and 8) or batch or cut or start_values or stream", str(Path(__file__))]
-    env = os.environ | {"PACELINE_NATIVE": "generic", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PACELINE_NATIVE": "baseline", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=280)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
 

@@ -124,24 +124,23 @@ def digest() -> str:
     return found.hexdigest()
 
 
-FEWER = {  # the build, and what the processor must have so that it is another one
-    "portable": ({native.SWITCH: "generic"}, "fpu"),
-    "no tiles": ({"CXX": "c++ -mno-amx-tile"}, "amx_int8"),
-    "avx-vnni": ({"CXX": "c++ -mno-avx512f"}, "avx_vnni"),
-    "avx2": ({"CXX": "c++ -mno-avx512f -mno-avxvnni"}, "avx2"),
-}
-
-
 @needs_kernels
-@pytest.mark.parametrize("build", FEWER)
-def test_fewer_instructions_give_the_same_bits(build: str) -> None:
-    """In a process of its own, whose kernels are built without the widest instructions, or without particular ones: the
-    latter with few optimisations, of which none changes a bit, in half the time."""
-    fewer, needed = FEWER[build]
-    if "CXX" in fewer and needed not in native._processor().split():
-        pytest.skip(f"this processor has no {needed} to be built with or without")
-    environment = {**os.environ, **fewer, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    quickly = 'from paceline import native; native.FLAGS = ("-O1", *native.FLAGS[1:]); ' if "CXX" in fewer else ""
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(level, marks=[pytest.mark.full] * (level in ("avx512", "avx512-vnni"))) for level in native.LEVELS],
+)
+def test_fewer_instructions_give_the_same_bits(level: str) -> None:
+    """In a process of its own, whose kernels are built for a lower level of instructions; but the lowest with few
+    optimisations, of which none changes a bit, in half the time."""
+    levels = list(native.LEVELS)
+    if level not in levels[: native.library().isa]:
+        pytest.skip(f"{level} is not below {native.describe()}, which runs here")
+    try:
+        native._flags_of(level)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    environment = {**os.environ, native.SWITCH: level, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    quickly = 'from paceline import native; native.FLAGS = ("-O1", *native.FLAGS[1:]); ' if level != levels[0] else ""
     command = [sys.executable, "-c", f"{quickly}import {Path(__file__).stem} as test; print(test.digest())"]
     done = subprocess.run(
         command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True, check=True

@@ -155,7 +155,7 @@ def test_rules_are_packed_as_they_are_read():
 
 
 def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    first = native._built(generic=True)
+    first = native.built(native.SOURCE)
     assert [record.getMessage()[:20] for record in caplog.records] == ["compiling the layers"]
     assert first == library_in(cache) and hashlib.sha256(first.read_bytes()).hexdigest() in first.name
     assert first.stat().st_mode & 0o077 == 0 and cache.stat().st_mode & 0o077 == 0
@@ -164,29 +164,57 @@ def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(native, "_compile", never)
-    assert native._built(generic=True) == first and len(caplog.records) == 1
+    assert native.built(native.SOURCE) == first and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("level", native.LEVELS)
+def test_a_level_of_instructions_is_compiled_for_alone(cache: Path, level: str, monkeypatch: pytest.MonkeyPatch):
+    """Each level that this processor has is one library, and its number in C++ is its place in the table."""
+    headers = (
+        "algorithm",
+        "cstdint",
+        "cstring",
+        "vector",
+        "unistd.h",
+        *["sys/syscall.h"] * sys.platform.startswith("linux"),
+    )
+    simd = (Path(native.__file__).parent / "kernels" / "simd.h").read_text("utf-8").replace("#pragma once", "")
+    rest = STAND_IN.replace(stand_in(*next(entry for entry in ENTRIES if entry[1] == "pl_init")), "")
+    native.SOURCE.write_text("\n".join([*(f"#include <{header}>" for header in headers), simd, rest]))
+    monkeypatch.setenv(native.SWITCH, level)
+    found, why = load()
+    if native.LEVELS[level][1] and found is None:
+        assert f"{level!r} needs instructions that this processor lacks: " in str(why)
+        return
+    assert list(native.LEVELS)[found.isa] == level  # type: ignore[attr-defined]
+
+
+def test_a_word_that_is_no_level_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(native.SWITCH, "generic")
+    found, why = load()
+    assert found is None and "'generic' is not a level of instructions; use 0, 1 or one of baseline, " in str(why)
 
 
 def test_a_change_in_a_header_is_compiled_anew(cache: Path):
     header = native.SOURCE.with_suffix("") / "drafts" / "one.h"
     header.parent.mkdir(parents=True)
     header.write_text("// before")
-    first = native._built(generic=True)
+    first = native.built(native.SOURCE)
     header.write_text("// after")
-    second = native._built(generic=True)
+    second = native.built(native.SOURCE)
     header.rename(header.with_name("two.h"))
-    assert len({first, second, native._built(generic=True)}) == 3
+    assert len({first, second, native.built(native.SOURCE)}) == 3
 
 
 @pytest.mark.parametrize("damage", [_halve, _flip, _empty, _other], ids=lambda damage: damage.__name__)
 def test_a_broken_library_is_compiled_anew(
     cache: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ):
-    whole = native._built(generic=True).read_bytes()
+    whole = native.built(native.SOURCE).read_bytes()
     damage(library_in(cache))
     assert library_in(cache).read_bytes() != whole
     with caplog.at_level(logging.WARNING):
-        assert native._built(generic=True).read_bytes() == whole
+        assert native.built(native.SOURCE).read_bytes() == whole
     assert "broken: they are compiled anew" in caplog.text
     assert library_in(cache).read_bytes() == whole
 
@@ -195,11 +223,10 @@ def test_a_broken_library_is_compiled_anew(
 def test_a_process_that_finds_a_broken_library_runs(cache: Path, damage: Callable[[Path], None]):
     """Opening half a file ends a process by a signal, and an empty one would keep torch's kernels for ever."""
     command = [sys.executable, "-c", PROBE, str(native.SOURCE)]
-    env = {**os.environ, native.SWITCH: "generic"}
-    native._built(generic=True)
+    native.built(native.SOURCE)
     damage(library_in(cache))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout.strip()) == (0, "portable"), done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "baseline"), done.stderr
     assert "compiling the layers for this processor, once: one to two minutes\n" in done.stderr  # without a terminal
 
 
@@ -228,7 +255,7 @@ def test_bytes_are_on_the_disk_before_the_name_is(cache: Path, monkeypatch: pyte
         flush(path)
 
     monkeypatch.setattr(native, "_flush", watch)
-    native._built(generic=True)
+    native.built(native.SOURCE)
     assert seen == [("kernels.so", 0), (cache.name, 1)]
 
 

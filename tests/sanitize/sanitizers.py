@@ -1,13 +1,13 @@
 """The compiled layers under AddressSanitizer and UndefinedBehaviorSanitizer: ``make sanitize``.
 
-Builds ``kernels.cpp`` with the package's own flags and the sanitizers, for this processor and portably, and
+Builds ``kernels.cpp`` with the package's own flags and the sanitizers, for this processor and for smaller ones, and
 drives each build over odd shapes (`drive.py`) in a process into which the sanitizers' runtimes were loaded
 first. Every tensor that the library is given is an allocation of its own there, and what it allocates itself
 is fenced, so that a step beyond an end is seen.
 
 It first sees whether it sees: overruns are planted, and each must end its process with the right report.
 
-    python tests/sanitize/sanitizers.py [--quick] [--build native|avx2|portable]
+    python tests/sanitize/sanitizers.py [--quick] [--build native|avx2|baseline]
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-BUILDS = {  # name -> (the switch PACELINE_NATIVE, more flags)
-    "native": ("1", ""),
-    "avx2": ("1", "-mno-avx512f"),
-    "portable": ("generic", ""),
-}
+BUILDS = {"native": "1", "avx2": "avx2", "baseline": "baseline"}  # name -> the switch PACELINE_NATIVE
 SANITIZERS = "-O1 -g1 -fno-omit-frame-pointer -D_GLIBCXX_SANITIZE_VECTOR -fsanitize=address,undefined"
 # What is planted, and what the report must say. (A wide load that is half inside is an "unknown-crash" to gcc's.)
 PLANTS = {
@@ -98,10 +94,9 @@ def drive(build: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def environment(build: str) -> dict[str, str]:
     """The compiler runs without the runtimes; Python takes every object from malloc, so that each has its fences."""
-    switch, flags = BUILDS[build]
-    script = f'unset LD_PRELOAD; exec c++ "$@" {SANITIZERS} -fno-sanitize-recover=undefined {flags}'
+    script = f'unset LD_PRELOAD; exec c++ "$@" {SANITIZERS} -fno-sanitize-recover=undefined'
     own = {
-        "PACELINE_NATIVE": switch,
+        "PACELINE_NATIVE": BUILDS[build],
         "CXX": f"sh -c '{script}' c++",
         "XDG_CACHE_HOME": str(ROOT / "build" / "sanitize"),
         "LD_PRELOAD": " ".join(str(runtime(name)) for name in ("libasan.so", "libubsan.so")),

@@ -41,13 +41,29 @@ from . import abi
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
-SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; "generic": without instructions of particular processors
+SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; one of `LEVELS`: no instructions beyond it; "1": all there are
 COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
 RULES_BYTES = ctypes.sizeof(abi.CRules)  # which `SequenceSampler.rules` packs
-ISA_NAMES = ("portable", "avx512-bf16", "amx-bf16")
-ANY_ISA = AMX = len(ISA_NAMES) - 1
+# Levels of instructions in the order of `Isa` (kernels/simd.h): the compiler's flags, and what the processor must have.
+X86 = {
+    "baseline": ("-march=x86-64", ""),
+    "avx2": ("-march=haswell", "avx2 fma f16c"),
+    "avx-vnni": ("-march=haswell -mavxvnni", "avx2 fma f16c avx_vnni"),
+    "avx512": ("-march=skylake-avx512", "avx512f avx512bw avx512dq avx512vl"),
+    "avx512-vnni": ("-march=cascadelake", "avx512vl avx512_vnni"),
+    "avx512-bf16": ("-march=cooperlake", "avx512vl avx512_vnni avx512_bf16"),
+    "amx": ("-march=sapphirerapids", "avx512_bf16 amx_tile amx_bf16 amx_int8"),
+}
+ARM = {
+    "baseline": ("-march=armv8-a", ""),
+    "neon-dotprod": ("-march=armv8.2-a+dotprod", "asimddp"),
+    "neon-i8mm": ("-march=armv8.2-a+dotprod+i8mm", "asimddp i8mm"),
+    "neon-bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16", "asimddp i8mm bf16"),
+}
+LEVELS = X86 if platform.machine().lower() in ("x86_64", "amd64") else ARM
+AMX = list(X86).index("amx")
 TILE_ROWS, VECTOR_ROWS = 16, 4  # rows that a product takes at little more than the price of one, with AMX and without
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights
 MIXED = 15  # weights in blocks whose rows are of several types: a table of addresses and kinds
@@ -77,20 +93,19 @@ def unavailable() -> str | None:
 def describe() -> str:
     """The kernels in use: their instructions, or why there are none."""
     found = library()
-    return ISA_NAMES[found.isa] if found is not None else f"torch ({unavailable()})"
+    return list(LEVELS)[found.isa] if found is not None else f"torch ({unavailable()})"
 
 
 @cache
 def _load() -> tuple[Any, str | None]:
-    mode = os.environ.get(SWITCH, "1")
-    if mode == "0":
+    if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0"
     try:
-        found = _open(_built(generic=mode == "generic"))
+        found = _open(built(SOURCE))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         log.warning("no compiled kernels, torch's are used: %s", error)
         return None, str(error)
-    found.isa = found.pl_init(ANY_ISA if mode != "generic" else 0)
+    found.isa = found.pl_init(AMX)
     return found, None
 
 
@@ -107,22 +122,16 @@ def _open(path: Path) -> Any:
 
 
 def built(source: Path) -> Path:
-    """The compiled library of another source of this package, kept and trusted like the kernels.
+    """Return the compiled library of a source of this package, by this compiler, for this level of instructions.
 
     Raises:
         OSError, RuntimeError, subprocess.SubprocessError: it cannot be had; in words.
     """
-    mode = os.environ.get(SWITCH, "1")
-    if mode == "0":
+    level = os.environ.get(SWITCH) or "1"
+    if level == "0":
         raise RuntimeError(f"{SWITCH}=0")
-    return _built(mode == "generic", source)
-
-
-def _built(generic: bool, other: Path | None = None) -> Path:
-    """The compiled library of a source, this compiler and this processor; by default the kernels."""
-    source = other or SOURCE
     compiler = _compiler()
-    flags = [*FLAGS, *([] if generic else ["-march=native"])]
+    flags = [*FLAGS, *_flags_of(level)]
     version = _output([*compiler, "--version"], 60)[1]
     command = " ".join([*compiler, *flags])
     parts = (*_texts(source), version, command, _processor(), installed("torch"))
@@ -135,6 +144,19 @@ def _built(generic: bool, other: Path | None = None) -> Path:
             log.warning("compiling the layers for this processor, once: one to two minutes")
         kept = _compile(compiler, flags, folder, stem, source)
     return kept
+
+
+def _flags_of(level: str) -> list[str]:
+    if level == "1":
+        return ["-march=native"]
+    if level not in LEVELS:
+        raise RuntimeError(f"{SWITCH}={level!r} is not a level of instructions; use 0, 1 or one of {', '.join(LEVELS)}")
+    flags, needed = LEVELS[level]
+    if Path("/proc/cpuinfo").is_file() and (lost := set(needed.split()) - set(_processor().split())):
+        raise RuntimeError(
+            f"{SWITCH}={level!r} needs instructions that this processor lacks: {', '.join(sorted(lost))}"
+        )
+    return flags.split()
 
 
 def _texts(source: Path) -> list[str]:

@@ -107,7 +107,11 @@ enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, BF16_SHORT = 4 };  // the last:
 constexpr int64_t MIXED = 15;  // weights in blocks whose rows are of several types: a table of `Line`
 constexpr int64_t GGML = 16;   // from here on: weights in blocks, by their type in a GGUF file
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
-enum Isa : int32_t { GENERIC = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
+enum Isa : int32_t {  // levels of instructions, in the order of `LEVELS` (native/__init__.py)
+  BASELINE = 0,
+  AVX2 = 1, AVX_VNNI = 2, AVX512 = 3, AVX512_VNNI = 4, AVX512_BF16 = 5, AMX_BF16 = 6,
+  NEON_DOTPROD = 1, NEON_I8MM = 2, NEON_BF16 = 3
+};
 int g_isa = -1;
 bool g_runs_ahead = false;  // the processor itself asks for lines ahead soon enough, where few rows are multiplied
 
@@ -221,11 +225,26 @@ template <class T> inline void grow(std::vector<T>& v, int64_t n) {
 
 extern "C" {
 
-// The instructions in use; to be called once, before all else.
+// The level of instructions in use, at most `most`; to be called once, before all else.
 int pl_init(int most) {
-  int isa = GENERIC;
-#if PL_DOT_BF16
-  isa = AVX512_BF16;
+#if PL_DOT_BF16 && PL_VNNI
+  int isa = AVX512_BF16;
+#elif PL_VNNI
+  int isa = AVX512_VNNI;
+#elif PL_AVX512
+  int isa = AVX512;
+#elif defined(__AVX2__) && defined(__AVXVNNI__)
+  int isa = AVX_VNNI;
+#elif defined(__AVX2__)
+  int isa = AVX2;
+#elif defined(__ARM_FEATURE_BF16)
+  int isa = NEON_BF16;
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  int isa = NEON_I8MM;
+#elif defined(__ARM_FEATURE_DOTPROD)
+  int isa = NEON_DOTPROD;
+#else
+  int isa = BASELINE;
 #endif
 #if PL_AMX
   // A process asks for the tile registers once (ARCH_REQ_XCOMP_PERM, XTILE_DATA).
