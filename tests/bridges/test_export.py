@@ -17,7 +17,7 @@ from paceline import zoo
 from paceline.bridges.export import export
 from paceline.cli import app
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.drafters.eagle.eagle3 import AUX, Eagle3Model
+from paceline.drafters.eagle.eagle3 import AUX, INNER, Eagle3Model
 from paceline.drafters.eagle.model import EagleFacts, EagleModel, load_head
 from paceline.drafters.eagle.speculators import LAYER
 
@@ -79,7 +79,7 @@ def eagle3(folder: Path, tokens: torch.Tensor | None = SMALL, **changes: Any) ->
         values["t2d"] = torch.isin(torch.arange(VOCAB), tokens)
     folder.mkdir()
     save_file(values, folder / "model.safetensors")
-    config = {**CONFIG, "architectures": ["LlamaForCausalLMEagle3"], AUX: [1, 2, 3], "tie_word_embeddings": False}
+    config = {**CONFIG, "architectures": ["LlamaForCausalLMEagle3"], AUX: [2, 6, 9], "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return folder
 
@@ -130,7 +130,7 @@ def test_the_config_of_speculators_says_what_its_readers_ask(tmp_path: Path) -> 
     assert spec["verifier"] == {"name_or_path": "org/target", "architectures": []}
     assert [m["proposal_type"] for m in spec["proposal_methods"]] == [spec["default_proposal_method"]]
     assert spec["proposal_methods"][0]["speculative_tokens"] == 5
-    assert config["draft_vocab_size"] == len(SMALL) and config[AUX] == [1, 2, 3]
+    assert config["draft_vocab_size"] == len(SMALL) and config[AUX] == [2, 6, 9]
     assert config[LAYER]["vocab_size"] == VOCAB and config["norm_before_residual"] is False
     assert not [n for n in load_file(tmp_path / "out" / "model.safetensors") if n.startswith("midlayer")]
 
@@ -164,10 +164,31 @@ def test_heads_of_speculators_that_are_not_computed_here_are_refused(changes: An
         load_head(tmp_path / "out")
 
 
-def test_sglang_counts_outputs_of_layers_and_vllm_inputs(tmp_path: Path) -> None:
-    export("sglang", eagle3(tmp_path / "head"), tmp_path / "out")
+@pytest.mark.parametrize("named", [{AUX: [2, 6, 9]}, {AUX: None, INNER: {AUX: [1, 5, 8]}}], ids=["vllm", "sglang"])
+def test_sglang_names_outputs_of_layers_and_vllm_inputs(named: dict[str, Any], tmp_path: Path) -> None:
+    head = eagle3(tmp_path / "head", **named)
+    model = load_head(head)
+    assert isinstance(model, Eagle3Model) and model.taps(9) == (1, 5, 8)
+    with pytest.raises(CapabilityError, match="inputs of layers 2, 6, 9, and the target has 8"):
+        model.taps(8)
+    export("sglang", head, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config[AUX] == [1, 2, 3] and config["eagle_config"][AUX] == [0, 1, 2]
+    assert config[AUX] == [2, 6, 9] and config[INNER] == {AUX: [1, 5, 8], "use_aux_hidden_state": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_output": False}, "`norm_output` says that the head computes logits of states that are not normed"),
+        ({"norm_output": True}, "`norm_output` says that the head feeds normed states back"),
+        ({"fc_norm": True}, "`fc_norm` says that the head norms each tapped state"),
+        ({INNER: {"use_aux_hidden_state": False}}, "`use_aux_hidden_state` says that the head reads the target's last"),
+        ({"num_hidden_layers": 2}, "`num_hidden_layers` says that the head has 2 layers"),
+    ],
+)
+def test_a_flat_config_of_another_head_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(CapabilityError, match=words):
+        load_head(eagle3(tmp_path / "head", **changes))
 
 
 def test_what_an_engine_cannot_express_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

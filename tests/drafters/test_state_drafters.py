@@ -24,7 +24,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import SequenceView, StepFeatures
 from paceline.drafters.eagle.drafter import EagleConfig, EagleDrafter
-from paceline.drafters.eagle.eagle3 import _shapes
+from paceline.drafters.eagle.eagle3 import AUX, _shapes
 from paceline.drafters.eagle.model import EagleModel, load_head
 from paceline.drafters.lyanna.drafter import LyannaConfig
 from paceline.drafters.lyanna.model import LyannaModel
@@ -288,17 +288,16 @@ def test_weights_that_no_kernel_multiplies_are_refused(tmp_path: Path):
 # ---- EAGLE-3
 
 
-AUX = [1, 2, 3]  # inputs of layers, so that outputs of 0, 1 and 2 are read
 SMALL = torch.tensor([i for i in range(VOCAB) if i % 5 != 2])  # the draft's tokens
 
 
 def write_eagle3(folder: Path, **changes: Any) -> Path:
-    """A random head in the published layout."""
+    """A random head in the published layout; SGLang and SpecForge name the layers whose outputs it reads."""
     from safetensors.torch import save_file
 
     draw, config = torch.Generator().manual_seed(0), layer_json(tiny_config())
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(SMALL), "eagle_config": {}}
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = AUX
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(SMALL)}
+    config["eagle_config"] = {AUX: [0, 1, 2]}
     values = {}
     for name, shape in _shapes(tiny_config(), len(SMALL)).items():
         scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.2

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from ..drafters.eagle.eagle3 import AUX, Eagle3Model
+from ..drafters.eagle.eagle3 import AUX, INNER, Eagle3Model
 from ..drafters.eagle.model import CONFIG_FILE, OWN, WEIGHTS_FILE, load_head, read_head, read_values
 from ..drafters.eagle.speculators import LAYER, TYPE, VARIANTS
 from ..network.files import is_file, read_json
@@ -111,7 +111,7 @@ def _third(
         named["t2d"] = torch.isin(torch.arange(model.config.vocab_size), model.tokens)
     else:
         named = {n: v for n, v in named.items() if n not in ("d2t", "t2d")}
-    layer_config = {n: v for n, v in config.items() if n not in (AUX, "eagle_config", OWN, "draft_vocab_size")}
+    layer_config = {n: v for n, v in config.items() if n not in (AUX, INNER, OWN, "draft_vocab_size")}
     layer_config |= {"tie_word_embeddings": False}
     aux = None if model.aux is None else [*model.aux]
     if engine == "speculators":
@@ -120,7 +120,7 @@ def _third(
         return {**flat, "draft_vocab_size": count, AUX: aux, **dict.fromkeys(VARIANTS, False)}, named
     whole = {**layer_config, "architectures": [THIRD], "draft_vocab_size": count}
     if aux is not None:  # inputs of layers for vLLM; SGLang counts the outputs before them
-        whole |= {AUX: aux, "eagle_config": {AUX: [i - 1 for i in aux], "use_aux_hidden_state": True}}
+        whole |= {AUX: aux, INNER: {AUX: [i - 1 for i in aux], "use_aux_hidden_state": True}}
     return whole, named
 
 

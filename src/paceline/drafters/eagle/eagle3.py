@@ -31,13 +31,15 @@ from ...network.families import DecoderConfig, decoder_config
 from ...network.layers import rms, rms_constants, store
 from ...network.native_drafts import NativeFuse
 from ...network.trained_files import TrainedFiles
+from .speculators import VARIANTS
 
 if TYPE_CHECKING:
     from ...network.handle import TargetHandle
     from ...network.native import Stack
 
 FILES = TrainedFiles("an EAGLE-3 head", "config.json", "model.safetensors", "restore the files that belong together")
-AUX = "eagle_aux_hidden_state_layer_ids"  # in the config: layers whose inputs are tapped
+AUX = "eagle_aux_hidden_state_layer_ids"  # at the config's top: layers whose inputs are tapped; in `INNER`: outputs
+INNER = "eagle_config"  # of SGLang and SpecForge
 
 
 class Eagle3Model:
@@ -50,9 +52,11 @@ class Eagle3Model:
 
     Raises:
         ConfigError: tensors that are missing, left over or misshaped; tokens that the vocabulary lacks.
+        CapabilityError: a variant that is not computed here.
     """
 
     def __init__(self, config: Mapping[str, Any], values: Mapping[str, Tensor], place: Path) -> None:
+        _refuse_variants(config, place)
         # The name of the architecture is the draft's, which no decoder has.
         self.config: DecoderConfig = decoder_config({**config, "architectures": None})
         named = {name.replace("midlayer.", "layers.0."): value for name, value in values.items()}
@@ -92,15 +96,34 @@ class Eagle3Model:
         return low, mid, high
 
 
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get(INNER)
+    return inner if isinstance(inner, dict) else {}
+
+
+def _refuse_variants(config: Mapping[str, Any], place: Path) -> None:
+    """Refuse a config whose head computes something else than EAGLE-3 as published."""
+    found = {switch: what for switch, what in VARIANTS.items() if config.get(switch)}
+    if config.get("norm_output") is False:  # SpecForge's; in the configs of speculators it is the default
+        found["norm_output"] = "computes logits of states that are not normed"
+    if False in (config.get("use_aux_hidden_state"), _inner(config).get("use_aux_hidden_state")):
+        found["use_aux_hidden_state"] = "reads the target's last state instead of three layers"
+    if (layers := config.get("num_hidden_layers", 1)) != 1:
+        found["num_hidden_layers"] = f"has {shown(layers)} layers instead of one"
+    for switch, what in found.items():
+        remedy = f"use a head of EAGLE-3 as published; if it is one, remove `{switch}` from its config"
+        raise CapabilityError(f"eagle head {str(place)!r}", f"`{switch}` says that the head {what}", remedy)
+
+
 def _named_layers(config: Mapping[str, Any], place: Path) -> tuple[int, int, int] | None:
-    """The layers that a config names, where it does."""
-    inner = config.get("eagle_config")
-    found = config.get(AUX) or (inner.get(AUX) if isinstance(inner, dict) else None)
+    """Return the layers whose inputs are tapped, where a config names them."""
+    inputs, outputs = config.get(AUX), _inner(config).get(AUX)
+    found = inputs or outputs
     if found is None:
         return None
     if not isinstance(found, list) or len(found) != 3 or not all(type(x) is int for x in found):
         raise ConfigError(f"eagle head {str(place)!r}", f"{AUX} is {shown(found)}, not three layers", "correct it")
-    low, mid, high = found
+    low, mid, high = found if inputs else (layer + 1 for layer in found)
     return low, mid, high
 
 

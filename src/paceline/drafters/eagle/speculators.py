@@ -1,7 +1,7 @@
 """Heads of the library speculators: the config of an EAGLE-3 head, in the form that other published heads have.
 
 Tensors are named alike. The config has the layer's own as ``transformer_layer_config``, and says beside it what differs
-from EAGLE-3 as published; what this engine does not compute is refused.
+from EAGLE-3 as published; `eagle3` refuses what this engine does not compute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...core.options import shown
 
 TYPE, LAYER = "speculators_model_type", "transformer_layer_config"
 COPIED = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "dtype", "torch_dtype")
-VARIANTS = {  # of the head, by their switch
+VARIANTS = {  # what a head does, by the switch that is on
     "norm_before_residual": "norms a state before it is added",
     "norm_before_fc": "norms the tapped states together",
     "fc_norm": "norms each tapped state",
@@ -33,12 +33,12 @@ def flat(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: no layer in it.
-        CapabilityError: another algorithm, another family of layers, or a variant that is not computed here.
+        CapabilityError: another algorithm, or another family of layers.
     """
     from transformers import LlamaConfig
 
     asked = f"eagle head {str(place)!r}"
-    remedy = "use a head of EAGLE-3 with a Llama layer and none of these switches"
+    remedy = "use a head of EAGLE-3 with a Llama layer"
     kind, layer = config.get(TYPE), config.get(LAYER)
     if kind != "eagle3":
         raise CapabilityError(asked, f"its {TYPE} is {shown(kind)}, not eagle3", remedy)
@@ -46,9 +46,7 @@ def flat(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
         raise ConfigError(asked, f"its {LAYER} is {shown(layer)}, no object", "restore the file")
     if layer.get("model_type", "llama") != "llama":
         raise CapabilityError(asked, f"its layer is of the family {shown(layer['model_type'])}", remedy)
-    for switch, what in VARIANTS.items():
-        if config.get(switch):
-            raise CapabilityError(asked, f"{switch}: it {what}", remedy)
     whole = LlamaConfig(**layer).to_dict()  # the file leaves out what is transformers' default
     beside = {name: config[name] for name in COPIED if config.get(name) is not None}
+    beside |= {switch: True for switch in VARIANTS if config.get(switch)}
     return {**whole, **beside, "architectures": ["LlamaForCausalLMEagle3"], "tie_word_embeddings": False}
