@@ -152,8 +152,8 @@ def test_parts_are_one_model(plain: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"split.no": 1}, r"00001-of-00002.gguf: it says split.no = 1, and its name 0. Restore"),
-        ({"split.count": 3}, r"it says split.count = 3, and its name 2"),
+        ({"split.no": 1}, r"00001-of-00002.gguf: it is part 2 of 2 .*name them m-00001-of-00002.gguf to m-00002-of-"),
+        ({"split.count": 3}, r"it is part 1 of 3 .* m-00001-of-00003.gguf to m-00003-of-00003.gguf"),
         ({"split.count": "2"}, r"split.count' is '2', and must be a whole number"),
         ({"split.tensors.count": 18}, r"the parts hold 21 tensors, and 18 are announced"),
     ],
@@ -172,6 +172,16 @@ def test_parts_that_contradict_their_names_are_refused(changed: dict[str, Any], 
     assert len(read_gguf(write(first, changed=said)).tensors) == 21
     with pytest.raises(ConfigError, match=words):
         read_gguf(write(first, changed=said | changed))
+
+
+def test_a_part_under_a_plain_name_is_refused(tmp_path: Path) -> None:
+    """Its head may be in another part: the embedding would take its place."""
+    part = write(tmp_path / "m.gguf", changed={"split.count": 2})
+    words = r"m.gguf: it is part 1 of 2 .*name them m-00001-of-00002.gguf to m-00002-of-00002.gguf"
+    with pytest.raises(ConfigError, match=words):
+        read_gguf(part)
+    for whole in ({"split.count": 0}, {"split.count": 1, "split.no": 0}):
+        assert len(read_gguf(write(tmp_path / "whole.gguf", changed=whole)).tensors) == 20
 
 
 @pytest.mark.parametrize("alignment", [8, 64, 4096])

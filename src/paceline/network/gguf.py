@@ -237,10 +237,13 @@ def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
     found: dict[str, GGUFTensor] = {}
     files = [MappedFile(path) for path, _, _ in stamped]
     for number, file in enumerate(files):
-        for name, said in (("split.no", number), ("split.count", len(files))):
-            if len(files) > 1 and file.metadata.get(name, said) != said:
-                wrong = f"it says {name} = {shown(file.metadata[name])}, and its name {said}"
-                raise ConfigError(str(file.path), wrong, "restore the files' names")
+        count = max(file.metadata.get("split.count", len(files)), 1)  # a merged file has 0
+        part = file.metadata.get("split.no", number) if count > 1 else 0
+        if (part, count) != (number, len(files)):
+            stem = match[1] if (match := _PART.fullmatch(file.path.name)) else file.path.stem
+            names = " to ".join(f"{stem}-{n:05d}-of-{count:05d}{SUFFIX}" for n in (1, count))
+            wrong = f"it is part {part + 1} of {count} (split.no, split.count), which its name does not say"
+            raise ConfigError(str(file.path), wrong, f"put all parts into one folder, and name them {names}")
         for tensor in file.tensors:
             if tensor.name in found:
                 file.refuse(f"tensor {shown(tensor.name)} is there twice")
