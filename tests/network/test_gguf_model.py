@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kits.gguf_files import NAMES, VOCABULARY, WIDTH, as_folder, write
+from kits.gguf_files import NAMES, NUMBERS, SHAPES, VOCABULARY, WIDTH, as_folder, write
 from kits.native import needs_kernels
 
 from paceline.attention import make_backend
@@ -126,6 +126,100 @@ def test_llama_3s_rope_factors_are_a_tensor(tmp_path: Path) -> None:
     assert torch.allclose(logits(load(file, "float32", native=False)), theirs, rtol=0, atol=1e-4)
     plain = logits(load(tmp_path / "plain.gguf", "float32", native=False))
     assert not torch.allclose(plain, theirs, rtol=0, atol=1e-2)
+
+
+LINEAR, YARN = {"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 64}
+OF_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"rope.scale_linear": 4.0}, LINEAR),  # of older files
+        ({"rope.scaling.factor": 4.0}, LINEAR),
+        ({"rope.scaling.factor": [4.0]}, LINEAR),
+        ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, LINEAR),
+        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "linear"}, LINEAR),
+        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "longrope"}, LINEAR),
+        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"}, None),
+        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 4.0}, None),
+        ({"rope.scaling.type": "linear"}, None),
+        (OF_YARN, YARN),
+        (
+            OF_YARN | {"rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.yarn_beta_slow": [2.0]},
+            YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
+        ),
+        (OF_YARN | {"rope.scaling.attn_factor": 1.5}, YARN | {"attention_factor": 1.5 * (0.1 * np.log(4.0) + 1)}),
+        (OF_YARN | {"rope.scaling.original_context_length": 0}, YARN | {"original_max_position_embeddings": 512}),
+        (
+            {"rope.scaling.attn_factor": 1.5, "rope.scaling.factor": 4.0},
+            {"rope_type": "longrope", "short_factor": [4.0] * 32, "attention_factor": 1.5},
+        ),
+    ],
+)
+def test_positions_are_scaled_as_llama_cpp_scales_them(keys: dict[str, Any], scaling: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", "f32", changed={f"llama.{key}": value for key, value in keys.items()})
+    folder = as_folder(file, tmp_path / "folder")
+    said = json.loads((folder / "config.json").read_text())
+    plain = logits(load(folder, "float32", native=False))
+    (folder / "config.json").write_text(json.dumps(said | {"rope_scaling": scaling}))
+    theirs = logits(load(folder, "float32", native=False))
+    assert torch.equal(logits(load(file, "float32", native=False)), theirs)
+    assert torch.equal(plain, theirs) == (scaling is None)
+
+
+def test_a_factor_scales_rope_factors_too(tmp_path: Path) -> None:
+    factors = {"rope_freqs.weight": np.linspace(1, 8, 32)}
+    file = write(tmp_path / "m.gguf", "f32", extra=factors, changed={"llama.rope.scaling.factor": 2.0})
+    wider = write(tmp_path / "n.gguf", "f32", extra={"rope_freqs.weight": np.linspace(2, 16, 32)})
+    assert torch.equal(logits(load(file, "float32", native=False)), logits(load(wider, "float32", native=False)))
+    with pytest.raises(CapabilityError, match=r"both 'rope_freqs.weight' and llama.rope.scaling.type 'yarn'"):
+        load(write(tmp_path / "o.gguf", extra=factors, changed={"llama.rope.scaling.type": "yarn"}))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attention.head_count": [4], "attention.head_count_kv": [2, 2]},
+        {"attention.key_length": 64, "attention.value_length": [64]},
+        {"block_count": [2], "context_length": [512], "embedding_length": [256], "feed_forward_length": [512, 512]},
+        {"attention.layer_norm_rms_epsilon": [1e-5], "rope.freq_base": [10000.0], "rope.dimension_count": [64]},
+        {"rope.freq_base": None, "rope.dimension_count": 64, "rope.scaling.attn_factor": 1.0, "expert_count": 0},
+    ],
+)
+def test_what_a_file_leaves_out_or_lists_is_the_same(keys: dict[str, Any], tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", "f32", changed={f"llama.{key}": value for key, value in keys.items()})
+    plain = write(tmp_path / "n.gguf", "f32")
+    assert torch.equal(logits(load(file, "float32", native=False)), logits(load(plain, "float32", native=False)))
+
+
+def test_without_a_count_there_are_as_many_heads_of_keys_as_of_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "attn_k", (WIDTH, WIDTH))
+    monkeypatch.setitem(SHAPES, "attn_v", (WIDTH, WIDTH))
+    counts = {"llama.attention.head_count_kv": 4}, {"llama.attention.head_count_kv": None}
+    told, untold = (write(tmp_path / f"{i}.gguf", "f32", changed=count) for i, count in enumerate(counts))
+    assert torch.equal(logits(load(told, "float32", native=False)), logits(load(untold, "float32", native=False)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows", "bases"),
+    [
+        ({"attention.sliding_window": 128}, (128,) * 5 + (None, 128), (10_000.0,) * 5 + (1e6, 10_000.0)),
+        ({"attention.sliding_window": 128, "attention.sliding_window_pattern": [2]}, (128, None) * 3 + (128,), None),
+        ({"attention.sliding_window": 128, "rope.freq_base_swa": 5e3}, None, (5e3,) * 5 + (1e6, 5e3)),
+        ({}, (None,) * 7, (1e6,) * 7),
+    ],
+)
+def test_windows_of_gemma_3_are_llama_cpps(keys: dict[str, Any], windows: Any, bases: Any, tmp_path: Path) -> None:
+    shape = {key.removeprefix("llama."): value for key, value in NUMBERS.items() if key.startswith("llama.")}
+    shape |= {"block_count": 7, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6} | keys
+    changed = {"general.architecture": "gemma3"} | {f"gemma3.{key}": value for key, value in shape.items()}
+    config = read_config(write(tmp_path / "m.gguf", changed=changed))
+    assert config.windows == windows or windows is None
+    assert bases is None or tuple(rope.theta for rope in config.ropes if rope is not None) == bases
 
 
 @needs_kernels

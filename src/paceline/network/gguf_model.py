@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..attention.rope import yarn_attention_factor
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from .families import DecoderConfig, decoder_config, unbuilt
@@ -48,8 +49,30 @@ _OWN_NAMES = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
-_YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "attn_factor": "attention_factor"}
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+# What llama.cpp takes where a file lacks a key, for every architecture (its `load_hparams`); other keys must be there.
+_DEFAULTS: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.head_count_kv": lambda said: said.integer("attention.head_count"),
+    "attention.key_length": lambda said: said.integer("embedding_length") // said.integer("attention.head_count") or 1,
+    "attention.sliding_window": 0,
+    "attention.sliding_window_pattern": 6,  # Gemma 3's
+    "attention.value_length": lambda said: said.integer("attention.key_length"),
+    "expert_count": 0,
+    "final_logit_softcapping": 0.0,
+    "pooling_type": 0,
+    "rope.dimension_count": lambda said: said.integer("attention.key_length"),
+    "rope.freq_base": 10_000.0,
+    "rope.freq_base_swa": 10_000.0,  # Gemma 3's
+    "rope.scale_linear": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.factor": lambda said: said.get("rope.scale_linear"),  # of files that are older than it
+    "rope.scaling.original_context_length": 0,
+    "rope.scaling.type": "linear",
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}
 
 # Architectures that hold no language model which writes, or need what `families` does not name.
 _OTHERS = {
@@ -114,13 +137,13 @@ def config_of(model: GGUF) -> dict[str, Any]:
         CapabilityError: an architecture or option that is not built.
     """
     arch, said = architecture(model), _ArchMetadata(model)
-    if said.get("expert_count", 0):
+    if said.get("expert_count"):
         raise CapabilityError(said.asked, "it is a mixture of experts, which is not built", "use a dense model")
-    if said.get("pooling_type", 0) or not said.get("attention.causal", True):
+    if said.get("pooling_type") or not said.get("attention.causal"):
         raise CapabilityError(said.asked, "it makes embeddings, and writes no text", "use a model that writes")
     width, heads = said.integer("embedding_length"), said.integer("attention.head_count")
-    head_dim = said.integer("attention.key_length", width // heads or 1)
-    if said.integer("attention.value_length", head_dim) != head_dim:
+    head_dim = said.integer("attention.key_length")
+    if said.integer("attention.value_length") != head_dim:
         raise CapabilityError(said.asked, "its keys and values differ in width", "use another model")
     values: dict[str, Any] = {
         "vocab_size": _vocabulary(model),
@@ -128,17 +151,17 @@ def config_of(model: GGUF) -> dict[str, Any]:
         "intermediate_size": said.integer("feed_forward_length"),
         "num_hidden_layers": said.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": said.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": said.integer("attention.head_count_kv"),
         "head_dim": head_dim,
         "max_position_embeddings": said.integer("context_length"),
         "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": said.number("rope.freq_base", 10000.0),
+        "rope_theta": said.number("rope.freq_base"),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "bos_token_id": model.token_id("bos"),
         "eos_token_id": _stop_ids(model),
         "dtype": _dtype(model),
     }
-    if (turned := said.integer("rope.dimension_count", head_dim)) != head_dim:
+    if (turned := said.integer("rope.dimension_count")) != head_dim:
         values["partial_rotary_factor"] = turned / head_dim
     values |= {"rope_scaling": rope} if (rope := _rope(model, said)) else {}
     return values | _ARCHITECTURES[arch](said)
@@ -151,22 +174,26 @@ class _ArchMetadata:
         self.model, self.prefix = model, f"{architecture(model)}."
         self.asked = f"GGUF file {model.path}"
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """A key of the architecture."""
-        return self.model.metadata.get(self.prefix + key, default)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive number of things; of an array all of whose numbers agree, that number."""
-        value = self.get(key, default)
+    def get(self, key: str) -> Any:
+        """A key of the architecture, or its default; of an array all of whose entries agree, that entry."""
+        value = self.model.metadata.get(self.prefix + key)
+        if value is None:
+            value = _DEFAULTS.get(key)
+            value = value(self) if callable(value) else value
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = value[0].item()
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self._bad(key, value, "a whole number of at least 1, the same in all layers")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def integer(self, key: str, least: int = 1) -> int:
+        """A number of things."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self._bad(key, value, f"a whole number of at least {least}, the same in all layers")
+        return value
+
+    def number(self, key: str) -> float:
         """A positive number."""
-        value = self.get(key, default)
+        value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             self._bad(key, value, "a positive number")
         # 32 bits in the file: what people would write for it.
@@ -214,46 +241,55 @@ def _dtype(model: GGUF) -> str:
 
 
 def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
-    """What ``rope_scaling`` would say; nothing for the plain rotation."""
-    context = said.integer("context_length")
-    factors = model.tensors.get("rope_freqs.weight") or model.tensors.get("rope_factors_short.weight")
-    if factors is not None:  # divisors of each frequency: Llama 3's, or LongRoPE's for short texts
-        long = "rope_factors_long.weight" in model.tensors
-        original = said.integer("rope.scaling.original_context_length", context) if long else context
-        listed = factors.values().float().tolist()
-        own = {"factor": context / original} if long else {"attention_factor": 1.0}
-        if "rope.scaling.attn_factor" in (key.removeprefix(said.prefix) for key in model.metadata):
-            own = {"attention_factor": said.number("rope.scaling.attn_factor")}
-        shape = {"original_max_position_embeddings": original, "short_factor": listed}
-        return {"rope_type": "longrope", **shape, **own}
-    kind = said.get("rope.scaling.type", "none")
-    if kind == "none":
-        return {}
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": said.number("rope.scaling.factor", 1.0)}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = said.integer("rope.scaling.original_context_length", context)
-        for key, name in _YARN.items():
-            if said.get(f"rope.scaling.{key}") is not None:
-                scaling[name] = said.number(f"rope.scaling.{key}")
-    elif kind != "linear":
+    """What ``rope_scaling`` would say; nothing for the plain rotation.
+
+    As in llama.cpp a factor scales whatever the type, unless that is "none"; 0 is no factor.
+    """
+    kind, attention = said.get("rope.scaling.type"), said.number("rope.scaling.attn_factor")
+    if kind not in ("none", "linear", "yarn", "longrope"):
         wrong = f"{said.prefix}rope.scaling.type is {shown(kind)}, a rotation that is not known here"
         raise CapabilityError(said.asked, wrong, "use another model")
-    return scaling
+    unscaled = kind == "none" or said.get("rope.scaling.factor") == 0
+    factor = 1.0 if unscaled else said.number("rope.scaling.factor")
+    context = said.integer("context_length")
+    original = said.integer("rope.scaling.original_context_length", 0) or context
+    # Divisors of each frequency: Llama 3's, or LongRoPE's for short texts.
+    divisors = model.tensors.get("rope_freqs.weight") or model.tensors.get("rope_factors_short.weight")
+    if kind == "yarn":
+        if divisors is not None:
+            wrong = f"it has both {shown(divisors.name)} and {said.prefix}rope.scaling.type 'yarn', which is not built"
+            raise CapabilityError(said.asked, wrong, "use another model")
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": said.number("rope.scaling.yarn_beta_fast"),
+            "beta_slow": said.number("rope.scaling.yarn_beta_slow"),
+            "attention_factor": attention * yarn_attention_factor(factor, None, None),
+        }
+    if divisors is None and attention == 1:
+        return {"rope_type": "linear", "factor": factor} if factor != 1 else {}
+    plain = [1.0] * (said.integer("rope.dimension_count") // 2)
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original if "rope_factors_long.weight" in model.tensors else context,
+        "short_factor": [factor * x for x in (plain if divisors is None else divisors.values().float().tolist())],
+        "attention_factor": attention,
+    }
 
 
 def _gemma3(said: _ArchMetadata) -> dict[str, Any]:
-    """No file names the pattern of windows, the rotation of layers with one, or the scale of the largest's scores."""
+    """No file names the scale of the largest's scores; without windows all layers rotate alike."""
+    window = said.integer("attention.sliding_window", least=0) or None
     layers, width, heads = (said.integer(key) for key in ("block_count", "embedding_length", "attention.head_count"))
-    head_dim = said.integer("attention.key_length", 256)
     return {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": said.integer("attention.sliding_window"),
-        "sliding_window_pattern": 6,
-        "rope_theta": said.number("rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": said.number("rope.freq_base_swa", 10_000.0),
-        "query_pre_attn_scalar": width // heads if layers == 62 else head_dim,
-        "head_dim": head_dim,
+        "sliding_window": window,
+        "sliding_window_pattern": said.integer("attention.sliding_window_pattern") if window else 1,
+        "rope_local_base_freq": said.number("rope.freq_base_swa"),
+        "query_pre_attn_scalar": width // heads if layers == 62 else said.integer("attention.key_length"),
+        "final_logit_softcapping": said.get("final_logit_softcapping"),
     }
 
 
@@ -261,7 +297,7 @@ def _gemma3(said: _ArchMetadata) -> dict[str, Any]:
 _ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "llama": lambda said: {"model_type": "llama", "attention_bias": "blk.0.attn_q.bias" in said.model.tensors},
-    "phi3": lambda said: {"model_type": "phi3", "sliding_window": said.get("attention.sliding_window") or None},
+    "phi3": lambda said: {"model_type": "phi3", "sliding_window": said.integer("attention.sliding_window", 0) or None},
     "qwen2": lambda said: {"model_type": "qwen2"},
     "qwen3": lambda said: {"model_type": "qwen3"},
     "smollm3": lambda said: {"model_type": "smollm3", "no_rope_layer_interval": 4},
