@@ -120,6 +120,7 @@ def test_what_it_cannot_draft_with_is_refused_in_words() -> None:
         bridge.Suffix(config(most=None))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_vllm_with_our_suffix_drafter_says_its_own_tokens() -> None:
     """vLLM's plain ids, over the embedded model."""

@@ -229,6 +229,7 @@ def test_the_command_writes_the_zoos_head_and_says_how_it_is_served(tmp_path: Pa
     assert CliRunner().invoke(app, ["export", "vllm", "paceline-small-eagle", str(out)]).exit_code == 2
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_vllm_serves_the_zoos_head_with_its_own_ids(tmp_path: Path) -> None:
     import vllm

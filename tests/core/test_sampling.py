@@ -512,7 +512,6 @@ class TestNoise:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestCuda:
     def test_hash_is_the_same(self):
         keys = [noise.key(i) for i in range(4)]

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.published import cache as cache_folder
 
+FOLDER = cache_folder()  # before a test moves its cache
 TOOL = Path(__file__).parents[2] / "tools" / "get_weights.py"
 
 
@@ -41,7 +42,7 @@ def gemma() -> Path:
 def _whole(name: str) -> bool:
     known = tool()
     [weights] = [w for w in (known.SMOLLM2, known.GEMMA) if w.file == name]
-    found: bool = known.is_whole(cache_folder() / name, weights)
+    found: bool = known.is_whole(FOLDER / name, weights)
     return found
 
 
@@ -49,5 +50,4 @@ def _there(weights: object, command: str) -> Path:
     name: str = weights.file  # type: ignore[attr-defined]
     if not _whole(name):
         pytest.skip(f"{name} is not there: {command}")
-    place: Path = cache_folder() / name
-    return place
+    return FOLDER / name
