@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -217,6 +218,51 @@ def test_a_broken_library_is_compiled_anew(
         assert native.built(native.SOURCE).read_bytes() == whole
     assert "broken: they are compiled anew" in caplog.text
     assert library_in(cache).read_bytes() == whole
+
+
+def test_a_library_that_does_not_open_is_removed_and_compiled_again(cache: Path, caplog: pytest.LogCaptureFixture):
+    """Whole, as its name says, and of another system."""
+    ours, foreign = native.built(native.SOURCE), b"\x7fELF of another system"
+    stem = ours.stem.rpartition("-")[0]
+    ours.replace(other := cache / f"{stem}-{hashlib.sha256(foreign).hexdigest()}.so")
+    other.write_bytes(foreign)
+    assert load()[1] is None and "does not open" in caplog.text
+    assert library_in(cache) == ours and load()[1] is None
+
+
+def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have a script compile, which may call the compiler in its turn."""
+    (folder / "compiler").write_text(f'#!/bin/sh\n{script}\nexec c++ "$@"\n')
+    (folder / "compiler").chmod(0o755)
+    monkeypatch.setenv("CXX", str(folder / "compiler"))
+
+
+def test_a_library_is_for_the_processor_that_the_compiler_knows(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever the system says of its processors, or if it says nothing."""
+    compiler(tmp_path, monkeypatch, 'case "$*" in *-dM*) echo "#define $FEATURE 1"; exit;; esac')
+    made = []
+    for feature in ("__AVX2__", "__AVX512F__", "__AVX2__"):
+        monkeypatch.setenv("FEATURE", feature)
+        made.append(native.built(native.SOURCE).stem)
+    assert made[0] == made[2] != made[1]
+
+
+@pytest.mark.timeout(30)
+def test_what_is_given_up_ends_with_all_its_processes(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A compiler's driver leaves the work to others, which hold its output open."""
+    os.mkfifo(held := tmp_path / "held")
+    hangs = f'case "$*" in *" -c "*) sleep 60 9> {held} & touch {tmp_path}/begun; wait;; esac'
+    compiler(tmp_path, monkeypatch, hangs)
+    monkeypatch.setattr(native, "COMPILE_SECONDS", 0.5)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        found, why = load()
+        assert found is None and "timed out after 0.5 seconds" in str(why) and (tmp_path / "begun").exists()
+        assert select.select([reader], [], [], 10)[0] and os.read(reader, 1) == b""  # nobody holds its other end
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize("damage", [_halve, _empty], ids=lambda damage: damage.__name__)

@@ -232,7 +232,8 @@ def test_ends_are_those_of_the_flags(tmp_path: Path) -> None:
 
 def test_a_chat_begins_with_one_bos(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "ab"}]
-    for name, template in (("a", "{{ bos_token }}{{ messages[0].content }}"), ("b", "{{ messages[0].content }}")):
+    plain = "{{ messages[0].content }}"
+    for name, template in (("a", "{{ bos_token }}" + plain), ("b", plain), ("e", "\ufeff" + plain)):
         tokenizer = load_gguf_tokenizer(by_score(tmp_path / f"{name}.gguf", chat_template=template))
         assert tokenizer.apply_chat_template(chat, tokenize=False) == "<s>ab"
     marked = by_score(

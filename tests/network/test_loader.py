@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -555,6 +556,15 @@ def test_the_embedded_tokenizer_is_transformers_own_without_torch_s_compiler():
     done = subprocess.run([sys.executable, "-c", STARTED, folder], capture_output=True, text=True, check=True)
     ours, theirs = done.stdout[: len(done.stdout) // 2], done.stdout[len(done.stdout) // 2 :]
     assert ours == theirs and ours.startswith("True TokenizersBackend ")
+
+
+def test_a_template_may_begin_with_the_mark_of_an_editor(tmp_path: Path):
+    folder = zoo.find("paceline-small")
+    assert folder is not None
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(file.read_text("utf-8"), "utf-8-sig")
+    assert load_tokenizer(tmp_path).chat_template == load_tokenizer(folder).chat_template
 
 
 @pytest.mark.parametrize("change", [{"tokenizer_class": "LlamaTokenizer"}, {"auto_map": {}}, None])

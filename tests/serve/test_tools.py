@@ -211,6 +211,8 @@ def test_a_template_that_cannot_be_read_is_said_at_once(tmp_path: Path) -> None:
         ServeConfig(chat_template=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="hermes"):
         ServeConfig(tool_parser="frog")
+    (tmp_path / "template.jinja").write_bytes(b"\xef\xbb\xbf{{ messages }} \xc3\xa9")  # as some editors write UTF-8
+    assert ServeConfig(chat_template=str(tmp_path / "template.jinja")).template() == "{{ messages }} \u00e9"
 
 
 TALK: list[Any] = [

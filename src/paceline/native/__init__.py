@@ -11,6 +11,7 @@ A cached library is code that will run, so before it is opened
   are on the disk. A power cut or a full disk leaves no file under such a name, or one that fails the check and is
   compiled anew; several processes that compile at once each put a whole file there. One name cannot go without the
   other, as a file and a checksum beside it could.
+- one that does not open (a home that systems share) is removed, and compiled once more.
 - it and its folder must belong to the user who runs this (to root only where root runs it), and nobody else may
   write to them. Otherwise torch's kernels are used, and a warning gives the remedy.
 
@@ -28,6 +29,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -46,21 +48,23 @@ COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
 RULES_BYTES = ctypes.sizeof(abi.CRules)  # which `SequenceSampler.rules` packs
-# Levels of instructions in the order of `Isa` (kernels/simd.h): the compiler's flags, and what the processor must have.
+# Levels of instructions in the order of `Isa` (kernels/simd.h): the compiler's flags, and what it must define for this
+# processor.
 X86 = {
     "baseline": ("-march=x86-64", ""),
-    "avx2": ("-march=haswell", "avx2 fma f16c"),
-    "avx-vnni": ("-march=haswell -mavxvnni", "avx2 fma f16c avx_vnni"),
-    "avx512": ("-march=skylake-avx512", "avx512f avx512bw avx512dq avx512vl"),
-    "avx512-vnni": ("-march=cascadelake", "avx512vl avx512_vnni"),
-    "avx512-bf16": ("-march=cooperlake", "avx512vl avx512_vnni avx512_bf16"),
-    "amx": ("-march=sapphirerapids", "avx512_bf16 amx_tile amx_bf16 amx_int8"),
+    "avx2": ("-march=haswell", "__AVX2__ __FMA__ __F16C__"),
+    "avx-vnni": ("-march=haswell -mavxvnni", "__AVX2__ __FMA__ __F16C__ __AVXVNNI__"),
+    "avx512": ("-march=skylake-avx512", "__AVX512F__ __AVX512BW__ __AVX512DQ__ __AVX512VL__"),
+    "avx512-vnni": ("-march=cascadelake", "__AVX512VL__ __AVX512VNNI__"),
+    "avx512-bf16": ("-march=cooperlake", "__AVX512VL__ __AVX512VNNI__ __AVX512BF16__"),
+    "amx": ("-march=sapphirerapids", "__AVX512BF16__ __AMX_TILE__ __AMX_BF16__ __AMX_INT8__"),
 }
+_DOTPROD, _I8MM, _BF16 = (f"__ARM_FEATURE_{name}" for name in ("DOTPROD", "MATMUL_INT8", "BF16"))
 ARM = {
     "baseline": ("-march=armv8-a", ""),
-    "neon-dotprod": ("-march=armv8.2-a+dotprod", "asimddp"),
-    "neon-i8mm": ("-march=armv8.2-a+dotprod+i8mm", "asimddp i8mm"),
-    "neon-bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16", "asimddp i8mm bf16"),
+    "neon-dotprod": ("-march=armv8.2-a+dotprod", _DOTPROD),
+    "neon-i8mm": ("-march=armv8.2-a+dotprod+i8mm", f"{_DOTPROD} {_I8MM}"),
+    "neon-bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16", f"{_DOTPROD} {_I8MM} {_BF16}"),
 }
 LEVELS = X86 if platform.machine().lower() in ("x86_64", "amd64") else ARM
 AMX = list(X86).index("amx")
@@ -101,7 +105,7 @@ def _load() -> tuple[Any, str | None]:
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0"
     try:
-        found = _open(built(SOURCE))
+        found = _declared(opened(SOURCE))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         log.warning("no compiled kernels, torch's are used: %s", error)
         return None, str(error)
@@ -109,16 +113,32 @@ def _load() -> tuple[Any, str | None]:
     return found, None
 
 
-def _open(path: Path) -> Any:
+def _declared(found: ctypes.CDLL) -> Any:
     """The functions of the library.
 
     Raises:
         RuntimeError: it lacks one, or has other structs.
     """
     try:
-        return abi.declared(ctypes.CDLL(str(path)), "\n".join(_texts(SOURCE)))
+        return abi.declared(found, "\n".join(_texts(SOURCE)))
     except AttributeError as error:
+        path = found._name
         raise RuntimeError(f"{path} is no library of these kernels: it lacks a function of theirs ({error})") from error
+
+
+def opened(source: Path) -> ctypes.CDLL:
+    """Open the library of a source of this package; one that does not open, as another system made it, is made again.
+
+    Raises:
+        OSError, RuntimeError, subprocess.SubprocessError: as `built`, or it does not open either.
+    """
+    path = built(source)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        log.warning("%s does not open (%s): it is removed and compiled again", path, error)
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(built(source)))
 
 
 def built(source: Path) -> Path:
@@ -134,7 +154,7 @@ def built(source: Path) -> Path:
     flags = [*FLAGS, *_flags_of(level)]
     version = _output([*compiler, "--version"], 60)[1]
     command = " ".join([*compiler, *flags])
-    parts = (*_texts(source), version, command, _processor(), installed("torch"))
+    parts = (*_texts(source), version, command, _macros(), installed("torch"))
     stem = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
     folder = _cache_folder()
     kept = _kept(folder, stem)
@@ -146,13 +166,18 @@ def built(source: Path) -> Path:
     return kept
 
 
+def _macros() -> str:
+    """What the compiler defines for this processor."""
+    return _output([*_compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull], 60)[1]
+
+
 def _flags_of(level: str) -> list[str]:
     if level == "1":
         return ["-march=native"]
     if level not in LEVELS:
         raise RuntimeError(f"{SWITCH}={level!r} is not a level of instructions; use 0, 1 or one of {', '.join(LEVELS)}")
     flags, needed = LEVELS[level]
-    if Path("/proc/cpuinfo").is_file() and (lost := set(needed.split()) - set(_processor().split())):
+    if lost := set(needed.split()) - set(_macros().split()):
         raise RuntimeError(
             f"{SWITCH}={level!r} needs instructions that this processor lacks: {', '.join(sorted(lost))}"
         )
@@ -239,10 +264,18 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _output(command: list[str], seconds: int) -> tuple[int, str]:
-    """A command's exit status and what it said, errors first."""
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
-    return done.returncode, done.stderr + done.stdout
+def _output(command: list[str], seconds: float) -> tuple[int, str]:
+    """A command's exit status and what it said, errors first; one that is given up ends with all its processes."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=seconds)
+        except BaseException:  # an interrupt, too
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, errors + said
 
 
 def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str, source: Path) -> Path:
@@ -289,13 +322,3 @@ def _cache_folder() -> Path:
     if not base.is_absolute():
         raise RuntimeError(f"the cache folder {str(base)!r} is relative; name an absolute one in XDG_CACHE_HOME")
     return base / "paceline" / "kernels"
-
-
-def _processor() -> str:
-    """What decides which instructions there are."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text("utf-8", "replace").splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    return f"{platform.machine()} {platform.processor()}"

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from . import built
+from . import opened
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Pipe(ctypes.Structure):
 def library() -> Any:
     """The functions, built if need be; None where they cannot be had."""
     try:
-        found = ctypes.CDLL(str(built(SOURCE)))
+        found = opened(SOURCE)
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         log.warning("no compiled channels, Python's are used: %s", error)
         return None

@@ -155,7 +155,7 @@ def load_gguf_tokenizer(model: GGUF) -> Any:
     if backend is None:
         return None
     give_back()  # of 262,144 tokens 190 MB
-    maker, template = _Builder(model), model.metadata.get("tokenizer.chat_template")
+    maker, template = _Builder(model), model.metadata.get("tokenizer.chat_template", "").removeprefix("\ufeff") or None
     roles = {f"{name}_token": maker.named(key) for name, key in _NAMED.items()}
     return GGUFTokenizer(backend, {name: token for name, token in roles.items() if token}, template, maker.adds("bos"))
 

@@ -425,6 +425,8 @@ def load_tokenizer(folder: str | Path) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         # Some settings of a file (truncation, padding) are taken back in the first use: not while threads use it.
         tokenizer.encode("")
+        if isinstance(template := tokenizer.chat_template, str):
+            tokenizer.chat_template = template.removeprefix("\ufeff")  # some editors begin a file with this mark
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise many kinds, plain Exception among them
         raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({first_line(error)})", _RESTORE) from error
