@@ -160,7 +160,7 @@ def built(source: Path) -> Path:
     kept = _kept(folder, stem)
     if kept is None:
         _make_folder(folder)
-        if other is None:  # a warning, which is shown where nobody has set up logging: else nothing is seen for so long
+        if source == SOURCE:  # a warning, which shows where nobody has set up logging: the start is silent for so long
             log.warning("compiling the layers for this processor, once: one to two minutes")
         kept = _compile(compiler, flags, folder, stem, source)
     return kept
