@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -312,6 +313,26 @@ class ParentsInTheFuture(Guest):
     def propose_tree(self, want: DraftRequest) -> TokenTree:
         tree = chain(want, 2)
         return replace(tree, parents=[[-1, 2, 1] for _ in want.budgets], checked=False)
+
+
+class RaisesOnce(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        if self.proposals == 2:
+            raise RuntimeError("lost my way")
+        return chain(want, 2)
+
+
+def test_a_drafter_that_failed_comes_back(target: Decoder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("paceline.rounds.drafting.REST_S", 0.02)
+    guest = RaisesOnce()
+    engine = assemble(guest, decoder=target)
+    jobs = [(prompt, WARM) for prompt in prompts(3)]
+    assert ids(run(engine, jobs)) == plain(target, jobs)
+    assert len(guest.released) >= 3 + 1  # those that it failed on at once, beside all at their ends
+    time.sleep(0.02)
+    assert engine.round.failure is None
+    [again] = run(engine, jobs[:1])
+    assert again.stats.drafted and again.stats.off_reason is None
 
 
 class ShortCounts(Guest):

@@ -116,6 +116,25 @@ def test_a_sampling_rule_that_fails_ends_its_own_request(target: Decoder, name: 
     assert engine.round.failure is None  # the drafter is not to blame
 
 
+@pytest.mark.parametrize("name", ["ngram", "tree", "coupled", "streams"])
+def test_a_rule_that_fails_on_drafts_alone_costs_its_request_drafts(target: Decoder, name: str):
+    """Plain decoding never comes there: no token is lost, and no other request's drafts."""
+    jobs = [(ids, WARM) for ids in prompts()]
+    engine = assemble(decoder=target, **DRAFTERS[name]())
+    order = [engine.submit(*job) for job in jobs]
+    sampler = engine.live[order[BAD]].sequences[0].view.sampler
+
+    def rule(logits: torch.Tensor, paths: torch.Tensor | None) -> None:
+        if paths is not None and bool((paths >= 0).any()):
+            raise Fault("on a draft")
+
+    sampler._steps.append(rule)
+    outputs = finish(engine, order)
+    assert ids(outputs) == ids(plain(target, jobs)) and engine.round.failure is None
+    assert "on a draft" in str(outputs[BAD].stats.off_reason)
+    assert all(o.stats.drafted and o.stats.off_reason is None for i, o in enumerate(outputs) if i != BAD)
+
+
 class FailingText(ToyText):
     """Fails at the fifth token."""
 

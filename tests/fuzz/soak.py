@@ -32,6 +32,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from paceline import AsyncLLM, ConfigError, SamplingParams  # noqa: E402
+from paceline.rounds import drafting  # noqa: E402
+
+drafting.REST_S = float("inf")  # a drafter that fails is still put aside at the end, where it is looked for
 
 MODEL, DRAFT = "paceline-small", "paceline-small-draft"
 DRAFTERS = (None, "ngram", "suffix", f"draft_model:{DRAFT},depth=3", f"hybrid:{DRAFT}")

@@ -124,6 +124,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "trigger",
     ),
     "endless": ("json_schema", '{"$ref": "#"}', "no text meets it"),
+    "no mask": ("lark", 'start: "x" t "y"\nt[lazy]: /[a-z]*/', "has_lowest_match[^<]*$"),
     "too deep": ("lark", "start: " + "(" * 3000 + '"a"' + ")" * 3000, "nested"),
 }
 

@@ -12,6 +12,7 @@ from kits.grammars import SCHEMA
 from paceline import LLM, SamplingParams
 from paceline.core.grammar import Grammar
 from paceline.core.speculation import Speculation
+from paceline.grammar import compiler
 from paceline.grammar.matcher import GrammarMatcher
 
 PROMPTS = ["Question: How many names are there?\n", "name[The Mill], food[English]", "As JSON:"]
@@ -111,3 +112,39 @@ def test_a_parser_that_fails_ends_its_own_request(plain: LLM, monkeypatch: pytes
     broken, *others = plain.generate(PROMPTS, params)
     assert broken.outputs[0].finish_reason == "error" and "it is broken" in (broken.outputs[0].error or "")
     assert [one.outputs[0].token_ids for one in others] == expected
+
+
+HEAVY = Grammar("regex", "(a|b|ab|ba|aab|[a-z]{1,40}){1,60} z")
+
+
+@pytest.mark.parametrize("attribute", ["max_tokens=3", 'stop="q"', 'stop_capture="c",stop="q"'])
+def test_lexemes_that_cannot_be_taken_back_work_beside_drafts(plain: LLM, attribute: str) -> None:
+    """One client's grammar changes no answer, and turns drafts off for nobody else."""
+    grammar = Grammar("lark", f'start: "x" t " mill"\nt[{attribute}]: /[a-z]*/')
+    drafting = LLM("paceline-small", drafter="hybrid:grammar+suffix", budget=8, exact=True, share=plain)
+    for temperature in (0.0, 1.0):
+        options = {"grammar": grammar, "temperature": temperature, "max_tokens": 20}
+        assert ids(drafting, **options) == ids(plain, **options)
+    assert drafting.engine.round.failure is None
+    [found] = drafting.generate(PROMPTS[:1], SamplingParams(max_tokens=40, seed=5, grammar=GRAMMAR))
+    assert found.stats.accepted > 4
+
+
+def test_heavy_patterns_end_alike(plain: LLM) -> None:
+    drafting = LLM("paceline-small", drafter="hybrid:grammar+paceline-small-draft", budget=8, exact=True, share=plain)
+    params = [SamplingParams(max_tokens=40, seed=seed, grammar=HEAVY) for seed in range(6)]
+    found, expected = drafting.generate(["Once"] * 6, params), plain.generate(["Once"] * 6, params)
+    for one, own in zip(found, expected, strict=True):
+        assert one.error is own.error is None and one.outputs[0].token_ids == own.outputs[0].token_ids
+    assert sum(one.stats.accepted for one in found) > 15
+
+
+def test_a_kept_grammar_keeps_no_failure(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request may do the same work, also behind one that asked for too much, or beside it."""
+    monkeypatch.setattr(compiler, "STEP_FUEL", 70_000)
+    grammar = Grammar("regex", f"{HEAVY.text} ")
+    options = {"max_tokens": 40, "grammar": grammar}
+    ends = [plain.generate("Once", SamplingParams(seed=seed, **options))[0].outputs[0] for seed in (0, 0, 2, 0)]
+    assert {one.finish_reason for one in ends} == {"error"} and "too many expressions" in str(ends[0].error)
+    assert len(ends[0].token_ids) > 1
+    assert ends[0].token_ids == ends[1].token_ids == ends[3].token_ids

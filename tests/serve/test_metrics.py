@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.serve.acceptance import acceptance
 from paceline.serve.metrics import HISTOGRAMS, Histogram, Metrics
+from paceline.serve.models import speculation
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 TARGET = tiny_decoder()
@@ -121,6 +125,18 @@ def test_acceptance_by_source_depth_and_application(engine: Engine) -> None:
     assert sum(part["accepted_by_depth"]) == part["accepted"] == found["accepted"]
     assert found["by_depth"] == pytest.approx(engine.snapshot().stats.depth_acceptance)
     assert found["mean_accepted_length"] == pytest.approx(1 + found["accepted"] / found["passes"])
+
+
+def test_a_drafter_that_failed_is_shown(engine: Engine) -> None:
+    for failure in (None, "drafter 'draft_model' failed: KeyError: 3"):
+        counted = counters(engine) | {"speculation": {"failure": failure}}
+        metrics = Metrics("m", "vllm")
+        metrics.looked(counted, 0)
+        assert samples(metrics)["paceline:drafter_failed", ()] == float(failure is not None)
+        client = SimpleNamespace(look=AsyncMock(return_value=counted))
+        served = SimpleNamespace(client=client, described=SimpleNamespace(speculation={"off_reason": None}))
+        request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(server=served)))
+        assert json.loads(bytes(asyncio.run(speculation(request)).body))["off_reason"] == failure
 
 
 def test_the_dashboard_asks_for_names_that_there_are(engine: Engine) -> None:

@@ -66,6 +66,8 @@ class Grammar:
 class Matcher(Protocol):
     """A grammar beside one output. Each answer is a function of the ids that are given, whatever was asked before."""
 
+    fault: Exception | None  # why it could not answer once: drafts under it have ended
+
     def __call__(self, output: Sequence[int]) -> Tensor:
         """[V] bool: the tokens that may follow these."""
 
@@ -73,7 +75,8 @@ class Matcher(Protocol):
         """The same as the bits of ``words`` [(V + 31) // 32] int32, the lowest bit first."""
 
     def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
-        """Of texts that go on behind an output, which the grammar allows."""
+        """Of texts that go on behind an output, which the grammar allows; none where that cannot be found out."""
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
-        """The tokens that follow whatever is chosen: the beginning of every text that the grammar allows."""
+        """The tokens that follow whatever is chosen: the beginning of every text that the grammar allows, as far as
+        that can be found out."""

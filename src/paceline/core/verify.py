@@ -29,14 +29,14 @@ def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -
 
     Lossless for any tree at all: every emitted token is the target's own choice after the tokens before it, so the
     output is that of plain decoding with the same noise. One scan, since children come after their parents; of siblings
-    with the same token the first is followed.
+    with the same token the first is followed. A node after which nothing could be chosen (-1) is not entered.
 
     Source: Mirror-SD, eq. 3 and 11; SpecPipe, section 3.4.
     """
     path: list[int] = []
     frontier, want = 0, chosen[0]
     for node in range(1, len(tokens)):
-        if parents[node] == frontier and tokens[node] == want:
+        if parents[node] == frontier and tokens[node] == want and chosen[node] >= 0:
             path.append(node)
             frontier, want = node, chosen[node]
     return path, want

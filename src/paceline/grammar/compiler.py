@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.grammar import Grammar
 from ..core.options import shown
-from .matcher import GrammarMatcher
+from .matcher import GrammarMatcher, words_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 KEPT = 128  # compiled grammars
-# Of llguidance's parser; its speeds make them about half a second for a grammar, and 5 ms for a token.
-INITIAL_FUEL, STEP_FUEL, STEP_ITEMS = 10_000_000, 70_000, 50_000
+# Of llguidance's parser; its speeds make them about half a second for a grammar, and at most 50 ms for a token. What a
+# token took to find out is kept with the grammar: a pattern that needs much at first needs little later.
+INITIAL_FUEL, STEP_FUEL, STEP_ITEMS = 10_000_000, 700_000, 50_000
 # No white space that is not in a string: an answer cannot go on with blanks for ever, and most punctuation is forced.
 # A schema's own "x-guidance" says otherwise.
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False}
@@ -45,16 +47,26 @@ class Grammars:
         return grammar in self._compiled
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """A parser at the beginning of an output.
+        """A matcher at the beginning of an output.
 
         Raises:
             ConfigError: a grammar that cannot be read or met, or is too large.
             CapabilityError: the model's tokenizer cannot be used for grammars, or llguidance is not installed.
         """
+        return GrammarMatcher(partial(self._parser, grammar), self._vocab_size)
+
+    def _parser(self, grammar: Grammar) -> LLMatcher:
+        """A parser at the beginning of an output; errors as of `matcher`."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
                 self._compiled.move_to_end(grammar)
+        if found is not None and not isinstance(found, ConfigError):
+            parser = found.deep_copy()
+            parser.compute_bitmask()
+            if not parser.is_error():
+                return parser
+            found = None  # copies share a lexer, and one of them has brought it to its limits, where it stays
         if found is None:
             try:
                 found = self._compile(grammar)
@@ -68,7 +80,7 @@ class Grammars:
                     self._compiled.popitem(last=False)
         if isinstance(found, ConfigError):
             raise found
-        return GrammarMatcher(found.deep_copy(), self._vocab_size)
+        return found.deep_copy()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         words = self._vocabulary()
@@ -166,5 +178,5 @@ def _choice(grammar: Grammar) -> str:
 
 
 def _refused(grammar: Grammar, why: str) -> ConfigError:
-    why = " ".join(why.split())[:500]
+    why = words_of(why)
     return ConfigError(f"the {grammar.kind} of a request", why or "it cannot be met", "change it, or leave it out")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -14,19 +15,25 @@ from ..core.errors import ConfigError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+T = TypeVar("T")
+
 
 class GrammarMatcher:
-    """See `core.grammar.Matcher`. The parser stands behind the ids that were asked about last, and goes back no further
-    than to what they have in common with the next ones.
+    """See `core.grammar.Matcher`. One parser stands behind the output and goes forward alone; drafts are followed by
+    copies of it. So grammars work that cannot be taken back (``max_tokens=``, ``stop=``), and whatever a draft runs
+    into is thrown away with its copy.
 
     Args:
-        parser: at the beginning of an output; of this matcher alone.
+        parser: gives one at the beginning of an output; called again where the last one failed.
         vocab_size: V.
     """
 
-    def __init__(self, parser: LLMatcher, vocab_size: int) -> None:
-        self._parser, self._vocab_size = parser, vocab_size
-        self._read: list[int] = []  # ids that the parser has taken
+    def __init__(self, parser: Callable[[], LLMatcher], vocab_size: int) -> None:
+        self._begin, self._vocab_size = parser, vocab_size
+        self.fault: Exception | None = None
+        self._own: _Place  # behind the output
+        self._draft: _Place  # a copy, where it was asked last
+        self._restart()
 
     def __call__(self, output: Sequence[int]) -> Tensor:
         """[V] bool: the tokens that may follow. Behind a text that is not allowed, all: nobody gets there.
@@ -45,45 +52,62 @@ class GrammarMatcher:
         Raises:
             ConfigError: as for a call.
         """
-        if not self._go(output):
-            words.fill_(-1)
-            return
-        self._parser.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
-        self._check()
+        words.fill_(-1)
+        self._ask(output, lambda parser: parser.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes))
 
     def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
-        """Of texts that go on behind an output, which the grammar allows."""
-        if not self._go(output):
-            return [False for _ in paths]
-        counts = [self._parser.validate_tokens([*path]) for path in paths]
-        self._check()
-        return [count == len(path) for count, path in zip(counts, paths, strict=True)]
+        """Of texts that go on behind an output, which the grammar allows; none where that takes too much work."""
+
+        def allowed(parser: LLMatcher) -> list[bool]:
+            return [parser.validate_tokens([*path]) == len(path) for path in paths]
+
+        return self._of_draft(output, allowed) or [False for _ in paths]
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
         """Tokens of the text that follows whatever is chosen, split as the tokenizer would."""
-        if most <= 0 or not self._go(output):
-            return []
-        found: list[int] = self._parser.compute_ff_tokens()
-        self._check()
-        return found[:most]
+        found = None if most <= 0 else self._of_draft(output, lambda parser: parser.compute_ff_tokens())
+        return (found or [])[:most]
 
-    def _go(self, ids: Sequence[int]) -> bool:
-        """Stand behind these ids; whether the grammar allows them."""
-        read = self._read
-        if len(read) > len(ids) or read != ids[: len(read)]:
-            same = min(len(read), len(ids))
-            while read[:same] != ids[:same]:  # they part near the end, where drafts are
-                same -= 1
-            if not self._parser.rollback(len(read) - same):
-                self._check()
-            del read[same:]
-        new = [*ids[len(read) :]]
-        taken = self._parser.try_consume_tokens(new) if new else 0
-        self._check()
-        read += new[:taken]
-        return taken == len(new)
+    def _of_draft(self, output: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
+        """`_ask` behind the whole output; None also where the parser fails: drafts are worth no error."""
+        try:
+            self._own = self._led(self._own, output)
+            return self._ask(output, question)
+        except ConfigError:
+            return None
 
-    def _check(self) -> None:
-        if self._parser.is_error():
-            wrong = " ".join(self._parser.get_error().split())[:500]
-            raise ConfigError("the next token under a grammar", wrong, "use a simpler grammar")
+    def _ask(self, ids: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
+        """What a parser behind these ids says; None: the grammar does not allow them. One that fails, for what others
+        had it find out, say, is asked once more as a new one."""
+        for _ in range(2):
+            parser, read = self._draft = self._led(self._draft, ids)
+            answer = question(parser) if len(read) == len(ids) else None
+            if not parser.is_error():
+                return answer
+            wrong = words_of(parser.get_error())
+            self._restart()
+        self.fault = ConfigError("the next token under a grammar", wrong, "use a simpler grammar")
+        raise self.fault
+
+    def _led(self, place: _Place, ids: Sequence[int]) -> _Place:
+        """A parser behind these ids, or as many of them as it takes, and those that it has taken."""
+        parser, read = place
+        if read != [*ids[: len(read)]]:
+            parser, read = self._own if self._own[1] == [*ids[: len(self._own[1])]] else (self._begin(), [])
+            parser, read = parser.deep_copy(), [*read]
+        if new := [*ids[len(read) :]]:
+            read += new[: parser.try_consume_tokens(new)]
+        return parser, read
+
+    def _restart(self) -> None:
+        """Begin with a new parser."""
+        parser = self._begin()
+        self._own, self._draft = (parser, []), (parser.deep_copy(), [])
+
+
+def words_of(error: str) -> str:
+    """An error of llguidance without the traces of its insides."""
+    return " ".join(re.split("<(?:backtrace|state|non-verbose/)>", error)[0].split())[:500]
+
+
+_Place = tuple["LLMatcher", list[int]]  # a parser, and the ids that it has taken

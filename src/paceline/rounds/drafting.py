@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic
 
 from torch import Tensor
 
-from ..core.errors import ConfigError
 from ..core.tree import TokenTree
 from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, SequenceView, StepFeatures
 from .base import RunningSequence, Work
@@ -17,9 +18,13 @@ from .verification import make_verifier
 
 log = logging.getLogger(__name__)
 
+REST_S = 60.0  # before a drafter that failed is asked again, doubled with every failure
+MOST_RESTS = 6  # doublings of it
+
 
 class GuardedDrafter:
-    """Calls a drafter and checks its trees. A drafter that fails is disabled, and decoding goes on without it.
+    """Calls a drafter and checks its trees. A drafter that fails is put aside for a while, and decoding goes on
+    without it; a request whose own rules fail on drafts is drafted for no more.
 
     Args:
         drafter: the drafter; None: nothing is drafted.
@@ -37,8 +42,13 @@ class GuardedDrafter:
         # Whether it heeds the floor: look-ups do not, and one that asks others tells each its own.
         self._grows = spec is not None and not spec.parts and (spec.network or spec.streams is not None)
         self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
-        self.failure: str | None = None  # why it was disabled
+        self._failures, self._why, self._rests_until = 0, "", 0.0
         self._vocab_size = vocab_size
+
+    @property
+    def failure(self) -> str | None:
+        """Why the drafter is put aside."""
+        return self._why if monotonic() < self._rests_until else None
 
     @property
     def past(self) -> int | None:
@@ -61,15 +71,14 @@ class GuardedDrafter:
         try:
             tree = self._fit(self.drafter.propose(want), want)
         except Exception as error:
-            if any(view.sampler.fault is not None for view in want.sequences):
-                # A request's own sampling rules failed while the drafter used them: verification will end it. What the
-                # drafter had begun for these sequences is dropped.
+            if self._spare(drafting):  # what the drafter had begun for these sequences is dropped
                 self.release([w.sequence for w in drafting])
             else:
-                self._put_aside(error)
+                self._put_aside(error, want.sequences)
             return None
         if any(view.sampler.matcher is not None for view in want.sequences):
             tree = self._within_grammars(tree, want.sequences)
+        self._spare(drafting)
         if rule is not None:
             return rule.select(want.sequences, tree, want.passes)
         return tree if max(tree.counts) > 1 else None
@@ -82,13 +91,21 @@ class GuardedDrafter:
         for b, view in enumerate(sequences):
             nodes = [*range(tree.counts[b])]
             if (matcher := view.sampler.matcher) is not None:
-                try:
-                    allowed = matcher.within(view.sampler.output_ids, tree.paths(b))
-                except ConfigError as error:
-                    view.fault, allowed = error, [True, *[False] * len(nodes)]
+                allowed = matcher.within(view.sampler.output_ids, tree.paths(b))
                 nodes = [node for node in nodes if node == 0 or allowed[node]]
             kept.append(nodes)
         return tree if [*map(len, kept)] == tree.counts else tree.kept(kept)
+
+    def _spare(self, drafting: Sequence[Work]) -> bool:
+        """Draft no more for requests whose own rules failed on drafts; whether there are any."""
+        any_ = False
+        for work in drafting:
+            sampler = work.sequence.view.sampler
+            fault = sampler.fault or (None if sampler.matcher is None else sampler.matcher.fault)
+            if fault is not None:
+                any_, work.sequence.max_nodes = True, 0
+                work.sequence.state.stats.off_reason = f"the rules of the request failed on a draft: {fault}"
+        return any_
 
     def tapped(self, p: Pass) -> Tapped | None:
         """The rows of a pass whose states the drafter is to be shown; None: none."""
@@ -127,7 +144,7 @@ class GuardedDrafter:
         try:
             self.drafter.observe(seen)
         except Exception as error:
-            self._put_aside(error)
+            self._put_aside(error, seen.sequences)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Let the drafter drop the state of ended or preempted sequences."""
@@ -147,11 +164,16 @@ class GuardedDrafter:
         except Exception as error:
             self._put_aside(error)
 
-    def _put_aside(self, error: Exception) -> None:
-        """Go on without the drafter: its fault must not cost a request."""
+    def _put_aside(self, error: Exception, sequences: Sequence[SequenceView] = ()) -> None:
+        """Go on without the drafter: its fault must not cost a request. It is asked again later, for what it failed on
+        may have been one request's; what it has of these sequences is dropped."""
         assert self.drafter is not None
-        self.failure = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
-        log.error("%s; decoding goes on without it", self.failure, exc_info=error)
+        self._why = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
+        rest_s = REST_S * 2 ** min(self._failures, MOST_RESTS)
+        self._failures, self._rests_until = self._failures + 1, monotonic() + rest_s
+        log.error("%s; decoding goes on without it for %.0f s", self._why, rest_s, exc_info=error)
+        with suppress(Exception):
+            self.drafter.release([view.key for view in sequences])
 
     def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree:
         """Cut what is over budget or too deep; refuse what is no tree over these roots."""

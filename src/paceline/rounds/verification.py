@@ -23,7 +23,8 @@ Verifier = Callable[[Sequence[SequenceView], TokenTree, Tensor], list[Accepted]]
 def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None, b: int) -> Tensor:
     """[n] int64: one sequence's own choice after each of its nodes, as plain decoding would make it.
 
-    Where its rules fail, that is noted, and the rest goes on.
+    Where its rules fail at the root, that is noted, and the rest goes on. Where they fail below it, where plain
+    decoding may never come, the root alone has a choice, and the nodes below have -1.
 
     Args:
         sequence: whose sampler chooses.
@@ -38,8 +39,11 @@ def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None,
     try:
         return sequence.sampler.choose(logits, paths, [len(sequence.tokens) + depth for depth in depths])
     except Exception as error:
+        if len(depths) > 1:
+            root = choose_nodes(sequence, logits[:1], None, -1)
+            return torch.cat([root, root.new_full((len(depths) - 1,), -1)])
         sequence.fault = error
-        return likeliest(logits)  # placeholders: none of them is emitted
+        return likeliest(logits)  # a placeholder: it is not emitted
 
 
 def _against_q(rule: Callable[..., list[Accepted]]) -> Verifier:

@@ -208,6 +208,10 @@ class Metrics:
             gauge = GaugeMetricFamily(f"{self._shared}:{name}", words, labels=[*self._labels])
             gauge.add_metric([*self._labels.values()], value)
             yield gauge
+        words = "1 while a drafter that failed is put aside."
+        failed = GaugeMetricFamily(f"{OWN}:drafter_failed", words, labels=[*self._labels])
+        failed.add_metric([*self._labels.values()], float(self.engine["speculation"].get("failure") is not None))
+        yield failed
         yield self._histogram(f"{OWN}:draft_nodes", "Nodes drafted in a step of a sequence.", nodes(self.engine))
         families: dict[str, CounterMetricFamily] = {}
         for name, words, labels, value in self._counts(self.engine):

@@ -102,7 +102,8 @@ async def load(request: Request) -> Response:
 async def speculation(request: Request) -> Response:
     """How the server drafts, and what came of it."""
     counters = await _counters(request)
-    drafts = _server(request).described.speculation
+    drafts = dict(_server(request).described.speculation)
+    drafts["off_reason"] = counters["speculation"]["failure"] or drafts["off_reason"]
     return json_response({**drafts, **acceptance(counters), "engine": counters})
 
 
