@@ -139,18 +139,47 @@ def test_samples_prompts_echo_and_logprobs(client: openai.OpenAI, offline: LLM) 
         assert choice.text.endswith(sample.text) and choice.text.strip().startswith(("one", "hello"))
         assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
         said = [row[t].logprob for row, t in zip(sample.logprobs or [], sample.token_ids, strict=True)]
-        assert choice.logprobs.token_logprobs == pytest.approx(said, abs=1e-3)
+        assert choice.logprobs.token_logprobs[-len(said) :] == pytest.approx(said, abs=1e-3)
 
 
-def test_chat_logprobs_stand_beside_their_tokens(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("tokens", [False, True])
+def test_an_echo_with_logprobs_has_those_of_the_prompt(client: openai.OpenAI, offline: LLM, tokens: bool) -> None:
+    ids = offline.tokenizer.encode(PROMPT)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=2)
+    expected = offline.generate({"prompt_token_ids": ids}, params)[0]
+    answer = client.completions.create(
+        model="paceline-small", prompt=ids if tokens else PROMPT, max_tokens=4, temperature=0, logprobs=2, echo=True
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None and told.tokens and told.text_offset and told.top_logprobs
+    rows = [*(expected.prompt_logprobs or []), *(expected.outputs[0].logprobs or [])]
+    said = zip(rows, [*ids, *expected.outputs[0].token_ids], strict=True)
+    values = [None if row is None else pytest.approx(row[token].logprob, abs=1e-3) for row, token in said]
+    assert told.token_logprobs == values and told.top_logprobs[0] is None
+    assert [len(row) in (2, 3) for row in told.top_logprobs[1:]] == [True] * (len(rows) - 1)
+    shown = [(told.tokens[i], told.text_offset[i]) for i in range(len(rows)) if told.tokens[i] != "<|bos|>"]
+    assert all(answer.choices[0].text[at:].startswith(text) for text, at in shown)
+    assert "prompt_logprobs" not in (answer.choices[0].model_extra or {})
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
+def test_chat_logprobs_are_the_likeliest_and_the_chosen(client: openai.OpenAI, offline: LLM, most: int) -> None:
+    """As many as were asked for, whichever rank the chosen token has."""
+    asked = {"max_tokens": 24, "temperature": 0.8, "seed": 1}
     answer = client.chat.completions.create(
-        model="paceline-small", messages=CHAT, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+        model="paceline-small", messages=CHAT, logprobs=True, top_logprobs=most, **asked
     )
     rows = answer.choices[0].logprobs
-    assert rows is not None and rows.content is not None and len(rows.content) == 6
-    for row in rows.content:
-        assert row.top_logprobs[0].token == row.token and len(row.top_logprobs) == 3
-        assert [t.logprob for t in row.top_logprobs] == sorted((t.logprob for t in row.top_logprobs), reverse=True)
+    expected = offline.chat(CHAT, SamplingParams(logprobs=most, **asked))[0].outputs[0]
+    assert rows is not None and rows.content is not None and len(rows.content) == 24
+    ranks = []
+    for row, own, token in zip(rows.content, expected.logprobs or [], expected.token_ids, strict=True):
+        ranks.append(own[token].rank)
+        best = sorted((one.logprob for one in own.values() if one.rank <= most), reverse=True)
+        assert [one.logprob for one in row.top_logprobs] == pytest.approx(best, abs=1e-3) and len(best) == most
+        assert row.logprob == pytest.approx(own[token].logprob, abs=1e-3)
+        assert (row.token in [one.token for one in row.top_logprobs]) == (own[token].rank <= most)
+    assert {1, 2} <= {*ranks} and max(ranks) > 5
 
 
 def test_bytes_beside_logprobs_are_a_token_s_own(client: openai.OpenAI, offline: LLM) -> None:
@@ -210,6 +239,7 @@ BAD = {
     "too long": (b'{"prompt": [' + b"5," * 5000 + b"5]}", 400),
     "stream options": (b'{"prompt": "a", "stream_options": {}}', 400),
     "streamed prompt": (b'{"prompt": "a", "prompt_logprobs": 1, "stream": true}', 400),
+    "streamed echo": (b'{"prompt": "a", "logprobs": 1, "echo": true, "stream": true}', 400),
     "source": (b'{"prompt": "a", "speculation": {"sources": ["nonesuch"]}}', 400),
     "nodes": (b'{"prompt": "a", "speculation": {"max_nodes": 0}}', 400),
     "schema": (

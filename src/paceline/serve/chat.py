@@ -71,7 +71,7 @@ class _ChatReply:
     def __init__(self, answer: Answer, body: ChatRequest, use: ToolUse | None) -> None:
         self._reply, self._tools = Reply([answer], body, "chatcmpl"), use is not None
         self._functions = body.functions is not None  # in the form that OpenAI had before tools
-        self._token_bytes = answer.token_bytes
+        self._token_bytes, self._most = answer.token_bytes, body.top_logprobs or 0
         self._readers = [CallReader(use) for _ in range(answer.samples)]
 
     async def whole(self) -> dict[str, Any]:
@@ -119,18 +119,17 @@ class _ChatReply:
             if choice["logprobs"] is None:
                 choice["logprobs"] = {"content": [], "refusal": None}
             for row, token in zip(delta.logprobs, delta.token_ids, strict=True):
-                choice["logprobs"]["content"].append(_row(row, token, self._token_bytes))
+                choice["logprobs"]["content"].append(_row(row, token, self._most, self._token_bytes))
 
 
 def _choice(index: int, name: str, message: dict[str, Any]) -> Choice:
     return {"index": index, name: message, "logprobs": None, "finish_reason": None}
 
 
-def _row(row: LogprobRow, token: int, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
-    """Log-probabilities of a token in the form of chat."""
+def _row(row: LogprobRow, token: int, most: int, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
+    """Log-probabilities of a token, and of the ``most`` likeliest, in the form of chat."""
     chosen = next(entry for entry in row if entry[0] == token)
-    others = row if chosen[2] < len(row) else [entry for entry in row if entry is not chosen]
-    likeliest = sorted(others, key=lambda entry: entry[2]) if len(row) > 1 else []
+    likeliest = sorted(row, key=lambda entry: entry[2])[:most]
 
     def told(entry: tuple[int, float, int, str | None]) -> dict[str, Any]:
         token, value, _, text = entry

@@ -109,7 +109,7 @@ class Reply:
         """What is told of a prompt when its answer has ended."""
         answer = self.answers[place]
         found: dict[str, Any] = {"prompt_token_ids": answer.asked.ids} if self._body.return_token_ids else {}
-        if answer.prompt_logprobs is not None:
+        if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             found["prompt_logprobs"] = [None if row is None else _ranked(row) for row in answer.prompt_logprobs]
         return found
 

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from ..core.errors import ConfigError
+from ..distributed.requests import LogprobRow
 from .choices import Choice, Reply
 from .generation import Answer, Delta, Server, begin
 from .http import APIError, json_response
@@ -24,6 +25,11 @@ async def completions(server: Server, body: CompletionRequest) -> Response:
     params = {"max_tokens": DEFAULT_TOKENS, **body.sampling()}
     if body.logprobs is not None:
         params["logprobs"] = body.logprobs
+        if body.echo:
+            if body.stream:
+                message = "echo with logprobs is not streamed: leave one of the three out"
+                raise APIError(400, message, "logprobs", "unsupported_value")
+            params["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     answers: list[Answer] = []
     async with AsyncExitStack() as refused:  # one that is refused ends those before it
         for ids in prompts:
@@ -50,6 +56,7 @@ class _CompletionReply:
         texts = [server.texts.decode(a.asked.ids, skip_special=True) if body.echo else "" for a in answers]
         self._echoes = [text for text in texts for _ in range(self._samples)]  # of each choice
         self._offsets = [*map(len, self._echoes)]  # characters so far, for ``text_offset``
+        self._texts, self._special = server.texts, {*server.texts.special.values()}
         self._begun: set[int] = set()  # choices of which a chunk was sent
 
     async def whole(self) -> dict[str, Any]:
@@ -58,7 +65,20 @@ class _CompletionReply:
         found = await self._reply.whole("text_completion", choices, self._add)
         for index, choice in enumerate(choices):
             choice |= self._reply.prompt(index // self._samples)
+            if self._body.echo and choice["logprobs"] is not None:
+                self._echo_logprobs(choice, self._reply.answers[index // self._samples])
         return found
+
+    def _echo_logprobs(self, choice: Choice, answer: Answer) -> None:
+        """Put those of the prompt's tokens in front of a choice's; nothing precedes the first, which has none."""
+        own, self._offsets[choice["index"]] = choice["logprobs"], 0
+        into = choice["logprobs"] = {name: list[Any]() for name in own}
+        for token, row in zip(answer.asked.ids, answer.prompt_logprobs or (), strict=True):
+            self._tell(choice, token, row or [(token, 0.0, 0, self._texts.decode([token]))])
+            if row is None:
+                into["token_logprobs"], into["top_logprobs"] = [None], [None]
+        for name, values in own.items():
+            into[name] += values
 
     def streamed(self) -> Response:
         """Its chunks, of any prompt as they come."""
@@ -82,10 +102,15 @@ class _CompletionReply:
         choice["text"] += delta.text
         self._reply.add(choice, delta)
         for row, token in zip(delta.logprobs or (), delta.token_ids if delta.logprobs else (), strict=True):
-            chosen = next(entry for entry in row if entry[0] == token)
-            into, text = choice["logprobs"], chosen[3] or ""
-            into["tokens"].append(text)
-            into["token_logprobs"].append(max(chosen[1], -9999.0))
-            into["top_logprobs"].append({entry[3] or "": max(entry[1], -9999.0) for entry in row})
-            into["text_offset"].append(self._offsets[choice["index"]])
-            self._offsets[choice["index"]] += len(text)
+            self._tell(choice, token, row)
+
+    def _tell(self, choice: Choice, token: int, row: LogprobRow) -> None:
+        """Append a token with its log-probability and those of the likeliest."""
+        chosen = next(entry for entry in row if entry[0] == token)
+        others = [entry for entry in row if entry is chosen or entry[2] <= (self._body.logprobs or 0)]
+        into, text = choice["logprobs"], chosen[3] or ""
+        into["tokens"].append(text)
+        into["token_logprobs"].append(max(chosen[1], -9999.0))
+        into["top_logprobs"].append({entry[3] or "": max(entry[1], -9999.0) for entry in others})
+        into["text_offset"].append(self._offsets[choice["index"]])
+        self._offsets[choice["index"]] += 0 if token in self._special else len(text)  # these have no text
