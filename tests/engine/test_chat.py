@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.engine.tokens import chat_ids
 from paceline.network.loader import load_tokenizer
+from paceline.serve.schemas import ChatRequest
+from paceline.serve.texts import ServedTexts
 
 ZOO = load_tokenizer(Path(__file__).parents[2] / "zoo" / "paceline-small")
 USER = {"role": "user", "content": "hi"}
@@ -36,9 +39,33 @@ def text(messages: Any, template: str = TEMPLATE, **options: Any) -> str:
     return said
 
 
-def test_parts_of_text_are_joined():
-    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
-    assert text([{"role": "user", "content": parts}]) == "<user>a b<assistant>"
+PARTS_FORMS = {
+    "text": ("{{ m.content }}", "a\nb"),
+    "trimmed": ("{{ m['content'] | trim }}", "a\nb"),
+    "joined": ("{{ '=' + m.content }}", "=a\nb"),
+    "json": ("{{ m.content | tojson }}", '"a\\nb"'),
+    "parts": (
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}[{{ p.text }}]{% endfor %}"
+        "{% endif %}",
+        "[a][b]",
+    ),
+    "one by one": (
+        "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}",
+        "ab",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", PARTS_FORMS)
+def test_parts_of_text_are_as_the_template_has_them_offline_and_served(form: str):
+    own, expected = PARTS_FORMS[form]
+    template = TEMPLATE.replace("{{ m.content }}", own)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages: Any = [{"role": "user", "content": parts}]
+    assert text(messages, template) == f"<user>{expected}<assistant>"
+    described: Any = SimpleNamespace(tokenizer=ZOO._tokenizer.to_str(), chat_templates={}, special_tokens={})
+    served = ServedTexts(described, template).conversation(ChatRequest(messages=messages))
+    assert served == chat_ids(messages, with_template(template), "m")[0]
 
 
 def test_developers_are_systems_where_the_template_knows_none():

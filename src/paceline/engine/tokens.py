@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ..core.chat_templates import check_variables
+from ..core.contents import as_read
 from ..core.errors import ConfigError
 from ..core.options import shown
 from ..core.request import TextStream
@@ -85,7 +86,7 @@ def chat_ids(
     """Ids and text of a conversation in the model's chat template.
 
     Args:
-        messages: as OpenAI's: a role, and as content text or parts of text (which are joined), or tool calls.
+        messages: as OpenAI's: a role, and as content text or parts of text (see `core.contents`), or tool calls.
         tokenizer: with the template.
         model: its name, for messages.
         tools: functions that the model may call, as OpenAI's.
@@ -110,7 +111,7 @@ def chat_ids(
     check_variables(own, str(template))
     try:
         text = tokenizer.apply_chat_template(
-            told,
+            as_read(told, lambda probe: str(tokenizer.apply_chat_template(probe, tokenize=False))),
             tools=list(tools) if tools else None,
             add_generation_prompt=not continue_final_message,
             continue_final_message=continue_final_message,
@@ -125,15 +126,15 @@ def chat_ids(
 
 
 def _message(message: Any, knows_developers: bool) -> dict[str, Any]:
-    """A message as templates read it: its content is one text, arguments of tool calls are values."""
+    """A message as templates read it: its content is text or parts, arguments of tool calls are values."""
     form = '{"role": "user", "content": "..."}'
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"chat message {shown(message)}", "a message has a role and a text", form)
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        content = "".join(map(_part, content))
-    if not isinstance(content, str) and not (content is None and calls):
+        content = [{"type": "text", "text": _part(part)} for part in content]
+    if not isinstance(content, str | list) and not (content is None and calls):
         raise ConfigError(f"chat message {shown(message)}", "a message has a role and a text", form)
     role = message["role"]
     told = {**message, "content": content or "", "role": role}

@@ -199,8 +199,8 @@ def _turn(turn: Turn) -> list[dict[str, Any]]:
     return found
 
 
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _text(content: str | list[TextBlock]) -> str | list[dict[str, str]]:
+    return content if isinstance(content, str) else [{"type": "text", "text": block.text} for block in content]
 
 
 class _MessageReply:

@@ -174,8 +174,8 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
 
 
 def _message(role: str, content: str | list[ResponsePart]) -> dict[str, Any]:
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    return {"role": role, "content": text}
+    parts = content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+    return {"role": role, "content": parts}
 
 
 class _ResponseReply:

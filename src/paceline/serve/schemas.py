@@ -178,8 +178,8 @@ class ChatMessage(Strict):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As templates take it."""
-        content = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        """As templates take it, but for parts of its content: see `core.contents`."""
+        content = [part.model_dump() for part in self.content] if isinstance(self.content, list) else self.content
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
         calls = None if self.tool_calls is None else [_with_values(call) for call in self.tool_calls]
         others = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from ..core.chat_templates import check_variables
+from ..core.contents import as_read
 from ..core.errors import ConfigError
 from ..distributed.requests import Description
 from .schemas import ChatRequest, TokenizeRequest
@@ -91,11 +92,11 @@ class ServedTexts:
             raise ConfigError("a chat", "the model has no chat template", "use /v1/completions with a plain prompt")
         variables = body.chat_template_kwargs or {}
         check_variables(variables, template)
+        render = partial(renderer(), chat_template=template)
         try:
-            made: Any = renderer()(
-                conversations=[messages],
+            made: Any = render(
+                conversations=[as_read(messages, lambda probe: render(conversations=[probe], **self._special)[0][0])],
                 tools=tools,
-                chat_template=template,
                 continue_final_message=body.continue_final_message,
                 add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
                 **{**self._special, **variables},
