@@ -1,35 +1,41 @@
 """Tool calls in a model's text, by the family of its chat template.
 
-A parser reads one character after the other, so that what it says depends on the text alone and never on the pieces in
-which the text comes: a speculative step brings several tokens at once, and a client must see the same calls.
+What is read depends on the text alone and never on the pieces in which it comes: a speculative step brings several
+tokens at once, and a client must see the same calls. So text is kept until it is clear what it is.
 
 Text that turns out to be no call is content. A call that has begun is never taken back: where its arguments break off,
-they stay as far as they are JSON, and the rest is content.
+they stay as far as they are JSON, and the rest is content, in which further calls are looked for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping
-from contextlib import suppress
-from typing import Literal
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any, Literal
 
-MOST_DEPTH = 64  # of objects and arrays in arguments
-_SPACE = " \t\r\n"
-_DIGITS = "0123456789"
-_WORDS = {"t": "true", "f": "false", "n": "null"}
-_ESCAPES = '"\\/bfnrtu'
-_HEXADECIMAL = "0123456789abcdefABCDEF"
-_NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
-_OPEN, _CLOSE, _PYTHON, _CALLS, _ARGS = "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
+from pydantic_core import from_json
 
-Reading = Generator[None, str, None]
 Kind = Literal["content", "name", "arguments"]
 ParsedPiece = tuple[Kind, str]  # more content; a call's name, with which it begins; more of the last call's arguments
 
+# In front of a call, and behind it, where it is in no list:
+# - Hermes, Qwen and SmolLM2, which writes a list in it: <tool_call>{"name": .., "arguments": {..}}</tool_call>
+# - Llama 3, also at the beginning of an answer without the tag: <|python_tag|>{"name": .., "parameters": {..}}; {..}
+# - Mistral: [TOOL_CALLS][{..}, {..}], [TOOL_CALLS]name{..} and [TOOL_CALLS]name[CALL_ID]id[ARGS]{..}
+_FORMS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3": ("<|python_tag|>", ";"), "mistral": ("[TOOL_CALLS]", "")}
+FAMILIES = tuple(_FORMS)
+
+_SPACE = " \t\r\n"
+_KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
+_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*", re.ASCII)
+_MAY_BE_NAMED = re.compile(r"[\w.\[\]-]*\s*", re.ASCII)
+_DECODER = json.JSONDecoder()
+
 
 class _Broken(Exception):
-    """The character at hand is not what has to stand there."""
+    """What stands there is no call."""
 
 
 class ToolParser:
@@ -40,15 +46,17 @@ class ToolParser:
     """
 
     def __init__(self, family: str) -> None:
+        self._family, (self._tag, self._close) = family, _FORMS[family]
         self._pieces: list[ParsedPiece] = []
-        self._char = ""  # the one at hand; "": the text is over
-        self._raw = ""  # since a call may have begun, the character at hand included; given back if it is none
+        self._text = ""  # what is not told yet, from where the next thing begins
         self._blank = ""  # white space that is dropped where a call follows
-        self._sink: list[str] | None = None  # gets the characters that are passed over
-        self._first = ""  # while content is read and nothing is held back: how a tag begins
         self._called = False
-        self._reading = _READINGS[family](self)
-        next(self._reading)
+        # What is expected: content up to a tag; a call or a list; a call; what may follow one.
+        self._stage: Literal["content", "open", "call", "after"] = "open" if family == "llama3" else "content"
+        self._held = ""  # passed over since the tag or the last call; content, where no call follows
+        self._in_list = False
+        self._name: str | None = None  # of the call at hand, where it stands in front of its arguments
+        self._told: int | None = None  # characters of the arguments at hand; None: the call has not begun
 
     def feed(self, text: str) -> list[ParsedPiece]:
         """What more text says.
@@ -56,17 +64,17 @@ class ToolParser:
         Args:
             text: what comes next; any part of the answer.
         """
-        if self._first and self._first not in text:
-            self._content(text)
-        else:
-            for char in text:
-                self._reading.send(char)
+        self._text += text
+        while self._step(last=False):
+            pass
         return self._take()
 
     def end(self) -> list[ParsedPiece]:
         """What the end of the text says. Call it once, after the last `feed`."""
-        with suppress(StopIteration):
-            self._reading.send("")
+        while self._step(last=True):
+            pass
+        if not (self._called and self._held.strip() in ("", ",", ";")):
+            self._say_content(self._held)
         if not self._called:
             self._say("content", self._blank)
         return self._take()
@@ -76,307 +84,166 @@ class ToolParser:
         return pieces
 
     def _say(self, kind: Kind, text: str) -> None:
-        if text and self._pieces and kind != "name" and self._pieces[-1][0] == kind:
-            self._pieces[-1] = kind, self._pieces[-1][1] + text
-        elif text:
+        if text:
             self._pieces.append((kind, text))
 
-    def _content(self, text: str) -> None:
+    def _say_content(self, text: str) -> None:
         """Content, but for white space at its end, which waits."""
         text = self._blank + text
         solid = text.rstrip(_SPACE)
         self._blank = text[len(solid) :]
         self._say("content", solid)
 
-    # -- characters
+    def _pass(self, count: int) -> None:
+        self._held, self._text = self._held + self._text[:count], self._text[count:]
 
-    def _next(self) -> Reading:
-        """Pass over the character at hand."""
-        if self._sink is not None:
-            self._sink.append(self._char)
-        if self._sink is None and self._streams:
-            self._say("arguments", self._char)
-        self._char = yield
-        self._raw += self._char
+    # -- steps: each returns whether to go on, and raises _Broken where a call should stand and none does
 
-    _streams = False  # whether what is passed over is the last call's arguments
+    def _step(self, last: bool) -> bool:
+        if self._stage == "content":
+            return self._look_for_tag(last)
+        self._pass(len(self._text) - len(self._text.lstrip(_SPACE)))
+        if not self._text:
+            return False
+        try:
+            return {"open": self._open, "call": self._call, "after": self._after}[self._stage](last)
+        except _Broken:
+            self._break_off()
+            return True
 
-    def _expect(self, text: str) -> Reading:
-        for char in text:
-            if self._char != char:
-                raise _Broken
-            yield from self._next()
+    def _break_off(self) -> None:
+        """What was passed over is content, and so is what comes."""
+        self._say_content(self._held)
+        self._held, self._stage, self._in_list, self._name, self._told = "", "content", False, None, None
 
-    def _space(self) -> Reading:
-        while self._char and self._char in _SPACE:
-            yield from self._next()
+    def _look_for_tag(self, last: bool) -> bool:
+        content, tag, rest = self._text.partition(self._tag)
+        if not tag and not last:  # its beginning may stand at the end
+            kept = next(n for n in range(len(self._tag) - 1, -1, -1) if content.endswith(self._tag[:n]))
+            content, rest = content[: len(content) - kept], content[len(content) - kept :]
+        self._say_content(content)
+        self._text = rest
+        if tag:
+            self._held, self._stage = tag, "open"
+        return bool(tag)
 
-    def _until(self, tag: str) -> Generator[None, str, bool]:
-        """Read content; whether ``tag`` has come, whose last character is then at hand."""
-        held = ""
-        while True:
-            self._first = "" if held else tag[0]
-            self._char = yield
-            self._first = ""
-            if not self._char:
-                self._content(held)
+    def _open(self, last: bool) -> bool:
+        self._stage = "call"
+        if self._text[0] == "[" and self._family != "llama3":
+            self._in_list = True
+            self._pass(1)
+        elif self._text[0] != "{" and self._family == "mistral":
+            head, brace, _ = self._text.partition("{")
+            found = _NAMED.fullmatch(head)
+            if not brace and not last and _MAY_BE_NAMED.fullmatch(head):
+                self._stage = "open"
                 return False
-            if not tag.startswith(held + self._char):
-                self._content(held)
-                held = ""
-            if tag.startswith(held + self._char):
-                held += self._char
-            else:
-                self._content(self._char)
-            if held == tag:
-                self._raw = tag
+            if not brace or found is None:
+                raise _Broken
+            self._name = found[1]
+            self._pass(len(head))
+        return True
+
+    def _call(self, last: bool) -> bool:
+        text = self._text
+        if text[0] == "]" and self._held.rstrip(_SPACE).endswith("["):  # no call, in SmolLM2's words
+            self._pass(1)
+            self._stage, self._in_list = "after", False
+            return True
+        if text[0] != "{":
+            raise _Broken
+        end, stop = _end_of_object(text), len(text)
+        goes_on = end is None and _goes_on(text)
+        if end is None and not goes_on:
+            stop = bisect_left(range(stop), True, key=lambda n: not _goes_on(text[: n + 1]))
+        name, arguments, behind = self._parts(text[: end or stop])
+        if end is not None and name is None:
+            raise _Broken
+        if end is not None and arguments is None:
+            arguments = "{}"
+        if name is not None and arguments is not None:
+            if self._told is None:
+                self._called, self._told, self._held, self._blank = True, 0, "", ""
+                self._say("name", name)
+            self._say("arguments", arguments[self._told :])
+            self._told = len(arguments)
+        if end is not None:
+            self._text, self._stage, self._name, self._told = text[end:], "after", None, None
+        elif goes_on and not last:
+            return False
+        elif self._told is None:
+            raise _Broken
+        else:
+            self._text = text[behind:]
+            self._break_off()
+        return True
+
+    def _after(self, last: bool) -> bool:
+        for token in (",", "]") if self._in_list else (self._close,):
+            if token and self._text.startswith(token):
+                self._pass(len(token))
+                self._stage = "call" if token in (",", ";") else "after" if token == "]" and self._close else "content"
+                self._in_list = self._in_list and token == ","
+                if self._stage != "call":
+                    self._held = ""
                 return True
+            if token.startswith(self._text):  # it may come
+                self._text = "" if last else self._text
+                return False
+        raise _Broken
 
-    # -- JSON (RFC 8259)
-
-    def _value(self, depth: int = 0) -> Reading:
-        char = self._char
-        if depth > MOST_DEPTH:
-            raise _Broken
-        if char == '"':
-            yield from self._string()
-        elif char == "{":
-            yield from self._object(depth)
-        elif char == "[":
-            yield from self._members("]", lambda: self._value(depth + 1))
-            yield from self._next()
-        elif char in _WORDS:
-            yield from self._expect(_WORDS[char])
-        else:
-            yield from self._number()
-
-    def _object(self, depth: int) -> Reading:
-        yield from self._members("}", lambda: self._pair(depth))
-        yield from self._next()
-
-    def _pair(self, depth: int) -> Reading:
-        yield from self._string()
-        yield from self._colon()
-        yield from self._value(depth + 1)
-
-    def _colon(self) -> Reading:
-        yield from self._space()
-        yield from self._expect(":")
-        yield from self._space()
-
-    def _members(self, end: str, member: Callable[[], Reading]) -> Reading:
-        """Members with commas between, behind the bracket at hand; afterwards ``end`` is at hand."""
-        yield from self._next()
-        yield from self._space()
-        while self._char != end:
-            yield from member()
-            yield from self._space()
-            if self._char != end:
-                yield from self._expect(",")
-                yield from self._space()
-                if self._char == end:
-                    raise _Broken
-
-    def _string(self) -> Reading:
-        yield from self._expect('"')
-        while self._char != '"':
-            if not self._char or self._char < " ":
-                raise _Broken
-            escaped = self._char == "\\"
-            yield from self._next()
-            if escaped:
-                digits = 4 if self._char == "u" else 0
-                yield from self._one_of(_ESCAPES)
-                for _ in range(digits):
-                    yield from self._one_of(_HEXADECIMAL)
-        yield from self._next()
-
-    def _one_of(self, allowed: str) -> Reading:
-        """Pass over the character at hand, which must be one of these."""
-        if not self._char or self._char not in allowed:
-            raise _Broken
-        yield from self._next()
-
-    def _number(self) -> Reading:
-        if self._char == "-":
-            yield from self._next()
-        if self._char == "0":
-            yield from self._next()
-        else:
-            yield from self._digits()
-        if self._char == ".":
-            yield from self._next()
-            yield from self._digits()
-        if self._char and self._char in "eE":
-            yield from self._next()
-            if self._char and self._char in "+-":
-                yield from self._next()
-            yield from self._digits()
-
-    def _digits(self) -> Reading:
-        yield from self._one_of(_DIGITS)
-        while self._char and self._char in _DIGITS:
-            yield from self._next()
-
-    # -- calls
-
-    def _begin(self, name: str) -> None:
-        self._called, self._raw, self._blank = True, self._char, ""
-        self._say("name", name)
-
-    def _arguments(self) -> Reading:
-        """An object, said as it comes."""
-        if self._char != "{":
-            raise _Broken
-        self._streams = True
-        try:
-            yield from self._object(0)
-        finally:
-            self._streams = False
-            self._raw = self._char
-
-    def _kept(self, reading: Reading) -> Generator[None, str, str]:
-        """What a part of the text is."""
-        kept = self._sink = []
-        try:
-            yield from reading
-        finally:
-            self._sink = None
-        return "".join(kept)
-
-    def _call(self) -> Reading:
-        """``{"name": .., "arguments": {..}}``; the keys in any order, others passed over."""
+    def _parts(self, text: str) -> tuple[str | None, str | None, int]:
+        """Name and arguments of a call, as far as its text goes, and where the arguments end."""
+        if self._name is not None:
+            return self._name, text, len(text)
         name: str | None = None
-        early: str | None = None  # arguments in front of the name
-        begun = False
-
-        def field() -> Reading:
-            nonlocal name, early, begun
-            key = json.loads((yield from self._kept(self._string())))
-            yield from self._colon()
+        arguments: str | None = None
+        behind = 0
+        for key, value, start, end in _members(text):
             if key == "name" and name is None:
-                name = json.loads((yield from self._kept(self._string())))
-                if not name:
+                if text[start] != '"' or value == "":
                     raise _Broken
-                if early is not None:
-                    begun = True
-                    self._begin(name)
-                    self._say("arguments", early)
-            elif key in ("arguments", "parameters") and early is None and not begun:
-                if name is not None:
-                    begun = True
-                    self._begin(name)
-                    yield from self._arguments()
-                elif self._char == "{":
-                    early = yield from self._kept(self._object(0))
-                else:
+                name = value
+            elif key in ("arguments", "parameters") and arguments is None:
+                behind = len(text) if end is None else end
+                if text[start] == "{":
+                    arguments = text[start:behind]
+                elif text[start] not in '"n':
                     raise _Broken
-            else:
-                yield from self._value(1)
-
-        if self._char != "{":
-            raise _Broken
-        yield from self._members("}", field)
-        if name is None:
-            raise _Broken
-        if not begun:
-            self._begin(name)
-            self._say("arguments", "{}")
-        yield from self._next()
-        self._raw = self._char
-
-    def _calls(self) -> Reading:
-        """One call, or a list of them."""
-        if self._char != "[":
-            yield from self._call()
-            return
-        yield from self._members("]", self._call)
-        yield from self._next()
-        self._raw = self._char
-
-    def _give_back(self) -> None:
-        """What was held back is no call: it is content, but for the beginning of what ends a call or parts two of them,
-        where the text is over."""
-        text = self._raw.strip()
-        if self._char or not self._called or not (_CLOSE.startswith(text) or text in (",", ";")):
-            self._content(self._raw)
-        self._raw = ""
-
-    # -- families
-
-    def hermes(self) -> Reading:
-        """``<tool_call>{..}</tool_call>``, of Hermes, Qwen and SmolLM2, which writes a list of calls in it."""
-        while (yield from self._until(_OPEN)):
-            try:
-                yield from self._next()
-                yield from self._space()
-                yield from self._calls()
-                yield from self._space()
-                for char in _CLOSE[:-1]:
-                    yield from self._expect(char)
-                if self._char != _CLOSE[-1]:
-                    raise _Broken
-            except _Broken:
-                self._give_back()
-
-    def llama3(self) -> Reading:
-        """``{"name": .., "parameters": {..}}``, several with ``;`` between, where an answer or what follows
-        ``<|python_tag|>`` begins."""
-        self._char = yield
-        self._raw = self._char
-        while True:
-            try:
-                yield from self._space()
-                if self._char == "<":
-                    yield from self._expect(_PYTHON)
-                    yield from self._space()
-                yield from self._call()
-                while True:
-                    yield from self._space()
-                    if self._char != ";":
-                        break
-                    yield from self._next()
-                    yield from self._space()
-                    yield from self._call()
-                raise _Broken
-            except _Broken:
-                self._give_back()
-            if not self._char or not (yield from self._until(_PYTHON)):
-                return
-            yield from self._next()
-
-    def mistral(self) -> Reading:
-        """``[TOOL_CALLS]`` before a list of calls, or before ``name{..}`` and ``name[ARGS]{..}``."""
-        while (yield from self._until(_CALLS)):
-            try:
-                yield from self._next()
-                yield from self._space()
-                if self._char == "[":
-                    yield from self._calls()
-                else:
-                    yield from self._named()
-                raise _Broken
-            except _Broken:
-                self._give_back()
-
-    def _named(self) -> Reading:
-        name = ""
-        while self._char in _NAME:
-            name += self._char
-            yield from self._next()
-        if not name:
-            raise _Broken
-        if self._char == _ARGS[0]:
-            yield from self._expect(_ARGS)
-        if self._char != "{":
-            raise _Broken
-        self._begin(name)
-        yield from self._arguments()
+                elif end is not None:  # null, or a text
+                    arguments = value or "{}"
+                    if _end_of_object(arguments) != len(arguments):
+                        raise _Broken
+        return name, arguments, behind
 
 
-_READINGS: Mapping[str, Callable[[ToolParser], Reading]] = {
-    "hermes": ToolParser.hermes,
-    "llama3": ToolParser.llama3,
-    "mistral": ToolParser.mistral,
-}
-FAMILIES = tuple(_READINGS)
+def _members(text: str) -> Iterator[tuple[str, Any, int, int | None]]:
+    """Keys and values of an object, as far as its text goes, and where each value begins and ends (None: not yet)."""
+    at: int | None = 1
+    while at is not None and (found := _KEY.match(text, at)) and found.end() < len(text):
+        try:
+            value, at = _DECODER.raw_decode(text, found.end())
+        except ValueError:
+            value = at = None
+        yield json.loads(found[1]), value, found.end(), at
+
+
+def _end_of_object(text: str) -> int | None:
+    """Where the object ends with which a text begins; None: it goes on, or is broken."""
+    try:
+        end = _DECODER.raw_decode(text)[1] if text[0] == "{" else 0
+        from_json(text[:end], allow_inf_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return end
+
+
+def _goes_on(text: str) -> bool:
+    """Whether a text is the beginning of an object. `from_json` passes over anything that stands where a comma or an
+    end should: such a text is none."""
+    for rest in ("", ",,\0\0"):
+        try:
+            from_json(text + rest, allow_inf_nan=False, allow_partial=True)
+        except ValueError:
+            return rest != ""
+    return False
