@@ -132,3 +132,28 @@ def test_of_several_it_is_the_first_by_name_and_one_s_own_before_all_others(my_z
     my_zoo("bb-something", target=MODEL)  # nobody's unless it is named
     assert zoo.weights("lyanna", MODEL) == "yy-lyanna" and zoo.weights("lyanna", DRAFT) == "aa-lyanna"
     assert zoo.readable("lyanna") == {MODEL: "yy-lyanna", DRAFT: "aa-lyanna"}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words"),
+    [
+        (
+            "draft_model:{head}",
+            "{head} holds weights of the drafter 'eagle', not a model. Write drafter='eagle:{head}'",
+        ),
+        ("draft_model:paceline-small-eagle", "weights of the drafter 'eagle', not a model. Write drafter='eagle:pacel"),
+        ("draft_model:paceline-small-spire", "weights of the drafter 'spire', not a model. Write drafter='spire:pacel"),
+        ("draft_model:paceline-small-sql", "Write drafter='streams:paceline-small-sql', or give it as an application."),
+        ("eagle:paceline-small-draft", "small-draft holds a model. Write drafter='draft_model:paceline-small-draft'."),
+        ("hybrid:suffix+eagle:paceline-small-draft", "small-draft holds a model. Write drafter='draft_model:paceline"),
+        ("lyanna:paceline-small-eagle", "holds weights of the drafter 'eagle'. Write drafter='eagle:paceline-small-e"),
+    ],
+)
+def test_weights_of_another_drafter_are_named_with_their_own(
+    drafter: str, words: str, llm: LLM, tmp_path: Path
+) -> None:
+    config = {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "llama"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        LLM(MODEL, share=llm, drafter=drafter.format(head=tmp_path), threads=1)
+    assert words.format(head=tmp_path) in str(error.value)

@@ -14,6 +14,7 @@ from ..attention.base import AttentionBackend
 from ..config import LLMConfig
 from ..core.errors import CapabilityError, ConfigError
 from ..core.model_spec import parse_model
+from ..drafters.fit import MODEL, reader_of
 from ..network.decoder import Decoder
 from ..network.devices import share_devices
 from ..network.families import DecoderConfig
@@ -31,7 +32,6 @@ from ..network.loader import (
 )
 from ..network.native import unsupported
 from ..network.parallel import Ranks, Share, by_outputs
-from ..network.streams import CONFIG_FILE
 from ..network.tracks import load_tracks
 from ..rounds import parse_round
 from ..rounds.base import Place
@@ -184,12 +184,10 @@ def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
     revision = config.revision if name == config.model else None
     spec = parse_model(name)
     folder = resolve_folder(spec.name, revision=revision, offline=config.offline)
-    if is_file(folder / CONFIG_FILE):
-        raise ConfigError(
-            f"model {name!r}",
-            "it is a set that was trained for a model, not a model",
-            "give it as an application, or to drafter='streams:...'",
-        )
+    if (reader := reader_of(folder)) not in (None, MODEL):
+        also = ", or give it as an application" if reader == "streams" else ""
+        wrong = f"{folder} holds weights of the drafter {reader!r}, not a model"
+        raise ConfigError(f"model {name!r}", wrong, f"write drafter='{reader}:{name}'{also}")
     shape = replace(read_config(folder), stretch=spec.stretch)
     kind, quant = parse_dtype(dtype, shape)
     return Source(spec.label, folder, shape, kind, quant)

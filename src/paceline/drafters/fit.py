@@ -9,14 +9,48 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..core.errors import CapabilityError
-from ..network.files import check_target, fingerprint
+from ..core.errors import CapabilityError, ConfigError
+from ..network.files import check_target, fingerprint, is_file, opened, read_json
+from ..network.gguf import is_gguf
 from ..network.trained_files import TrainedConfig
 from .registry import DrafterConfig, DrafterContext, option
 
 if TYPE_CHECKING:
     from ..network.decoder import TargetInfo
     from ..network.families import DecoderConfig
+
+
+MODEL, HEAD = "draft_model", "eagle"  # drafters that read a config.json beside tensors
+READERS = {  # files that one drafter alone reads
+    "lyanna.json": "lyanna",
+    "medusa.json": "medusa",
+    "medusa_lm_head.safetensors": "medusa",
+    "medusa_lm_head.pt": "medusa",
+    "spire.json": "spire",
+    "streams.json": "streams",
+}
+FINAL_NORMS = {"norm.weight", "decoder.final_layer_norm.weight"}
+
+
+def reader_of(folder: Path) -> str | None:
+    """Return the name of the drafter that reads the files of a folder, `MODEL` for a model; None: not known."""
+    for file, kind in READERS.items():
+        if is_file(folder / file):
+            return kind
+    if is_gguf(folder):
+        return MODEL
+    try:
+        if "speculators_model_type" in read_json(folder / "config.json", ""):
+            return HEAD
+        if is_file(index := folder / "model.safetensors.index.json"):
+            tensors = [*read_json(index, "")["weight_map"]]
+        else:
+            with opened(folder / "model.safetensors", "") as file:
+                tensors = [*file.keys()]
+    except (ConfigError, TypeError, LookupError):  # loading it reports this
+        return None
+    names = {name.removeprefix("model.") for name in tensors}
+    return HEAD if "fc.weight" in names else MODEL if FINAL_NORMS & names else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +68,17 @@ class TrainedDrafterConfig(DrafterConfig):
         return f"drafter={self.kind}:{self.path}"
 
     def folder(self, context: DrafterContext) -> Path:
-        """The folder that its ``path`` names."""
-        return Path(self.path if context.find is None else context.find(self.path))
+        """Return the folder that ``path`` names.
+
+        Raises:
+            ConfigError: another drafter reads what it holds.
+        """
+        folder = Path(self.path if context.find is None else context.find(self.path))
+        reader = reader_of(folder)
+        if reader not in (None, self.kind) and self.kind in (HEAD, *READERS.values()):
+            holds = "a model" if reader == MODEL else f"weights of the drafter {reader!r}"
+            raise ConfigError(self.asked, f"{folder} holds {holds}", f"write drafter='{reader}:{self.path}'")
+        return folder
 
     def check_weights(self, facts: TrainedConfig, context: DrafterContext) -> None:
         """Refuse what was trained for other weights than the target's.
