@@ -82,8 +82,10 @@ def test_a_table_takes_the_entry_below() -> None:
     assert [table.size_at(b) for b in (1, 3, 4, 15, 16, 99)] == [8, 8, 4, 4, 0, 0]
     assert table.plan([None, None], 5) == [4, 4]  # type: ignore[list-item]
     assert table.reason() is None and not table.never_drafts
+    assert table.explain() == "by batch size: 1:8,4:4,16:0" and FixedBudget(size=3).explain() == "fixed at 3"
     off = parse_budget("1:0,8:0")
     assert isinstance(off, FixedBudget) and off.never_drafts and "every batch size" in str(off.reason())
+    assert off.explain() == off.reason() and FixedBudget(size=0).explain() == "the draft budget is 0"
 
 
 def test_a_table_drives_the_engine() -> None:

@@ -82,6 +82,10 @@ class DraftBudget:
         """Why drafting was off for most of this sequence's steps, if it was."""
         return self.reason()
 
+    def explain(self) -> str:
+        """Say what was chosen, and why, in a sentence."""
+        return str(self.describe()["why"])
+
     def describe(self) -> dict[str, Any]:
         """What was chosen and why, ready for JSON; ``kind`` and ``why`` are always there."""
         raise NotImplementedError
