@@ -202,8 +202,8 @@ def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("args", "wrong"),
     [
-        (("--target", "llama-3-7b"), "Did you mean 'llama-3-70b'? known models: llama-2-7b"),
-        (("--machine", "h1000"), "Did you mean 'h100'? known machines: a100"),
+        (("--target", "llama-3-7b"), "Did you mean 'llama-3-70b'? Known models: llama-2-7b"),
+        (("--machine", "h1000"), "Did you mean 'h100'? Known machines: a100"),
         (("--context", "131073"), "Give 1 to 131072"),
         (("--weights", "-1"), "more than 0 bytes"),
         (("--kv", "nan"), "more than 0 bytes"),

@@ -55,7 +55,7 @@ def test_what_fits_stays_as_it_is(values: dict[str, Any]):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"count": 0}, "sample,count=0: count must be 1 or more. Count: how many."),
+        ({"count": 0}, "sample,count=0: count must be 1 or more. Give a valid count: how many."),
         ({"count": True}, "count takes integer"),
         ({"count": 1.0}, "count takes integer"),
         ({"count": np.int64(1)}, "count takes integer"),

@@ -102,6 +102,8 @@ def test_every_type_is_read(sample):
         ("ngram,depth=0", ["depth must be 1 or more"]),
         ("ngram,depth=1,depth=2", ["given twice"]),
         ("ngram:model", ["no model of its own"]),
+        ("ngram:depth=4", ["options follow a comma. Write 'ngram,depth=4'"]),
+        ("eagle:depth=4,width=2", ["Write 'eagle,depth=4,width=2', or within a hybrid 'eagle;depth=4;width=2'"]),
         ("none,depth=3", ["no option 'depth'"]),
         ("sample", ["needs model", "write sample:model"]),
         ("sample:", ["no model after the colon"]),

@@ -258,6 +258,7 @@ def test_logprobs_are_the_same_under_drafts(llm: LLM):
         ({"attention": "flash"}, "there is no such attention backend"),
         ({"attention": "reference", "exact": True}, "does not keep a row's order of summation"),
         ({"round": "mirror!"}, "there is no such round"),
+        ({"round": "mirror:kappa=3"}, "options follow a comma. Write 'mirror,kappa=3'"),
         ({"verifier": "hope"}, "there is no such verifier"),
         ({"verifier": "rejection"}, "no drafter"),
         ({"drafter": "ngram", "verifier": "block"}, "which proposes point drafts"),

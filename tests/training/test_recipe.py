@@ -149,7 +149,7 @@ def test_every_kind_says_what_it_takes(name: str) -> None:
 
 
 def test_an_unknown_kind_gets_a_hint() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'streams'.*known kinds: target, draft_model, streams"):
+    with pytest.raises(ConfigError, match="Did you mean 'streams'.*Known kinds: target, draft_model, streams"):
         kind("straems")
 
 

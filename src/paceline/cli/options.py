@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, PacelineError
 from ..core.options import alternatives, named_values
 from ..core.options import read as read_text
 
@@ -67,17 +68,23 @@ def takes(
         configs: dataclasses by parameter; the command receives a dict of values in its place.
     """
     groups: dict[str, list[Flag]] = {}
+    typed: dict[str, str] = {}
     for parameter, config in configs.items():
         hints = get_type_hints(config)
         specs = [spec for spec in fields(config) if spec.metadata.get("cli", True) and spec.name not in without]
         specs = [spec for spec in specs if not only or spec.name in only]
+        typed |= {spec.name: _typed(spec) for spec in specs}
         groups[parameter] = [_flag(spec, hints[spec.name], defaults or {}, shown or {}) for spec in specs]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**given: Any) -> None:
             filled = {p: {f.name: read(given.pop(f.name)) for f, read in flags} for p, flags in groups.items()}
-            command(**given, **filled)
+            try:
+                command(**given, **filled)
+            except PacelineError as error:
+                error.args = (in_flags(str(error), typed),)
+                raise
 
         own = inspect.signature(command, eval_str=True).parameters.values()
         kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups]
@@ -90,8 +97,41 @@ def takes(
     return decorate
 
 
+def in_flags(text: str, typed: Mapping[str, str]) -> str:
+    """Write the fields that an error names as flags: ``kv_memory='1x'`` as ``--kv-memory 1x``.
+
+    Args:
+        text: of the error.
+        typed: the flags by the names of their fields.
+    """
+    names = "|".join(sorted(typed, key=len, reverse=True))
+    long = "|".join(name for name in typed if "_" in name) or "(?!)"  # a short one may be an ordinary word
+    pattern = rf"""(?<![\w.,;:/=-])(?<!json:\ )(?:
+        (?P<name>{names})=(?P<value>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|<[^>]*>|\[.*?\]|\{{.*?\}}|[^\s,;:)]*[^\s,;:).])
+        |(?P<long>{long})(?![\w=])
+        |(?P<short>{names})(?=\ must\ be\ |\ takes\ )
+        |(?:(?<=eave\ )|(?<=eave\ out\ )|(?<=valid\ ))(?P<end>{names})\b(?!=)
+    )"""
+
+    def spelled(match: re.Match[str]) -> str:
+        flag, value = typed[match["name"] or match["long"] or match["short"] or match["end"]], match["value"]
+        if value in (None, "True"):
+            return flag
+        if value == "False":
+            return f"--no-{flag[2:]}"
+        inner = value[1:-1] if value[0] in "'\"" else value
+        return f"{flag} {inner if re.fullmatch('[^ ;<>&|$*]+', inner) else value}"
+
+    return re.sub(pattern, spelled, text, flags=re.VERBOSE)
+
+
+def _typed(spec: Field[Any]) -> str:
+    flag: str = spec.metadata.get("flag", "--" + spec.name.replace("_", "-"))
+    return flag
+
+
 def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mapping[str, str]) -> Flag:
-    flag = spec.metadata.get("flag", "--" + spec.name.replace("_", "-"))
+    flag = _typed(spec)
     default = defaults.get(spec.name, _default(spec))
     kind: Any
     read: Callable[[Any], Any]

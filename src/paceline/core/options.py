@@ -136,7 +136,7 @@ def _refusal(config: Any, prefix: str, name: str, faults: list[Any]) -> ConfigEr
 def remedy_of(config_class: type[Any], name: str) -> str:
     """What to do about a value that a field cannot hold: what the field says and may hold."""
     text = config_class.__dataclass_fields__[name].metadata.get("help")
-    return f"{name}: {text.rstrip('.')}" if text else f"correct {name}"
+    return f"give a valid {name}: {text.rstrip('.')}" if text else f"correct {name}"
 
 
 def _limit(fault: Any) -> str | None:
@@ -258,9 +258,13 @@ _SHOWN.maxlevel, _SHOWN.maxstring = 4, SHOWN
 def suggest(word: str, known: Iterable[str], what: str) -> str:
     """What to write in place of a word that is not known, of those that are."""
     listed = list(known)
-    close = difflib.get_close_matches(word, listed, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known {what}s: {', '.join(listed) or 'none'}"
+    return f"{did_you_mean(word, listed)}Known {what}s: {', '.join(listed) or 'none'}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question that names the known word closest to ``word``, or nothing where none is close."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"Did you mean {close[0]!r}? " if close else ""
 
 
 def shown(value: Any) -> str:

@@ -211,6 +211,11 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
         raise ConfigError(asked, "no drafter's name", "write name, name:model or name:model,option=value")
     name, subject, rest = match.groups()
     chosen = config_class(name)
+    key, equals, _ = (subject or "").partition("=")
+    if equals and key.strip() in hints(chosen):
+        comma = spec.replace(":", ",", 1)
+        within = comma.replace(",", ";")
+        raise ConfigError(asked, "options follow a comma", f"write {comma!r}, or within a hybrid {within!r}")
     given = [] if subject is None else [_subject(asked, chosen, subject.strip())]
     return made(asked, chosen, [*given, *pairs(asked, chosen, rest)])
 

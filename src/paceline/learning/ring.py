@@ -28,7 +28,7 @@ SLOT = struct.Struct("<IIQ")
 COUNT = struct.Struct("<I")
 SLOTS, PROMPT, ANSWER = 8192, 352, 160  # 17 MB
 STATE_SLOTS, STATE_BYTES = 640, 256 * 10**6  # more requests than a round learns from; fewer of wide targets
-_REMEDY = "name another folder for --learn, or remove the file: what is kept in it is forgotten then"
+_REMEDY = "name another folder in learn=DIR, or remove the file: what is kept in it is forgotten then"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..attention.base import AttentionBackend
 from ..core.errors import CapabilityError, ConfigError
 from ..core.model_spec import STRETCH
-from ..core.options import shown
+from ..core.options import did_you_mean, shown
 from . import generation
 from .blocks import StoredWeights
 from .decoder import Decoder
@@ -400,7 +400,11 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
     if found is None and is_gguf(name):
         raise ConfigError(f"model {shown(name)}", "there is no such file", "check the path")
     if found is None:
-        return from_hub(name, revision, offline or env_offline())
+        try:
+            return from_hub(name, revision, offline or env_offline())
+        except ConfigError as error:
+            remedy = did_you_mean(name, [entry.name for entry in zoo.available()])
+            raise ConfigError(error.asked, error.wrong, remedy + error.remedy[:1].upper() + error.remedy[1:]) from error
     if revision is not None:
         raise ConfigError(f"revision={revision!r}", f"{name} is a local model", "leave revision out")
     return found

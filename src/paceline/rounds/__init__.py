@@ -31,6 +31,8 @@ def parse_round(text: str) -> RoundConfig | None:
         return None
     match = re.fullmatch(r"\s*([^:,=\s]+)\s*(?:,(.*))?", text, re.DOTALL) if len(text) <= MOST_TEXT else None
     if match is None or match[1] not in ROUNDS:
+        if text.partition(":")[0] in ROUNDS:
+            raise ConfigError(asked, "options follow a comma", f"write {text.replace(':', ',', 1)!r}")
         raise ConfigError(asked, "there is no such round", f"use one of: {', '.join([AUTO, *ROUNDS])}")
     chosen = ROUNDS[match[1]]
     config: RoundConfig = made(asked, chosen, pairs(asked, chosen, match[2]))
