@@ -18,7 +18,7 @@ from .drafters.registry import DrafterConfig
 from .engine.budget import AUTO, FixedBudget, parse_budget
 from .engine.scheduler import parse_prompt_rows
 from .network.loader import check_dtype, parse_device
-from .options import AUTO_ROUND, DRAFTER, LLMOptions
+from .options import AUTO_DRAFTER, AUTO_ROUND, DRAFTER, LLMOptions
 from .options import MAX_THREADS as MAX_THREADS
 from .planning import machines
 from .rounds import parse_round
@@ -34,7 +34,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 class LLMConfig(LLMOptions):
     """The options of a model and its engine, checked for what they mean together."""
 
-    drafter: str | DrafterConfig | None = option(None, help=DRAFTER)  # type: ignore[assignment]  # from Python
+    drafter: str | DrafterConfig | None = option(None, help=DRAFTER, metavar="NAME|FOLDER")  # type: ignore[assignment]  # from Python
 
     def __post_init__(self) -> None:
         check(self)
@@ -46,14 +46,14 @@ class LLMConfig(LLMOptions):
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
         parse_prompt_rows(self.max_prompt_rows)
-        registry.parse(self.drafter)
+        drafter = None if self.drafter == AUTO_DRAFTER else registry.parse(self.drafter)
         parse_round(self.round)
         if self.pipeline is not None:
             object.__setattr__(self, "round", self._piped(parse_split(self.pipeline).stages))
         if self.tensor_parallel > 1:
             self._check_ranks()
         if self.cluster is not None:
-            self._clustered(parse_cluster(self.cluster))
+            self._clustered(parse_cluster(self.cluster), getattr(drafter, "processes", 1))
         elif self.insecure_cluster:
             raise ConfigError("insecure_cluster", "no cluster is named", "leave it out, or name one: cluster='auto'")
         chosen = parse_budget(self.budget)
@@ -86,11 +86,10 @@ class LLMConfig(LLMOptions):
             wrong = "ranks share the memory of a host, and add in it"
             raise CapabilityError(f"{asked} with device={shown(self.device)}", wrong, "use device='cpu'")
 
-    def _clustered(self, cluster: ClusterConfig) -> None:
+    def _clustered(self, cluster: ClusterConfig, tracks: int) -> None:
         """Refuse a cluster that nothing would run on, and cores that Ray chooses."""
         asked, round_ = f"cluster={shown(self.cluster)}", parse_round(self.round)
         place = None if round_ is None else round_.place
-        tracks = getattr(registry.parse(self.drafter), "processes", 1)
         if self.pipeline is None and place is None and self.tensor_parallel == tracks == 1:
             wrong = "neither stages, ranks, tracks nor a drafter have a process of their own that could run there"
             raise ConfigError(asked, wrong, "give pipeline=2, tensor_parallel=2, or round='mirror,rollout=process'")

@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 from .chunks import Chunk, StreamedChunks
+from .config import LLMConfig
 from .core.errors import CapabilityError, ConfigError, QueueFull
 from .core.grammar import Grammar
 from .core.inference import inference
@@ -40,9 +41,8 @@ from .distributed.requests import (
 )
 from .distributed.serving import Service
 from .drafters import registry
-from .drafters.hybrid import with_parts
 from .engine.live import LiveRequest
-from .llm import AUTO_DRAFTER, LLM, default_drafter
+from .llm import LLM, drafters_of
 from .network import generation
 from .network.gguf import is_gguf
 from .network.loader import load_tokenizer, resolve_folder
@@ -58,7 +58,7 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
     Raises:
         ConfigError: an option, file or combination that cannot be used.
     """
-    llm = LLM(**_filled(options, device))
+    llm = LLM(**{**options, "device": device}, beside=SERVED)
     if llm.tokenizer is None:
         raise CapabilityError(
             f"model {llm.config.model}", "it has no tokenizer, so text means nothing to it", "add its files"
@@ -70,22 +70,9 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
     return made
 
 
-def _filled(options: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The options of an `LLM`: with the server's drafter, where none is named."""
-    drafter = options["drafter"]
-    if drafter in (None, AUTO_DRAFTER):
-        asked = options["model"], options.get("applications") or {}, options["offline"], options.get("dtype", "auto")
-        drafter = default_drafter(*asked) or "suffix"
-        if drafter == registry.NONE:  # `paceline adapt` may find that nothing pays
-            drafter = f"hybrid:{'+'.join(SERVED)}"
-        elif drafter != "streams":
-            drafter = with_parts(SERVED, drafter)
-    return {**options, "drafter": drafter, "device": device}
-
-
 def prepare(device: str, options: Mapping[str, Any]) -> None:
     """Import what `service` will need with these options, ahead of it; errors are left to that."""
-    registry.parse(_filled(options, device)["drafter"])
+    registry.parse(drafters_of(LLMConfig(**{**options, "device": device}), SERVED)[0])
     folder = resolve_folder(
         parse_model(options["model"]).name, revision=options["revision"], offline=options["offline"]
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ from .assembly.engine import build_engine, check_shared, load_target
 from .assembly.models import LoadedModel, Source, TargetPart
 from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
-from .core.errors import ConfigError
+from .core.errors import CapabilityError, ConfigError
 from .core.model_spec import parse_model
 from .core.options import shown
 from .core.request import RequestOutput
 from .core.sampling import SamplingParams
 from .drafters import adapted
+from .drafters.hybrid import with_parts
+from .drafters.registry import DrafterConfig
 from .drafters.sessions import GoingSessions
 from .engine.calibration import Fingerprint
 from .engine.engine import LiveRequest
@@ -33,12 +37,14 @@ from .network.decoder import Decoder
 from .network.loader import resolve_folder
 from .network.parallel import Ranks
 from .network.streams import read_config
+from .options import AUTO_DRAFTER
 from .rounds.base import Place
 from .rounds.pipeline.split import Split
 from .rounds.pipeline.stage_line import StageLine
 
 Message = Mapping[str, Any]  # {"role": .., "content": ..}
-AUTO_DRAFTER = "auto"  # the model's own: see `default_drafter`
+LOOK_UP = "suffix"  # drafts for any model
+log = logging.getLogger(__name__)
 Job = Callable[..., str]  # `Engine.submit` of a request that is all but submitted
 
 
@@ -98,29 +104,41 @@ class LLM:
         model: an embedded model's name, a local Hugging Face folder, or a hub name.
         share: an `LLM` of the same target, whose weights are used in place of loading them again; K/V, drafter and
             engine are not shared.
+        beside: drafters that are asked before the one that ``drafter="auto"`` stands for.
         options: the fields of `LLMConfig`.
 
     Raises:
         ConfigError: an option, file or combination that cannot be used; raised before any request.
     """
 
-    def __init__(self, model: str, *, share: LLM | None = None, **options: Any) -> None:
-        if options.get("drafter") == AUTO_DRAFTER:
-            given = options.get("applications") or {}, options.get("offline", False), options.get("dtype", "auto")
-            options = {**options, "drafter": default_drafter(model, *given)}
-        self.config = _cut(config_of(model, options))
+    def __init__(self, model: str, *, share: LLM | None = None, beside: Sequence[str] = (), **options: Any) -> None:
+        self.config = config_of(model, options)
+        candidates = drafters_of(self.config, beside)
+        self.config = _cut(replace(self.config, drafter=candidates[0]))
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         places = _reserve(self.config)
         self._target = load_target(self.config, partial(_start_ranks, places)) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
-        self.engine = build_engine(
-            self.config,
-            self._target,
-            partial(_serve_apart, places),
-            partial(_start_stages, places),
-            partial(_start_tracks, places),
-        )
+        refusals: list[CapabilityError] = []
+        for drafter in candidates:
+            self.config = replace(self.config, drafter=drafter)
+            try:
+                self.engine = build_engine(
+                    self.config,
+                    self._target,
+                    partial(_serve_apart, places),
+                    partial(_start_stages, places),
+                    partial(_start_tracks, places),
+                )
+                break
+            except CapabilityError as error:
+                refusals.append(error)
+        else:
+            raise refusals[0]
+        if refusals:
+            words = "drafter %r is the model's own and cannot be used here: %s. The drafter %r is used instead."
+            log.warning(words, candidates[0], refusals[0].wrong, drafter)
         self.learning = None if self.config.learn is None else _learn(self)
 
     def _shared(self, other: Any) -> LoadedModel:
@@ -359,33 +377,26 @@ def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
     return list(given)
 
 
-def default_drafter(model: str, applications: Mapping[str, str], offline: bool, dtype: str = "auto") -> str | None:
-    """The drafter if none is named: the streams of the applications if they have any, else the one that was made here
-    for the model (``paceline adapt``), else the zoo's choice.
+def drafters_of(config: LLMConfig, beside: Sequence[str] = ()) -> list[str | DrafterConfig | None]:
+    """List the drafters that a configuration allows, best first: the one that it names, or where it says ``auto`` what
+    `paceline adapt` made for the model's weights, the zoo's choice, and look-ups; each with ``beside`` before it.
 
-    Applications with streams cannot do without them: their answers depend on them.
-    """
-    needed = needed_drafter(applications, offline)
-    return needed or adapted_drafter(model, dtype) or zoo.default_drafter(model, dtype)
-
-
-def adapted_drafter(model: str, dtype: str = "auto") -> str | None:
-    """The drafter that `paceline adapt` made for the model's weights in this dtype; None: none.
+    Applications with streams leave no choice: their answers depend on them.
 
     Raises:
-        ConfigError: one of its files is not the one that was made.
+        ConfigError: a file of an adapted drafter is not the one that was made.
     """
-    if not adapted.any_made():
-        return None
+    if config.drafter != AUTO_DRAFTER:
+        return [config.drafter]
+    if any(read_config(folder).gamma for folder in locate(config.applications or {}, config.offline).values()):
+        return ["streams"]
+    name = parse_model(config.model).name
     try:
-        folder = resolve_folder(parse_model(model).name, offline=True)
-    except ConfigError:  # whoever loads it says so
-        return None
-    made = adapted.found(folder, dtype)
-    return None if made is None else adapted.named(made)
-
-
-def needed_drafter(applications: Mapping[str, str], offline: bool) -> str | None:
-    """The drafter without which the applications cannot answer; None: they need none."""
-    found = any(read_config(folder).gamma for folder in locate(applications, offline).values())
-    return "streams" if found else None
+        folder = resolve_folder(name, offline=True)
+    except ConfigError:  # loading it reports this
+        own = [zoo.default_drafter(name, config.dtype)]
+    else:
+        made = adapted.found(folder, config.dtype) if adapted.any_made() else None
+        own = [made and adapted.named(made), zoo.default_drafter(str(folder), config.dtype)]
+    names = dict.fromkeys([*filter(None, own), LOOK_UP])
+    return [with_parts(beside, name) if beside else name for name in names]

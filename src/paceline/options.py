@@ -14,10 +14,11 @@ from .core.options import check, option
 BACKENDS = ("sdpa", "reference")  # names as in `attention.BACKENDS`, and so on
 ROUNDS = ("serial", "fused", "mirror", "pipeline")
 VERIFIERS = ("sample_and_match", "rejection", "block", "lossy_stream_rejection")
-AUTO_ROUND = "auto"
+AUTO_ROUND = AUTO_DRAFTER = "auto"
+MODEL = "embedded model (see `paceline models`), folder, GGUF file or hub name"
 DRAFTER = (
-    "the drafter: name (a trained one: with the zoo's weights for the model), name:weights, or with options; a folder "
-    "that `paceline adapt` made; or auto: the model's own"
+    "drafter (see `paceline drafters`) as NAME, NAME:WEIGHTS or NAME,OPTION=VALUE; a folder that `paceline adapt` "
+    "made; none; or auto: what `paceline adapt` made for the model, else the zoo's, else suffix"
 )
 KERNELS = ("auto", "native", "torch")
 MAX_RANKS = 64
@@ -30,8 +31,8 @@ MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))
 class LLMOptions:
     """All options of a model and its engine; each field's help says what it may hold."""
 
-    model: str = option(help="embedded model, folder or hub name")
-    drafter: str | None = option(None, help=DRAFTER)
+    model: str = option(help=MODEL, metavar="NAME|FOLDER|FILE")
+    drafter: str | None = option(None, help=DRAFTER, metavar="NAME|FOLDER")
     round: str = option(
         AUTO_ROUND,
         help=f"order of drafting and verification: {', '.join(ROUNDS)}, as name,option=value; or auto: by the drafter",

@@ -74,16 +74,19 @@ def available() -> list[ZooEntry]:
 
 
 def default_drafter(name: str, dtype: str = "auto") -> str | None:
-    """The drafter, as ``--drafter`` takes it, of the target ``name`` (stretched, too) in ``dtype``; None: none."""
-    entry = _entries().get(parse_model(name).name)
+    """Return the drafter, as ``--drafter`` takes it, of a target in ``dtype``, or None where the zoo has none.
+
+    Args:
+        name: the target's name, its folder or its file; stretched, too.
+    """
+    entry = _entry(name)
     return entry.drafter_in.get(dtype, entry.drafter) if entry else None
 
 
 def trained_for(model: str) -> list[ZooEntry]:
     """What the zoo has for a model, given by name or by its folder (stretched, too): its draft and its trained sets."""
-    entries = _entries().values()
-    own = next((entry for entry in entries if _is(entry, parse_model(model).name)), None)
-    return [entry for entry in entries if own and (entry.target == own.name or entry.name == own.draft)]
+    own = _entry(model)
+    return [e for e in _entries().values() if own and (e.target == own.name or e.name == own.draft)]
 
 
 def weights(kind: str, model: str) -> str | None:
@@ -98,6 +101,10 @@ def readable(kind: str) -> dict[str, str]:
     """By model, the names of the weights that `weights` gives for it."""
     found = {entry.name: weights(kind, entry.name) for entry in available()}
     return {model: name for model, name in found.items() if name is not None}
+
+
+def _entry(model: str) -> ZooEntry | None:
+    return next((entry for entry in _entries().values() if _is(entry, parse_model(model).name)), None)
 
 
 def _is(entry: ZooEntry, name: str) -> bool:

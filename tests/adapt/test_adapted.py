@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline import LLM
+from paceline.config import LLMConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters import adapted, registry
-from paceline.engine_worker import _filled
-from paceline.llm import default_drafter
+from paceline.engine_worker import SERVED
+from paceline.llm import drafters_of
 from paceline.network.files import fingerprint
 
 
@@ -21,6 +23,10 @@ def made(folder: Path, target: Path, drafter: str = "suffix,depth=5", dtype: str
     settings = {"drafter": drafter, "target": "tiny", "fingerprint": fingerprint(target), "dtype": dtype}
     adapted.write(folder, settings)
     return folder
+
+
+def chosen(model: str | Path, **options: Any) -> Any:
+    return drafters_of(LLMConfig(model=str(model), drafter="auto", **options))[0]
 
 
 def test_the_folder_is_a_drafter(tmp_path: Path, target: Path) -> None:
@@ -48,21 +54,19 @@ def test_a_path_that_no_drafter_can_hold_is_refused(tmp_path: Path, target: Path
 
 def test_auto_finds_it_by_the_models_weights(tmp_path: Path, target: Path) -> None:
     """For that model in that dtype alone, as long as it is there; Python's ``auto`` means the same."""
-    assert default_drafter(str(target), {}, True) is None
+    assert chosen(target) == "suffix"
     folder = made(tmp_path / "one", target)
     adapted.remember(folder, fingerprint(target))
-    assert default_drafter(str(target), {}, True) == "suffix,depth=5"
-    assert default_drafter(str(target), {}, True, "float32") is None
-    assert default_drafter("paceline-small", {}, True) == "hybrid:paceline-small-draft,dtype=int8"
+    assert chosen(target) == "suffix,depth=5" and chosen(target, dtype="float32") == "suffix"
+    assert chosen("paceline-small") == "hybrid:paceline-small-draft,dtype=int8"
     llm = LLM(str(target), drafter="auto", threads=1)
     assert llm.config.drafter == "suffix,depth=5"
     (folder / adapted.SETTINGS).unlink()
-    assert default_drafter(str(target), {}, True) is None
+    assert chosen(target) == "suffix"
 
 
 def test_a_server_drafts_beside_what_was_left_also_where_that_is_nothing(tmp_path: Path, target: Path) -> None:
     for left, whole in (("none", "hybrid:grammar+prediction"), ("suffix", "hybrid:grammar+prediction+suffix")):
         adapted.remember(made(tmp_path / left, target, left), fingerprint(target))
-        options = {"model": str(target), "drafter": None, "offline": True}
-        filled = _filled(options, "cpu")
-        assert filled["drafter"] == whole and LLM(str(target), drafter=whole, threads=1).generate("red")
+        llm = LLM(str(target), drafter="auto", beside=SERVED, threads=1)
+        assert llm.config.drafter == whole and llm.generate("red")

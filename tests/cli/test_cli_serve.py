@@ -5,10 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
 
 from paceline import options
 from paceline.attention import BACKENDS
+from paceline.cli import app
 from paceline.config import LLMConfig
+from paceline.core.errors import ConfigError
 from paceline.rounds import AUTO, ROUNDS
 from paceline.rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 
@@ -28,6 +34,23 @@ def test_the_options_are_those_of_the_engine() -> None:
     read, meant = fields(options.LLMOptions), fields(LLMConfig)
     assert [(one.name, one.default) for one in read] == [(one.name, one.default) for one in meant]
     assert [one.metadata["help"] for one in read] == [one.metadata["help"] for one in meant]
+
+
+@pytest.mark.parametrize(
+    ("args", "model"), [(["--model", "x"], "x"), (["x"], "x"), (["x", "--model", "x"], "x"), ([], "paceline-small")]
+)
+def test_the_model_is_named_by_position_or_by_flag(
+    args: list[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def stop(config: Any, given: dict[str, Any]) -> Any:
+        seen.append(given)
+        raise ConfigError("a server", "not needed here", "look at the options")
+
+    monkeypatch.setattr("paceline.cli.serve.engine_client", stop)
+    assert CliRunner().invoke(app, ["serve", "--port", "0", *args]).exit_code == 2
+    assert [(given["model"], given["drafter"]) for given in seen] == [(model, "auto")]
 
 
 def test_a_missing_package_is_named_with_the_command_that_brings_it() -> None:

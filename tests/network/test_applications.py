@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams, zoo
 from paceline.cli import app
 from paceline.cli.chat import Conversation
-from paceline.cli.session import default_drafter
+from paceline.config import LLMConfig
 from paceline.drafters.ngram import NgramConfig
 from paceline.engine.auto import AutoBudget
+from paceline.llm import drafters_of
 from paceline.network.adapters import linear_shapes
 from paceline.network.applications import Application, adapter_ranges, identity, load_applications
 from paceline.network.decoder import Decoder
@@ -354,8 +355,9 @@ def test_an_application_without_a_folder_is_named_in_the_error(cli: Callable[...
 def test_an_application_with_streams_brings_its_drafter(
     cli: Callable[..., Any], folders: dict[str, str], fast: str
 ) -> None:
-    assert default_drafter(MODEL, folders, True) == default_drafter(MODEL, {}, True) == zoo.default_drafter(MODEL)
-    assert default_drafter(MODEL, {**folders, "fast": fast}, True) == "streams"
+    given = ({}, folders, {**folders, "fast": fast})
+    chosen = [drafters_of(LLMConfig(model=MODEL, drafter="auto", applications=named)) for named in given]
+    assert chosen[0] == chosen[1] == ["suffix"] and chosen[2] == ["streams"]
     length = ("--max-tokens", "8", "--max-model-len", "256")
     result = cli("generate", "--json", "--application", f"fast={fast}", "-p", PROMPT, "--ignore-eos", *length)
     assert result.exit_code == 0, result.output

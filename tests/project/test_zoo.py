@@ -54,6 +54,14 @@ def test_target_and_draft_are_there_and_belong_together() -> None:
     assert zoo.find("paceline-small") == names["paceline-small"].path
 
 
+def test_a_published_model_has_its_drafter_by_file_as_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_WEIGHTS", str(tmp_path))
+    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
+    for dtype in ("auto", "bfloat16"):
+        by_name = zoo.default_drafter("smollm2-135m", dtype)
+        assert zoo.default_drafter(str(zoo.find("smollm2-135m")), dtype) == by_name is not None
+
+
 @pytest.mark.parametrize("entry", [e for e in zoo.available() if not e.published], ids=lambda entry: entry.name)
 def test_every_model_is_complete_and_its_card_is_true(entry: zoo.ZooEntry) -> None:
     trained_set = entry.role in zoo.TRAINED_SETS

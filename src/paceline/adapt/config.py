@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.options import check, option
-from ..options import MAX_THREADS
+from ..options import MAX_THREADS, MODEL
 
 KINDS = ("eagle", "lyanna", "medusa", "draft_model")  # of drafters that are trained; `training.registry` makes them
 
@@ -15,7 +15,7 @@ KINDS = ("eagle", "lyanna", "medusa", "draft_model")  # of drafters that are tra
 class AdaptConfig:
     """For which model, on which prompts, for how long, and where to."""
 
-    model: str = option(help="embedded model, folder or hub name")
+    model: str = option(help=MODEL, metavar="NAME|FOLDER|FILE")
     prompts: Path | None = option(
         None, help="JSON lines with prompt or turns: what the model will be asked; default: a mix", metavar="FILE"
     )

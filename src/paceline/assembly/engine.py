@@ -84,6 +84,8 @@ def build_engine(
     applications = load_applications(folders, decoder, target.name, target.folder)
     streams = max([0, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])  # of a row
     drafter = build_drafter(config, target, streams, tracks)
+    if drafter is not None:
+        round_of(config.round, drafter.spec)  # before anything is allocated or started
     if decoder.ranks is not None:
         _check_beside_ranks(config.tensor_parallel, drafter, applications)
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
@@ -97,8 +99,6 @@ def build_engine(
     pool = make_pool(config, target, max_model_len, 0 if drafter is None else drafter.spec.scratch_slots(*rows))
     round_config = parse_round(config.round)
     apart = round_config is not None and round_config.place is not None
-    if drafter is not None and config.pipeline is not None:
-        round_of(config.round, drafter.spec)  # before it misses the layers that are elsewhere
     if drafter is not None and not apart:
         info = decoder.info(target.name, target.tokenizer)
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)

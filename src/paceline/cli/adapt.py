@@ -13,7 +13,7 @@ from ..adapt.config import AdaptConfig
 from ..adapt.run import Outcome, adapt
 from . import INTERRUPTED
 from .console import note, stderr, stdout, this_command
-from .options import ModelArgument, takes
+from .options import ModelArgument, one_model, takes
 
 app = typer.Typer(add_completion=False)
 LINE_EVERY_S = 30.0  # where no terminal shows a line that changes
@@ -42,9 +42,9 @@ class ProgressLine:
 
 
 @app.command(name="adapt")
-@takes(config=AdaptConfig, without=("model",))
+@takes(config=AdaptConfig, defaults={"model": None})
 def command(
-    model: ModelArgument,
+    name: ModelArgument = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Measure, choose, say what is expected, and stop.")
     ] = False,
@@ -60,7 +60,8 @@ def command(
         paceline adapt smollm2-135m --hours 2
         paceline adapt folder/model.gguf --hours 8 --prompts prompts.jsonl
     """
-    asked, line = AdaptConfig(model=model, **config), ProgressLine()
+    model = config["model"] = one_model(name, config["model"])
+    asked, line = AdaptConfig(**config), ProgressLine()
     try:
         made = adapt(asked, note, line.show, dry_run, shlex.join(sys.argv[1:]))
     except KeyboardInterrupt as stop:

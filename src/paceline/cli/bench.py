@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from .. import zoo
 from ..assembly.drafting import drafter_of
 from ..assembly.memory import kv_layout
 from ..bench import machine, methods
@@ -29,19 +29,16 @@ from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..engine.costs import CostTable
-from ..llm import LLM
+from ..llm import LLM, drafters_of
 from . import INTERRUPTED
 from .console import stderr, stdout
 from .help import Group
-from .options import DEFAULT_MODEL, takes
+from .options import DEFAULT_MODEL, DEFAULTS, takes
 from .session import counting, steps
 
 app = typer.Typer(add_completion=False, cls=Group)
 QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": 48, "time_limit_s": 110.0}  # where the user does not say
-OPTIONS: Any = {
-    "defaults": {"model": DEFAULT_MODEL},
-    "shown": {"drafter": "the model's own drafter where the zoo names one"},
-}
+OPTIONS: Any = {"defaults": DEFAULTS}
 
 
 @app.callback(invoke_without_command=True)
@@ -142,9 +139,8 @@ def calibrate(
     spec = parse_model(model)
     if spec.random:
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
-    chosen = drafter_of(
-        LLMConfig(model=model, drafter=zoo.default_drafter(model, llm["dtype"]) if drafter is None else drafter)
-    )
+    config = LLMConfig(model=model, drafter=drafter, dtype=llm["dtype"])
+    chosen = drafter_of(replace(config, drafter=drafters_of(config)[0]))
     with steps() as progress:
         made, file = measure_costs(LLM(**llm), chosen, progress, repeats=repeats)
     console = stdout()

@@ -20,7 +20,7 @@ from ..core.errors import ConfigError, RequestError
 from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import coloured, legend, note, stderr, stdout
-from .options import DEFAULT_MODEL, DRAFTER_SHOWN, takes
+from .options import DEFAULTS, takes
 from .session import (
     CHAT_SHOWN,
     SAMPLED,
@@ -50,8 +50,8 @@ HELP = (
 @takes(
     params=SamplingParams,
     llm=LLMConfig,
-    defaults={"model": DEFAULT_MODEL, "max_tokens": 256, **SAMPLED},
-    shown={"drafter": DRAFTER_SHOWN, **CHAT_SHOWN},
+    defaults={**DEFAULTS, "max_tokens": 256, **SAMPLED},
+    shown=CHAT_SHOWN,
 )
 def chat(
     system: Annotated[str | None, typer.Option(help="A system prompt to begin with.")] = None,

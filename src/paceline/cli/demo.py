@@ -23,7 +23,7 @@ from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import Painter, legend, note, stderr, stdout
-from .options import DEFAULT_MODEL, takes
+from .options import DEFAULT_MODEL, DEFAULTS, takes
 from .session import Color, counting, open_llm
 
 app = typer.Typer(add_completion=False)
@@ -57,11 +57,8 @@ class Comparison:
 @app.command()
 @takes(
     llm=LLMConfig,
-    defaults={"model": None, "exact": True},
-    shown={
-        "model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}",
-        "drafter": "the model's own drafter, which the zoo names",
-    },
+    defaults={**DEFAULTS, "model": None, "exact": True},
+    shown={"model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}"},
     without={"applications"},
 )
 def demo(
@@ -89,8 +86,6 @@ def demo(
     chosen = _load(llm["model"], prompts)
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats}", "nothing would be measured", "give 1 or more")
-    if llm["drafter"] is None and zoo.default_drafter(llm["model"]) is None:
-        raise ConfigError(f"--model {llm['model']}", "it has no drafter of its own", "name one: --drafter ngram")
     plain, speculative = open_llm({**llm, "drafter": "none"}), open_llm(llm)
     console, done = stdout(color), list[Comparison]()
     note(f"{len(chosen)} prompts, each answered {repeats + 1} times or more both ways: {_time(plain, chosen, repeats)}")

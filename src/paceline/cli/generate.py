@@ -20,7 +20,7 @@ from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import Painter, coloured, legend, note, stdout
-from .options import DEFAULT_MODEL, DRAFTER_SHOWN, takes
+from .options import DEFAULTS, takes
 from .session import (
     CHAT_SHOWN,
     SAMPLED,
@@ -47,8 +47,8 @@ GREEDY_SHOWN = {
 @takes(
     params=SamplingParams,
     llm=LLMConfig,
-    defaults={"model": DEFAULT_MODEL, "max_tokens": 128, **SAMPLED},
-    shown={"drafter": DRAFTER_SHOWN, **GREEDY_SHOWN},
+    defaults={**DEFAULTS, "max_tokens": 128, **SAMPLED},
+    shown=GREEDY_SHOWN,
 )
 def generate(
     prompt: Annotated[

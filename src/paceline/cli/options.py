@@ -29,11 +29,12 @@ import typer
 from ..core.errors import ConfigError, PacelineError
 from ..core.options import alternatives, named_values
 from ..core.options import read as read_text
+from ..options import AUTO_DRAFTER
 
 DEFAULT_MODEL = "paceline-small"
-ModelArgument = Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")]
+DEFAULTS = {"model": DEFAULT_MODEL, "drafter": AUTO_DRAFTER}  # of the commands that answer
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
-DRAFTER_SHOWN = "the applications' streams, or the model's own drafter where the zoo names one, else none"
 PANELS = {  # of the help: fields by panel; what is in none stands among the command's own options
     "Sampling": "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias seed n "
     "stop stop_token_ids min_tokens ignore_eos logprobs prompt_logprobs logprobs_mode echo include_stop_str_in_output "
@@ -48,6 +49,19 @@ PANELS = {  # of the help: fields by panel; what is in none stands among the com
 }
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 Flag = tuple[inspect.Parameter, Callable[[Any], Any]]  # as typer reads it, and from that to what Python takes
+
+
+def one_model(argument: str | None, flag: str | None, default: str | None = None) -> str:
+    """Return the model that is named by position or by ``--model``.
+
+    Raises:
+        ConfigError: no model is named, or two are.
+    """
+    if argument and flag and argument != flag:
+        raise ConfigError(f"{argument} and --model {flag}", "two models are named", "name one of them")
+    if not (model := argument or flag or default):
+        raise ConfigError("no model", "there is nothing to work on", f"name one: --model {DEFAULT_MODEL}")
+    return model
 
 
 def takes(

@@ -18,7 +18,7 @@ from ..core.log import LEVEL_VARIABLE, log_to_stderr
 from ..options import LLMOptions
 from ..serve.client import engine_client
 from ..serve.config import ServeConfig
-from .options import DEFAULT_MODEL, DRAFTER_SHOWN, ModelArgument, takes
+from .options import DEFAULT_MODEL, DEFAULTS, ModelArgument, one_model, takes
 
 app = typer.Typer(add_completion=False)
 
@@ -27,12 +27,11 @@ app = typer.Typer(add_completion=False)
 @takes(
     serve=ServeConfig,
     llm=LLMOptions,
-    without=("model",),
-    shown={"drafter": DRAFTER_SHOWN},
-    defaults={"max_prompt_rows": "auto"},
+    defaults={**DEFAULTS, "model": None, "max_prompt_rows": "auto"},
+    shown={"model": DEFAULT_MODEL},
 )
 def serve(
-    model: ModelArgument = DEFAULT_MODEL,
+    name: ModelArgument = None,
     *,
     serve: dict[str, Any],
     llm: dict[str, Any],
@@ -48,6 +47,7 @@ def serve(
         paceline serve --host 0.0.0.0 --api-key-file keys.txt
     """
     _require_packages()
+    model = llm["model"] = one_model(name, llm["model"], DEFAULT_MODEL)
     config = ServeConfig(**{**serve, "allowed_hosts": serve["allowed_hosts"] or None})
     config.keys()
     os.environ[LEVEL_VARIABLE] = config.log_level
@@ -56,7 +56,7 @@ def serve(
         _serve_replicas(config, model, llm)
         return
     listening = config.listen()
-    client = engine_client(config, vars(LLMOptions(**llm, model=model)))
+    client = engine_client(config, vars(LLMOptions(**llm)))
     client.launch()  # it loads while this process imports what HTTP needs
     from ..serve.server import run
 
@@ -75,7 +75,7 @@ def _serve_replicas(config: ServeConfig, model: str, llm: dict[str, Any]) -> Non
     if llm["cluster"] is None:
         asked = f"--replicas {config.replicas}"
         raise ConfigError(asked, "no cluster is named", "say --cluster auto (docs/replicas.md says how to have one)")
-    options = vars(LLMOptions(**llm, model=model))
+    options = vars(LLMOptions(**llm))
     from ..serve import replicas
 
     with config.listen() as held:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
-from ..llm import LLM, default_drafter
+from ..llm import LLM
 from ..network import generation
 from ..network.applications import BASE
 from .console import Painter, stderr, waiting
@@ -26,18 +26,16 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Add counts, times and 
 
 
 def open_llm(options: dict[str, Any], sequences: int | None = None) -> LLM:
-    """Load a model; it comes with `default_drafter` unless one is named.
+    """Load a model.
 
     Args:
         sequences: that will run at once, at the most; room for more takes time to make. None: nobody knows.
     """
-    model, drafter = options["model"], options["drafter"]
+    model = options["model"]
     if sequences is not None:
         options = {**options, "max_sequences": min(options["max_sequences"], sequences)}
-    if drafter is None:
-        drafter = default_drafter(model, options.get("applications") or {}, options["offline"], options["dtype"])
     with waiting(f"loading {model}"):
-        llm = LLM(**{**options, "drafter": drafter})
+        llm = LLM(**options)
     if llm.tokenizer is None:
         raise CapabilityError(f"--model {model}", "it has no tokenizer, so text means nothing to it", "add its files")
     return llm

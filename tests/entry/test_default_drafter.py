@@ -1,0 +1,67 @@
+"""Which drafter a model has where none is named: one rule for all commands, the server and Python's ``auto``."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paceline import LLM, CapabilityError, SamplingParams, zoo
+from paceline.config import LLMConfig
+from paceline.engine_worker import SERVED
+from paceline.llm import drafters_of
+
+MODEL, DRAFT = "paceline-small", "paceline-small-draft"
+STATES = "hybrid:suffix+eagle:paceline-small-eagle"  # it drafts from the target's states
+REPEATS = "def add(a, b):\n    return a + b\n\n\n" * 4
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+@pytest.mark.parametrize("model", [MODEL, str(zoo.find(MODEL)), f"stretch:{MODEL},times=2"])
+def test_the_zoo_chooses_by_name_and_by_folder(model: str) -> None:
+    wanted = ["hybrid:paceline-small-draft,dtype=int8", "suffix"]
+    assert drafters_of(LLMConfig(model=model, drafter="auto")) == wanted
+
+
+def test_a_model_that_the_zoo_does_not_know_has_look_ups(tmp_path: Path) -> None:
+    own = Path(shutil.copytree(zoo.find(DRAFT) or tmp_path, tmp_path / "own"))
+    llm = LLM(str(own), drafter="auto", budget=4, threads=1)
+    stats = llm.generate(REPEATS, GREEDY)[0].stats
+    assert llm.config.drafter == "suffix" and stats.off_reason is None
+    assert stats.accepted > 0 and stats.passes == 16 - stats.accepted
+
+
+@pytest.mark.parametrize(
+    ("chosen", "parts"),
+    [(None, "grammar+prediction+suffix"), ("none", "grammar+prediction"), ("ngram", "grammar+prediction+ngram")],
+)
+def test_a_server_s_own_drafters_stand_beside_the_one_that_is_chosen(
+    chosen: str | None, parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zoo, "default_drafter", lambda *asked: chosen)
+    assert drafters_of(LLMConfig(model=MODEL, drafter="auto"), SERVED)[0] == f"hybrid:{parts}"
+    assert drafters_of(LLMConfig(model=MODEL, drafter="ngram"), SERVED) == ["ngram"]
+
+
+@pytest.mark.parametrize("round_", ["mirror", "pipeline"])
+def test_the_round_chooses_among_those_that_it_can_run_and_says_so(
+    round_: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(zoo, "default_drafter", lambda *asked: STATES)
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(MODEL, drafter="auto", round=round_, threads=1)
+    assert llm.config.drafter == "suffix" and llm.engine.round.name == round_
+    assert f"{STATES!r} is the model's own and cannot be used here: hybrid drafts from the target's" in caplog.text
+    assert "The drafter 'suffix' is used instead." in caplog.text
+    stats = llm.generate(REPEATS, GREEDY)[0].stats
+    assert stats.accepted > 0 and stats.off_reason is None
+
+
+def test_one_that_is_named_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapabilityError, match="hybrid drafts from the target's states"):
+        LLM(MODEL, drafter=STATES, round="mirror", threads=1)
+    monkeypatch.setattr(zoo, "default_drafter", lambda *asked: STATES)
+    with pytest.raises(CapabilityError, match="hybrid.*proposes coupled"):  # of several the first one's reason
+        LLM(MODEL, drafter="auto", verifier="rejection", threads=1)
