@@ -137,7 +137,7 @@ class LLM:
         else:
             raise refusals[0]
         if refusals:
-            words = "drafter %r is the model's own and cannot be used here: %s. The drafter %r is used instead."
+            words = "drafter %r, the default of this model, cannot be used here: %s. The drafter %r is used instead."
             log.warning(words, candidates[0], refusals[0].wrong, drafter)
         self.learning = None if self.config.learn is None else _learn(self)
 

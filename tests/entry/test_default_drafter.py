@@ -53,7 +53,7 @@ def test_the_round_chooses_among_those_that_it_can_run_and_says_so(
     with caplog.at_level(logging.WARNING):
         llm = LLM(MODEL, drafter="auto", round=round_, threads=1)
     assert llm.config.drafter == "suffix" and llm.engine.round.name == round_
-    assert f"{STATES!r} is the model's own and cannot be used here: hybrid drafts from the target's" in caplog.text
+    assert f"{STATES!r}, the default of this model, cannot be used here: hybrid drafts from the target's" in caplog.text
     assert "The drafter 'suffix' is used instead." in caplog.text
     stats = llm.generate(REPEATS, GREEDY)[0].stats
     assert stats.accepted > 0 and stats.off_reason is None
