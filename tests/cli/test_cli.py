@@ -419,10 +419,14 @@ class TestCommands:
         assert result.stderr.count("tokens/s, 1.00 tokens a pass, prompt 3 in") == prompts
         assert signal.getsignal(signal.SIGINT) is before
 
-    def test_generate_drafts_with_the_drafter_of_the_zoo(self, run: Any) -> None:
-        record = json.loads(run("generate", "--prompt", "It was a dark", "--max-tokens", "24", "--json").stdout)
-        assert len(record["outputs"][0]["token_ids"]) == 24
-        assert "drafted" in record["outputs"][0]["origins"]
+    @pytest.mark.parametrize("own", [False, True], ids=["zoo", "own"])
+    def test_generate_drafts_without_a_drafter_named(self, own: bool, run: Any, own_draft: Path) -> None:
+        model = ("--model", str(own_draft), "--budget", "4") if own else ()
+        prompt = "def add(a, b):\n    return a + b\n\n\n" * 4
+        record = json.loads(run("generate", *model, "--prompt", prompt, "--max-tokens", "24", "--json").stdout)
+        output, stats = record["outputs"][0], record["stats"]
+        assert len(output["token_ids"]) == 24 and output["origins"].count("drafted") == stats["accepted"] > 0
+        assert stats["passes"] < 24 and stats["off_reason"] is None
 
     @pytest.mark.parametrize(
         ("args", "fields"),
