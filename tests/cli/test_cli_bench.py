@@ -129,11 +129,11 @@ def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
         (["--method", "vllm/ngram"], "studies/peers.py"),
         (["--batch", "1,x"], "--batch 1,x"),
         (["--batch", "64"], "batch 64"),
-        (["--temperature", "-1"], "temperatures must be 0 or more"),
+        (["--temperature", "-1"], "--temperature -1.0: --temperature must be 0 or more"),
         (["--workload", "boks"], "books"),
         (["--workload", "drop"], "--data"),
         (["--data", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["--prompts", "0"], "prompts=0"),
+        (["--prompts", "0"], "--prompts 0: --prompts must be 1 or more"),
         (["--prompt-tokens", "8"], "--prompt-tokens 8"),
         (["--model", "random:1x64x64x64", "--workload", "books"], "no tokenizer"),
         (["--overwrite"], "--out DIR"),
@@ -183,4 +183,4 @@ def test_steps_read_keys_and_values_in_bytes(run: Any, tmp_path: Path) -> None:
         read.append(json.loads(out.read_text())["rows"][0]["kv_bytes"])
     assert read == [32 * 2 * 2 * 64 * 2, 32 * 2 * 2 * (64 + SCALE_ROOM)]
     refused = run("step", *asked, *sizes, "--kernels", "torch")
-    assert refused.exit_code == 2 and "kv_cache_dtype='int8'" in refused.output
+    assert refused.exit_code == 2 and "--kv-cache-dtype int8" in refused.output

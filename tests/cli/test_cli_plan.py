@@ -211,7 +211,7 @@ def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
         (("--window", "0"), "window must be 1 or more"),
         (("--depth", "0"), "depth must be 1 or more"),
         (("--batch", "0"), "batch must be 1 or more"),
-        (("--devices", "0"), "devices=0: devices must be 1 or more"),
+        (("--devices", "0"), "--devices 0: --devices must be 1 or more"),
         (("--machine", "cpu", "--devices", "2"), "no link"),
         (("--tau", "spire=9"), "Give 1 to 5"),
         (("--tau", "spire"), "not a name and a value"),

@@ -357,7 +357,7 @@ def test_an_application_with_streams_brings_its_drafter(
 ) -> None:
     given = ({}, folders, {**folders, "fast": fast})
     chosen = [drafters_of(LLMConfig(model=MODEL, drafter="auto", applications=named)) for named in given]
-    assert chosen[0] == chosen[1] == ["suffix"] and chosen[2] == ["streams"]
+    assert chosen[0] == chosen[1] == [zoo.default_drafter(MODEL), "suffix"] and chosen[2] == ["streams"]
     length = ("--max-tokens", "8", "--max-model-len", "256")
     result = cli("generate", "--json", "--application", f"fast={fast}", "-p", PROMPT, "--ignore-eos", *length)
     assert result.exit_code == 0, result.output

@@ -121,9 +121,9 @@ def in_flags(text: str, typed: Mapping[str, str]) -> str:
     names = "|".join(sorted(typed, key=len, reverse=True))
     long = "|".join(name for name in typed if "_" in name) or "(?!)"  # a short one may be an ordinary word
     pattern = rf"""(?<![\w.,;:/=-])(?<!json:\ )(?:
-        (?P<name>{names})=(?P<value>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|<[^>]*>|\[.*?\]|\{{.*?\}}|[^\s,;:)]*[^\s,;:).])
+        (?P<name>{names})=(?P<value>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|<[^>]*>|[\[({{].*?[\])}}]|[^\s,;:)]*[^\s,;:).])
         |(?P<long>{long})(?![\w=])
-        |(?P<short>{names})(?=\ must\ be\ |\ takes\ )
+        |(?<=:\ )(?P<short>{names})(?=\ must\ be\ |\ takes\ )
         |(?:(?<=eave\ )|(?<=eave\ out\ )|(?<=valid\ ))(?P<end>{names})\b(?!=)
     )"""
 
@@ -133,6 +133,7 @@ def in_flags(text: str, typed: Mapping[str, str]) -> str:
             return flag
         if value == "False":
             return f"--no-{flag[2:]}"
+        value = value.strip("(),").replace(" ", "") if value[0] == "(" else value  # of several numbers in one text
         inner = value[1:-1] if value[0] in "'\"" else value
         return f"{flag} {inner if re.fullmatch('[^ ;<>&|$*]+', inner) else value}"
 
