@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -28,6 +29,7 @@ from .distributed.worker import Checkpoint, Patience, Worker, WorkerSpec, launch
 from .drafters import registry
 from .drafters.fit import tokenizer_mark
 from .drafters.registry import DrafterConfig
+from .grammar import Grammars
 from .network.decoder import TargetInfo
 from .network.files import fingerprint
 from .network.loader import parse_device, resolve_folder
@@ -137,7 +139,13 @@ def service(
     drafter.bind(info, config.max_sequences, pool_tokens, parse_device(device))
     given = None if level_ms is None else level_ms / 1e3
     level_s = None if given is None else (lambda nodes: given)
-    return DraftService(drafter.sessions(rows), _facts(config, chosen, source), level_s=level_s)
+
+    @cache  # with the first grammar: a drafter that no request asks for one is back sooner after its process has died
+    def grammars() -> Grammars:
+        return Grammars(source.tokenizer(), source.shape.vocab_size, source.shape.eos_ids)
+
+    facts = _facts(config, chosen, source)
+    return DraftService(drafter.sessions(rows), facts, level_s=level_s, matcher=lambda one: grammars().matcher(one))
 
 
 def named(chosen: DrafterConfig) -> str:

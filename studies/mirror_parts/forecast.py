@@ -215,7 +215,7 @@ class MadeUp:
         given = [next(self._numbers) for _ in ask.given]
         parents = [*given, *ask.expand]
         nodes = [next(self._numbers) for _ in parents]
-        return Grown(given, parents, nodes, [node % 251 for node in nodes], [0.0] * len(nodes))
+        return Grown(given, parents, nodes, [node % 251 for node in nodes], [0.0] * len(nodes), [0] * len(nodes))
 
     def nothing(self, *_: Any) -> None:
         """They know no text."""

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from kit.mirror_watch import WindowVerdict, watch
 from kits.channels import InProcess, LinkedChannel, RealTime
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
+from paceline.core.grammar import Grammar
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.drafts import KINDS, DraftService, DraftsLost, Grew, Open, RemoteSessions
 from paceline.distributed.handshake import Facts, Fault
 from paceline.distributed.placement import Placement
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
+from paceline.draft_worker import service
 from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
 from paceline.rounds.base import RoundParts
 from paceline.rounds.mirror.round import MirrorRound
@@ -44,7 +47,19 @@ def beside() -> tuple[Any, RemoteSessions, InProcess]:
 
 def test_an_opening_comes_back():
     for params in (WARM, SamplingParams()):
-        assert Open.of(opening(params=params)).opening() == opening(params=params)
+        for wishes in ({"prediction": []}, {"prediction": [4, 5], "sources": frozenset({2})}):
+            sent = replace(opening(params=params), **wishes)
+            assert Open.of(sent).opening(None) == sent
+
+
+def test_a_worker_drafts_within_a_grammar():
+    """The tokens that the schema forces come from the worker, which compiles the grammar with the first request."""
+    served = service("cpu", {"model": "paceline-small", "drafter": "grammar"}, rows=16, pool_tokens=256)
+    schema = '{"type": "object", "properties": {"name": {"const": "a"}}, "required": ["name"]}'
+    params = SamplingParams(grammar=Grammar("json_schema", schema))
+    served.handle(Open.of(Opening(0, PROMPT, len(PROMPT), params, seed=1, sample_index=0)))
+    (grown,) = served.sessions.grow([Ask(0, (), [ROOT])])
+    assert len(grown.tokens) == 1 and grown.log_q[0] > -0.1
 
 
 def test_random_lives_are_the_same_here_and_there():
@@ -174,7 +189,7 @@ def test_other_sequences_go_on_after_a_verdict(timed: Timed):
         (Open.of(opening()), "says Open, which is no answer"),
         (Grew(1, {9: Grown()}, True, 0.0, 0.0), "another form"),
         (Grew(1, {0: Grown([], [0], [1], [2], [])}, True, 0.0, 0.0), "another form"),
-        (Grew(1, {0: Grown([], [0], [1], [-2], [0.0])}, True, 0.0, 0.0), "another form"),
+        (Grew(1, {0: Grown([], [0], [1], [-2], [0.0], [0])}, True, 0.0, 0.0), "another form"),
         (Grew(1, {0: Grown([1])}, True, 0.0, 0.0), "another form"),
         (Grew(1, {}, False, 0.0, 0.0), "another form"),
         (Grew(1, {0: Grown()}, False, 0.0, 0.0), "another form"),  # one level more than asked for

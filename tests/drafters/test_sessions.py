@@ -110,7 +110,7 @@ class Twin:
 def test_random_lives(params: SamplingParams, looks_up: bool) -> None:
     draw = random.Random(3)
     drafter, served = sessions(proposes="coupled")
-    served.look_ups = LookUps([Knowing()], math.log(0.8)) if looks_up else None
+    served.look_ups = LookUps({0: Knowing()}, math.log(0.8)) if looks_up else None
     opened = [opening(key, PROMPT[: 5 + 7 * key], params) for key in range(2)]
     twins = {one.key: Twin(drafter, one, looks_up) for one in opened}
     for one in opened:

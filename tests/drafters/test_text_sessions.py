@@ -116,7 +116,7 @@ def test_a_node_that_is_not_there():
     served.close(0)
     with pytest.raises(KeyError):
         served.grow([Ask(0, [], [ROOT])])
-    assert not served.look_ups._indices
+    assert not served.look_ups._parts[0]._indices
 
 
 @pytest.mark.parametrize("config", [NgramConfig(depth=3), SuffixConfig(depth=3)], ids=["ngram", "suffix"])

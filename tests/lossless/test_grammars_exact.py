@@ -14,6 +14,7 @@ from paceline.core.grammar import Grammar
 from paceline.core.speculation import Speculation
 from paceline.grammar import compiler
 from paceline.grammar.matcher import GrammarMatcher
+from paceline.rounds.pipeline.round import PipelineRound
 
 PROMPTS = ["Question: How many names are there?\n", "name[The Mill], food[English]", "As JSON:"]
 GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
@@ -77,6 +78,21 @@ def test_forced_tokens_are_drafted_and_come_true(plain: LLM) -> None:
     assert forced.stats.accepted > 0.9 * forced.stats.drafted
     [free] = drafting.generate(PROMPTS[:1], SamplingParams(max_tokens=8, temperature=0))
     assert free.stats.drafted == 0
+
+
+@pytest.mark.parametrize("drafter", ["draft_model:paceline-small-draft", "grammar", "hybrid:grammar+suffix"])
+def test_rounds_that_draft_ahead_need_no_more_passes(plain: LLM, drafter: str) -> None:
+    """A pass of a pipeline is a tick: as many as tokens, one to fill its stages, and one for each wrong draft."""
+    passes, ticks = {}, list[Any]()
+    for name in ("serial", "mirror", "pipeline,stages=2"):
+        drafting = LLM("paceline-small", drafter=drafter, round=name, budget=8, exact=True, share=plain)
+        if isinstance(drafting.engine.round, PipelineRound):
+            drafting.engine.round.on_tick = ticks.append
+        [found] = drafting.generate(PROMPTS[:1], SamplingParams(max_tokens=60, grammar=GRAMMAR, temperature=0))
+        assert found.outputs[0].token_ids == ids(plain, PROMPTS[:1], temperature=0)[0]
+        passes[name], count = found.stats.passes, len(found.outputs[0].token_ids)
+    assert passes["mirror"] <= passes["serial"] < 0.5 * count
+    assert len(ticks) <= count + 1 + passes["serial"]
 
 
 def test_drafts_outside_of_the_grammar_never_become_rows(plain: LLM) -> None:

@@ -68,6 +68,9 @@ class Matcher(Protocol):
 
     fault: Exception | None  # why it could not answer once: drafts under it have ended
 
+    def copy(self) -> Matcher:
+        """Return one that may be used in another thread, at the same time."""
+
     def __call__(self, output: Sequence[int]) -> Tensor:
         """[V] bool: the tokens that may follow these."""
 

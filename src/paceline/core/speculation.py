@@ -47,11 +47,11 @@ class Speculation:
         """Which of the engine's sources are asked; None: all.
 
         Args:
-            known: the sources that a request may choose among, by their mark; none: the round drafts for all alike.
+            known: the sources that a request may choose among, by their mark; none: there is no drafter.
 
         Raises:
             ConfigError: a source that is not there.
-            CapabilityError: nothing can be chosen by request.
+            CapabilityError: there is no drafter, or none that reads predictions.
         """
         if self.prediction and PREDICTION not in known:
             remedy = "start the engine with drafter='prediction', or hybrid:prediction+.."
@@ -60,8 +60,7 @@ class Speculation:
             return None
         if not known:
             asked = "speculation with sources" if self.sources is not None else "speculation with max_nodes"
-            wrong = "this engine has no drafter, or a round that drafts for all requests alike"
-            raise CapabilityError(asked, wrong, "leave it out; enabled=False works everywhere")
+            raise CapabilityError(asked, "this engine has no drafter", "leave it out; enabled=False works everywhere")
         if self.sources is None:
             return None
         for name in self.sources:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import Field
 
 from ..core.errors import PacelineError
+from ..core.grammar import Grammar, Matcher
 from ..core.sampling import SamplingParams
 from ..drafters.local_sessions import LocalGrowing
 from ..drafters.sessions import Ask, DraftSessions, Growing, Grown, Opening
@@ -31,6 +32,7 @@ from .worker import Worker, received
 LOOK_S = 0.25  # between two looks at a worker that is waited for
 
 Count = Annotated[int, Field(ge=0)]
+MakeMatcher = Callable[[Grammar], Matcher]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +46,28 @@ class Open:
     seed: int
     sample_index: int
     max_len: int | None
+    prediction: list[int]
+    sources: list[int] | None
 
     @staticmethod
     def of(opening: Opening) -> Open:
         """The message."""
         o = opening
-        return Open(o.key, [*o.tokens], o.prompt_len, asdict(o.params), o.seed, o.sample_index, o.max_len)
+        rules = asdict(o.params), o.seed, o.sample_index
+        sources = None if o.sources is None else sorted(o.sources)
+        return Open(o.key, [*o.tokens], o.prompt_len, *rules, o.max_len, [*o.prediction], sources)
 
-    def opening(self) -> Opening:
-        """What it says.
+    def opening(self, matcher: MakeMatcher | None) -> Opening:
+        """Return what it says; ``matcher`` compiles the request's grammar, where it has one.
 
         Raises:
             ConfigError: parameters that no request has.
         """
-        rules = SamplingParams.from_json(self.params)
-        return Opening(self.key, self.tokens, self.prompt_len, rules, self.seed, self.sample_index, self.max_len)
+        params = SamplingParams.from_json(self.params)
+        own = None if params.grammar is None or matcher is None else matcher(params.grammar)
+        rules = params, self.seed, self.sample_index, self.max_len
+        sources = None if self.sources is None else frozenset(self.sources)
+        return Opening(self.key, self.tokens, self.prompt_len, *rules, self.prediction, sources, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class DraftService(Service):
         facts: about it.
         clock: by which levels are timed.
         level_s: the time that a level is given, by the nodes that it expands; None: as long as it takes.
+        matcher: compiles a request's grammar; None: drafts follow none.
     """
 
     kinds = KINDS
@@ -112,8 +122,10 @@ class DraftService(Service):
         facts: Facts,
         clock: Clock | None = None,
         level_s: Callable[[int], float] | None = None,
+        matcher: MakeMatcher | None = None,
     ) -> None:
         self.sessions, self.facts, self._clock = sessions, facts, clock or RealClock()
+        self._matcher = matcher
         self._pace = Pace(self._clock, level_s)
         self._growths: deque[LocalGrowing] = deque()
 
@@ -123,7 +135,7 @@ class DraftService(Service):
             self._growths.append(LocalGrowing.of(message.asks, [ask.most for ask in message.asks], message.ticket))
         elif isinstance(message, Open):
             self._call_off(message.key)
-            self.sessions.open(message.opening())
+            self.sessions.open(message.opening(self._matcher))
         else:
             self._call_off(*message.args[:1])
             getattr(self.sessions, message.method)(*message.args)
@@ -297,7 +309,7 @@ def _fits(message: Grew, growing: LocalGrowing) -> bool:
     levels = max(max(ask.most) for ask in growing.asks.values())
     fits = len(growing.levels) < levels and (message.last or len(message.level) > 0)
     for key, grown in message.level.items():
-        lists = grown.parents, grown.nodes, grown.tokens
+        lists = grown.parents, grown.nodes, grown.tokens, grown.sources
         even = len({len(one) for one in (*lists, grown.log_q)}) == 1
         known = key in growing.asks and len(grown.given) == (0 if growing.levels else len(growing.asks[key].given))
         fits &= even and known and min((n for one in (*lists, grown.given) for n in one), default=0) >= 0

@@ -93,6 +93,11 @@ class DrafterSpec:
     synthetic: bool = False  # reads recorded answers: measures the engine, and every figure must say so
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """Names of the drafters that a request may choose among, by source mark."""
+        return self.sources if self.parts else (self.name,)
+
+    @property
     def window(self) -> int:
         """Tokens of a chain that its sessions draft."""
         return self.ahead_levels or self.default_budget

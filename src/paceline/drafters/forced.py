@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
+from .base import DrafterSpec, SequenceView
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
+from .text_sessions import LookUp
 
 CHANCE = 0.99  # of a token, given those before it: it may be split in another way than the tokenizer would
 
@@ -24,22 +27,22 @@ class ForcedConfig(DrafterConfig):
         return ForcedDrafter(self)
 
 
-class ForcedDrafter(Drafter):
+class ForcedDrafter(LookUp):
     """Drafts what comes next in every text that the sequence's grammar allows."""
-
-    trusted = True
 
     def __init__(self, config: ForcedConfig) -> None:
         self.config = config
-        self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False)
+        self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False, ahead=True)
 
-    def draft(self, want: DraftRequest) -> list[Proposal]:
-        """A chain for each sequence whose grammar forces a token."""
-        return [self._draft(*row) for row in want.rows()]
+    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+        """Return a chain of the tokens that the grammar forces."""
+        return Proposal.chain(self._forced(seq, (), min(self.config.depth, budget, max_depth)), CHANCE)
 
-    def _draft(self, view: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+        """Return the one token that the grammar forces, if it forces one."""
+        return [(token, math.log(CHANCE)) for token in self._forced(sequence, path, 1)]
+
+    @staticmethod
+    def _forced(view: SequenceView, path: Sequence[int], most: int) -> list[int]:
         matcher = view.sampler.matcher
-        if matcher is None:
-            return Proposal()
-        most = min(self.config.depth, budget, max_depth)
-        return Proposal.chain(matcher.forced(view.sampler.output_ids, most), CHANCE)
+        return [] if matcher is None else matcher.forced([*view.sampler.output_ids, *path], most)

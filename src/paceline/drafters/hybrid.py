@@ -180,10 +180,10 @@ class Hybrid(Drafter):
     def sessions(self, rows: int) -> DraftSessions:
         """See `Drafter`: look-ups are asked first, and the draft model where none is nearly sure."""
         assert self._target is not None and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
-        look_ups = LookUps([part for part in self.parts if isinstance(part, LookUp)], log(SURE))
+        look_ups = LookUps({k: part for k, part in enumerate(self.parts) if isinstance(part, LookUp)}, log(SURE))
         if self._models:
             found = self._models[0].sessions(rows)
-            found.look_ups = look_ups
+            found.look_ups, found.source = look_ups, self.parts.index(self._models[0])
             return found
         return TextSessions(look_ups, self._target.vocab_size, self._target.eos_ids)
 

@@ -89,6 +89,7 @@ class ModelSessions(TextSessions):
         self.decoder, self.pool = decoder, pool
         self._coupled = coupled
         self.look_ups: LookUps | None  # asked first for every node: what they are sure of is not computed
+        self.source = 0  # mark of the draft model's own tokens
 
     def begin(self, view: SequenceView) -> Session:
         """See `TextSessions`."""
@@ -140,7 +141,7 @@ class ModelSessions(TextSessions):
     @inference
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`: at most one pass, over the nodes that no look-up is sure of."""
-        grown, unsure = [Grown() for _ in asks], list[dict[int, Found]]()
+        grown, unsure = [Grown() for _ in asks], list[dict[int, tuple[int, Found]]]()
         ready: list[Expansion] = []
         for ask, own in zip(asks, grown, strict=True):
             session = self._open[ask.key]
@@ -155,35 +156,36 @@ class ModelSessions(TextSessions):
         if self.look_ups is not None:
             for ask, own, left in zip(asks, grown, unsure, strict=True):
                 for node in left.keys() - {*own.parents}:  # the draft model has no room, or no such token
-                    self._put(self._open[ask.key], node, left[node], own)
+                    self._put(self._open[ask.key], node, *left[node], own)
         return grown
 
-    def _look_up(self, session: Session, ask: Ask, grown: Grown) -> dict[int, Found]:
+    def _look_up(self, session: Session, ask: Ask, grown: Grown) -> dict[int, tuple[int, Found]]:
         """The nodes that no look-up is sure of, and what the look-ups say there; children of the others are added."""
         nodes = dict.fromkeys([*grown.given, *ask.expand])
         if self.look_ups is None:
-            return {node: [] for node in nodes}
-        unsure: dict[int, Found] = {}
+            return {node: (0, []) for node in nodes}
+        unsure: dict[int, tuple[int, Found]] = {}
         for node in nodes:
-            found = self.look_ups.continuations(session.view, session.tokens(node), ask.width)
+            source, found = self.look_ups.find(session.view, session.tokens(node), ask.width)
             if self.look_ups.knows(found):
-                self._put(session, node, found, grown)
+                self._put(session, node, source, found, grown)
             else:
-                unsure[node] = found
+                unsure[node] = source, found
         return unsure
 
     @staticmethod
-    def _put(session: Session, parent: int, found: Found, grown: Grown) -> None:
+    def _put(session: Session, parent: int, source: int, found: Found, grown: Grown) -> None:
         above = 0.0 if parent == ROOT else session.nodes[parent].score
         for token, log_q in found:
-            grown.add(parent, session.add(parent, token, above + log_q), token, log_q)
+            grown.add(parent, session.add(parent, token, above + log_q), token, log_q, source)
 
     def _may_expand(self, session: Session, node: int) -> bool:
         """Whether a node's own pass is possible and of use: the draft has its tokens and its position.
 
         The root is expanded while its K/V is not there; after that it has children.
         """
-        if node == ROOT and not session.pending:
+        sources = session.view.sources
+        if (node == ROOT and not session.pending) or (sources is not None and self.source not in sources):
             return False
         known, path = self.decoder.config.vocab_size, session.path(node)
         if not self.reads(session) or any(session.nodes[n].token >= known for n in path):
@@ -330,7 +332,8 @@ class ModelSessions(TextSessions):
         best = log_q.max(dim=-1, keepdim=True) if width == 1 else log_q.topk(min(width, log_q.shape[-1]), dim=-1)
         for parent, values, tokens in zip(wanted, best[0].tolist(), best[1].tolist(), strict=True):
             pairs = zip(tokens, values, strict=True)
-            self._put(session, parent, [pair for pair in pairs if pair[1] > -math.inf], grown)  # else a rule forbids it
+            allowed = [pair for pair in pairs if pair[1] > -math.inf]
+            self._put(session, parent, self.source, allowed, grown)
 
     def _scores(self, session: Session, wanted: Sequence[int], logits: Tensor, width: int) -> Tensor | None:
         """What children are ranked by; None: the request's own rules fail, and will end it.

@@ -7,13 +7,15 @@ n-gram of the answer is looked for again, the nearest one ahead first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
+from .base import DrafterSpec, SequenceView
 from .ngram import LONGEST, NgramIndex, log_trust
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
+from .text_sessions import LookUp
 
 SHORTEST, LONGEST_RUN = 2, 6  # runs of last tokens by which a place is found again
 START = 8  # tokens that count as matched at the beginning of an answer
@@ -73,32 +75,39 @@ class _Progress:
         return place < self.last, abs(place - self.last)
 
 
-class PredictionDrafter(Drafter):
+class PredictionDrafter(LookUp):
     """Drafts the prediction's tokens from where the answer is in it."""
-
-    trusted = True
 
     def __init__(self, config: PredictionConfig) -> None:
         self.config = config
-        self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False)
+        self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False, ahead=True)
         self._places: dict[int, _Progress] = {}
 
-    def draft(self, want: DraftRequest) -> list[Proposal]:
-        """A chain for each sequence that has a prediction and is in it."""
-        return [self._draft(*row) if row[0].prediction else Proposal() for row in want.rows()]
+    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+        """Return a chain, if the sequence has a prediction and its answer is in it."""
+        tokens, run = self._next(seq, (), min(self.config.depth, budget, max_depth))
+        scores = [log_trust(run, level) for level in range(1, len(tokens) + 1)]
+        return Proposal(tokens, [*range(len(tokens))], scores, matched=run)
 
-    def _draft(self, view: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+        """Return the prediction's next token, if text and path are in it."""
+        tokens, run = self._next(sequence, path, 1)
+        return [(token, log_trust(run, 1)) for token in tokens]
+
+    def _next(self, view: SequenceView, path: Sequence[int], most: int) -> tuple[list[int], int]:
+        """Return the prediction's tokens from where text and path are in it, and how many before them match."""
+        if not view.prediction:
+            return [], 0
         place = self._places.get(view.key)
         if place is None:
             place = self._places[view.key] = _Progress(view)
         place.follow(view.tokens, view.prediction)
-        depth = min(self.config.depth, budget, max_depth)
-        if place.at is None or depth <= 0:
-            return Proposal()
-        tokens = list(view.prediction[place.at : place.at + depth])
-        run = min(place.run, LONGEST)
-        scores = [log_trust(run, level) for level in range(1, len(tokens) + 1)]
-        return Proposal(tokens, [*range(len(tokens))], scores, matched=run)
+        if path:
+            place = copy(place)
+            place.follow([*view.tokens, *path], view.prediction)
+        if place.at is None or most <= 0:
+            return [], 0
+        return list(view.prediction[place.at : place.at + most]), min(place.run, LONGEST)
 
     def release(self, keys: Sequence[int]) -> None:
         """Forget these sequences."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 
 from pydantic import Field
 
+from ..core.grammar import Matcher
 from ..core.sampling import SamplingParams
 from .proposal import Proposal
 
@@ -41,13 +42,18 @@ class Opening:
     seed: int  # with ``sample_index`` the noise of the target's own choices
     sample_index: int
     max_len: int | None = None  # prompt and output together cannot grow beyond this
+    prediction: Sequence[int] = ()  # text that the output is likely to repeat
+    sources: frozenset[int] | None = None  # marks of the drafters that are asked for it; None: all
+    matcher: Matcher | None = None  # of the grammar in ``params``; of this session alone
 
     @staticmethod
     def of(view: SequenceView) -> Opening:
         """A running sequence, as it is now."""
         sampler = view.sampler
-        given = sampler.params, sampler.seed, sampler.sample_index
-        return Opening(view.key, [*view.tokens], view.prompt_len, *given, view.max_len)
+        rules = sampler.params, sampler.seed, sampler.sample_index
+        wishes = view.max_len, view.prediction, view.sources
+        matcher = None if sampler.matcher is None else sampler.matcher.copy()
+        return Opening(view.key, [*view.tokens], view.prompt_len, *rules, *wishes, matcher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +83,15 @@ class Grown:
     nodes: list[int] = field(default_factory=list)  # its number
     tokens: list[int] = field(default_factory=list)
     log_q: list[float] = field(default_factory=list)  # of its token, among those that the sequence's rules allow
+    sources: list[int] = field(default_factory=list)  # mark of the drafter that proposed it
 
-    def add(self, parent: int, node: int, token: int, log_q: float) -> None:
+    def add(self, parent: int, node: int, token: int, log_q: float, source: int) -> None:
         """Append a drafted child."""
-        for column, value in ((self.parents, parent), (self.nodes, node), (self.tokens, token)):
-            column.append(value)
+        self.parents.append(parent)
+        self.nodes.append(node)
+        self.tokens.append(token)
         self.log_q.append(log_q)
+        self.sources.append(source)
 
 
 class DraftSessions(Protocol):

@@ -177,7 +177,7 @@ class StreamingSessions(ModelSessions):
                     left = []
                 node = left.pop(0) if right else session.add(parent, token, above + value)
                 session.nodes[node].score = above + value
-                one.grown.add(parent, node, token, value)
+                one.grown.add(parent, node, token, value, self.source)
                 chain.found, chain.head, parent = chain.found + 1, parent, node
                 if not right or chain.found == chain.most:
                     break

@@ -5,10 +5,11 @@ Drafters that look texts up compute nothing below a node: a tree is all that the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..core.errors import ConfigError
 from ..core.sampling import SequenceSampler
 from .base import Drafter, DraftRequest, SequenceView
 from .proposal import Proposal
@@ -56,44 +57,61 @@ class LookUp(Drafter):
     def sessions(self, rows: int) -> TextSessions:
         """See `Drafter`."""
         assert self.target is not None, "bind comes before sessions"
-        return TextSessions(self, self.target.vocab_size, self.target.eos_ids)
+        return TextSessions(LookUps({0: self}), self.target.vocab_size, self.target.eos_ids)
 
 
-class LookUps(LookUp):
+class LookUps:
     """Look-ups as one, in the order in which they are asked.
 
     Args:
-        parts: the look-ups.
+        parts: the look-ups, by their source marks.
         sure: log of the chance from which on none of the others is asked.
     """
 
-    def __init__(self, parts: Sequence[LookUp], sure: float) -> None:
+    def __init__(self, parts: Mapping[int, LookUp], sure: float = 0.0) -> None:
         self._parts, self._sure = parts, sure
 
     def knows(self, found: Found) -> bool:
         """Whether nobody else need be asked."""
         return bool(found) and found[0][1] >= self._sure
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> Found:
-        """What the first says that is sure, else what the surest says."""
-        best: Found = []
-        for part in self._parts:
-            found = part.continuations(sequence, path, width)
-            if found and (not best or found[0][1] > best[0][1]):
-                best = found
-            if self.knows(best):
+    def find(self, sequence: SequenceView, path: Sequence[int], width: int) -> tuple[int, Found]:
+        """Return what the first says that is sure, else what the surest says, and its source mark.
+
+        Tokens that the sequence's grammar does not allow are left out.
+        """
+        best: tuple[int, Found] = 0, []
+        for source, part in self._parts.items():
+            if sequence.sources is not None and source not in sequence.sources:
+                continue
+            found = _allowed(sequence, path, part.continuations(sequence, path, width))
+            if found and (not best[1] or found[0][1] > best[1][0][1]):
+                best = source, found
+            if self.knows(found):
                 break
         return best
 
     def release(self, keys: Sequence[int]) -> None:
         """See `Drafter`."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.release(keys)
 
     def forget(self) -> None:
         """See `Drafter`."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.forget()
+
+
+def _allowed(sequence: SequenceView, path: Sequence[int], found: Found) -> Found:
+    """Return the tokens that the sequence's grammar allows after ``path``."""
+    sampler = sequence.sampler
+    if sampler.matcher is None or not found:
+        return found
+    try:
+        allowed = sampler.matcher.within(sampler.output_ids, [[*path, token] for token, _ in found])
+    except ConfigError:  # the target meets it again, and ends the request
+        return []
+    return [one for one, fits in zip(found, allowed, strict=True) if fits]
 
 
 @dataclass(slots=True)
@@ -177,7 +195,7 @@ class TextSessions:
         vocab_size, eos_ids: of the target.
     """
 
-    def __init__(self, look_ups: LookUp | None, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, look_ups: LookUps | None, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self.look_ups, self._vocab, self._eos_ids = look_ups, vocab_size, eos_ids
         self._open: dict[int, Any] = {}  # by sequence: its tree
 
@@ -199,8 +217,9 @@ class TextSessions:
         tree: DraftTree = self._open[ask.key]
         grown = Grown([tree.add(*one) for one in ask.given])
         for parent in dict.fromkeys([*grown.given, *ask.expand]):
-            for token, log_q in self.look_ups.continuations(tree.view, tree.tokens(parent), ask.width):
-                grown.add(parent, tree.add(parent, token), token, log_q)
+            source, found = self.look_ups.find(tree.view, tree.tokens(parent), ask.width)
+            for token, log_q in found:
+                grown.add(parent, tree.add(parent, token), token, log_q, source)
         return grown
 
     def reroot(self, key: int, node: int) -> None:
@@ -251,6 +270,8 @@ def opened(opening: Opening, vocab_size: int, eos_ids: tuple[int, ...]) -> Seque
         sample_index=opening.sample_index,
         vocab_size=vocab_size,
         eos_ids=eos_ids,
+        matcher=opening.matcher,
     )
     sampler.commit(tokens[opening.prompt_len :])
-    return SequenceView(opening.key, tokens, opening.prompt_len, sampler, opening.max_len)
+    shape = opening.key, tokens, opening.prompt_len, sampler, opening.max_len
+    return SequenceView(*shape, sources=opening.sources, prediction=opening.prediction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -34,6 +35,12 @@ class GrammarMatcher:
         self._own: _Place  # behind the output
         self._draft: _Place  # a copy, where it was asked last
         self._restart()
+
+    def copy(self) -> GrammarMatcher:
+        """See `core.grammar.Matcher`."""
+        other, (parser, read) = copy(self), self._own
+        other._own, other._draft = (parser.deep_copy(), [*read]), (parser.deep_copy(), [*read])
+        return other
 
     def __call__(self, output: Sequence[int]) -> Tensor:
         """[V] bool: the tokens that may follow. Behind a text that is not allowed, all: nobody gets there.

@@ -141,7 +141,7 @@ class Round(Protocol):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The drafters that a request may choose among, by source mark; none: it can only have drafts or none."""
+        """The drafters that a request may choose among, by source mark; none: nothing is drafted."""
 
     @property
     def busy(self) -> bool:

@@ -129,8 +129,7 @@ class DraftVerifyRound:
     @property
     def sources(self) -> tuple[str, ...]:
         """See `Round.sources`."""
-        spec = None if self.drafter is None else self.drafter.spec
-        return () if spec is None else spec.sources if spec.parts else (spec.name,)
+        return () if self.drafter is None else self.drafter.spec.choices
 
     @property
     def failure(self) -> str | None:

@@ -184,7 +184,9 @@ def test_a_broken_source_is_left_alone() -> None:
     class Broken(LocalSessions):
         def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
             growth = LocalGrowing({}, {}, {}, done=True)
-            growth.levels.append({asks[0].key: Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0])})
+            growth.levels.append(
+                {asks[0].key: Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0], sources=[0])}
+            )
             return growth
 
     engine, round_, _ = piped(drafter(), 4)

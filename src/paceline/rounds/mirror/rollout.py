@@ -25,6 +25,7 @@ class Chain:
 
     nodes: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # marks of the drafters that proposed them
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -220,6 +221,7 @@ class Rollout:
             while at is not None and len(branch.chain) < branch.levels:
                 branch.chain.nodes.append(answer.nodes[at])
                 branch.chain.tokens.append(answer.tokens[at])
+                branch.chain.sources.append(answer.sources[at])
                 branch.tip = answer.nodes[at]
                 at = below.get(branch.tip)
             self.nodes += len(branch.chain) - before
@@ -230,7 +232,8 @@ class Rollout:
     def _check(self, key: int, answer: Grown) -> None:
         """Refuse what is no answer."""
         given = len(self._given.get(key, ()))
-        if len(answer.given) != given or not len(answer.parents) == len(answer.nodes) == len(answer.tokens):
+        columns = answer.parents, answer.nodes, answer.tokens, answer.sources
+        if len(answer.given) != given or len({*map(len, columns)}) > 1:
             raise ValueError("an answer of another form than its question")
         if any(not 0 <= token < self._vocab for token in answer.tokens):
             raise ValueError("a drafted token lies outside the vocabulary")

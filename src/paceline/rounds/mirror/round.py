@@ -54,7 +54,6 @@ class MirrorRound:
     """
 
     name = "mirror"
-    sources: tuple[str, ...] = ()  # its sessions draft for all requests alike
     busy = False  # a pass ends in the step that began it
     admits = None
     past = 0
@@ -62,6 +61,7 @@ class MirrorRound:
     def __init__(self, config: MirrorConfig, parts: RoundParts, exit_head: ExitHead, sessions: GoingSessions) -> None:
         assert parts.drafter is not None
         spec = parts.drafter.spec
+        self.sources = spec.choices
         self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
         self.exit, self.sessions = exit_head, sessions
         self.verifier = make_verifier(parts.verifier, spec)
@@ -138,7 +138,7 @@ class MirrorRound:
         if whole is None:
             return Chain()
         most = min(work.budget, work.max_depth)
-        return Chain(whole.nodes[:most], whole.tokens[:most])
+        return Chain(whole.nodes[:most], whole.tokens[:most], whole.sources[:most])
 
     def _open(self, works: Sequence[Work]) -> None:
         """Sessions of sequences that get tokens from now on."""
@@ -171,8 +171,9 @@ class MirrorRound:
         if not drafting:
             return None
         roots = [work.sequence.view.tokens[-1] for work in drafting]
-        tokens = [self._window(work).tokens for work in drafting]
-        return TokenTree.from_parents(roots, [range(len(row)) for row in tokens], tokens)
+        windows = [self._window(work) for work in drafting]
+        parents, tokens = [range(len(window)) for window in windows], [window.tokens for window in windows]
+        return TokenTree.from_parents(roots, parents, tokens, [window.sources for window in windows])
 
     # -- while the pass is under way
 

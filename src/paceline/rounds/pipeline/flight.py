@@ -16,7 +16,7 @@ Source: SpecPipe, sections 3.2, 3.3.2 and 3.3.3, algorithm 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import NamedTuple
@@ -42,6 +42,7 @@ class Node:
     tick: int = NONE  # in which it entered
     asked: bool = False  # whether children were asked for
     level: int = 0  # of a static tree, from its root on
+    mark: int = 0  # of the drafter that proposed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Offer:
     token: int
     log_q: float
     source: int = NONE  # its number in the source's tree
+    mark: int = 0  # of the drafter that proposes it
 
 
 class Flight:
@@ -120,7 +122,9 @@ class Flight:
                 above = self.nodes[offer.parent]
                 score = above.score + offer.log_q
                 level = (above.level + 1) % (self._levels + 1)
-                found = self._add(Node(offer.parent, offer.token, above.place + 1, score, offer.source, level=level))
+                node = Node(offer.parent, offer.token, above.place + 1, score, offer.source)
+                node.level, node.mark = level, offer.mark
+                found = self._add(node)
             elif self.nodes[found].source == NONE != offer.source:  # a source that has lost it finds it again
                 self.nodes[found].source, self.nodes[found].asked = offer.source, False
             numbers.append(found)
@@ -254,13 +258,13 @@ class Flight:
         node = self.child(token)
         return node is not None and node.row != NONE
 
-    def trace(self, token: int, first: int, source: str) -> StepTrace:
+    def trace(self, token: int, first: int, names: Callable[[int], str]) -> StepTrace:
         """The tree in flight at the moment when the target says ``token``, as a step of that one token.
 
         Args:
             token: what is said, if it is not cut by the stop rules.
             first: tokens of the output before it.
-            source: who proposed all nodes.
+            names: of the drafters, by their source marks.
         """
         numbers = [self.root, *(n for n, node in self.nodes.items() if n != self.root and node.row != NONE)]
         place = {number: at for at, number in enumerate(numbers)}
@@ -270,7 +274,7 @@ class Flight:
             emitted=1,
             tokens=[node.token for node in nodes],
             parents=[-1, *(place[node.parent] for node in nodes[1:])],
-            sources=["", *[source] * (len(nodes) - 1)],
+            sources=["", *(names(node.mark) for node in nodes[1:])],
             scores=[node.score - nodes[0].score for node in nodes],
             path=[place[self.number(self.root, token)]] if self.holds(token) else [],
             allowed=len(nodes) - 1,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...kv.pool import SequenceCache
 from ..base import RunningSequence
@@ -33,6 +34,7 @@ class Running:
     cache: SequenceCache
     flight: Flight | None = None  # None: the end of the prompt has not entered
     farthest: int = 0  # place of the last token that is of use
-    counted: int = 0  # nodes that entered since the last verdict, roots not counted
+    # By source mark: nodes that entered since the last verdict, roots not counted.
+    counted: Counter[int] = field(default_factory=Counter)
     newest: int = 0  # place of the newest level since the last flush
     replay: Replay | None = None  # in a survey of widths

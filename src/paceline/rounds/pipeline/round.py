@@ -12,7 +12,7 @@ it is not in flight.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,6 @@ class PipelineRound:
     """
 
     name = "pipeline"
-    sources: tuple[str, ...] = ()  # its trees have one width for all requests
     past = 0
     admits = None
 
@@ -68,6 +67,7 @@ class PipelineRound:
         self._accept = lossy.rule(config.accept, 0.9 if config.accept_p is None else config.accept_p)
         self._tree = config.factors
         self._spec = None if parts.drafter is None else parts.drafter.spec
+        self.sources = () if self._spec is None else self._spec.choices
         self._guard = None
         if source is not None and self._spec is not None:
             self._guard = SessionGuard(self._spec.name, source.sessions, self._lost)
@@ -206,12 +206,9 @@ class PipelineRound:
             return None
         return Frame(self._epoch, parts, None, moves, ended)
 
-    @property
-    def _share(self) -> int:
-        """w: drafted tokens of each request in a tick."""
-        if self.config.rows is None:
-            return self.width
-        return max(1, min(self.width, self.config.rows // max(1, len(self._running))))
+    def _width(self, running: Running) -> int:
+        """Return w: drafted tokens of a request in a tick, as far as it allows them."""
+        return min(self.width, running.sequence.max_nodes or self.width)
 
     def _levels(self, begun: Container[int]) -> list[StageRows]:
         """The next level of each tree but those that have just begun, ragged, in rows that all share.
@@ -226,7 +223,7 @@ class PipelineRound:
         parts: list[StageRows] = []
         left = self.config.rows
         for place, running in enumerate([*live[start:], *live[:start]]):
-            share = self.width
+            share = self._width(running)
             if left is not None:
                 share = min(share, -(-left // (len(live) - place)))
             part = self._level(running, share) if share else None
@@ -283,7 +280,7 @@ class PipelineRound:
         if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
             return None
         level = flight.enter(min(width, self._room(running)), tick=self._tick_count)
-        running.counted += len(level)
+        running.counted.update(flight.nodes[number].mark for number in level)
         return self._rows(running, flight, level) if level else None
 
     def _whole_tree(self, running: Running) -> StageRows:
@@ -296,8 +293,10 @@ class PipelineRound:
             if not self._asked(self._wait):
                 break
         running.cache.reserve(0)  # what was reserved for the root alone
-        level = flight.enter(max(1, self._room(running)), deepest, self._tick_count)
-        running.counted += len(level) - 1
+        room, own = self._room(running), running.sequence.max_nodes
+        most = max(1, room if own is None else min(room, 1 + own))
+        level = flight.enter(most, deepest, self._tick_count)
+        running.counted.update(flight.nodes[number].mark for number in level[1:])
         return self._rows(running, flight, level)
 
     def _wait(self, source: Source) -> bool:
@@ -390,7 +389,10 @@ class PipelineRound:
             running.replay.drafted(offers)
         deepest = max(node.place for node in flight.nodes.values())
         waiting = sum(number != flight.root for number in flight.waiting)
-        room = self._share - waiting  # what has not entered yet is part of the coming level
+        width, rows = self._width(running), self.config.rows
+        if rows is not None:
+            width = max(1, min(width, rows // len(self._running)))
+        room = width - waiting  # what has not entered yet is part of the coming level
         places = [flight.nodes[number].place for number in flight.append(offers, max(0, room))]
         refills, late = self._added
         refilled = any(deepest < place <= running.newest for place in places)
@@ -461,17 +463,19 @@ class PipelineRound:
         hit = flight.holds(token)
         try:
             kept = sequence.emit([token], int(hit), logprobs_of(sequence, logits, [token]))
-            drafted, running.counted = running.counted, 0
+            counted, running.counted = running.counted, Counter()
             stats = sequence.state.stats
-            stats.row_layers += (1 + drafted) * self.stage_line.layers
-            drafted = max(drafted, int(hit))
+            stats.row_layers += (1 + counted.total()) * self.stage_line.layers
+            right = flight.child(token) if hit else None
+            if right is not None:  # it may have entered before the last verdict
+                counted[right.mark] = max(1, counted[right.mark])
             if kept:
-                name = source_name(self._spec, 0)
-                sources = {} if self._spec is None else {name: (drafted, [1] * hit)}
+                names, drafted = partial(source_name, self._spec), counted.total()
+                sources = {names(m): (n, [1] * (right is not None and right.mark == m)) for m, n in counted.items()}
                 offered = min(1, drafted)
                 stats.record_pass(drafted=drafted, accepted=int(hit), emitted=kept, offered=offered, sources=sources)
                 if sequence.trace is not None:
-                    sequence.trace.append(flight.trace(token, len(sequence.state.token_ids) - 1, name))
+                    sequence.trace.append(flight.trace(token, len(sequence.state.token_ids) - 1, names))
         except Exception as error:
             sequence.view.fault = error
             return 0

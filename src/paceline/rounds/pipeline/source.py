@@ -94,8 +94,8 @@ class Source:
     def _offers(self, below: Mapping[int, int], answer: Grown) -> list[Offer]:
         if any(not 0 <= token < self._vocab for token in answer.tokens):
             raise ValueError("a drafted token lies outside the vocabulary")
-        columns = zip(answer.parents, answer.tokens, answer.log_q, answer.nodes, strict=True)
-        return [Offer(below[parent], token, log_q, node) for parent, token, log_q, node in columns]
+        columns = zip(answer.parents, answer.tokens, answer.log_q, answer.nodes, answer.sources, strict=True)
+        return [Offer(below[parent], token, log_q, node, mark) for parent, token, log_q, node, mark in columns]
 
     def go_on(self, request: int, token: int, node: int) -> None:
         """The text goes on with ``token``.
