@@ -32,7 +32,7 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "cluster": {"config", "core", "distributed", "drafters", "rounds"},
     "draft_worker": {
         *{"cluster", "config", "assembly", "distributed", "core", "network", "drafters", "rounds"},
-        "rank_worker",
+        *{"grammar", "rank_worker"},
     },
     "stage_worker": {"cluster", "rank_worker", "config", "assembly", "distributed", "native", *ENGINE - {"attention"}},
     "rank_worker": {"cluster", "config", "assembly", "distributed", "core", "network", "rounds"},

@@ -153,6 +153,29 @@ def test_a_source_that_is_late_costs_ticks_and_no_token() -> None:
     assert counts[0] < counts[1] < counts[2] < counts[3]
 
 
+def test_a_level_that_is_waited_for_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a source that is slower than a look, late siblings do not take the place of the next level."""
+    engine, round_, ticks = piped(drafter(0.02), 4, ",width=6,children=4")
+    assert round_.source is not None
+    round_.source.sessions = Late(round_.source.sessions.inner, 1)  # type: ignore[attr-defined]
+    line, ahead, looks = round_.stage_line, list[int](), list[int]()
+    tick = line.tick
+
+    def counted(frame: Any) -> Any:
+        looks[:] = [1, 1, 1]  # so many more while a tick lasts
+        for running in round_._running.values():
+            if (flight := running.flight) is not None:
+                places = [node.place for node in flight.nodes.values() if node.row >= 0]
+                ahead.append(max(places, default=flight.place) - flight.place)
+        return tick(frame)
+
+    monkeypatch.setattr(line, "tick", counted)
+    monkeypatch.setattr(line, "rest", lambda: bool(looks and looks.pop()))
+    assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+    assert sum(ahead) / len(ahead) > 1.2  # levels in flight beyond the root
+    assert len(ticks) <= 84 and sum(one.late for one in ticks) < 10
+
+
 def test_a_draft_that_is_always_right_gives_a_token_a_tick() -> None:
     """A pipeline of m stages takes m ticks for the first token, and one for each that follows."""
     for stages in (2, 4, 8):
@@ -184,9 +207,8 @@ def test_a_broken_source_is_left_alone() -> None:
     class Broken(LocalSessions):
         def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
             growth = LocalGrowing({}, {}, {}, done=True)
-            growth.levels.append(
-                {asks[0].key: Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0], sources=[0])}
-            )
+            foreign = Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0], sources=[0])
+            growth.levels.append({asks[0].key: foreign})
             return growth
 
     engine, round_, _ = piped(drafter(), 4)

@@ -368,9 +368,12 @@ class PipelineRound:
         source.ask(flights, {request: running.farthest for request, running in self._running.items()})
 
     def _take(self, source: Source) -> bool:
-        """Append the level that came. False: it is late."""
-        self._extend(source.take())
-        return not source.owes
+        """Append the level that came. False: it is late, and its room stays free."""
+        came = source.take()
+        if source.owes:
+            return False
+        self._extend(came)
+        return True
 
     def _extend(self, came: Mapping[int, Sequence[Offer]]) -> None:
         """Append to every tree what came for it, and where there is room what earlier levels had no room for."""
