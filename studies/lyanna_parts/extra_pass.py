@@ -36,7 +36,7 @@ class ExtraPass:
     sources: tuple[str, ...] = ()  # it drafts for all requests alike
 
     def __init__(self, inner: DraftVerifyRound) -> None:
-        self.inner, self.guard, self.emitter = inner, inner.guard, inner.emitter
+        self.inner, self.guard, self.emitter, self.drafter = inner, inner.guard, inner.emitter, inner.drafter
 
     @property
     def failure(self) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +14,13 @@ import torch
 from kits.draft import paths_of, text, view, want
 from kits.tiny import VOCAB, assemble, draft_model, full_logits, run, tiny_config, tiny_decoder
 
+from paceline import LLM
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import SequenceView
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
 from paceline.drafters.sessions import ROOT
+from paceline.network.loader import resolve_folder
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -152,6 +157,23 @@ def test_the_draft_stops_at_the_end_of_its_context_and_stays_sound(shape: str) -
         assert tree.counts[1] > 1
         other.tokens += [3]
     drafter.model.pool.check_integrity()
+
+
+def test_a_short_context_is_said_at_the_start_and_in_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(resolve_folder("paceline-small-draft"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    for drafter, off in ((f"draft_model:{folder}", True), (f"hybrid:suffix+draft_model:{folder}", False)):
+        caplog.clear()
+        llm = LLM("paceline-small", drafter=drafter, budget=4, max_model_len=128, kv_memory="16MB", max_sequences=2)
+        assert "'draft_model' has 32 positions" in caplog.text
+        for tokens, long in ((48, True), (8, False)):
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            [found] = llm.generate(["Hello"], params)
+            assert found.stats.drafted and ("has 32 positions" in str(found.stats.off_reason)) == (off and long)
 
 
 def test_a_small_budget_cuts_the_first_level_before_the_draw() -> None:

@@ -33,7 +33,7 @@ class Flight:
 class LateRound:
     """The serial round, each of whose passes ends ``delay`` steps after it began."""
 
-    name = "late"
+    name, drafter = "late", None
     admits = None
     failure = None
     past = 0

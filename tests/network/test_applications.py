@@ -96,6 +96,22 @@ def test_ranges_are_disjoint_ordered_and_joined_where_they_meet(target: Decoder)
     assert adapter_ranges([None, None], [(0, 1), (1, 5)]) == ()
 
 
+# -- drafts
+
+
+def test_streams_draft_also_beside_applications_without_any(folders: dict[str, str]) -> None:
+    """Then the zoo's are meant. Beside applications with streams those are, and the others' answers say so."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    given = {"drafter": "streams", "budget": 4, **SMALL}
+    for found in LLM(MODEL, applications=folders, **given).generate(["SELECT"] * 2, params, application=[None, "sql"]):
+        assert found.stats.accepted and found.stats.off_reason is None
+    mixed = LLM(MODEL, applications={**folders, "own": "paceline-small-sql"}, **given)
+    named, base, own = mixed.generate(["SELECT"] * 3, params, application=["prose", None, "own"])
+    assert own.stats.accepted and own.stats.off_reason is None
+    for found, who in ((named, "application 'prose' has none"), (base, "the base model has none")):
+        assert not found.stats.drafted and str(found.stats.off_reason).endswith(who)
+
+
 # -- loading
 
 

@@ -18,8 +18,10 @@ from ..engine.auto import AutoBudget
 from ..engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
 from ..engine.calibration import Fingerprint
 from ..engine.costs import CostTable, cost_points
+from ..network.applications import locate
 from ..network.decoder import Decoder
 from ..network.loader import parse_device, resolve_folder
+from ..network.streams import read_config
 from ..planning import machines
 from ..planning.models import shape_of
 from ..planning.throughput import ServedModel, pass_seconds
@@ -65,7 +67,9 @@ def drafter_of(config: LLMConfig) -> DrafterConfig | None:
     chosen = registry.parse(config.drafter)
     if chosen is None:
         return None
-    return chosen.with_weights(partial(_of_the_zoo, config.model), bool(config.applications))
+    applications = locate(config.applications or {}, config.offline)
+    applied = any(read_config(folder).gamma for folder in applications.values())
+    return chosen.with_weights(partial(_of_the_zoo, config.model), applied)
 
 
 def _of_the_zoo(model: str, kind: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -35,6 +36,8 @@ from .models import (
     own_layers,
     share_of,
 )
+
+log = logging.getLogger(__name__)
 
 
 def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedModel:
@@ -97,6 +100,9 @@ def build_engine(
     scheduler = SchedulerConfig(**same, max_prompt_rows=parse_prompt_rows(config.max_prompt_rows))
     rows = streams, config.max_batch_rows, config.max_sequences
     pool = make_pool(config, target, max_model_len, 0 if drafter is None else drafter.spec.scratch_slots(*rows))
+    for name, context in [] if drafter is None else drafter.spec.limits(max_model_len):
+        short = "drafter %r has %d positions, and the target %d: a text beyond the first %d tokens has no drafts of it"
+        log.warning(short, name, context, max_model_len, context)
     round_config = parse_round(config.round)
     apart = round_config is not None and round_config.place is not None
     if drafter is not None and not apart:

@@ -82,6 +82,7 @@ class DrafterSpec:
     level_logits: bool = False  # its logits of a level do not depend on the tokens drafted in front of it
     proposes: Literal["point", "coupled", "sampled"] = "point"
     default_budget: int = 0  # drafted nodes a step where the user names no budget
+    context: int | None = None  # tokens of a text that its network has positions for; None: the target's
     ahead: bool = False  # drafts from tokens alone, below nodes that are not decided on: see `Drafter.sessions`
     ahead_levels: int = 0  # tokens of a chain that its sessions draft, if it drafts trees else; 0: the default budget
     observes: bool = True  # whether `observe` does anything: it is not called else
@@ -101,6 +102,24 @@ class DrafterSpec:
     def window(self) -> int:
         """Tokens of a chain that its sessions draft."""
         return self.ahead_levels or self.default_budget
+
+    def limits(self, tokens: int) -> list[tuple[str, int]]:
+        """Return name and `context` of the drafters, parts included, that draft for no text of so many tokens."""
+        own = [] if self.context is None or self.context >= tokens else [(self.name, self.context)]
+        return [*own, *(limit for part in self.parts for limit in part.limits(tokens))]
+
+    def idle_reason(self, view: SequenceView) -> str | None:
+        """Return why nothing more is drafted for a sequence; None: this drafter has no reason of its own."""
+        if self.parts:
+            reasons = [part.idle_reason(view) for part in self.parts]
+            return None if None in reasons else "; ".join(map(str, reasons))
+        for name, context in self.limits(len(view.tokens)):
+            return f"drafter {name!r} has {context:,} positions, and prompt and answer have {len(view.tokens):,} tokens"
+        own = view.application
+        if self.streams is not None and not self.streams.gamma and (own is None or own.streams is None):
+            who = "the base model" if own is None else f"application {own.name!r}"
+            return f"drafter {self.name!r} has only the streams of applications, and {who} has none"
+        return None
 
     def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
         """K/V slots that drafts, or the streams of the widest pass, need; arguments as for `StreamRules`."""

@@ -172,6 +172,7 @@ class DraftModel(Drafter):
             cached=True,
             proposes=config.proposes,
             default_budget=config.num_nodes,
+            context=self.decoder.config.max_position,
             ahead=config.proposes != "sampled",
             observes=False,
             tree=not config.is_chain,

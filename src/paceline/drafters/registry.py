@@ -86,7 +86,7 @@ class DrafterConfig(NamedConfig):
 
         Args:
             find: what the zoo has for the target, by the drafter's kind; raises where it has none.
-            applied: whether there are applications beside it.
+            applied: whether applications beside it have streams.
         """
         if not self.weights or getattr(self, self.weights) or (applied and self.of_applications):
             return self

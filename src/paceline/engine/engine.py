@@ -329,7 +329,9 @@ class Engine:
                 self._complete(sequence.trace, result)
             if sequence.finished:
                 stats = sequence.state.stats
-                stats.off_reason = stats.off_reason or self.budget.rested(sequence)
+                drafter = self.round.drafter
+                idle = None if drafter is None else drafter.spec.idle_reason(sequence.view)
+                stats.off_reason = stats.off_reason or idle or self.budget.rested(sequence)
                 ended.append(sequence)
         if ended:
             self._drop(ended)

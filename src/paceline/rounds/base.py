@@ -135,6 +135,10 @@ class Round(Protocol):
     name: str
 
     @property
+    def drafter(self) -> Drafter | None:
+        """The drafter; None: nothing is drafted."""
+
+    @property
     def admits(self) -> Callable[[StreamSet], None] | None:
         """Checks an application's set against the rules of the drafter and the layers, and raises CapabilityError where
         it does not fit; None: no main row can attend to streams here."""
