@@ -79,7 +79,7 @@ def drafter_of(ask: MirrorFlags, gamma: int | None = None) -> str:
 
 def mirror_of(ask: MirrorFlags, kappa: int, exit_: str = "1/2", more: str = "") -> str:
     """The mirror round, as it is named."""
-    heads = f",heads={ask.heads}" if ask.heads else ""
+    heads = f",heads={ask.heads or 'own'}"
     rows = f",rows={ask.rows}" if ask.rows else ""
     return f"mirror,kappa={kappa},exit={exit_}{heads}{rows}{more}"
 

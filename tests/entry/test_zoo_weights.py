@@ -78,8 +78,18 @@ def test_everywhere(llm: LLM) -> None:
     assert asyncio.run(answer()).stats.drafted > 0
     own = Builder(MODEL, "cpu", 1).llm(parse_method("medusa"))
     assert own.engine.round.drafter.spec.name == "medusa"  # type: ignore[attr-defined]
-    exits = LLM(MODEL, drafter="ngram", round="mirror,exit=1/2,heads=zoo", share=llm, threads=1, max_model_len=256)
-    assert exits.engine.round.exit.heads is not None  # type: ignore[attr-defined]
+
+
+def test_the_zoos_exits_are_the_mirror_rounds(llm: LLM) -> None:
+    """Where they lie behind these layers; fewer outcomes are then not prepared for than with the target's own head."""
+    passes = {}
+    for options, trained in (("", True), (",heads=zoo", True), (",exit=5", False), (",heads=own", False)):
+        given = {"drafter": "draft_model", "round": f"mirror,kappa=1,policy=plain{options}", "share": llm}
+        mirror = LLM(MODEL, **given, threads=1, max_model_len=256)
+        assert (mirror.engine.round.exit.heads is not None) == trained  # type: ignore[attr-defined]
+        passes[options] = mirror.generate(["SELECT", "The sea"], SamplingParams(temperature=0, max_tokens=40))
+    counts = {options: sum(found.stats.passes for found in own) for options, own in passes.items()}
+    assert counts[""] == counts[",heads=zoo"] < counts[",heads=own"]
 
 
 def test_streams_of_applications_are_meant_where_there_are_any() -> None:

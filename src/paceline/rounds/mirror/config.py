@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from ...core.errors import ConfigError
+from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...drafters.base import DrafterSpec
 from ...network.decoder import Decoder
@@ -19,7 +19,7 @@ from .round import MirrorRound
 # Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
 KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
 
-ZOO = "zoo"  # in place of a folder of exits
+AUTO, OWN, ZOO = "auto", "own", "zoo"  # in place of a folder of exits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class MirrorConfig(AheadConfig):
     )
     exit: str = option("1/2", help="where the target says them: a number of layers, or a share of them such as 1/2")
     heads: str = option(
-        "",
-        help="trained early exits, one of them behind these layers, or zoo: the embedded ones for the model; none: the "
-        "target's own norm and head",
+        AUTO,
+        help="trained early exits, one of them behind these layers; zoo: the embedded ones for the model; own: the "
+        "target's own norm and head; auto: zoo where it has such exits, else own",
     )
     policy: Literal["wait", "plain"] = option(
         "wait", help="after an outcome that was not prepared for: wait for a fresh draft, or a pass without one"
@@ -106,15 +106,16 @@ class MirrorConfig(AheadConfig):
             wrong = f"the vocabulary has {vocab} tokens"
             raise ConfigError(f"round='mirror,kappa={self.kappa}'", wrong, f"give {vocab} or fewer")
         layer = exit_layer(self.exit, target.num_layers, f"round='mirror,exit={self.exit}'")
-        if not self.heads:
-            return ExitHead(target, layer)
-        mark = None if origin.folder is None else fingerprint(origin.folder)
-        return exit_of(origin.find(self._named(origin)), target, layer, origin.name, mark)
-
-    def _named(self, origin: Origin) -> str:
-        """The trained exits' name."""
-        found = origin.trained(self.kind) if self.heads == ZOO else self.heads
-        if found is None:
+        name = origin.trained(self.kind) if self.heads in (AUTO, ZOO) else self.heads
+        if name is None and self.heads == ZOO:
             wrong, remedy = f"the zoo has no exits for {origin.name}", "name a folder of them, or leave heads out"
             raise ConfigError(f"round='mirror,heads={ZOO}'", wrong, remedy)
-        return found
+        if name is None or name == OWN:
+            return ExitHead(target, layer)
+        mark = None if origin.folder is None else fingerprint(origin.folder)
+        try:
+            return exit_of(origin.find(name), target, layer, origin.name, mark)
+        except CapabilityError:  # none of them lies there
+            if self.heads != AUTO:
+                raise
+            return ExitHead(target, layer)
