@@ -18,6 +18,7 @@ from paceline.engine.engine import Engine
 from paceline.network.adapters import AdapterConfig
 from paceline.network.decoder import Decoder
 from paceline.network.native_streams import StreamCarrier, StreamRun
+from paceline.network.stream_prices import stream_prices
 from paceline.network.streams import StreamSet
 from paceline.rounds.compiled import choose_riders, frontier_chances
 
@@ -95,8 +96,7 @@ def test_one_call_says_what_its_parts_say(
     decoder = decoder_of(kind)
     assert decoder.stack is not None
     first, each, decoder.stack.free_rows = RIDES[ride]
-    monkeypatch.setattr("paceline.rounds.compiled.FIRST", first)
-    monkeypatch.setattr("paceline.rounds.compiled.EACH", each)
+    monkeypatch.setattr("paceline.rounds.compiled.stream_prices", lambda *_: (first, each))
     for options in ({}, {"chain": True}):
         found = {}
         for compiled in (True, False):
@@ -169,8 +169,7 @@ def test_streams_that_go_through_an_adapter_in_place_of_the_mlp(
     decoder = decoder_of(kind)
     assert decoder.stack is not None
     first, each, decoder.stack.free_rows = RIDES[ride]
-    monkeypatch.setattr("paceline.rounds.compiled.FIRST", first)
-    monkeypatch.setattr("paceline.rounds.compiled.EACH", each)
+    monkeypatch.setattr("paceline.rounds.compiled.stream_prices", lambda *_: (first, each))
     own = AdapterConfig(rank=4, layers=(2, 3), linears=("qkv", "out", "mlp"))
     found = {}
     for compiled in (True, False):
@@ -296,6 +295,37 @@ def test_what_cannot_be_is_refused() -> None:
 
 # ---- who carries streams
 
+USUAL = 0.28, 0.09
+
+
+@pytest.mark.parametrize(("free", "first", "each"), [(4, 0.28, 0.09), (16, 0.1, 0.02), (16, 0.0, 0.0), (4, 1.5, 0.0)])
+def test_what_streams_cost_in_a_pass_is_measured(
+    free: int, first: float, each: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose first row of streams and others cost so much; a price above what they save is cut to that."""
+    decoder, streams_ = decoder_of("bfloat16"), trained("bfloat16")
+    assert decoder.stack is not None
+    ms, late, gamma = [0.0], 0.7, streams_.config.gamma
+
+    def takes(whole: Any, run: Any, cache: Any) -> tuple[None, None, float]:
+        rows, rides = len(whole.tokens), bool(run.carriers[0].riders)
+        beyond = max(0, gamma - (-rows % free))
+        ms[0] += 2.0 + 0.05 * rows + (late * (first + each * beyond) if rides else late)
+        return None, None, 0.0 if rides else late
+
+    monkeypatch.setattr(decoder.stack, "free_rows", free)
+    monkeypatch.setattr(decoder.stack, "decide_streams", takes)
+    monkeypatch.setattr("paceline.network.stream_prices.perf_counter", lambda: ms[0] / 1e3)
+    found = stream_prices(decoder, streams_)
+    assert found == pytest.approx((min(first, 1.0), each), abs=1e-6)
+    assert stream_prices(decoder, streams_) is found  # once for a set
+
+
+def test_it_is_measured_before_the_first_request() -> None:
+    decoder = decoder_of("bfloat16")
+    assemble(streams(trained=trained("bfloat16")), decoder=decoder)
+    assert decoder.stack is not None and len(decoder.stack.stream_prices) == 1
+
 
 def test_chances_of_the_last_accepted_node() -> None:
     chances = frontier_chances([-1, 0, 0, 1], [0.0, -0.5, -2.0, -1.0])
@@ -309,9 +339,12 @@ def test_chances_of_the_last_accepted_node() -> None:
     [(0, 99, []), (2, 99, []), (4, 99, [3]), (8, 7, [3]), (99, 99, [0, 1, 2, 3]), (99, 3, [])],
 )
 def test_riders_fill_the_free_rows(free: int, room: int, wanted: list[int]) -> None:
-    assert choose_riders([0.3, 0.2, 0.2, 0.3 + 1e-9], 4, free, room) == wanted
+    assert choose_riders([0.3, 0.2, 0.2, 0.3 + 1e-9], 4, free, room, *USUAL) == wanted
 
 
 def test_a_likely_node_carries_streams_whatever_is_free() -> None:
-    assert choose_riders([0.2, 0.8], 4, 0, 99) == [1]
-    assert choose_riders([0.5, 0.5], 1, 0, 99) == [0, 1]  # a single stream costs less than the pass that it saves
+    assert choose_riders([0.2, 0.8], 4, 0, 99, *USUAL) == [1]
+    assert choose_riders([0.5, 0.5], 1, 0, 99, *USUAL) == [
+        0,
+        1,
+    ]  # one stream costs less than the pass that it saves

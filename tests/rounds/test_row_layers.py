@@ -122,8 +122,7 @@ def test_a_plain_pass_has_no_upper_ones(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("at", ["frontier", "nodes"])
 def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled call is watched in the same way: the rows that it is given, and the streams that it runs."""
-    monkeypatch.setattr("paceline.rounds.compiled.FIRST", ride[0])
-    monkeypatch.setattr("paceline.rounds.compiled.EACH", ride[1])
+    monkeypatch.setattr("paceline.rounds.compiled.stream_prices", lambda *_: ride)
     shape = tiny_config(head_dim=16, num_layers=5, windows=(None,) * 5)
     decoder = tiny_decoder(shape, dtype=torch.float32, compiled=True)
     adapter = AdapterConfig(rank=4, layers=(3, 4))

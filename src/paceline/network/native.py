@@ -98,6 +98,7 @@ class Stack:
         self._streams: WeakKeyDictionary[StreamSet, abi.CStreamSet] = WeakKeyDictionary()
         self._packing = threading.Lock()
         self.library = native.library()
+        self.stream_prices = WeakKeyDictionary[StreamSet, tuple[float, float]]()  # see `stream_prices.stream_prices`
         self.free_rows = native.TILE_ROWS if self.library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
         self.embedding_at = ctypes.addressof(self.weights.embedding)

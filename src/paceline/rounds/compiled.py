@@ -25,14 +25,11 @@ from ..kv.pool import KVPool
 from ..network.decoder import Decoder
 from ..network.native_calls import NativeTaps
 from ..network.native_streams import StreamCarrier, StreamRun, StreamTokens
+from ..network.stream_prices import stream_prices
 from .passes import Pass, decide, token_pass
 from .stream_reading import count_carrier, most_accepted
 from .stream_rows import Carriers
 from .taps import Tapped
-
-# In passes of streams that run after verification. Measured on 2 cores of Zen 4 without AMX (docs/measured/engine.md).
-FIRST = 0.28  # what the first row of streams costs in a pass: adapters are read, and are computed beside all rows
-EACH = 0.09  # what a row beyond the free ones costs
 
 
 @dataclass(slots=True)
@@ -84,7 +81,7 @@ def decide_compiled(
         samplers = [p.works[c.work].sequence.view.sampler for c in carriers]
         if not _plain_streams(carriers) or not all(s.plain or s.draws for s in samplers):
             return None
-        streams = _stream_run(p, carriers, rules, pool, stack.free_rows, target.config.vocab_size)
+        streams = _stream_run(p, carriers, rules, pool, target)
     given = token_pass(p)
     works = [p.works[i] for i in p.generating]
     if not all(w.sequence.view.sampler.plain and w.sequence.state.request.params.logprobs is None for w in works):
@@ -156,36 +153,39 @@ def _plain_streams(carriers: Sequence[Carriers]) -> bool:
     return streams.config.start_rank == 0 and streams.config.value_rotation is None
 
 
-def _stream_run(
-    p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVPool, free: int, vocab: int
-) -> StreamRun:
+def _stream_run(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVPool, target: Decoder) -> StreamRun:
     """Who carries streams, as the compiled layers see it."""
     gamma, room = carriers[0].gamma, pool.scratch_slots
-    open_rows = -p.main_rows % free
+    assert target.stack is not None
+    open_rows = -p.main_rows % target.stack.free_rows
+    prices = (0.0, 0.0) if rules.at == "nodes" else stream_prices(target, carriers[0].streams)
     rows = []
     used = 0
     for c in carriers:
         work, span = p.works[c.work], p.spans[c.work]
         streams = min(gamma, work.budget or gamma)  # no draft is deeper than its budget
-        riders = _riders(p, c, rules, streams, open_rows - used, room - used)
+        riders = _riders(p, c, rules, streams, open_rows - used, room - used, prices)
         used += streams * len(riders)
         ends = work.sequence.state.checker.enders
         rows.append(StreamCarrier(c.work, span.root, streams, most_accepted(work), ends, riders))
     scratch = pool.scratch(max(used, gamma * len(carriers)))
-    return StreamRun(carriers[0].streams, rows, min(rules.k, vocab), scratch, rules.noisy, rules.attention_limit)
+    most = min(rules.k, target.config.vocab_size)
+    return StreamRun(carriers[0].streams, rows, most, scratch, rules.noisy, rules.attention_limit)
 
 
-def _riders(p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, room: int) -> Sequence[int]:
+def _riders(
+    p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, room: int, prices: tuple[float, float]
+) -> Sequence[int]:
     """The nodes of one sequence that carry streams in the pass."""
     span = p.spans[c.work]
     if rules.at == "nodes":
         return range(span.nodes)
     if p.tree is None or span.tree_index < 0:
-        return choose_riders([1.0], streams, free, room)
+        return choose_riders([1.0], streams, free, room, *prices)
     if p.tree.scores is None:
         return ()
     chances = frontier_chances(p.tree.parents[span.tree_index], p.tree.scores[span.tree_index])
-    return choose_riders(chances, streams, free, room)
+    return choose_riders(chances, streams, free, room, *prices)
 
 
 def count_stream_drafts(p: Pass, said: StreamDrafts, num_layers: int) -> None:
@@ -210,7 +210,7 @@ def frontier_chances(parents: Sequence[int], log_scores: Sequence[float]) -> lis
     return chances
 
 
-def choose_riders(chances: Sequence[float], streams: int, free: int, room: int) -> list[int]:
+def choose_riders(chances: Sequence[float], streams: int, free: int, room: int, first: float, each: float) -> list[int]:
     """The nodes that carry streams, ascending: those that save the most time.
 
     Args:
@@ -218,12 +218,13 @@ def choose_riders(chances: Sequence[float], streams: int, free: int, room: int) 
         streams: of a node.
         free: rows that cost next to nothing.
         room: rows that there may be.
+        first, each: what the first row costs, and each beyond the free ones; see `stream_prices`.
     """
     order = sorted(range(len(chances)), key=lambda n: (-chances[n], n))[: room // streams]
-    best, saved, kept = 0.0, -FIRST, 0
+    best, saved, kept = 0.0, -first, 0
     for count, node in enumerate(order, start=1):
         beyond = min(streams, max(0, count * streams - free))
-        saved += chances[node] - EACH * beyond
+        saved += chances[node] - each * beyond
         if saved > best:
             best, kept = saved, count
     return sorted(order[:kept])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...network.files import check_target
+from ...network.stream_prices import stream_prices
 from ...network.streams import MAX_STREAMS, StreamSet, check_exit, read_config
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
 from ..fit import TrainedDrafterConfig
@@ -183,6 +184,9 @@ class StreamsDrafter(Drafter):
         check_target(f"streams trained for {config.target or 'another target'}", config, target.name, target)
         if self.streams.adapters is not None:
             self.streams.adapters.prepare()
+        decoder, plain = target.decoder, config.start_rank == 0 and config.value_rotation is None
+        if decoder.stack is not None and decoder.ranks is None and plain and self.config.at == "frontier":
+            stream_prices(decoder, self.streams)  # now, not in the first request
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
         """The general set, for every sequence without streams of its own."""
