@@ -46,6 +46,14 @@ def test_a_server_s_own_drafters_stand_beside_the_one_that_is_chosen(
 
 
 @pytest.mark.parametrize("round_", ["mirror", "pipeline"])
+def test_a_server_s_own_drafters_draft_ahead(round_: str) -> None:
+    llm = LLM(MODEL, drafter="auto", beside=SERVED, round=round_, threads=1, max_model_len=128, max_sequences=2)
+    assert llm.engine.round.sources == ("grammar", "prediction", "suffix", "draft_model")
+    stats = llm.generate("SELECT", GREEDY)[0].stats
+    assert stats.accepted and stats.off_reason is None
+
+
+@pytest.mark.parametrize("round_", ["mirror", "pipeline"])
 def test_the_round_chooses_among_those_that_it_can_run_and_says_so(
     round_: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
