@@ -10,6 +10,7 @@ import pytest
 from kits.grammars import SCHEMA
 
 from paceline import LLM, SamplingParams
+from paceline.core.errors import ConfigError
 from paceline.core.grammar import Grammar
 from paceline.core.speculation import Speculation
 from paceline.grammar import compiler
@@ -93,6 +94,16 @@ def test_rounds_that_draft_ahead_need_no_more_passes(plain: LLM, drafter: str) -
         passes[name], count = found.stats.passes, len(found.outputs[0].token_ids)
     assert passes["mirror"] <= passes["serial"] < 0.5 * count
     assert len(ticks) <= count + 1 + passes["serial"]
+
+
+def test_a_grammar_that_cannot_be_drafted_from_turns_no_drafts_off(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: GrammarMatcher, output: list[int], most: int) -> list[int]:
+        raise ConfigError("the next token under a grammar", "it takes too long", "use a simpler grammar")
+
+    monkeypatch.setattr(GrammarMatcher, "forced", fails)
+    drafting = LLM("paceline-small", drafter="hybrid:grammar+suffix", round="mirror", exact=True, share=plain)
+    assert ids(drafting, PROMPTS[:1], temperature=0) == ids(plain, PROMPTS[:1], temperature=0)
+    assert drafting.engine.round.failure is None
 
 
 def test_drafts_outside_of_the_grammar_never_become_rows(plain: LLM) -> None:

@@ -84,7 +84,10 @@ class LookUps:
         for source, part in self._parts.items():
             if sequence.sources is not None and source not in sequence.sources:
                 continue
-            found = _allowed(sequence, path, part.continuations(sequence, path, width))
+            try:
+                found = _allowed(sequence, path, part.continuations(sequence, path, width))
+            except ConfigError:  # of the request's grammar: the target meets it, too, and ends the request
+                continue
             if found and (not best[1] or found[0][1] > best[1][0][1]):
                 best = source, found
             if self.knows(found):
@@ -107,10 +110,7 @@ def _allowed(sequence: SequenceView, path: Sequence[int], found: Found) -> Found
     sampler = sequence.sampler
     if sampler.matcher is None or not found:
         return found
-    try:
-        allowed = sampler.matcher.within(sampler.output_ids, [[*path, token] for token, _ in found])
-    except ConfigError:  # the target meets it again, and ends the request
-        return []
+    allowed = sampler.matcher.within(sampler.output_ids, [[*path, token] for token, _ in found])
     return [one for one, fits in zip(found, allowed, strict=True) if fits]
 
 
