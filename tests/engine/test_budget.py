@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kits.budget_world import HARD, LOOKUP, NETWORK, RIGHT, STEP_COSTS, WRONG, Sequence, World, run
 from kits.tiny import assemble, tiny_decoder
 
+from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import DrafterSpec
@@ -501,15 +502,24 @@ def test_what_it_says() -> None:
     assert "drafts do not pay" in budget.explain() and not budget.describe()["nodes"]
 
 
-def test_a_sequence_that_rested_can_say_so() -> None:
-    world = World(STEP_COSTS["linear"], acceptance=lambda _: 0.0, answer=4000, ask_ms=0.3)
-    budget = auto(world)
-    sequence = Sequence(1, world)
-    for _ in range(200):
-        _step(budget, [sequence], [[WRONG] * 4], world)
-    assert "do not pay" in str(budget.rested(sequence))  # type: ignore[arg-type]
-    budget.forget([sequence])  # type: ignore[list-item]
-    assert budget.rested(sequence) is None  # type: ignore[arg-type]
+def test_off_is_said_of_answers_without_any_draft() -> None:
+    """Rows that are far too dear: the first ones are measured, in the first answer, and nothing is drafted later."""
+    llm = LLM("paceline-small", drafter="ngram", max_model_len=256)
+    budget = llm.engine.budget
+    learn = budget.observe
+    budget.observe = lambda step: learn(  # type: ignore[method-assign]
+        replace(step, draft_ms=0.0, ask_ms=0.0, rest_ms=5.0 + 20.0 * sum(step.drafted))
+    )
+    answers = [
+        llm.generate(
+            "Once upon a time there was a little", SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        )[0].stats
+        for most in (96, 96, 2)
+    ]
+    assert answers[0].drafted > 0 and answers[0].off_reason is None
+    assert [stats.drafted for stats in answers[1:]] == [0, 0]
+    assert "drafts do not pay" in str(answers[1].off_reason) and " node" not in str(answers[1].off_reason)
+    assert answers[2].off_reason is None  # its steps were plain ones
 
 
 def test_at_rest_states_are_taken_only_before_the_next_look() -> None:

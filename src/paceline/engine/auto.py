@@ -162,7 +162,7 @@ class AutoBudget(DraftBudget):
         else:  # the states that drafts of this step need were not taken: look at it in the next one
             budgets, self._next = [0] * len(keys), self._steps + 1
         resting = not any(budgets)
-        self._rested += resting
+        self._rested += resting and self._size.plain_at < self._steps
         self.rests = resting and self._spares and self._steps + 1 < self._next
         return budgets
 
@@ -349,6 +349,7 @@ class AutoBudget(DraftBudget):
         if measures or count > limit:  # an ask is worth what it will bring once so many rows are known
             found = weigh(self._library, histories, tree, scores, prices[: limit + 1], self._blind or measures)
             gains, count = found.gains if measures else gains, sum(found.counts) - len(views)
+        self._rested += nodes > 0 and not count
         self._choice, self._all = (self._batch, count, found.tokens), 0 < count == nodes and not measures
         if self.learns:
             if self._one:
@@ -437,17 +438,18 @@ class AutoBudget(DraftBudget):
         return self
 
     def rested(self, sequence: RunningSequence) -> str | None:
-        """Why nothing was drafted in most of the sequence's steps, where that is so."""
-        if (history := self._histories.get(sequence.view.key)) is None:
+        """Return why nothing at all was drafted for a sequence, where drafts did not pay in most of its steps."""
+        history = self._histories.get(sequence.view.key)
+        if history is None or sequence.state.stats.drafted:
             return None
         rests, steps = self._rested - history.rested_before, self._steps - history.born + 1
-        return self.explain() if rests > steps / 2 else None
+        return self._explain(1, 0, 0.0) if rests > steps / 2 else None
 
     def explain(self) -> str:
-        """What the last step that asked for drafts chose, and why, in a sentence."""
-        batch, nodes, tokens = self._choice
-        if not self._batch:
-            return "auto: no step was planned yet"
+        """Say what the last step that asked for drafts chose, and why."""
+        return self._explain(*self._choice) if self._batch else "auto: no step was planned yet"
+
+    def _explain(self, batch: int, nodes: int, tokens: float) -> str:
         price = f"a row must be accepted with a chance of {self.row_chance:.0%} to pay"
         at = f"auto: at batch {self._batch} a plain step takes {self._plain_ms:.2f} ms, and {price}"
         if not batch:

@@ -436,8 +436,7 @@ class Engine:
         admitted = min((s.admitted for s in live.sequences if s.admitted is not None), default=None)
         stats.queue_ms = None if admitted is None else (admitted - live.submitted) * 1e3
         # The user must learn of a drafter that failed on the way, whatever it had drafted before.
-        rested = next((s.state.stats.off_reason for s in live.sequences if s.state.stats.off_reason), None)
-        stats.off_reason = self.round.failure or stats.off_reason or rested
+        stats.off_reason = self.round.failure or stats.off_reason
         outputs = [self._completion(live, s) for s in live.sequences]
         wants_prompt = live.request.params.prompt_logprobs is not None
         return RequestOutput(
