@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kits import gguf_files
 from typer.testing import CliRunner
 
 from paceline import LLM, zoo
@@ -125,6 +126,23 @@ def test_a_config_file_is_a_model(run: Any, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "config.json"):
         found = ranked(run("--target", str(path), *SMALL[2:], "--json"))
         assert f"--model {tmp_path} " in found["ngram"]["command"]
+
+
+def test_a_gguf_file_is_planned_as_it_is_stored(run: Any, tmp_path: Path) -> None:
+    """Its types and its path; what has no weights comes last, and what the planner has no law of is named."""
+    (folder := tmp_path / "a model").mkdir()
+    file = gguf_files.write(folder / "small.gguf", "q4_1")
+    for target in (file, folder):
+        said = json.loads((result := run("--target", str(target), *SMALL[2:], "--json")).stdout)
+        found, stored = ranked(result), said["target"]["weight_bytes"]
+        assert stored == 20 / 32 and said["ranked"][0]["holds"] < 1.2e6 and said["unpredicted"] == ["suffix"]
+        words = shlex.split(found["ngram"]["command"])
+        assert words[words.index("--model") + 1] == str(target) and "--dtype" not in words
+        runs = [row["command"] is not None for row in said["ranked"]]
+        assert runs == [True] * 3 + [False] * 3 and found["draft_model"]["multiplier"] > found["none"]["multiplier"]
+    plain = ranked(run("--target", str(file), *SMALL[2:], "--weights", "bfloat16", "--json"))
+    assert "--dtype bfloat16" in plain["ngram"]["command"] and plain["none"]["holds"] > 2 * found["none"]["holds"]
+    assert "not predicted: suffix, eagle, lyanna, medusa, hybrid;" in run(*SMALL).stdout
 
 
 def test_this_machine_is_measured_and_its_costs_are_kept(

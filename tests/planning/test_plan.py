@@ -79,6 +79,15 @@ def test_a_named_draft_model_is_priced_and_its_pair_known() -> None:
     assert made.round.draft != other.round.draft and made.holds != other.holds
 
 
+def test_streams_are_no_deeper_than_their_set_and_their_rows_have_a_price() -> None:
+    """A set of four on every row, through half of the layers: the root and four nodes are 15 rows, not 9."""
+    for asked in (question(batch=1, context=512), embedded(depth=None)):
+        assert max(made.depth for made in plan.rank(asked) if made.drafter == "streams") <= 4
+    assert (ranked(depth=8)["streams"].depth, ranked(depth=4)["streams"].rows) == (4, 15)
+    few = {made.drafter: made for made in plan.rank(embedded(batch=1, context=128))}
+    assert few["streams"].round.verify > 1.2 * few["ngram"].round.verify
+
+
 def test_what_the_user_says_of_acceptance_counts() -> None:
     said = given_acceptance(["spire=3", "ngram=5@8"])
     found = ranked(depth=4, acceptance=said)

@@ -20,7 +20,6 @@ from typing import Any, get_type_hints
 from .. import zoo
 from ..config import LLMConfig
 from ..core.errors import ConfigError
-from ..core.model_spec import parse_model
 from ..core.options import named_values, read, suggest, type_name
 from ..drafters import registry
 from ..rounds import AUTO, ROUNDS
@@ -136,14 +135,16 @@ def _kind(drafter: str) -> str:
 
 
 def default_methods(model: str, dtype: str = "auto") -> list[Method]:
-    """Plain decoding, and every drafter that fits the model as it is; an embedded target brings its draft model."""
-    entry = next((e for e in zoo.available() if e.name == parse_model(model).name), None)
+    """List plain decoding, look-ups, and every drafter that the zoo has for the model."""
+    own, drafters = zoo.default_drafter(model, dtype), set(registry.names())
+    # The draft in the form in which the zoo uses it.
+    form = getattr(registry.parse(own), "dtype", "auto") if own else "auto"
     texts = [PLAIN, "ngram", "suffix"]
-    if entry is not None and entry.draft:
-        # The draft in the form in which the zoo uses it.
-        form = getattr(registry.parse(entry.drafter), "dtype", "auto") if entry.drafter else "auto"
-        texts.append(f"draft_model:{entry.draft}" + ("" if form == "auto" else f",dtype={form}"))
-    texts += [entry.drafter] if entry is not None and entry.drafter else []
+    for entry in zoo.trained_for(model):
+        if entry.read_by in drafters:
+            more = f",dtype={form}" if entry.role == "draft" and form != "auto" else ""
+            texts.append(f"{entry.read_by}:{entry.name}{more}")
+    texts += [own] if own and own not in texts else []
     kinds = Counter(map(_kind, texts))
     # A kind that is there once is name enough.
     named = [text if text == PLAIN or kinds[_kind(text)] > 1 else f"{_kind(text)}={text}" for text in texts]

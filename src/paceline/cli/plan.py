@@ -18,6 +18,8 @@ from ..core.options import named_values, shown, suggest
 from ..distributed.placement import cores, parse_cluster
 from ..engine.calibration import processor
 from ..llm import LLM
+from ..network.gguf import is_gguf
+from ..network.hub import local
 from ..planning import machines, models
 from ..planning.acceptance import Acceptance, accept_of
 from ..planning.hosts import LINK, Hosts
@@ -68,7 +70,13 @@ def plan(
             help="The draft model. Default: the zoo's for its targets, else half the target's layers and width.",
         ),
     ] = None,
-    weights: Annotated[str, typer.Option(metavar="DTYPE", help=f"How weights are stored: {STORED}.")] = "bfloat16",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help=f"How weights are stored: {STORED}. Default: a GGUF file's own types, else bfloat16.",
+        ),
+    ] = None,
     kv: Annotated[
         str | None,
         typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}. Default: bfloat16."),
@@ -123,24 +131,26 @@ def plan(
         target=shape,
         machine=machines.machine(machine or "cpu"),  # what is measured takes its place
         draft=None if drafting is None else resolve(drafting),
-        weight_bytes=_bytes("--weights", weights),
+        weight_bytes=None if weights is None else _bytes("--weights", weights),
         kv_bytes=_bytes("--kv", kv or "bfloat16"),
         acceptance=given_acceptance(tau or ()),
         **question,
     )
     names, found = (_runnable(target), _runnable(drafting) if drafting else None), dict[str, Any]()
     if measured:
-        asked, found = _measured(asked, _runnable_here(names[0], weights), drafting, as_json)
+        stored = weights or ("bfloat16" if shape.weight_bytes == BYTES["bfloat16"] else "auto")
+        asked, found = _measured(asked, _runnable_here(names[0], stored), drafting, as_json)
     if site["hosts"] is not None:
         plan_hosts.show_layouts(asked, *_linked(site, **links), *names, as_json)
         return
-    ranked = rank(asked)
-    ways = [plan_view.how_to_run(asked, made, *names) for made in ranked]
+    found_ways = [(made, plan_view.how_to_run(asked, made, *names)) for made in rank(asked)]
+    # What can be run comes first.
+    ranked, ways = zip(*sorted(found_ways, key=lambda pair: pair[1][0] is None), strict=True)
     file = None if plot is None else plan_view.draw(asked, plot)
     if as_json:
-        plan_view.print_json(asked, ranked, ways, found)
+        plan_view.print_json(asked, ranked, ways, found, names[0])
     else:
-        plan_view.show(asked, ranked, ways)
+        plan_view.show(asked, ranked, ways, names[0])
     if file is not None:
         note(f"drawn: {file}")
 
@@ -244,7 +254,7 @@ def _runnable_here(name: str | None, weights: str) -> LLM:
         raise ConfigError(asked, "there are no weights of this model to time", "name a model that can be loaded")
     if parse_model(name).random:
         raise ConfigError(f"{asked} of {name}", "it is gone when the command ends", "name a model that stays")
-    if weights not in RUNNABLE:
+    if weights not in (*RUNNABLE, "auto"):
         raise ConfigError(f"--weights {weights} with --measured", "they do not run here", f"use {', '.join(RUNNABLE)}")
     return LLM(name, dtype=weights)
 
@@ -288,14 +298,13 @@ def _from_files(name: str) -> ModelSizes | None:
     if folder is not None:
         return replace(models.read_shape(folder), source=f"the zoo's {name}")
     path = Path(name)
+    path = local(name) or path if path.is_dir() else path  # a folder may hold one GGUF file
     return models.read_shape(path) if path.exists() else None
 
 
 def _draft_name(target: str, draft: str | None) -> str | None:
     """What is named, or the zoo's draft for its target."""
-    own = parse_model(target).name
-    embedded = next((entry.draft for entry in zoo.available() if entry.name == own), None)
-    return draft or embedded
+    return draft or next((entry.name for entry in zoo.trained_for(target) if entry.role == "draft"), None)
 
 
 def _runnable(text: str) -> str | None:
@@ -305,7 +314,7 @@ def _runnable(text: str) -> str | None:
     if known is not None:
         return replace(spec, name=known.hub).text if known.hub else None
     path = Path(spec.name)
-    return replace(spec, name=str(path.parent)).text if path.is_file() else text
+    return replace(spec, name=str(path.parent)).text if path.is_file() and not is_gguf(path) else text
 
 
 def _bytes(flag: str, text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from rich.text import Text
 from .. import zoo
 from ..bench import figures
 from ..bench.law import MeasuredLaw
+from ..bench.methods import default_methods
 from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
@@ -29,7 +31,7 @@ from .console import note, stdout
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
+DTYPES = {None: None, 2.0: "bfloat16", 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 SUFFIXES = (".svg", ".png")
 MOST_BATCH = 2**40  # beyond it nothing changes
 LEAST_BATCH, LEAST_CONTEXT = 256, 8192  # where plots end at least
@@ -46,7 +48,7 @@ HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s"
 HowToRun = tuple[str | None, str | None]  # the command that would measure a drafter, or what is missing for that
 
 
-def show(question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[HowToRun]) -> None:
+def show(question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[HowToRun], target: str | None) -> None:
     """The table, what was assumed, and how to run each drafter."""
     console = stdout()
     console.print(_title(question), style="bold", markup=False)
@@ -57,6 +59,8 @@ def show(question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[
     console.print("to run it:", style="bold")
     for made, (command, missing) in zip(ranked, ways, strict=True):
         console.print(Text(f"  {command}") if command else Text(f"  {made.drafter}: {missing}", style="dim"))
+    if others := unpredicted(target):
+        console.print(f"not predicted: {', '.join(others)}; `paceline bench` measures all of them", markup=False)
     if question.law is None:
         note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
     else:
@@ -90,7 +94,11 @@ def _rate(seconds: float) -> str:
 
 
 def print_json(
-    question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[HowToRun], measured: Mapping[str, Any]
+    question: PlanRequest,
+    ranked: Sequence[RankedDrafter],
+    ways: Sequence[HowToRun],
+    measured: Mapping[str, Any],
+    target: str | None,
 ) -> None:
     """The same as one JSON object; ``measured``: this machine's law, where it was."""
     rows = []
@@ -101,8 +109,15 @@ def print_json(
         told = {"reason": reason(question, made), "devices_needed": devices, "command": command, "missing": missing}
         rows.append({**values, **took, **told})
     asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
-    found = {"measured": {**measured, "machine": asked["machine"]}} if measured else {}
-    typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **found}))
+    found: dict[str, Any] = {"measured": {**measured, "machine": asked["machine"]}} if measured else {}
+    found |= {"draft": asdict(question.drafting), "ranked": rows, "unpredicted": unpredicted(target)}
+    typer.echo(json.dumps({**asked, **found}))
+
+
+def unpredicted(target: str | None) -> list[str]:
+    """List the drafters that exist for a model that runs, and that the planner has no law of."""
+    methods = default_methods(target) if target else []
+    return [method.name for method in methods if not method.plain and method.name not in DRAFTERS]
 
 
 def _show_acceptance(ranked: Sequence[RankedDrafter]) -> None:
@@ -208,7 +223,7 @@ def how_to_run(question: PlanRequest, made: RankedDrafter, target: str | None, d
     dtype = DTYPES[question.weight_bytes]
     more = (f" --dtype {dtype}" if dtype else "") + (" --device cuda" if question.machine.device == "cuda" else "")
     method = PLAIN if made.drafter == PLAIN else f"{_method(question, made, weights)};budget={made.depth * made.width}"
-    return f'paceline bench --model {target} --batch {question.batch}{more} --method "{method}"', None
+    return f'paceline bench --model {shlex.quote(str(target))} --batch {question.batch}{more} --method "{method}"', None
 
 
 def _missing(q: PlanRequest, made: RankedDrafter, target: bool, weights: bool) -> str | None:

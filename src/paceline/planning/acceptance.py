@@ -31,6 +31,7 @@ class Acceptance:
     own: bool = True  # of this very pair of target and draft; False: nobody measured it, and another pair's is taken
     layers: int | None = None  # of a draft that was cut out of the target; None: it is not known
     window: int | None = None  # of a sparse draft; None: it is not known
+    deepest: int | None = None  # tokens of a draft at most: the streams of a set; None: any number
 
     def any_of(self, width: int) -> float:
         """The chance that one of the ``width`` likeliest tokens is accepted."""
@@ -90,5 +91,5 @@ def _read(entry: Mapping[str, Any], context: float, own: bool) -> Acceptance:
         contexts, taus = zip(*tau, strict=True)
         tau = np.interp(context, contexts, taus)
     accept = entry["accept"] if tau is None else accept_of(float(tau), entry["depth"])
-    given = {name: entry[name] for name in ("siblings", "layers", "window") if name in entry}
+    given = {name: entry[name] for name in ("siblings", "layers", "window", "deepest") if name in entry}
     return Acceptance(accept=accept, source=entry["source"], own=own, **given)

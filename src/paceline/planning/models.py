@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..core.errors import ConfigError
 from ..core.tables import read_table
 from ..network.families import DecoderConfig, decoder_config
 from ..network.files import read_json
-from ..network.gguf import is_gguf
+from ..network.gguf import is_gguf, read_gguf
 from ..network.gguf_model import read_gguf_config
 
 TABLE = "planning/models.toml"
@@ -47,6 +48,7 @@ class ModelSizes:
     head_dim: int
     vocab_size: int
     max_position: int
+    weight_bytes: float = 2.0  # of a weight, as the model's files store it
     gated: bool = True  # an MLP of three matrices, else of two
     window: int | None = None  # keys that a sliding layer sees
     sliding_layers: int = 0
@@ -159,7 +161,9 @@ def read_shape(path: Path) -> ModelSizes:
         ConfigError: a file that cannot be read, an architecture that the engine does not have.
     """
     if is_gguf(path):
-        return replace(shape_of(read_gguf_config(path), path.stem), source=str(path))
+        matrices = [tensor for tensor in read_gguf(path).tensors.values() if len(tensor.shape) > 1]
+        stored = sum(tensor.nbytes for tensor in matrices) / sum(prod(tensor.shape) for tensor in matrices)
+        return replace(shape_of(read_gguf_config(path), path.stem), source=str(path), weight_bytes=stored)
     file, name = (path / "config.json", path.name) if path.is_dir() else (path, str(path))
     config = decoder_config(read_json(file, "name a Hugging Face config.json"))
     return replace(shape_of(config, name), source=str(file))
@@ -170,5 +174,6 @@ def shape_of(config: DecoderConfig, name: str = "") -> ModelSizes:
     sliding = [window for window in config.windows if window is not None]
     names = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position")
     sizes: dict[str, Any] = {name: getattr(config, name) for name in (*names, "gated")}
+    sizes |= {"weight_bytes": 0.5} if config.quantised else {}
     shape = ModelSizes(name=name, window=min(sliding, default=None), sliding_layers=len(sliding), **sizes)
     return shape.stretched(config.stretch)

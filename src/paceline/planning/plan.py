@@ -24,6 +24,7 @@ DRAFTERS = {"ngram": "", "streams": "", "draft_model": "small", "magicdec": "its
 SPARSE = ("magicdec", "spire")  # drafts that see a window with a sink alone
 TREES = ("draft_model",)  # drafters of several chains
 RIDING = ("streams",)  # drafters whose rows ride in the verifying pass
+UPPER = 0.5  # share of the layers that streams go through, as of zoo/paceline-small-streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class PlanRequest:
     batch: int = option(1, help="sequences decoded at once, 1 or more", minimum=1, maximum=2**30)
     context: int = option(1024, help="tokens that each sequence has", minimum=1)
     draft: ModelSizes | None = option(None, help="the draft model's sizes; none: half the target's layers and width")
-    weight_bytes: float = option(2.0, help="bytes of a stored weight", above=0)
+    weight_bytes: float | None = option(None, help="bytes of a stored weight; none: as the model's files", above=0)
     kv_bytes: float = option(2.0, help="bytes of a stored number of K/V", above=0)
     devices: int = option(1, help="devices that share every layer (tensor parallel)", minimum=1)
     stages: int = option(1, help="groups of devices, each with a part of the layers (pipeline parallel)", minimum=1)
@@ -87,7 +88,8 @@ class PlanRequest:
 
     def network(self, shape: ModelSizes, keys: int | None = None) -> ServedModel:
         """A model as it is served here."""
-        return ServedModel(shape=shape, weight_bytes=self.weight_bytes, kv_bytes=self.kv_bytes, keys=keys)
+        stored = self.weight_bytes or shape.weight_bytes
+        return ServedModel(shape=shape, weight_bytes=stored, kv_bytes=self.kv_bytes, keys=keys)
 
     def seconds(self, network: ServedModel, rows: int) -> float:
         """A pass over so many rows of each sequence."""
@@ -125,7 +127,10 @@ def rank(q: PlanRequest) -> list[RankedDrafter]:
     """The best form of each drafter and plain decoding, the fastest first."""
     accepted, depths, widths = q.assumptions(), [q.depth] if q.depth else DEPTHS, [q.width] if q.width else WIDTHS
     forms = {name: product(depths, widths if name in TREES else [1]) for name in DRAFTERS}
-    found = [[_form(q, name, *form, accepted[name]) for form in of] for name, of in forms.items()]
+    found = [
+        [_form(q, name, min(depth, accepted[name].deepest or depth), width, accepted[name]) for depth, width in of]
+        for name, of in forms.items()
+    ]
     best = [max(made, key=lambda one: one.multiplier) for made in found]
     return sorted([_form(q, PLAIN, 0, 1, None), *best], key=lambda made: -made.multiplier)
 
@@ -133,7 +138,9 @@ def rank(q: PlanRequest) -> list[RankedDrafter]:
 def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptance | None) -> RankedDrafter:
     """One drafter in one form; without an acceptance it is plain decoding."""
     target, network = q.network(q.target), None if accepted is None else _network(q, name, accepted)
-    rows = 1 + depth * width + (depth if name in RIDING else 0)  # streams of one row, counted through all layers
+    rows = 1 + depth * width
+    if name in RIDING:  # the root and each node carry the whole set through the upper layers
+        rows += round(UPPER * rows * ((accepted and accepted.deepest) or depth))
     took = round_of(q.seconds, target, network, depth, width, rows=rows)
     tau = 1.0 if accepted is None else accepted.tokens(depth, width)
     held = [target, *([network] if network is not None and DRAFTERS[name] != "itself" else [])]
