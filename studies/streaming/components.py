@@ -68,9 +68,10 @@ def verdicts(lines: Sequence[GridLine], choosing: Sequence[GridLine]) -> list[st
         calls, fast = (best_by(there, metric) for metric in PRUNING[:2])
         if calls is not None and calls.method in own:
             told = own[calls.method].metric("call_reduction")
-            found.append(f"{task}: highest call reduction: {calls.method}, {told:.2f}")
+            found.append(f"{task}: chosen on other prompts for its call reduction: {calls.method}, here {told:.2f}")
         if fast is not None and fast.method in own:
-            found.append(f"{task}: fastest: {fast.method}, {own[fast.method].bracketed} times plain decoding")
+            times = f"here {own[fast.method].bracketed} times plain decoding"
+            found.append(f"{task}: chosen on other prompts for its speed: {fast.method}, {times}")
         found += _pruning_verdict(task, pruning(here), pruning(there))
     return found
 

@@ -91,7 +91,9 @@ def test_a_drafter_that_looks_answers_up_is_called_so() -> None:
 
 def test_default_methods_are_what_fits_the_model() -> None:
     names = [m.name for m in default_methods("paceline-small", "float32")]
-    assert names == ["plain", "ngram", "suffix", "draft_model", "hybrid"]
+    heads = ["draft_model", "eagle", "lyanna", "medusa", "spire", "streams"]
+    assert names == ["plain", "ngram", "suffix", *heads, "hybrid"]
+    assert [m.name for m in default_methods("smollm2-135m")] == ["plain", "ngram", "suffix", "eagle", "medusa"]
     assert {m.dtype for m in default_methods("paceline-small", "float32")} == {"float32"}
     assert default_methods("stretch:paceline-small,times=8") == default_methods("paceline-small")
     assert [m.name for m in default_methods("some/folder")] == ["plain", "ngram", "suffix"]

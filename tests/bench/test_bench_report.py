@@ -210,14 +210,14 @@ def test_every_view_says_what_the_summary_says() -> None:
     summary = Summary(report)
     section = summary.sections[0]
     found = Page(page.render(summary))
-    total = found.table("method", "tokens/s")
+    total = found.table("method", "speed-up")
     console, text = on_terminal(report), markdown.render(Summary(report))
     for row in summary.total(section):
         expected = [say.number(row.speed), say.speedup(row), say.length(row.figures["accepted_length"])]
         cells = total[row.method.name]
-        assert [cells[1], cells[3], cells[4]] == expected
+        assert [cells[2], cells[1], cells[4]] == expected
         assert re.search(re.escape(row.method.name) + r" +" + " +".join(map(re.escape, expected)), console)
-        assert f"| {row.method.name} | {expected[0]} |" in text
+        assert f"| {row.method.name} | {expected[1]} | {expected[0]} |" in text
     [*_, last] = [rows for rows in found.tables if rows[0][:2] == ["method", "first token, ms"]]
     shown = dict(zip(last[0], next(row for row in last if row[0] == "hybrid"), strict=True))
     figures = next(r for r in summary.of(section) if (r.method.name, r.workload) == ("hybrid", "books")).figures
@@ -277,7 +277,7 @@ def test_trouble_is_told_in_every_view() -> None:
         where = "draft_model depth=4, wikisql, batch 1, greedy, EOS ignored"
         assert f"{where}: 1 sequence of 3 failed; first: wikisql-3 another" in text
         assert "position 17" in text and "1 FAILED" in text
-        assert "ngram" in text and re.search(r"[Ss]lower: \d+ of \d+ rows with a lower bound below 0.97", text)
+        assert "ngram" in text and re.search(r"Slower than plain decoding: (\d+|none) of \d+ rows", text)
         assert "the machine was busy" in text
 
 
@@ -294,6 +294,25 @@ def test_peers_differences_are_no_failures_of_this_engine() -> None:
     summary = Summary(report)
     assert not any("failed" in line for line in say.troubles(summary))
     assert summary.exact and all(compared.passed for compared in summary.exact)
+
+
+def test_settings_are_words_and_prompts_are_those_that_were_asked() -> None:
+    report = World().report()
+    report.trials = [trial for trial in report.trials if trial.group < 3]
+    report.settings |= {"batches": [1, 4], "top_ks": [0], "contexts": [None], "ignore_eos": True, "time_limit_s": 110.0}
+    found = markdown.render(Summary(report))
+    assert "3 prompts asked" in found and "5 prompts asked" not in found
+    for line in (
+        "prompts of each workload, at most: 5",
+        "prompts at once: 1, 4",
+        "likeliest tokens that sampling chooses from (0: all): 0",
+        "answers go on after the end-of-text token: yes",
+        "seconds after which no trial begins: 110.0",
+    ):
+        assert f"- {line}\n" in found
+    how = found.partition("## How it was measured")[2].partition("All raw trials")[0]
+    assert "contexts" not in how and not re.search(r"\w_(bytes|ks|tokens|trials)\b", how)
+    assert "K/V of a token 6.14 kB" in how and "weights of a pass 113 MB" in how
 
 
 def test_the_command_is_ready_for_a_shell() -> None:
@@ -483,7 +502,11 @@ Promise.all(frames.map((entry) => entry[2])).then(() => {
     found[width] = {
       scroll: page.documentElement.scrollWidth,
       outside: outside.map((element) => element.outerHTML.slice(0, 80)),
-      plots: [...page.querySelectorAll(".plot svg")].every((plot) => plot.getBoundingClientRect().width > 200),
+      plots: [...page.querySelectorAll(".plot")].map((panel) => {
+        const [shown, ...more] = [...panel.children].filter((plot) => plot.getBoundingClientRect().width);
+        const letters = [...shown.querySelectorAll("text")].map((text) => text.getBoundingClientRect().height);
+        return [panel.clientWidth - shown.getBoundingClientRect().width, more.length, Math.min(...letters)];
+      }),
       requests: frame.contentWindow.performance.getEntriesByType("resource").map((entry) => entry.name),
       descending: sorted.every((speed, i) => !i || sorted[i - 1] >= speed),
     };
@@ -545,7 +568,8 @@ def test_in_a_headless_browser(case: str, tmp_path: Path) -> None:
     for width, seen in found.items():
         assert seen["scroll"] <= int(width), f"the page is wider than {width} px"
         assert seen["outside"] == []
-        assert seen["plots"], f"plots are squeezed at {width} px"
+        for margin, more, letters in seen["plots"]:  # one plot, as wide as its panel, whose letters can be read
+            assert margin < 40 and more == 0 and letters > 10
         assert seen["requests"] == []
         assert seen["descending"]
     assert set(asked) <= {"/probe.html", "/report.html", "/favicon.ico"}

@@ -223,11 +223,11 @@ def test_verdicts_choose_on_one_half_and_report_the_other() -> None:
     """What is fastest where nothing is chosen is not asked: the figure is of the setting that the other half chose."""
     choosing = [*LINES[:3], line("threshold 0.1", "pruned", 3.2, 12, 9.0)]
     calls, fast, pruning = components.verdicts(LINES, choosing)
-    assert calls == "all: highest call reduction: threshold 0.1, 2.50"
-    assert fast.startswith("all: fastest: threshold 0.1, 1.70")
+    assert calls == "all: chosen on other prompts for its call reduction: threshold 0.1, here 2.50"
+    assert fast.startswith("all: chosen on other prompts for its speed: threshold 0.1, here 1.70")
     assert "pruning does not keep" in pruning and "threshold 0.1 keeps 83.3% with 12.0%" in pruning
     good = components.verdicts(LINES, LINES)
-    assert good[0] == "all: highest call reduction: tree, 3.00"
+    assert good[0] == "all: chosen on other prompts for its call reduction: tree, here 3.00"
     assert "threshold 0.01 keeps 98.3% with 39.0%" in good[-1] and "does not" not in good[-1]
     assert not components.verdicts(LINES, [])
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from ..bench.config import BenchConfig, Progress
 from ..bench.records import PLAIN, Report
 from ..bench.run import Run
-from ..bench.summary import NEVER_SLOWER, Interval, Summary
+from ..bench.summary import Interval, Summary
 from ..drafters.hybrid import with_parts
 
 LOOK_UPS, NEW, BOTH = "look-ups", "new", "hybrid"
 LOOKUP = "suffix"
+NEVER_SLOWER = 0.97  # times plain decoding: what is slower than this on a kind of prompt is not left for use
 LEAST_PAIRS = 3  # of each kind of prompt: fewer have no spread that could be believed
 
 

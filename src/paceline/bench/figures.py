@@ -76,14 +76,14 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def svg(figure: Figure) -> str:
-    """A picture as an SVG element for a page, as wide as there is room and no wider than drawn.
+    """A picture as an SVG element for a page, as wide as it was drawn where there is room.
 
     Its letters are text in the page's own colour, and what is not a mark reads on light and on dark.
     """
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     found = re.sub(r"<(metadata|style)\b.*?</\1>", "", text.getvalue(), flags=re.DOTALL)
-    size, style = r' width="([0-9.]+)pt" height="[0-9.]+pt"', r' style="max-width:\1pt"'
+    size, style = r' width="([0-9.]+)pt" height="[0-9.]+pt"', r' style="width:\1pt"'
     return re.sub(size, style, found[found.index("<svg") :], count=1)
 
 

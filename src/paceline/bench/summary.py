@@ -27,7 +27,6 @@ from .records import PLAIN, Cell, Exactness, Method, Report, Trial
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-NEVER_SLOWER = 0.97  # a method is called slower than plain where its lower bound is below this
 TARGET_SETTINGS = ("exact", "kernels", "attention", "threads", "device")  # how the target runs, drafter apart
 SEED = 20  # of the bootstrap
 
@@ -320,15 +319,14 @@ def spread_of(trials: Iterable[Trial]) -> dict[str, float] | None:
 
 
 def best(rows: Iterable[Row]) -> Row | None:
-    """The fastest speculative method of this engine by its speed; synthetic ones apart."""
-    able = [row for row in rows if row.speed is not None and _guesses(row.method) and not row.method.plain]
-    return max(able, key=lambda row: row.speed or 0.0, default=None)
+    """Return the speculative method of this engine with the highest speed-up; synthetic ones are left out."""
+    able = [(row.speedup.value, row) for row in rows if row.speedup and _guesses(row.method) and not row.method.plain]
+    return max(able, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def slower_cells(summary: Summary) -> list[Row]:
-    """Rows of speculative methods of this engine, synthetic ones apart, that may be slower than plain decoding."""
-    able = [row for row in summary.rows if row.speedup and _guesses(row.method)]
-    return [row for row in able if row.speedup and row.speedup.low < NEVER_SLOWER]
+    """List the rows of this engine's methods that are slower than plain decoding: their whole interval is below 1."""
+    return [row for row in summary.rows if row.speedup and row.speedup.high < 1 and _guesses(row.method)]
 
 
 def _guesses(method: Method) -> bool:

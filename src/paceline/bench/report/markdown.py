@@ -33,9 +33,9 @@ def _spread(row: Row) -> str:
 
 
 SPEEDS: dict[str, Callable[[Row], str]] = {
+    "speed-up": say.speedup,
     "tokens/s": _speed,
     "p10 to p90": _spread,
-    "speed-up": say.speedup,
     "accepted length": _figure("accepted_length", say.length),
     "of the floor": _figure("floor_share", say.share),
     "exact": lambda row: say.exact_mark(row.exact),
@@ -169,9 +169,12 @@ def _batches(summary: Summary) -> list[str]:
 
 
 def _workloads(summary: Summary) -> str:
-    """Where the prompts are from."""
-    keys, found = ("source", "licence", "prompts"), summary.report.workloads
+    """Say where the prompts are from, and how many were asked before the run ended."""
+    asked: dict[str, set[str]] = {}
+    for trial in summary.report.trials:
+        asked.setdefault(trial.cell.workload, set()).update(trial.prompts)
     return bullets(
-        f"{say.workload_title(summary.report, name)}: " + "; ".join(f"{key} {of.get(key, say.NOTHING)}" for key in keys)
-        for name, of in found.items()
+        f"{say.workload_title(summary.report, name)}: source {of.get('source', say.NOTHING)}; "
+        f"licence {of.get('licence', say.NOTHING)}; {say.count_of(len(asked.get(name, ())), 'prompt')} asked"
+        for name, of in summary.report.workloads.items()
     )

@@ -15,7 +15,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from .. import figures
-from ..figures import COLOURS, PANEL_WIDTH
+from ..figures import COLOURS
 from ..records import Cell, Method
 from ..summary import Summary
 from . import markdown
@@ -28,7 +28,8 @@ NO_PLOTS = (
 GREY = "#7d858c"  # plain decoding
 PALETTE = COLOURS[:6]  # without black, which a dark page swallows
 MARKERS, PEER_MARKERS = ("o", "^", "D", "v"), ("s", "P", "X", "*")
-DOT_HEIGHT = 0.15  # inches
+WIDE, NARROW = 8.2, 3.4  # inches: of a page, and of a phone's
+DOT_HEIGHT, LINE_HEIGHT = 0.15, 0.2  # inches
 NAME_WIDTH = 26  # letters of a name in one line
 CAPTION = "Times plain decoding of the same engine, with 95% intervals. Squares, crosses: other engines."
 
@@ -99,26 +100,33 @@ def speedups(summary: Summary, section: Cell) -> str:
     methods = [row.method.name for row in total if row.speedup]
     if not methods or not figures.drawable():
         return ""
-    with figures.canvas(1.5 * PANEL_WIDTH, 1.1 + DOT_HEIGHT * len(rows) * len(methods), page=True) as (picture, [axis]):
-        for number, method in enumerate(methods):
-            shift = 0.8 / len(methods) * (number - (len(methods) - 1) / 2)
-            marks = [(ratio, place + shift) for place, row in enumerate(rows) if (ratio := found.get((row, method)))]
-            ends = [(max(0.0, r.value - r.low), max(0.0, r.high - r.value)) for r, _ in marks]
-            values, places = [r.value for r, _ in marks], [place for _, place in marks]
-            axis.errorbar(values, places, xerr=[*zip(*ends, strict=True)], linestyle="none", capsize=2, **look[method])
-        figures.name_rows(axis, [_wrapped(say.workload_title(summary.report, row)) for row in rows])
-        axis.axvline(1.0, color="#808080", linestyle="--", linewidth=1)
-        figures.legend(picture, axis, columns=2)
-        drawn = figures.svg(picture)
+    drawn = ""
+    for width, columns, letters in ((WIDE, 3, NAME_WIDTH), (NARROW, 1, NAME_WIDTH // 2)):  # of a phone
+        height = 1.1 + DOT_HEIGHT * len(rows) * len(methods) + LINE_HEIGHT * len(methods) / columns
+        with figures.canvas(width, height, page=True) as (picture, [axis]):
+            for number, method in enumerate(methods):
+                shift = 0.8 / len(methods) * (number - (len(methods) - 1) / 2)
+                marks = [
+                    (ratio, place + shift) for place, row in enumerate(rows) if (ratio := found.get((row, method)))
+                ]
+                ends = [(max(0.0, r.value - r.low), max(0.0, r.high - r.value)) for r, _ in marks]
+                values, places = [r.value for r, _ in marks], [place for _, place in marks]
+                axis.errorbar(
+                    values, places, xerr=[*zip(*ends, strict=True)], linestyle="none", capsize=2, **look[method]
+                )
+            figures.name_rows(axis, [_wrapped(say.workload_title(summary.report, row), letters) for row in rows])
+            axis.axvline(1.0, color="#808080", linestyle="--", linewidth=1)
+            figures.legend(picture, axis, columns=columns)
+            drawn += figures.svg(picture)
     return framed(drawn, CAPTION, "The tables of this section have the figures.")
 
 
 def framed(drawn: str, caption: str, label: str) -> str:
-    """An SVG element as a figure of the page; ``label`` is for those who do not see it."""
+    """Frame an SVG element, or one and another for a narrow page; ``label`` is for those who do not see it."""
     plot = f'<div class="plot" role="img" aria-label="{escape(f"{caption} {label}")}">{drawn}</div>'
     return f"<figure><figcaption>{escape(caption)}</figcaption>{plot}</figure>"
 
 
-def _wrapped(name: str) -> str:
-    """In lines, and a very long one without its end."""
-    return "\n".join(textwrap.wrap(name, NAME_WIDTH, max_lines=3, placeholder=" ..")) or name
+def _wrapped(name: str, letters: int = NAME_WIDTH) -> str:
+    """Wrap a name into lines, and cut the end of a very long one."""
+    return "\n".join(textwrap.wrap(name, letters, max_lines=3, placeholder=" ..")) or name

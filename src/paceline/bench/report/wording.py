@@ -8,10 +8,29 @@ from typing import Any
 
 from ...core.tables import read_table
 from ..records import Cell, Exactness, Method, Report
-from ..summary import CONFIDENCE, NEVER_SLOWER, RESAMPLES, Interval, Row, Summary, best, slower_cells
+from ..summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best, slower_cells
 
 NOTHING = "–"  # where there is no figure
+FACTS = {  # settings of a run and sizes of a model, in words; others are named as they are
+    "prompts": "prompts of each workload, at most",
+    "repeats": "times that each prompt runs",
+    "seed": "seed of prompts and sampling",
+    "batches": "prompts at once",
+    "waves": "prompts that each place of a batch answers",
+    "temperatures": "temperatures (0: greedy)",
+    "top_ks": "likeliest tokens that sampling chooses from (0: all)",
+    "contexts": "tokens that prompts are brought to",
+    "prompt_tokens": "tokens of a random model's prompts",
+    "time_limit_s": "seconds after which no trial begins",
+    "ignore_eos": "answers go on after the end-of-text token",
+    "warm_up_tokens": "tokens of a warm-up, which is not counted",
+    "pass_bytes": "weights of a pass",
+    "kv_bytes_per_token": "K/V of a token",
+    "read_bandwidth_bytes_per_s": "memory read in a second",
+}
 SYNTHETIC = "synthetic"
+
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 # -- figures
 
@@ -101,27 +120,32 @@ def count_of(amount: int, noun: str) -> str:
 
 def facts_line(what: str, facts: Mapping[str, Any]) -> str:
     """``machine: cores 2, system Linux x86_64``; sizes in MB and GB."""
-    return f"{what}: " + (", ".join(f"{key} {fact(key, value)}" for key, value in facts.items()) or "unknown")
+    return f"{what}: " + (", ".join(f"{_plain(key)} {fact(key, value)}" for key, value in facts.items()) or "unknown")
+
+
+def _plain(key: str) -> str:
+    return FACTS.get(key, key.replace("_", " "))
 
 
 def fact(key: str, value: Any) -> str:
     """A value of model, machine or settings in words."""
     if isinstance(value, int | float) and "bytes" in key:
-        return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+        return next(f"{value / of:.3g} {unit}" for of, unit in UNITS if value >= of or of == 1)
     if isinstance(value, dict):
         return ", ".join(f"{name}: {fact(name, item)}" for name, item in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ", ".join(fact("", item) for item in value) or "none"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return "none" if value is None else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     """How a run was measured: model, machine, versions, what else is known of it, settings, notes."""
     lines = [facts_line("model", report.model), facts_line("machine", report.machine)]
     lines += [facts_line("versions", report.versions), f"commit {report.commit or 'unknown'}, {report.created}", *facts]
-    return [*lines, *(f"{key}: {fact(key, value)}" for key, value in report.settings.items()), *report.notes]
+    settings = {key: value for key, value in report.settings.items() if value not in (None, [None], [], {}, (None,))}
+    return [*lines, *(f"{_plain(key)}: {fact(key, value)}" for key, value in settings.items()), *report.notes]
 
 
 def definitions(report: Report) -> list[tuple[str, str]]:
@@ -163,9 +187,8 @@ def findings(summary: Summary) -> list[str]:
     ids += count_of(sum(e.sequences for e in compared), "sequence")
     ids += "".join(f"; {many:,} {words}" for many, words in counts if many)
     shown = [r for r in summary.rows if r.speedup and r.method.own and not r.method.synthetic]
-    slow, bound = len(slower_cells(summary)), f"lower bound below {NEVER_SLOWER:g} of plain decoding"
-    rows = count_of(len(shown), "row")
-    speed = f"Slower: {slow} of {rows} with a {bound}" if slow else f"Never slower: no {bound} in {rows}"
+    slow, rows = len(slower_cells(summary)), count_of(len(shown), "row")
+    speed = f"Slower than plain decoding: {slow or 'none'} of {rows} ({CONFIDENCE:.0%} interval below 1)"
     trials = summary.report.trials
     done, repeats = sum(trial.error is None for trial in trials), len({trial.repeat for trial in trials})
     return [
