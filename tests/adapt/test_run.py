@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 from paceline import LLM, SamplingParams
 from paceline.adapt import run as whole
 from paceline.adapt import training
+from paceline.adapt.choice import forecasts
 from paceline.adapt.config import AdaptConfig
 from paceline.adapt.run import adapt
 from paceline.adapt.training import train
@@ -62,12 +65,15 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: Path, out: Path) -> None:
-    """Dry first, which stops behind the choice; then to the end: folder, card, page, report, `--drafter` and `auto`."""
+    """Dry first, which counts down from a minute and keeps nothing; then to the end: folder, card, page, report,
+    `--drafter` and `auto`."""
     said: list[str] = []
+    shown: list[str] = []
     asked = config(target, prompts, out)
-    dry = adapt(asked, said.append, quiet, dry_run=True)
-    assert dry.verdict is None and not adapted.is_adapted(str(out))
-    assert any("times plain expected" in line for line in said) and "chosen: eagle, as asked" in said[-1]
+    dry = adapt(asked, said.append, shown.append, dry_run=True)
+    assert dry.verdict is None and not out.exists() and dry.words.startswith("chosen: eagle, as asked")
+    assert any("times plain expected" in line for line in said)
+    assert shown and all(line.split(", ")[-1] <= "0:01:00 left" for line in shown)
     made = adapt(asked, said.append, quiet)
     assert made.verdict is not None and made.verdict.trials == 4 * 5 and made.spent_s < 1.1 * HOURS * 3600
     assert (made.verdict.sequences, made.verdict.equal) == (15, 15)
@@ -135,14 +141,38 @@ def test_a_run_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
 def test_too_short_a_time_and_too_large_a_model_are_refused_with_what_would_do(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"the time was over when .* Give --hours 0\.\d+ or more"):
-        adapt(config(target, prompts, tmp_path / "short", hours=0.0001), quiet, quiet)
+    short = config(target, prompts, tmp_path / "short", hours=0.0001)
+    wrong = r"longer than that \(survey 0:[\d:]+, learning 0:[\d:]+, verdict 0:[\d:]+\)\. Give --hours ([\d.]+) or"
+    with pytest.raises(ConfigError, match=wrong) as refused:
+        adapt(short, quiet, quiet)
+    assert not adapted.is_adapted(str(tmp_path / "short"))
+    found = re.search(wrong, str(refused.value))
+    assert found is not None
+    enough = adapt(replace(short, hours=float(found[1])), quiet, quiet)  # goes on from the survey, and ends in time
+    assert enough.verdict is not None and enough.verdict.trials >= 12
+    assert enough.spent_s < 1.5 * 3600 * float(found[1])  # other work on the machine may come and go
     monkeypatch.setattr(whole, "LEAST_ANSWERS", 10**9)
-    with pytest.raises(ConfigError, match=r"there is time for [\d,]+ tokens of answers, .* Give --hours \d+"):
+    with pytest.raises(ConfigError, match=r"longer than that .* Give --hours \d+"):
         adapt(config(target, prompts, tmp_path / "little"), quiet, quiet, dry_run=True)
     monkeypatch.setattr(whole, "free_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"learning from it takes about .* GiB, .* --drafter suffix"):
         adapt(config(target, prompts, tmp_path / "large"), quiet, quiet)
+
+
+def test_no_folder_is_left_where_look_ups_are_as_good_or_nothing_was_trained(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "forecasts", lambda *given: [replace(f, hybrid=1.0) for f in forecasts(*given)])
+    arguments = ["adapt", str(target), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "--threads", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--hours", str(HOURS)])
+    assert done.exit_code == 0 and "do not train: in this time no drafter is expected to add to look-ups" in done.stdout
+    assert not adapted.is_adapted(str(tmp_path / "out")) and not (tmp_path / "out" / "drafter").exists()
+    asked, reserve = config(target, prompts, tmp_path / "none"), whole.Adaptation.reserve_s
+    over = property(lambda run: 1e6 if run.work.done("answers") else reserve.fget(run))  # type: ignore[attr-defined]
+    monkeypatch.setattr(whole.Adaptation, "reserve_s", over)
+    with pytest.raises(ConfigError, match="over before the first step of training"):
+        adapt(asked, quiet, quiet)
+    assert not adapted.is_adapted(str(tmp_path / "none")) and not (tmp_path / "none" / "drafter").exists()
 
 
 def test_a_full_disk_in_mid_training_loses_nothing(

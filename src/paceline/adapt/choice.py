@@ -37,6 +37,7 @@ class Speeds:
     score: float  # tokens a second of the target's words on disk
     train: float  # tokens a second of training
     steps: Sequence[tuple[float, float]]  # nodes that are drafted, and what such a step takes, in plain steps
+    start: float = 0.0  # seconds before the first step, scores aside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +155,13 @@ def beside_look_ups(survey: Survey, tau: float, depth: int, step: float) -> floa
 def answer_tokens(survey: Survey, speeds: Speeds, seconds: float) -> int:
     """Tokens of answers for which the time is enough: to ask for them, to score them once, to learn from each of them
     `EPOCHS` times."""
+    return max(0, int(seconds / answer_seconds(survey, speeds)))
+
+
+def answer_seconds(survey: Survey, speeds: Speeds) -> float:
+    """Return the seconds that a token of an answer takes: to ask for it, to score it, to learn from it."""
     share = survey.prompt_share
-    each = 1 / survey.answer + share / speeds.score + EPOCHS * share / speeds.train
-    return max(0, int(seconds / each))
+    return 1 / survey.answer + share / speeds.score + EPOCHS * share / speeds.train
 
 
 # -- what drafters reached

@@ -10,12 +10,15 @@ OUT/prompts, answers  token ids; OUT/states what the model said of them; OUT/tra
 from __future__ import annotations
 
 import gc
+import math
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
@@ -34,7 +37,7 @@ from ..training.data import SourceSpec, sha256
 from ..training.files import writing
 from ..training.trainer import require_accelerate
 from . import answering, survey, verdict
-from .choice import EPOCHS, Forecast, Survey, forecasts
+from .choice import EPOCHS, Forecast, Survey, answer_seconds, forecasts
 from .config import KINDS, AdaptConfig
 from .folder import REPORT, leave
 from .prompts import Questions, collect, write_prompts
@@ -44,6 +47,9 @@ from .work import FULL, RunFolder
 ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
 JUDGING, JUDGING_LEAST_S, JUDGING_MOST_S = 0.12, 5.0, 900.0  # share of the time, and its bounds
 LOOKING, TRYING = 0.02, 0.06  # shares of the time in which look-ups and kinds are tried
+DRY_S, DRY_LOOKING_S, DRY_PARTS = 60.0, 10.0, 3  # of a dry run: seconds, those for look-ups, and how much less it tries
+MARGIN = 1.1  # on the hours that are advised
+CHECKING = 0.1  # most share of the training's time that checks on held-out prompts take
 LEAST_ANSWERS = 2_000  # tokens, below which nothing is learned
 MOST_ANSWERS = 8_000_000  # tokens
 SAMPLE = 48  # prompts that are answered for the survey
@@ -61,7 +67,8 @@ class Outcome:
     """What a run came to."""
 
     folder: Path
-    verdict: verdict.Verdict | None  # None: a dry run
+    verdict: verdict.Verdict | None  # None: nothing was trained
+    words: str  # the verdict, or what was chosen
     spent_s: float
 
 
@@ -73,10 +80,12 @@ class Adaptation:
         work: its folder.
         show: told how far it is, for one line that changes.
         command: the command line, for the report.
+        dry: survey for about a minute, to say what is expected.
     """
 
-    def __init__(self, config: AdaptConfig, work: RunFolder, show: Say, command: str) -> None:
-        self.config, self.work, self._show, self.command = config, work, show, command
+    def __init__(self, config: AdaptConfig, work: RunFolder, show: Say, command: str, dry: bool = False) -> None:
+        self.config, self.work, self._show, self.command, self.dry = config, work, show, command, dry
+        self.part = DRY_PARTS if dry else 1
         self.target = resolve_folder(parse_model(config.model).name)
         self.shape = read_config(self.target)
         self.room = min(ROOM, self.shape.max_position - 8)
@@ -86,8 +95,14 @@ class Adaptation:
 
     @property
     def reserve_s(self) -> float:
-        """Seconds that are kept for the verdict."""
-        return min(JUDGING_MOST_S, max(JUDGING_LEAST_S, JUDGING * self.work.allowed_s))
+        """Return the seconds that are kept for the verdict."""
+        return max(self.judging_s, min(JUDGING_MOST_S, JUDGING * 3600 * self.config.hours))
+
+    @property
+    def judging_s(self) -> float:
+        """Return the seconds that the fewest trials take which say anything, as plain passes were timed."""
+        trials = verdict.LEAST_PAIRS * len(self.asked) * verdict.METHODS
+        return JUDGING_LEAST_S + trials * self.answer * self.work.done("costs")["chain"][0][1] / 1000
 
     @property
     def llm(self) -> LLM:
@@ -111,29 +126,17 @@ class Adaptation:
         return collect(self.config.prompts, self.tokenizer, self.room, self.answer, self.config.seed)
 
     def survey(self) -> Survey:
-        """What is measured before anything is chosen.
-
-        Raises:
-            ConfigError: it takes longer than there is time.
-        """
+        """Measure what the choice needs, also where that takes longer than there is time."""
         work, questions = self.work, self.asked  # prompts that are no good are told of first
         self.show("timing passes")
-        parts = [work.once("costs", lambda: survey.costs(self.llm))]
-        self._in_time("its passes were timed")
+        parts = [work.once("costs", lambda: survey.costs(self.llm, survey.REPEATS // self.part))]
         learned = [ids for question in questions for ids in question.learned]
         few = Random(self.config.seed).sample(learned, min(survey.LOOKED, len(learned)))
         parts.append(work.once("look-ups", lambda: self._try_look_ups(few)))
-        self._in_time("look-ups were tried")
         self._write_prompts()
         parts.append(work.once("answering", self._try_answers))
-        self._in_time("some prompts were answered")
         parts.append(work.once("kinds", lambda: self._try_kinds(few)))
         return Survey.of(parts)
-
-    def _in_time(self, behind: str) -> None:
-        if self.work.left_s < self.reserve_s and not self.work.done("choice"):  # what was chosen is made to its end
-            asked, wrong = f"--hours {self.config.hours:g}", f"the time was over when {behind}"
-            raise ConfigError(asked, wrong, f"give {_hours(3 * self.work.spent_s + JUDGING_LEAST_S)} or more")
 
     def _file(self, *parts: str) -> Path:
         place = self.work.folder.joinpath(*parts)
@@ -149,7 +152,7 @@ class Adaptation:
                 write_prompts(file, prompts, self.tokenizer)
 
     def _try_look_ups(self, few: list[tuple[int, ...]]) -> dict[str, float]:
-        seconds = LOOKING * self.work.allowed_s
+        seconds = DRY_LOOKING_S if self.dry else LOOKING * self.work.allowed_s
         return survey.look_ups(self.llm, few, self.answer, seconds, lambda: self.show("trying look-ups"))
 
     def _try_answers(self) -> dict[str, float]:
@@ -162,7 +165,7 @@ class Adaptation:
             self.show("answering", f"{tokens:,} tokens")
 
         began = monotonic()
-        self._answer(GIVEN, 0, lambda: not tokens, told, batch=SAMPLE)
+        self._answer(GIVEN, 0, lambda: not tokens, told, batch=SAMPLE // self.part)
         said, both = answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))
         return {"answer": tokens / spent if tokens else 1.0, "prompt_share": both / max(1, said)}
 
@@ -171,8 +174,8 @@ class Adaptation:
         file, enough = str(self._file("answers", f"{GIVEN}-0.jsonl")), PROBED * ROWS * self.room
         tried = SourceSpec(file=file, answer_tokens=self.answer, max_tokens=enough)
         making = replace(self.making(names[0]), sources=[tried], held_out=())
-        seconds = TRYING * self.work.allowed_s
-        place = self.work.folder / "probe"
+        seconds = self.work.left_s if self.dry else TRYING * self.work.allowed_s
+        place, few = self.work.folder / "probe", few[: survey.TIMED // self.part + 1]
         return survey.kinds(self.llm, names, making, place, few, seconds, lambda name: self.show("trying", name))
 
     # -- choice
@@ -183,17 +186,32 @@ class Adaptation:
         Raises:
             ConfigError: the time is too short to learn anything.
         """
-        seconds = self.work.left_s - self.reserve_s
-        found = forecasts(known, seconds)
+        whole, spent = 3600 * self.config.hours, self.work.spent_s
+        # Besides answers and steps: held-out answers; in each of both parts a beginning and a check at the end.
+        parts_s = [2 * (speeds.start + self.checking_s(known, name)) for name, speeds in known.kinds.items()]
+        fixed = self.held / known.answer + max(parts_s, default=0.0)
+        surveyed = max(spent, (LOOKING + TRYING) * whole) if self.dry else spent
+        found = forecasts(known, max(0.0, whole - surveyed - fixed - self.reserve_s))
         if not found:
             wrong = "; ".join(f"{name}: {why}" for name, why in known.missing.items()) or "no kind was measured"
             raise CapabilityError(f"a drafter for {self.config.model}", wrong, "use look-ups: --drafter suffix")
         if found[0].answers < LEAST_ANSWERS:
-            each = seconds / max(1, found[0].answers) if seconds > 0 else 1 / known.answer
-            wanted = self.work.spent_s + self.reserve_s + 1.5 * each * LEAST_ANSWERS
-            wrong = f"there is time for {found[0].answers:,} tokens of answers, and {LEAST_ANSWERS:,} are the least"
-            raise ConfigError(f"--hours {self.config.hours:g}", wrong, f"give {_hours(wanted)} or more")
+            learning = fixed + LEAST_ANSWERS * answer_seconds(known, known.kinds[found[0].kind])
+            most = (spent + learning) / (1 - JUDGING - LOOKING - TRYING)
+            wanted = MARGIN * max(spent + learning + self.judging_s, most)
+            parts = f"survey {_time(spent)}, learning {_time(learning)}, verdict {_time(self.judging_s)}"
+            asked, wrong = f"--hours {self.config.hours:g}", f"a drafter takes longer than that ({parts})"
+            raise ConfigError(asked, wrong, f"give {_hours(wanted)} or more")
         return found
+
+    def checking_s(self, known: Survey, kind: str) -> float:
+        """Return the seconds that a check on held-out prompts takes: the target reads all of them."""
+        return self.held * known.prompt_share / known.kinds[kind].score
+
+    @property
+    def held(self) -> int:
+        """Return the tokens of the answers to held-out prompts."""
+        return self.answer * sum(len(question.judged) for question in self.asked)
 
     # -- answers
 
@@ -210,11 +228,12 @@ class Adaptation:
         def going(most: float) -> bool:
             return have < most and monotonic() < until and self.work.left_s > self.reserve_s
 
+        batch = max(8, min(64, wanted // self.answer))
         answered = [file for file in (self.work.folder / "answers").glob("*.jsonl") if not file.name.startswith(HELD)]
         have = sum(answering.tokens_in(file)[0] for file in answered)
         for question in self.asked:
             self._answer(f"{HELD}{question.name}", 0, lambda: True, lambda count: None)
-        self._answer(GIVEN, 0, lambda: going(wanted), told)
+        self._answer(GIVEN, 0, lambda: going(wanted), told, batch)
         once = max(1, answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))[0])
         rounds = min(ROUNDS, max(1, int((1 - OWN) * wanted / once)))
         own = max(0.0, wanted - rounds * once)
@@ -223,9 +242,9 @@ class Adaptation:
         with writing(f"--out {self.work.folder}", FULL):
             answering.draw_prompts(self.llm, file, count, self.config.seed, lambda: going(wanted))
         for heat in (0, 1, 2):  # greedy, and drawn twice
-            self._answer(DRAWN, heat, lambda: going(wanted - (rounds - 1) * once), told)
+            self._answer(DRAWN, heat, lambda: going(wanted - (rounds - 1) * once), told, batch)
         for heat in range(1, rounds):
-            self._answer(GIVEN, heat, lambda: going(wanted), told)
+            self._answer(GIVEN, heat, lambda: going(wanted), told, batch)
         return {"tokens": have}
 
     def _answer(
@@ -268,7 +287,7 @@ class Adaptation:
             seed=self.config.seed,
         )
 
-    def train(self, plan: Forecast) -> dict[str, Any]:
+    def train(self, plan: Forecast, known: Survey) -> dict[str, Any]:
         """Train the drafter."""
         self._llm = None  # its memory is the training's now
         gc.collect()
@@ -283,10 +302,13 @@ class Adaptation:
             if text.startswith("cache"):
                 self.show("learning what the model says", text)
 
-        def left() -> float:
-            return self.work.left_s - self.reserve_s
+        check = self.checking_s(known, plan.kind)
 
-        return train(making, self.work.folder / "training", steps, left, tell, said, self.work.once)
+        def left() -> float:
+            return self.work.left_s - self.reserve_s - check
+
+        checks = max(1, int(CHECKING * left() / max(check, 1e-3)))
+        return train(making, self.work.folder / "training", steps, checks, left, tell, said, self.work.once)
 
     # -- verdict
 
@@ -325,7 +347,7 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
         config: what is asked for.
         say: told what goes on, a line each.
         show: see `Adaptation`.
-        dry_run: end behind the choice.
+        dry_run: survey for about a minute, say what is expected, and keep nothing.
         command: the command line, for the report.
 
     Raises:
@@ -338,34 +360,43 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
     check_memory(config, target)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    names = ("hours", "kind", "dtype", "seed")
+    names = ("kind", "dtype", "seed")
     facts = {"model": fingerprint(target), **{name: getattr(config, name) for name in names}}
     facts["prompts"] = None if config.prompts is None else _hash(config.prompts)
-    work = RunFolder(config.folder, facts, config.hours)
-    try:
-        return _adapt(Adaptation(config, work, show, command), say, dry_run)
-    except StorageError as error:
-        raise StorageError(f"--out {config.folder}", error.wrong, FULL) from error
-    finally:
-        work.close()
+    if dry_run:
+        with TemporaryDirectory() as place, closing(RunFolder(Path(place), facts, DRY_S / 3600)) as work:
+            return _adapt(Adaptation(config, work, show, command, dry=True), say)
+    with closing(RunFolder(config.folder, facts, config.hours)) as work:
+        try:
+            return _adapt(Adaptation(config, work, show, command), say)
+        except StorageError as error:
+            raise StorageError(f"--out {config.folder}", error.wrong, FULL) from error
 
 
-def _adapt(run: Adaptation, say: Say, dry_run: bool) -> Outcome:
+def _adapt(run: Adaptation, say: Say) -> Outcome:
     work = run.work
     known = run.survey()
-    made = work.once("choice", lambda: [asdict(each) for each in run.choose(known)])
+    made = work.done("choice") or [asdict(each) for each in run.choose(known)]
     ranked = [Forecast(**each) for each in made]
-    for line in expectation(known, ranked, run):
-        say(line)
     plan = ranked[0]
-    if dry_run:
-        return Outcome(folder=work.folder, verdict=None, spent_s=work.spent_s)
+    *lines, chosen = expectation(known, ranked, run)
+    for line in lines:
+        say(line)
+    if run.dry or not _pays(known, plan, run.config):
+        return Outcome(folder=run.config.folder, verdict=None, words=chosen, spent_s=work.spent_s)
+    work.once("choice", lambda: made)
+    say(chosen)
     work.once("answers", lambda: run.answers(plan, known))
-    trained = work.once("training", lambda: run.train(plan))
+    trained = work.once("training", lambda: run.train(plan, known))
     found = verdict.Verdict(**work.once("verdict", lambda: asdict(run.judge(plan.kind, trained["result"]))))
     leave(run.config, work.folder, run.mark, plan, trained, found)
     shutil.rmtree(work.folder / "probe", ignore_errors=True)
-    return Outcome(folder=work.folder, verdict=found, spent_s=work.spent_s)
+    return Outcome(folder=work.folder, verdict=found, words=found.words, spent_s=work.spent_s)
+
+
+def _pays(known: Survey, plan: Forecast, config: AdaptConfig) -> bool:
+    """Check whether to train: as asked, or since a drafter is expected to add to look-ups."""
+    return config.kind is not None or plan.hybrid > max(1.0, known.lookup_speed)
 
 
 def _hash(file: Path) -> str:
@@ -390,7 +421,7 @@ def check_memory(config: AdaptConfig, target: Path) -> None:
 
 
 def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[str]:
-    """What was measured and is expected, in lines."""
+    """What was measured and is expected, in lines; the last one says what is chosen."""
     table, plan = known.costs, ranked[0]
     one, five = table.chain_ms(1), table.chain_ms(5)
     lines = [
@@ -407,18 +438,18 @@ def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[
             f"after {each.tokens:,} tokens at {speeds.train:,.0f} a second, as reached on {each.source}"
         )
     lines += [f"{name}: not considered ({why})" for name, why in known.missing.items()]
-    if run.config.kind:
-        why = "as asked"
-    elif plan.hybrid > max(1.0, known.lookup_speed):
-        why = "it is expected to pay most, or as much, with more of its drafts accepted"
-    else:
-        why = "though none is expected to add to look-ups; alone it is expected to pay most, or as much"
-    lines.append(f"chosen: {plan.kind}, {why}; {plan.answers:,} tokens of answers, done in {_time(run.work.left_s)}")
-    return lines
+    why = "as asked" if run.config.kind else "it is expected to pay most, or as much, with more of its drafts accepted"
+    if _pays(known, plan, run.config):
+        ends = _time(3600 * run.config.hours - (0 if run.dry else run.work.spent_s))
+        return [*lines, f"chosen: {plan.kind}, {why}; {plan.answers:,} tokens of answers, done in {ends}"]
+    return [
+        *lines,
+        "do not train: in this time no drafter is expected to add to look-ups; take --drafter suffix",
+    ]
 
 
 def _hours(seconds: float) -> str:
-    return f"--hours {max(0.01, round(seconds / 3600 + 0.005, 2)):g}"
+    return f"--hours {math.ceil(seconds / 36) / 100:g}"
 
 
 def _time(seconds: float) -> str:

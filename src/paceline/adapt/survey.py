@@ -30,9 +30,9 @@ TIMED, TIMED_TOKENS = 8, 32  # prompts that a drafter is timed on
 LOOKUP = "suffix"
 
 
-def costs(llm: LLM) -> dict[str, Any]:
+def costs(llm: LLM, repeats: int) -> dict[str, Any]:
     """Passes, as `Survey` has them."""
-    table = measure(llm.decoder, repeats=REPEATS, rows=ROWS, batches=BATCHES, contexts=CONTEXTS)
+    table = measure(llm.decoder, repeats=repeats, rows=ROWS, batches=BATCHES, contexts=CONTEXTS)
     sizes = shape_of(llm.decoder.config)
     heads = 1 if llm.decoder.config.tied else 2
     return {

@@ -18,7 +18,7 @@ from statistics import fmean, median
 from time import monotonic
 from typing import Any
 
-from ..core.errors import CapabilityError
+from ..core.errors import CapabilityError, ConfigError
 from ..network.families import DecoderConfig
 from ..training.data import SourceSpec
 from ..training.job import TrainingJob, finish, prepare
@@ -133,7 +133,7 @@ def probe(making: Making, out: Path) -> tuple[Path, int, dict[str, Any]]:
     """Train a kind for a few steps; the folder of what comes of it, how many tokens ahead it drafts, and of `Speeds`
     what training tells."""
     began = seconds = 0.0
-    tokens = 0
+    tokens, entered = 0, monotonic()
 
     def said(text: str) -> None:
         """Reads the speed of scoring off what is said about it."""
@@ -152,7 +152,8 @@ def probe(making: Making, out: Path) -> tuple[Path, int, dict[str, Any]]:
     _run(trainer, TrainingPace(lambda: math.inf, 0.0, lambda figures: speeds.append(figures["tokens_per_s"])))
     depth = int(job.options.get("depth", job.options.get("heads", 4) if making.kind == "medusa" else 4))
     score = min(tokens / max(seconds, 1e-3), 1e9) if tokens else 1e9
-    return finish(job, trainer), depth, {"score": score, "train": median(speeds[1:])}
+    start = monotonic() - entered - seconds - sum(ROWS * making.length / speed for speed in speeds)
+    return finish(job, trainer), depth, {"score": score, "train": median(speeds[1:]), "start": max(0.0, start)}
 
 
 # -- the run
@@ -221,6 +222,7 @@ def train(
     making: Making,
     out: Path,
     steps: int,
+    checks: int,
     left: Callable[[], float],
     tell: Callable[[str, Mapping[str, float]], None],
     say: Callable[[str], None],
@@ -230,6 +232,7 @@ def train(
 
     Args:
         steps: most of the first part, which its data are scored for.
+        checks: most of the first part, on held-out prompts.
         left: seconds that are left for both.
         tell: told of each step: which part, its figures.
         once: gives what a phase gave, or makes it; see `RunFolder`.
@@ -243,7 +246,7 @@ def train(
     """
     began = left()
     first, second = out / "first", out / "second"
-    every = max(1, steps // CHECKS)
+    every = max(1, steps // min(CHECKS, checks))
     config = config_of(making, steps, schedule="constant", evaluate_every=every, save_every=max(10, every // 2))
     config = replace(config, log_every=min(config.log_every, every))
     making, job, trainer = trainable(making, first, config, say)
@@ -254,6 +257,8 @@ def train(
 
     def run_first() -> dict[str, Any]:
         _run(trainer, pace)
+        if not trainer.step:
+            raise ConfigError("--hours", "the time was over before the first step of training", "give more hours")
         finish(job, trainer)
         speeds = [line["tokens_per_s"] for line in _logged(first) if line.get("tokens_per_s")]
         told = {"steps": trainer.step, "tokens": trainer.tokens, "early": pace.early}
@@ -271,14 +276,14 @@ def train(
     if not trainer.finished:
         _run(trainer, pace)
     last = finish(falls, trainer)
-    checks, final = accepted_in(first), accepted_in(second)
-    better = not final or not checks or final[-1][1] >= checks[-1][1]
+    told, final = accepted_in(first), accepted_in(second)
+    better = not final or not told or final[-1][1] >= told[-1][1]
     return {
         "result": str((last if better else result).relative_to(out.parent)),
         "tokens": known["tokens"] + trainer.tokens,
         "steps": known["steps"] + trainer.step,
         "early": known["early"],
-        "checks": checks + [(known["tokens"] + n, value) for n, value in final],
+        "checks": told + [(known["tokens"] + n, value) for n, value in final],
     }
 
 

@@ -19,6 +19,7 @@ from ..drafters.hybrid import with_parts
 
 LOOK_UPS, NEW, BOTH = "look-ups", "new", "hybrid"
 LOOKUP = "suffix"
+METHODS = 4  # that are compared: these three and plain decoding
 NEVER_SLOWER = 0.97  # times plain decoding: what is slower than this on a kind of prompt is not left for use
 LEAST_PAIRS = 3  # of each kind of prompt: fewer have no spread that could be believed
 

@@ -19,7 +19,7 @@ from ..drafters import adapted
 from ..training.files import plain, require_same, writing
 
 STATE, LOCK = "adapt.json", "adapt.lock"
-FORMAT = 3
+FORMAT = 4
 SAVE_S = 2.0  # between two times that the clock is written down
 FULL = "free space there; what was made is kept, the same command goes on"
 

@@ -46,7 +46,7 @@ class ProgressLine:
 def command(
     name: ModelArgument = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Measure, choose, say what is expected, and stop.")
+        bool, typer.Option("--dry-run", help="Measure for about a minute, say what is expected, and keep nothing.")
     ] = False,
     *,
     config: dict[str, Any],
@@ -75,10 +75,10 @@ def command(
 
 def _tell(made: Outcome, model: str) -> None:
     console = stdout()
+    console.print(f"{made.words}.", markup=False)
     if made.verdict is None:
-        note(f"dry run: {made.spent_s:.0f} s; without --dry-run the same command goes on from here")
+        note(f"nothing was trained, after {made.spent_s:.0f} s")
         return
-    console.print(f"{made.verdict.words}.", markup=False)
     for name, (value, low, high) in made.verdict.times_plain.items():
         passes = made.verdict.tokens_per_pass.get(name, 1.0)
         console.print(
