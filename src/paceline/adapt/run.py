@@ -41,14 +41,14 @@ from .choice import EPOCHS, Forecast, Survey, answer_seconds, forecasts
 from .config import KINDS, AdaptConfig
 from .folder import REPORT, leave
 from .prompts import Questions, collect, write_prompts
-from .training import PROBED, ROWS, Making, train
+from .training import PROBED, ROWS, Making, starting_tokens, train
 from .work import FULL, RunFolder
 
 ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
 JUDGING, JUDGING_LEAST_S, JUDGING_MOST_S = 0.12, 5.0, 900.0  # share of the time, and its bounds
 LOOKING, TRYING = 0.02, 0.06  # shares of the time in which look-ups and kinds are tried
 DRY_S, DRY_LOOKING_S, DRY_PARTS = 60.0, 10.0, 3  # of a dry run: seconds, those for look-ups, and how much less it tries
-MARGIN = 1.1  # on the hours that are advised
+MARGIN, SLACK = 1.1, 1.5  # on the hours that are advised, and on what comes besides: the machine may become slower
 CHECKING = 0.1  # most share of the training's time that checks on held-out prompts take
 LEAST_ANSWERS = 2_000  # tokens, below which nothing is learned
 MOST_ANSWERS = 8_000_000  # tokens
@@ -171,7 +171,7 @@ class Adaptation:
 
     def _try_kinds(self, few: list[tuple[int, ...]]) -> dict[str, Any]:
         names = [self.config.kind] if self.config.kind else list(KINDS[:3])
-        file, enough = str(self._file("answers", f"{GIVEN}-0.jsonl")), PROBED * ROWS * self.room
+        file, enough = str(self._file("answers", f"{GIVEN}-0.jsonl")), PROBED * ROWS * self.room // self.part
         tried = SourceSpec(file=file, answer_tokens=self.answer, max_tokens=enough)
         making = replace(self.making(names[0]), sources=[tried], held_out=())
         seconds = self.work.left_s if self.dry else TRYING * self.work.allowed_s
@@ -187,9 +187,13 @@ class Adaptation:
             ConfigError: the time is too short to learn anything.
         """
         whole, spent = 3600 * self.config.hours, self.work.spent_s
-        # Besides answers and steps: held-out answers; in each of both parts a beginning and a check at the end.
-        parts_s = [2 * (speeds.start + self.checking_s(known, name)) for name, speeds in known.kinds.items()]
-        fixed = self.held / known.answer + max(parts_s, default=0.0)
+        # Besides answers and steps: held-out answers, a start from the target's last layer, and in each of both parts
+        # a beginning and a check at the end.
+        parts_s = [
+            2 * (speeds.start + self.checking_s(known, name)) + starting_tokens(name, self.shape) / speeds.score
+            for name, speeds in known.kinds.items()
+        ]
+        fixed = SLACK * (self.held / known.answer + max(parts_s, default=0.0))
         surveyed = max(spent, (LOOKING + TRYING) * whole) if self.dry else spent
         found = forecasts(known, max(0.0, whole - surveyed - fixed - self.reserve_s))
         if not found:
@@ -442,10 +446,8 @@ def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[
     if _pays(known, plan, run.config):
         ends = _time(3600 * run.config.hours - (0 if run.dry else run.work.spent_s))
         return [*lines, f"chosen: {plan.kind}, {why}; {plan.answers:,} tokens of answers, done in {ends}"]
-    return [
-        *lines,
-        "do not train: in this time no drafter is expected to add to look-ups; take --drafter suffix",
-    ]
+    tried = ", ".join(known.kinds)
+    return [*lines, f"do not train: in this time none of {tried} is expected to add to look-ups; take --drafter suffix"]
 
 
 def _hours(seconds: float) -> str:

@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any
 
 from ..core.errors import CapabilityError, ConfigError
+from ..drafters.states import start
 from ..network.families import DecoderConfig
 from ..training.data import SourceSpec
 from ..training.job import TrainingJob, finish, prepare
@@ -55,6 +56,11 @@ class Making:
 def options_of(making: Making) -> dict[str, Any]:
     """The options of its kind for its target."""
     return _defaults(making.kind, making.shape) | dict(making.options)
+
+
+def starting_tokens(kind: str, shape: DecoderConfig) -> int:
+    """Return how many tokens the target reads before the first step of a head that begins as its last layer."""
+    return start.ROWS if _defaults(kind, shape).get("start") == "target" else 0
 
 
 def _defaults(kind: str, shape: DecoderConfig) -> dict[str, Any]:
@@ -152,8 +158,8 @@ def probe(making: Making, out: Path) -> tuple[Path, int, dict[str, Any]]:
     _run(trainer, TrainingPace(lambda: math.inf, 0.0, lambda figures: speeds.append(figures["tokens_per_s"])))
     depth = int(job.options.get("depth", job.options.get("heads", 4) if making.kind == "medusa" else 4))
     score = min(tokens / max(seconds, 1e-3), 1e9) if tokens else 1e9
-    start = monotonic() - entered - seconds - sum(ROWS * making.length / speed for speed in speeds)
-    return finish(job, trainer), depth, {"score": score, "train": median(speeds[1:]), "start": max(0.0, start)}
+    began = monotonic() - entered - seconds - sum(ROWS * making.length / speed for speed in speeds)
+    return finish(job, trainer), depth, {"score": score, "train": median(speeds[1:]), "start": max(0.0, began)}
 
 
 # -- the run
