@@ -8,8 +8,8 @@ PROMPTS = ["The best way to learn is", "It was a dark night, and", "def add(a, b
 
 
 def main() -> None:
-    llm = LLM("paceline-small", drafter="draft_model:paceline-small-draft", exact=True)
-    plain = LLM("paceline-small", exact=True)
+    llm = LLM("paceline-small", drafter="draft_model:paceline-small-draft")
+    plain = LLM("paceline-small")
 
     each = [
         # Two samples of one prompt. A seed fixes both, whatever else is in the batch.

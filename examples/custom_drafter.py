@@ -57,8 +57,8 @@ class Follower(Drafter):
 def main() -> None:
     prompt = "def read_lines(filename):\n    lines = []\n    with open(filename) as f:\n"
     greedy = SamplingParams(temperature=0, max_tokens=48)
-    plain = LLM("paceline-small", exact=True).generate([prompt], greedy)[0]
-    llm = LLM("paceline-small", drafter=FollowerConfig(depth=4), budget=4, exact=True)
+    plain = LLM("paceline-small").generate([prompt], greedy)[0]
+    llm = LLM("paceline-small", drafter=FollowerConfig(depth=4), budget=4)
     first, second = (llm.generate([prompt], greedy)[0] for _ in range(2))
     assert first.outputs[0].token_ids == second.outputs[0].token_ids == plain.outputs[0].token_ids
     assert second.stats.passes < plain.stats.passes  # by now the whole answer is in the table

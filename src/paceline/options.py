@@ -70,7 +70,11 @@ class LLMOptions:
     )
     dtype: str = option("auto", help="auto (the checkpoint's), bfloat16, float32, float64, int8, q8_0 or q4_0")
     device: str = option("cpu", help="cpu or cuda")
-    exact: bool = option(False, help="ids never depend on batch, chunking, prefix hits, preemption or the drafter")
+    exact: bool | None = option(
+        None,
+        help="ids never depend on batch, chunking, prefix hits, preemption or the drafter: by default wherever layers "
+        "can ensure it; with no, torch's kernels choose their fastest products",
+    )
     kernels: str = option(
         "auto",
         help="auto, native (compiled for this processor; CPU only) or torch",

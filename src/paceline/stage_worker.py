@@ -213,7 +213,7 @@ def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Pl
         service=f"{__name__}:service",
         options={"options": options, **part},
         kinds=KINDS,
-        expected=_facts(source, config.exact),
+        expected=_facts(source, bool(config.exact)),
         placement=where,
         checkpoints=[Checkpoint(parse_model(config.model).name, source.folder, (part["start"], part["stop"]))],
     )
@@ -245,7 +245,7 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
         decoder = load_part(config, source, part)
     shape, kind = kv_layout(config, decoder.own, source.dtype)
     store = KVStore(*shape, slots, kind, where)
-    return StageService(Stage(decoder, 0, stop - start, store), _facts(source, config.exact))
+    return StageService(Stage(decoder, 0, stop - start, store), _facts(source, bool(config.exact)))
 
 
 def _facts(source: Source, exact: bool) -> Facts:

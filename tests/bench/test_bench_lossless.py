@@ -209,7 +209,7 @@ def test_exactness_survives_json():
 
 
 def test_passes_that_round_by_their_width_are_left_to_a_judge():
-    torch = {"kernels": "torch"}
+    torch = {"kernels": "torch", "exact": False}
     methods = [Method(name="plain", settings=torch), Method(name="fast", drafter="ngram", settings=torch)]
     trials = [trial("plain", OUTPUTS), trial("fast", [[1, 2, 3], [4, 5, 5], [7, 8, 9]])]
     report = report_of(methods, trials)
@@ -217,5 +217,7 @@ def test_passes_that_round_by_their_width_are_left_to_a_judge():
     assert found == [] and [e.passed for e in lossless.check(report, rounded=True)[0]] == [False]
     assert len(notes) == 2 and "torch's kernels round" in notes[0] and "float32" in notes[0]
     wide = report_of([replace(m, dtype="float32") for m in methods], trials)
-    found, notes = lossless.check(wide)
-    assert [e.passed for e in found] == [False] and notes == []
+    by_default = report_of([replace(m, settings={"kernels": "torch"}) for m in methods], trials)
+    for each in (wide, by_default):
+        found, notes = lossless.check(each)
+        assert [e.passed for e in found] == [False] and notes == []

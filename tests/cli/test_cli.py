@@ -484,7 +484,7 @@ class TestCommands:
         assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
         assert result.stderr.startswith(f"error: {own_draft}/generation_config.json: top_p=1.7")
 
-    def test_demo_compares_in_the_exact_mode(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_demo_compares(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from paceline.cli import demo
 
         monkeypatch.setenv("COLUMNS", "80")
@@ -532,20 +532,6 @@ class TestCommands:
         (tmp_path / card.published.file).write_bytes(b"")
         run("demo")
         assert seen == ["paceline-small", "smollm2-135m"]
-
-    def test_demo_is_exact_unless_told_otherwise(self, monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
-        from paceline.cli import demo
-
-        seen: list[bool] = []
-
-        def stop(options: dict[str, Any]) -> None:
-            seen.append(options["exact"])
-            raise ConfigError("a model", "not needed here", "look at the options")
-
-        monkeypatch.setattr(demo, "open_llm", stop)
-        for flags in ([], ["--no-exact"], ["--exact"]):
-            assert run("demo", *flags).exit_code == 2
-        assert seen == [True, False, True]
 
     def test_ctrl_c_ends_with_130(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def stop() -> None:

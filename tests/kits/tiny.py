@@ -67,7 +67,7 @@ def tiny_decoder(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     attention: str = "auto",
-    exact: bool = False,
+    exact: bool | None = None,
     quant: Quant | None = None,
     merged: LowRank | None = None,
     compiled: bool = False,
@@ -79,9 +79,12 @@ def tiny_decoder(
         seed: of the weights. One seed gives the same weights in every dtype, up to rounding.
         noise: what is added to every weight, as a share of its tensor's standard deviation.
         attention: backend; "auto": the dense reference in float64, sdpa otherwise and where exact.
+        exact: None: as an `LLM` has it by default, on torch's kernels in less than float64.
         merged: adapters that are added to the weights: W + scale * up down.
         compiled: on the compiled layers (float32 or bf16).
     """
+    if exact is None:
+        exact = not compiled and dtype != torch.float64 and attention != "reference"
     if attention == "auto":
         attention = "reference" if dtype == torch.float64 and not exact else "sdpa"
     backend = make_backend(attention, dtype, exact=exact)

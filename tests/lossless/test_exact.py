@@ -1,4 +1,4 @@
-"""``exact=True``: the bits of a row's logits depend on its own text alone, so ids do too.
+"""Exact layers: the bits of a row's logits depend on its own text alone, so ids do too.
 
 First the bits: one row a pass against every width from 1 to 64, other sequences in the batch, trees, scattered
 blocks. Then ids, end to end: batches, chunks, prefix hits, preemption and drafters. Without ``exact`` rows do
@@ -18,7 +18,7 @@ import torch
 from kits.tiny import assemble, draft_model, run, tiny_config, tiny_decoder
 from torch import Tensor
 
-from paceline import zoo
+from paceline import LLM, zoo
 from paceline.attention import make_backend
 from paceline.attention.rope import RopeConfig
 from paceline.core.request import RequestOutput
@@ -26,13 +26,14 @@ from paceline.core.sampling import SamplingParams
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
 from paceline.drafters.ngram import NgramConfig
 from paceline.kv.pool import KVPool, SequenceCache
+from paceline.network import linear
 from paceline.network.decoder import Decoder
 from paceline.network.loader import load_model
 from paceline.network.packing import RowPacker
 
-DTYPES = ("bfloat16", "float32", "int8")
+DTYPES = ("bfloat16", "float16", "float32", "int8")
 MODELS = ("paceline-small", "tiny", "gemma")
-SLOW = {("paceline-small", "float32"), ("paceline-small", "int8")}
+SLOW = {("paceline-small", dtype) for dtype in ("float16", "float32", "int8")}
 WIDTHS = 64
 # Of the embedded model with every run of the tests; the others with the full grids. Kernels change with the number of
 # rows where that is small, and at multiples of 8 and 16.
@@ -55,7 +56,7 @@ GEMMA = TINY | {  # norms behind both halves, a rotation of its own in layers th
     "ropes": tuple(RopeConfig(dim=16, theta=theta) for theta in (1000.0, 50.0, 1000.0, 50.0)),
 }
 SHAPES = {"tiny": TINY, "gemma": GEMMA}
-KINDS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16}
+KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int8": torch.bfloat16}
 # The embedded model in its own dtype with every run of the tests, in the others with the full grids.
 EVERY_MODEL = pytest.mark.parametrize(
     ("name", "dtype"),
@@ -347,3 +348,31 @@ def test_ids(name: str, dtype: str, setting: str) -> None:
         assert any(s.drafted for s in stats) and not any(s.off_reason for s in stats if s.drafted)
         if name not in SHAPES or "ngram" not in setting:  # random text seldom repeats itself
             assert any(s.accepted for s in stats)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_by_default_no_draft_changes_an_answer_of_torch_s_kernels(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a processor whose product of one row is another kernel's, whatever this one does."""
+    monkeypatch.setattr(linear, "can_pack", lambda: False)
+    monkeypatch.setattr(linear, "_BLOCKS", {})
+    monkeypatch.setattr(linear.PlainLinear, "__call__", _one_row_otherwise)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    given: Any = {"dtype": dtype, "kernels": "torch", "max_model_len": 128, "threads": 1}
+    equal = {}
+    for exact in (None, False):
+        plain = LLM("paceline-small", exact=exact, **given)
+        drafted = LLM("paceline-small", exact=exact, share=plain, drafter="ngram", budget=3, **given)
+        alone = [plain.generate(text, params)[0] for text in TEXTS[1:3]]
+        others = [*(drafted.generate(text, params)[0] for text in TEXTS[1:3]), *plain.generate(TEXTS[1:3], params)]
+        equal[exact] = [o.outputs[0].token_ids for o in others] == [o.outputs[0].token_ids for o in alone] * 2
+        assert sum(o.stats.passes for o in others[:2]) < sum(o.stats.passes for o in alone)
+    assert equal == {None: True, False: False}
+    [said] = caplog.messages
+    assert said.startswith("torch's kernels give a row other bits") and "5 of 5 products compute rows by" in said
+
+
+def _one_row_otherwise(self: linear.PlainLinear, x: Tensor) -> Tensor:
+    y = torch.nn.functional.linear(x, self.weight, self.bias)
+    return y if len(x) > 1 else y + y.roll(1, -1) / 8

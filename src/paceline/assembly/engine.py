@@ -30,6 +30,7 @@ from .models import (
     StartRanks,
     StartTracks,
     TargetPart,
+    exact_layers,
     load_ranks,
     load_source,
     open_source,
@@ -57,7 +58,7 @@ def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedMod
         tokenizer = source.tokenizer()
         decoder = load_ranks(config, source, TargetPart(layers), start)
         return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
-    return load_source(config, source, config.exact, layers)
+    return load_source(config, source, exact_layers(config, source), layers)
 
 
 # Starts the process of a configuration's drafter: given the tokens of the target's K/V pool, the drafted nodes of a

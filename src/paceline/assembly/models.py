@@ -93,12 +93,12 @@ def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = Ta
     shape = source.shape if part.layers is None else source.shape.part(*part.layers, part.ends)
     if not part.ends:
         shape = replace(shape, vocab_size=count)  # of which nobody has a use
-    return Share(shape, rank, count, by_outputs(config.exact, source.quant))
+    return Share(shape, rank, count, by_outputs(bool(config.exact), source.quant))
 
 
 def load_part(config: LLMConfig, source: Source, part: TargetPart, ranks: Ranks | None = None) -> Decoder:
     """A part of the target, or a rank's share of it; errors as of `load_model`."""
-    return _decoder(config, source, config.exact, stage_devices(config)[-1], part, ranks)
+    return _decoder(config, source, exact_layers(config, source), stage_devices(config)[-1], part, ranks)
 
 
 def _decoder(
@@ -205,6 +205,15 @@ def load_source(
 def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
     """The track of one of several processes; errors as of `load_model`."""
     return _decoder(config, source, False, "cpu", TargetPart(), ranks)
+
+
+def exact_layers(config: LLMConfig, source: Source) -> bool:
+    """Return whether the target's layers must be told to give a row the same bits in every pass. Compiled ones do it
+    anyway, and in float64 what differs decides no token."""
+    if config.exact is not None:
+        return config.exact
+    able = config.tensor_parallel == 1 and config.attention != "reference" and source.dtype != torch.float64
+    return able and not compiled_layers(config, source.shape, source.dtype)
 
 
 def make_attention(config: LLMConfig, dtype: torch.dtype, exact: bool) -> AttentionBackend:

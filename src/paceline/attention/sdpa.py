@@ -7,7 +7,8 @@ shared by all layers.
 Exact. A row's bits must not depend on the other rows of the pass, so every row becomes a batch entry of
 its own: one query against its own keys, in plain decoding's order, padded with masked keys to a
 multiple of `BUCKET`. The kernel computes batch entries apart, and the shape of an entry depends on the
-row's position alone. What lies behind the row's own keys is multiplied by zero.
+row's position alone. What lies behind the row's own keys is multiplied by zero. On CPUs entries are
+float32: in 16 bits the kernel rearranges the keys of each entry, which takes most of its time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class SdpaAttention:
     def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> AttentionPlan:
         """By window, the kernel calls with their masks."""
         make = _exact_calls if self.exact else _calls
-        calls = {w: [c for s in segments for c in make(s, positions, w, self.dtype)] for w in windows}
+        wide = self.exact and self.dtype.itemsize == 2 and positions.device.type == "cpu"
+        dtype = torch.float32 if wide else self.dtype
+        calls = {w: [c for s in segments for c in make(s, positions, w, dtype)] for w in windows}
         return AttentionPlan(segments, calls)
 
     def attend(
@@ -191,19 +194,19 @@ def _buckets(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _attend_each(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
-    """Every row a batch entry of its own: [rows, kv_heads, groups, head_dim] against its own keys."""
+    """Every row a batch entry of its own, in its mask's dtype: [rows, kv_heads, groups, head_dim] on its own keys."""
+    assert call.mask is not None
+    mask = call.mask[:, None, None, :]
     rows, heads, dim = query.shape
     kv_heads = k_cache.shape[0]
-    q = query.view(rows, kv_heads, heads // kv_heads, dim)
+    q = query.view(rows, kv_heads, heads // kv_heads, dim).to(mask.dtype)
     if isinstance(call.keys, slice):
-        k = k_cache[:, call.keys].expand(rows, -1, -1, -1)  # [rows, kv_heads, keys, head_dim]
-        v = v_cache[:, call.keys].expand(rows, -1, -1, -1)
+        k = k_cache[:, call.keys].to(mask.dtype).expand(rows, -1, -1, -1)  # [rows, kv_heads, keys, head_dim]
+        v = v_cache[:, call.keys].to(mask.dtype).expand(rows, -1, -1, -1)
     else:
         shape = (kv_heads, *call.keys.shape, dim)
         flat = call.keys.reshape(-1)
-        k = _rows_of(k_cache, flat).view(shape).transpose(0, 1)
-        v = _rows_of(v_cache, flat).view(shape).transpose(0, 1)
-    assert call.mask is not None
-    mask = call.mask[:, None, None, :]
+        k = _rows_of(k_cache, flat).to(mask.dtype).view(shape).transpose(0, 1)
+        v = _rows_of(v_cache, flat).to(mask.dtype).view(shape).transpose(0, 1)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.reshape(rows, heads * dim)
+    return out.reshape(rows, heads * dim).to(query.dtype)

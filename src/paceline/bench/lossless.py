@@ -98,8 +98,8 @@ def why_unchecked(summary: Summary, method: Method, cell: Cell, rounded: bool = 
     asked = method.settings.get("kernels", "auto")
     kernels = str(summary.report.model.get("kernels", "") if asked == "auto" else asked)
     wide = summary.dtype(method) in ("float32", "float64")
-    if not rounded and kernels.startswith("torch") and not wide and not method.settings.get("exact"):
-        return "torch's kernels round by the rows of a pass in 16 bits; exact=true and float32 are compared"
+    if not rounded and kernels.startswith("torch") and not wide and method.settings.get("exact") is False:
+        return "with exact=false torch's kernels round by the rows of a pass in 16 bits; float32 is compared"
     if cell.temperature == 0:
         return None
     if not method.own:

@@ -179,7 +179,7 @@ def step(
         with counting("timing passes", passes.repeats + 1) as progress:
             layout = kv_layout(loaded.config, loaded.decoder.own, loaded.decoder.dtype)
             costs = measure_steps(loaded.decoder, passes, bandwidth, progress, layout)
-    computed, mode, console = str(loaded.decoder.dtype), ", exact" if llm["exact"] else "", stdout()
+    computed, mode, console = str(loaded.decoder.dtype), ", exact" if loaded.decoder.exact else "", stdout()
     mode += f", {ranks} ranks, of which one is counted" if (ranks := llm["tensor_parallel"]) > 1 else ""
     kept = "" if llm["kv_cache_dtype"] == "auto" else f", K/V in {llm['kv_cache_dtype']}"
     console.print(f"{label}, {computed.removeprefix('torch.')}{kept}, kernels: {loaded.kernels}{mode}")
@@ -194,7 +194,7 @@ def step(
             "model": label,
             "dtype": computed,
             "kv_cache_dtype": llm["kv_cache_dtype"],
-            "exact": llm["exact"],
+            "exact": loaded.decoder.exact,
             "tensor_parallel": llm["tensor_parallel"],
             "kernels": loaded.kernels,
             "machine": machine.describe(device),

@@ -57,7 +57,7 @@ class Comparison:
 @app.command()
 @takes(
     llm=LLMConfig,
-    defaults={**DEFAULTS, "model": None, "exact": True},
+    defaults={**DEFAULTS, "model": None},
     shown={"model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}"},
     without={"applications"},
 )
@@ -74,8 +74,7 @@ def demo(
 ) -> None:
     """Answer prompts plainly and speculatively, greedily, and compare; each is asked as if it were the first.
 
-    In bfloat16 a pass over many rows may round differently from a pass over one; --exact, the default here, prevents
-    that, so the tokens must be the same: if they are not, the exit status is 1. The answer that gained most is shown.
+    The tokens must be the same: if they are not, the exit status is 1. The answer that gained most is shown.
 
     Examples:
         paceline demo

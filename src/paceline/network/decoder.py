@@ -6,6 +6,7 @@ few calls as the arithmetic allows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,17 +19,19 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend, Segment
 from ..attention.rope import RopeTables
 from ..core.errors import CapabilityError, ConfigError
-from .adapters import AdapterRange
+from .adapters import LINEARS, AdapterRange
 from .base import Batch, ForwardState, KVCache, Taps
 from .blocks import BY_NAME, StoredWeights
 from .families import DecoderConfig, linear_shapes
 from .handle import TargetHandle
 from .hot import masked
 from .layers import Layer, Norm
-from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
+from .linear import Dense, LinearOp, Quant, RowBlocks, make_linear, nan_parameter
 from .native import Stack
 from .padding import cache_shape
 from .parallel import BEST, LOGITS, Ranks, Run, run_of
+
+log = logging.getLogger(__name__)
 
 
 class Decoder(nn.Module):
@@ -177,6 +180,14 @@ class Decoder(nn.Module):
         self._head = make_linear(weight.data, None, exact=self.exact, quant=self.quant)
         self.head = None
         self.scale_embedding()
+        products = [self._head, *(getattr(layer, name) for layer in self._run[:1] for name in LINEARS)]
+        steps = [product.step for product in products if isinstance(product, RowBlocks) and product.step > 1]
+        if steps:
+            log.warning(
+                "torch's kernels give a row other bits in a pass of other width: %d of %d products compute rows by %d, "
+                "so that no draft changes an answer; exact=False (--no-exact) takes their fastest products",
+                *(len(steps), len(products), max(steps)),
+            )
         return self
 
     def cut(self, hot: Tensor | None) -> None:

@@ -25,8 +25,7 @@ QUANTS = get_args(Quant)
 
 PAD_ROWS = 8
 WIDE_ROWS = 8192  # outputs whose weights are widened at a time
-# Widest pass of which every width up to it was seen to give a row the same bits; wider ones are split.
-ROW_LIMITS = (256, 64, 32)
+WIDTHS = (1, 2, 3, 4, 5, 8, 12, 17, 32)  # of passes that are compared; beyond the last they are split
 
 
 class LinearOp(Protocol):
@@ -149,18 +148,19 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlocks(LinearOp):
-    """Runs ``inner`` on blocks of at most ``limit`` rows, below which its bits do not depend on their number. Without a
-    limit, on blocks of `PAD_ROWS` rows, the last one padded with zeros: every product then has the same shape."""
+    """Runs ``inner`` on blocks of ``limit`` rows or fewer, each padded with zeros to a multiple of ``step`` rows: there
+    its bits do not depend on the number of rows. By default every product has one shape."""
 
     inner: LinearOp
-    limit: int = 0
+    step: int = PAD_ROWS
+    limit: int = PAD_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, limit = x.shape[0], self.limit or PAD_ROWS
-        missing = 0 if self.limit else -rows % PAD_ROWS
-        padded = F.pad(x, (0, 0, 0, missing)) if missing else x
-        y = self.inner(padded) if rows <= limit else torch.cat([self.inner(part) for part in padded.split(limit)])
-        return y[:rows] if missing else y
+        rows = x.shape[0]
+        if rows > self.limit:
+            return torch.cat([self(part) for part in x.split(self.limit)])
+        missing = -rows % self.step
+        return self.inner(F.pad(x, (0, 0, 0, missing)))[:rows] if missing else self.inner(x)
 
     def wide(self, x: Tensor) -> Tensor:
         return self.inner.wide(x)
@@ -188,35 +188,26 @@ def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, qua
 
 
 def make_exact(linear: LinearOp, kind: str, weight: Tensor) -> LinearOp:
-    """Wrap ``linear`` so that a row's bits are the same at every width; the cheapest wrap that is enough."""
-    if weight.dtype in (torch.float32, torch.float64):
-        return RowBlocks(linear)  # one row and two rows take different kernels: known, not worth a probe
-    return RowBlocks(linear, _row_limit(linear, kind, weight))
-
-
-def _row_limit(linear: LinearOp, kind: str, weight: Tensor) -> int:
-    """`ROW_LIMITS` probed once for a shape and a number of threads; 0 where only padding helps."""
+    """Wrap ``linear`` so that a row's bits are the same at every width; the cheapest wrap that is enough, which is
+    probed once for a shape and a number of threads."""
     key = (kind, tuple(weight.shape), weight.dtype, weight.device.type, torch.get_num_threads())
-    if key not in _LIMITS:
-        _LIMITS[key] = _probe(linear, weight)
-    return _LIMITS[key]
+    if key not in _BLOCKS:
+        _BLOCKS[key] = _probe(linear, weight)
+    return RowBlocks(linear, *_BLOCKS[key])
 
 
-_LIMITS: dict[tuple[str, tuple[int, ...], torch.dtype, str, int], int] = {}
+_BLOCKS: dict[tuple[str, tuple[int, ...], torch.dtype, str, int], tuple[int, int]] = {}
 
 
-def _probe(linear: LinearOp, weight: Tensor) -> int:
-    """The largest of `ROW_LIMITS` below which every width tried gives each row the bits of a pass of its own."""
-    known = cancelling_rows(weight, 64)
-    alone = torch.cat([linear(row) for row in known.split(1)]).repeat(4, 1)  # [256, out]
-    x = known.repeat(4, 1)  # [256, in]
-    good = 0
-    for limit in sorted(ROW_LIMITS):
-        widths = range(good + 1, limit + 1) if limit <= 64 else (65, 96, 100, 128, 200, 255, 256)
-        if not all(torch.equal(linear(x[-width:]), alone[-width:]) for width in widths):
-            break
-        good = limit
-    return good
+def _probe(linear: LinearOp, weight: Tensor) -> tuple[int, int]:
+    """Return ``step`` and ``limit`` of `RowBlocks`, by products of one row in every place of passes of `WIDTHS`."""
+    # A GPU computes some rows in the time of one, and is slow where many rows are split.
+    widths, most = (WIDTHS, PAD_ROWS) if weight.device.type == "cpu" else ((*WIDTHS, 64, 512), 64)
+    x = cancelling_rows(weight, 1).expand(widths[-1], -1).contiguous()
+    products = [linear(x[:width]) for width in widths]
+    unlike = [len(y) for y in products if not torch.equal(y, products[-1][:1].expand_as(y))]
+    steps = (step for step in (1, 2, 4, 8, 16, 32, 64) if step <= most and all(width % step for width in unlike))
+    return next(((step, widths[-1]) for step in steps), (most, most))
 
 
 def cancelling_rows(weight: Tensor, rows: int, seed: int = 0) -> Tensor:
