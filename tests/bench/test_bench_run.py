@@ -129,7 +129,9 @@ class TestOrder:
 @pytest.fixture(scope="module")
 def trials() -> list[Trial]:
     """Two batch sizes, greedy and sampled; all ids are as plain decoding's."""
-    asked = config(batches=(1, 2), temperatures=(0.0, 0.8), methods=tuple(parse_methods(["plain", "suffix"])))
+    asked = config(
+        batches=(1, 2), temperatures=(0.0, 0.8), methods=tuple(parse_methods(["plain", "suffix=suffix;budget=4"]))
+    )
     report = Run(asked).execute()
     assert all(e.passed for e in report.exactness) and report.exactness
     return report.trials

@@ -25,7 +25,7 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with live_server() as made:
+    with live_server("--budget", "8") as made:
         yield made
 
 
