@@ -299,7 +299,7 @@ class TestCutShort:
         said = ""
         for line in process.stderr:
             said += line
-            if " trials, wikisql, " in line:  # a while after the first one
+            if " trials, wikisql, " in line and "0 of 640 trials" not in line:  # a while after the first one
                 process.send_signal(signal.SIGINT)
                 break
         stdout, stderr = process.communicate(timeout=120)
