@@ -183,13 +183,19 @@ def test_the_cache_is_announced(run: Callable[..., Result], data: Path, target: 
         (["target", "--data", "none.jsonl", "--out", "{out}", *SMALL], "there is no such file"),
         (["target", "--data", "{data}=many", "--out", "{out}"], "the weight is no number"),
         (["target", "--data", "{data}", "--out", "{out}", "--vocab-size", "100"], "no room for the bytes"),
-        (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--heads", "5"], "heads must divide d_model"),
+        (
+            ["target", "--data", "{data}", "--out", "{out}", *SMALL, "--heads", "5"],
+            "--heads 5, --kv-heads 2: heads must divide --d-model",
+        ),
         (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--grow", "0"], "Give --init FOLDER"),
         (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--learning-rate", "3"], "must be below 1"),
-        (["draft_model", "--target", "{target}", "--data", "{data}", "--out", "{out}"], "vocab_size = 300"),
+        (
+            ["draft_model", "--target", "{target}", "--data", "{data}", "--out", "{out}"],
+            "same vocabulary (--vocab-size 300)",
+        ),
         (
             ["streams", "--target", "{target}", "--data", "{data}", "--out", "{out}", "--prompt-weight", "0.5"],
-            "streams with prompt_weight=0.5: prompt tokens carry no streams",
+            "streams with --prompt-weight 0.5: prompt tokens carry no streams",
         ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",

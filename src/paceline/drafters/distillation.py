@@ -103,7 +103,7 @@ class DraftModelRecipe:
             raise ConfigError(
                 f"a draft with vocab_size={network.config.vocab_size}",
                 f"the target has {target.config.vocab_size} tokens",
-                f"give both the same vocabulary (vocab_size = {target.config.vocab_size})",
+                f"give both the same vocabulary (vocab_size={target.config.vocab_size})",
             )
         self.module, self.target, self.options, self.config, self.held_out = network, target, options, config, held_out
         self.features = features or OnlineFeatures(target, options.top)
