@@ -360,7 +360,7 @@ def test_the_only_application_answers_where_none_is_named(
 ) -> None:
     result = cli(*flags({"sql": folders["sql"]}), "-p", PROMPT)
     expected = llm.generate(PROMPT, GREEDY, application="sql")[0].outputs[0].text
-    assert expected in result.output and "sql | " in result.output
+    assert expected in result.output and "sql: " in result.output
 
 
 def test_an_application_without_a_folder_is_named_in_the_error(cli: Callable[..., Any]) -> None:

@@ -195,7 +195,7 @@ def test_a_stream_without_events_is_kept_alive_by_comments() -> None:
 def test_a_request_ends_at_its_deadline_and_a_drain_at_its_own() -> None:
     body = {"prompt": "one two", "max_tokens": 1800, "ignore_eos": True, "temperature": 1, "seed": 1}
     limits = ("--request-s", "0.4", "--drain-s", "0.1", "--max-logprobs", "2", "--default-max-tokens", "5")
-    with live_server(*limits, "--round", "mirror", "--drafter", "draft_model:paceline-small-draft") as server:
+    with live_server(*limits, "--drafter", "none") as server:
         asked = httpx.post(f"{server.url}/v1/completions", json=body | {"logprobs": 3})
         assert asked.status_code == 400 and asked.json()["error"]["param"] == "logprobs"
         chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 3}

@@ -15,7 +15,7 @@ from kits.tiny import TOY_TEXTS, VOCAB, assemble, run, tiny_config, tiny_decoder
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec, SequenceView
-from paceline.drafters.text_sessions import TextSessions
+from paceline.drafters.text_sessions import LookUps, TextSessions
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
@@ -42,7 +42,7 @@ class Synthetic:
         self.text, self.wrong = text, wrong
 
     def sessions(self, rows: int) -> TextSessions:
-        return TextSessions(self, VOCAB, ())
+        return TextSessions(LookUps({0: self}), VOCAB, ())  # type: ignore[dict-item]
 
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
         place = len(sequence.tokens) + len(path)

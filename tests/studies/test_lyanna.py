@@ -309,7 +309,7 @@ def test_the_extra_pass_is_for_what_was_re_sampled_alone() -> None:
     """Sequences with levels left over go first; where there are none, all go."""
     drafter = lyanna_drafter(resample="alone")
     asked: list[list[int]] = []
-    inner: Any = SimpleNamespace(guard=SimpleNamespace(drafter=drafter), emitter=None)
+    inner: Any = SimpleNamespace(guard=SimpleNamespace(drafter=drafter), emitter=None, drafter=drafter)
     inner.step = lambda works, rule: asked.append([work.sequence.view.key for work in works])
     round_ = extra_pass.ExtraPass(inner)
     works: Any = [SimpleNamespace(sequence=SimpleNamespace(view=view(text(9, key), key))) for key in range(3)]

@@ -154,7 +154,7 @@ class SpecStats:
         """The sum of both, for requests that ran together.
 
         Counts and times add up. ``elapsed_ms`` is the longer one, ``ttft_ms`` and ``queue_ms`` the earlier ones.
-        ``off_reason`` is kept if both have the same one, or if nothing at all was drafted.
+        ``off_reason`` is kept if nothing at all was drafted.
         """
         merged = SpecStats(**{name: getattr(self, name) + getattr(other, name) for name in _SUMS})
         for name in _LISTS:

@@ -435,8 +435,9 @@ class Engine:
         stats.ttft_ms = (live.first_token - live.submitted) * 1e3 if live.first_token else None
         admitted = min((s.admitted for s in live.sequences if s.admitted is not None), default=None)
         stats.queue_ms = None if admitted is None else (admitted - live.submitted) * 1e3
-        # The user must learn of a drafter that failed on the way, whatever it had drafted before.
-        stats.off_reason = self.round.failure or stats.off_reason
+        # The user must learn of a drafter that failed or ended on the way, whatever it had drafted before.
+        reasons = {sequence.state.stats.off_reason for sequence in live.sequences}
+        stats.off_reason = self.round.failure or stats.off_reason or (reasons.pop() if len(reasons) == 1 else None)
         outputs = [self._completion(live, s) for s in live.sequences]
         wants_prompt = live.request.params.prompt_logprobs is not None
         return RequestOutput(

@@ -185,7 +185,7 @@ class StreamsDrafter(Drafter):
         if self.streams.adapters is not None:
             self.streams.adapters.prepare()
         decoder, plain = target.decoder, config.start_rank == 0 and config.value_rotation is None
-        if decoder.stack is not None and decoder.ranks is None and plain and self.config.at == "frontier":
+        if decoder and decoder.stack and decoder.ranks is None and plain and self.config.at == "frontier":
             stream_prices(decoder, self.streams)  # now, not in the first request
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
