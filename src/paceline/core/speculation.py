@@ -60,7 +60,7 @@ class Speculation:
             return None
         if not known:
             asked = "speculation with sources" if self.sources is not None else "speculation with max_nodes"
-            raise CapabilityError(asked, "this engine has no drafter", "leave it out; enabled=False works everywhere")
+            raise CapabilityError(asked, "this engine has no drafter", "leave it out")
         if self.sources is None:
             return None
         for name in self.sources:

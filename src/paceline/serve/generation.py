@@ -272,8 +272,7 @@ async def begin(
     try:
         return Answer(server, await server.client.submit(submit), bool(body.stream), begun)
     except ConfigError as error:
-        words = str(error).replace("enabled=False", '"speculation": false')
-        raise APIError(400, words, field_of(place, error), "invalid_value") from error
+        raise APIError(400, str(error), field_of(place, error), "invalid_value") from error
     except TooMany as error:
         raise APIError(429, str(error), code="queue_full") from error
     except EngineDown as error:
