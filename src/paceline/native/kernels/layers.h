@@ -350,7 +350,7 @@ template <class A> struct Runner final : Job {
       if (p.packed) return pack_row(x, hd, (int8_t*)caches[index] + head * p.head_stride + where * cache_row(m, p));
       y = (A*)caches[index] + head * p.head_stride + where * hd;
     }
-    for (int64_t i = 0; i < hd; i++) put(y + i, x[i]);
+    for (int64_t i = 0; i < hd; i += 16) put16(y + i, load(x + i));
   }
 
   // Attention's tasks: some rows of a segment under query heads that share keys and values, which are read once for all
@@ -497,8 +497,7 @@ template <class A> struct Runner final : Job {
         product(piece.adapter[index * PAIRS + MLP].up, block, blocks, Input<A>{low(MLP, r0), low_width},
                 (int)(stop - r0), c);
         for (int64_t r = piece.begin; r < piece.end; r++)
-          for (int64_t i = 0; i < outputs; i++)
-            put(out + r * outs + first + i, wide(residual[r * outs + first + i]) + c[(r - r0) * BLOCKS * LANES + i]);
+          add_row(c + (r - r0) * BLOCKS * LANES, residual + r * outs + first, outputs, out + r * outs + first);
       }
     }
   }
@@ -517,7 +516,7 @@ template <class A> struct Runner final : Job {
               const int64_t at = (r0 + r) * outs + first;
               finish(l, first, outputs, c);
               if (post) std::memcpy(added + at + column, c, outputs * sizeof(float));
-              else for (int64_t i = 0; i < outputs; i++) put(out + at + i, wide(residual[at + i]) + c[i]);
+              else add_row(c, residual + at, outputs, out + at);
             }
           });
   }

@@ -18,32 +18,42 @@ template <class A> void rms(const A* x, const float* weight, int64_t d, float ep
   float total = sum16(squares);
   for (; i < d; i++) total += wide(x[i]) * wide(x[i]);
   const float scale = 1.0f / std::sqrt(total / (float)d + eps);
-  for (i = 0; i < d; i++) put(y + i, wide(x[i]) * scale * weight[i]);
+  for (i = 0; i + 16 <= d; i += 16) put16(y + i, load_wide(x + i) * splat(scale) * load(weight + i));
+  for (; i < d; i++) put(y + i, wide(x[i]) * scale * weight[i]);
   for (; i < padded; i++) put(y + i, 0.0f);
+}
+
+// out = residual + y, rounded once.
+template <class A> void add_row(const float* y, const A* residual, int64_t n, A* out) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) put16(out + i, load_wide(residual + i) + load(y + i));
+  for (; i < n; i++) put(out + i, wide(residual[i]) + y[i]);
 }
 
 // out = residual + the RMS norm of y, or y itself where no weight is given, rounded once.
 template <class A>
 void add_normed(const float* y, const float* weight, int64_t d, float eps, const A* residual, A* out) {
-  if (!weight) {
-    for (int64_t j = 0; j < d; j++) put(out + j, wide(residual[j]) + y[j]);
-    return;
-  }
+  if (!weight) return add_row(y, residual, d, out);
   v16 squares = {};
   int64_t i = 0;
   for (; i + 16 <= d; i += 16) { const v16 v = load(y + i); squares = fma16(v, v, squares); }
   float total = sum16(squares);
   for (; i < d; i++) total += y[i] * y[i];
   const float scale = 1.0f / std::sqrt(total / (float)d + eps);
-  for (i = 0; i < d; i++) put(out + i, wide(residual[i]) + y[i] * scale * weight[i]);
+  for (i = 0; i + 16 <= d; i += 16)
+    put16(out + i, load_wide(residual + i) + load(y + i) * splat(scale) * load(weight + i));
+  for (; i < d; i++) put(out + i, wide(residual[i]) + y[i] * scale * weight[i]);
 }
 
 // In place on one head of float32.
 inline void head_norm(float* x, const float* weight, int64_t d, float eps) {
-  float total = 0;
-  for (int64_t i = 0; i < d; i++) total += x[i] * x[i];
+  v16 squares = {};
+  int64_t i = 0;
+  for (; i + 16 <= d; i += 16) { const v16 v = load(x + i); squares = fma16(v, v, squares); }
+  float total = sum16(squares);
+  for (; i < d; i++) total += x[i] * x[i];
   const float scale = 1.0f / std::sqrt(total / (float)d + eps);
-  for (int64_t i = 0; i < d; i++) x[i] = x[i] * scale * weight[i];
+  for (i = 0; i < d; i++) x[i] = x[i] * scale * weight[i];
 }
 
 // SiLU is x / (1 + e^-x). GELU with its tanh is x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).

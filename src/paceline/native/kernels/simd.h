@@ -41,6 +41,29 @@ constexpr int SUMS = PIECES == 1 ? 16 : 4;  // of sixteen floats, that fit into 
 typedef float floats __attribute__((vector_size(PIECE * 4)));
 typedef int32_t ints __attribute__((vector_size(PIECE * 4)));
 
+inline floats fill(float x) {
+#if PL_AVX512
+  return (floats)_mm512_set1_ps(x);
+#elif defined(__AVX__)
+  return (floats)_mm256_set1_ps(x);
+#elif defined(__aarch64__)
+  return (floats)vdupq_n_f32(x);
+#else
+  return floats{x, x, x, x};
+#endif
+}
+inline floats fma(floats a, floats b, floats c) {
+#if PL_AVX512
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
 struct v16 {
   floats p[PIECES];
 #if PL_AVX512
@@ -48,7 +71,7 @@ struct v16 {
   operator __m512() const { return (__m512)p[0]; }
 #endif
   v16() : p{} {}
-  explicit v16(float x) { for (floats& f : p) f = floats{} + x; }
+  explicit v16(float x) { for (floats& f : p) f = fill(x); }
 };
 template <class F> inline v16 each(v16 a, v16 b, F f) {
   v16 y;
@@ -72,19 +95,8 @@ inline void save(float* p, v16 v) {
   for (int i = 0; i < PIECES; i++) std::memcpy(p + i * PIECE, &v.p[i], sizeof(floats));
 }
 inline v16 fma16(v16 a, v16 b, v16 c) {
-#if PL_AVX512
-  return _mm512_fmadd_ps(a, b, c);
-#else
-  for (int i = 0; i < PIECES; i++)
-#if defined(__AVX__) && defined(__FMA__)
-    c.p[i] = (floats)_mm256_fmadd_ps((__m256)a.p[i], (__m256)b.p[i], (__m256)c.p[i]);
-#elif defined(__aarch64__)
-    c.p[i] = (floats)vfmaq_f32((float32x4_t)c.p[i], (float32x4_t)a.p[i], (float32x4_t)b.p[i]);
-#else
-    c.p[i] = a.p[i] * b.p[i] + c.p[i];
-#endif
+  for (int i = 0; i < PIECES; i++) c.p[i] = fma(a.p[i], b.p[i], c.p[i]);
   return c;
-#endif
 }
 
 constexpr int LANES = 16;    // outputs of a weight block
@@ -152,35 +164,55 @@ inline void put16(bf16* p, v16 v) {
   __m512i near = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
   near = _mm512_mask_or_epi32(near, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), half, _mm512_set1_epi32(0x40));
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(near));
+#elif defined(__AVX2__)
+  __m256i near[2];
+  for (int i = 0; i < 2; i++) {
+    const __m256i u = (__m256i)v.p[i], upper = _mm256_srli_epi32(u, 16);
+    const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+    near[i] = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+    const __m256i nan = (__m256i)_mm256_cmp_ps((__m256)v.p[i], (__m256)v.p[i], _CMP_UNORD_Q);
+    near[i] = _mm256_blendv_epi8(near[i], _mm256_or_si256(upper, _mm256_set1_epi32(0x40)), nan);
+  }
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(near[0], near[1]), 0xd8));
 #else
   float all[16];
   save(all, v);
   for (int i = 0; i < 16; i++) put(p + i, all[i]);
 #endif
 }
-// Sixteen pairs -> the first ones and the second ones.
-inline void load_pairs(const bf16* p, v16& first, v16& second) {
-  for (int i = 0; i < PIECES; i++) {
-    ints line;
-    std::memcpy(&line, p + i * PIECE * 2, sizeof line);
-    first.p[i] = (floats)(line << 16), second.p[i] = (floats)(line & (int32_t)0xffff0000);
-  }
-}
+// Lanes 8 apart are added first, then those 4, 2 and 1 apart.
 inline float sum16(v16 v) {
+#if defined(__AVX2__)
+#if PL_AVX512
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+  const __m256 eight = (__m256)(v.p[0] + v.p[1]);
+#endif
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
   float s[16];
   save(s, v);
   for (int width = 8; width; width /= 2)
     for (int i = 0; i < width; i++) s[i] += s[i + width];
   return s[0];
+#endif
 }
 
 inline float max16(v16 v) {
 #if PL_AVX512
   return _mm512_reduce_max_ps(v);
-#endif
+#elif defined(__AVX2__)
+  const __m256 eight = _mm256_max_ps((__m256)v.p[0], (__m256)v.p[1]);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
   float s[16];
   save(s, v);
   return *std::max_element(s, s + 16);
+#endif
 }
 
 // exp to about two units in the last place; arguments beyond +-87 are clamped.

@@ -18,6 +18,23 @@ inline v16 sums16(const v16 a[16]) {
   const __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
   const __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
   return _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
+#elif defined(__AVX2__)
+  __m256 t[8], u[4];
+  const auto half_sum = [&](int i) { return (__m256)(a[i].p[0] + a[i].p[1]); };
+  for (int i = 0; i < 8; i++) {
+    const __m256 x = half_sum(2 * i), y = half_sum(2 * i + 1);
+    t[i] = _mm256_add_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y));
+  }
+  for (int i = 0; i < 4; i++) {
+    const __m256d x = (__m256d)t[2 * i], y = (__m256d)t[2 * i + 1];
+    u[i] = _mm256_add_ps((__m256)_mm256_unpacklo_pd(x, y), (__m256)_mm256_unpackhi_pd(x, y));
+  }
+  v16 sums;
+  for (int i = 0; i < 2; i++) {
+    const __m256 x = u[2 * i], y = u[2 * i + 1];
+    sums.p[i] = (floats)_mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+  }
+  return sums;
 #else
   float s[16];
   for (int i = 0; i < 16; i++) s[i] = sum16(a[i]);
@@ -35,15 +52,14 @@ inline v16 scores16(const float* q, const float* const k[16], int64_t d) {
     }
   return sums16(a);
 }
+#if PL_DOT_BF16
 inline v16 scores16(const bf16* q, const bf16* const k[16], int64_t d) {
   v16 a[16] = {};
   int64_t start = 0;
-#if PL_DOT_BF16
   for (int64_t& i = start; i + 32 <= d; i += 32) {
     const __m512bh x = (__m512bh)_mm512_loadu_si512(q + i);
     for (int j = 0; j < 16; j++) a[j] = _mm512_dpbf16_ps(a[j], x, (__m512bh)_mm512_loadu_si512(k[j] + i));
   }
-#endif
   for (int first = 0; first < 16; first += SUMS)
     for (int64_t i = start; i < d; i += 16) {
       const v16 x = load_wide(q + i);
@@ -51,6 +67,7 @@ inline v16 scores16(const bf16* q, const bf16* const k[16], int64_t d) {
     }
   return sums16(a);
 }
+#endif
 
 // sum[m] += weight[m][j] * v[j] over n keys, one after the other; D vectors of 16 dimensions each.
 template <int M, int D, class A, class P>
@@ -109,7 +126,7 @@ inline float soften(float* s, int64_t n) {
 }
 
 struct Scratch {  // of one thread, grown on demand
-  std::vector<float> scores, own_scores, found, out, low, own;
+  std::vector<float> scores, own_scores, found, out, low, own, wide;
   std::vector<char> normed;
   std::vector<int32_t> tail, several, place;
   std::vector<bf16> weights;
@@ -214,14 +231,25 @@ template <class A> void attend(const Model& m, const Segment& s, int64_t window,
   float* sum[VECTORS];
   for (int i = 0; i < count; i++) score[i] = t.scores.data() + i * room, sum[i] = t.out.data() + i * d;
 
-  const A* near[16];
+#if PL_DOT_BF16
+  using Number = A;
+#else
+  using Number = float;  // queries once, and sixteen keys once for all vectors
+#endif
+  if constexpr (!std::is_same_v<A, Number>) grow(t.wide, (VECTORS + 16) * d);
+  const auto number = [&](const A* x, int64_t place) -> const Number* {
+    if constexpr (std::is_same_v<A, Number>) return x;
+    else return widen(x, d, t.wide.data() + place * d), t.wide.data() + place * d;
+  };
+  const Number *near[16], *query[VECTORS];
   alignas(64) float found[16];
+  for (int i = 0; i < count; i++) query[i] = number(q.query[i], i);
   for (int64_t j = 0; j < view.common; j += 16) {
     const int64_t n = std::min<int64_t>(16, view.common - j);
     fetch_turn(s, j, view.common, keys, values, d);
-    for (int64_t i = 0; i < 16; i++) near[i] = key_at(j + std::min(i, n - 1));
+    for (int64_t i = 0; i < 16; i++) near[i] = number(key_at(j + std::min(i, n - 1)), VECTORS + i);
     for (int i = 0; i < count; i++) {
-      save(found, scores16(q.query[i], near, d) * splat(m.scale));
+      save(found, scores16(query[i], near, d) * splat(m.scale));
       std::memcpy(score[i] + j, found, n * sizeof(float));
     }
   }
@@ -231,8 +259,8 @@ template <class A> void attend(const Model& m, const Segment& s, int64_t window,
     const int64_t owned = view.tail_end[i] - view.tail_begin[i];
     for (int64_t j = 0; j < owned; j += 16) {
       const int64_t n = std::min<int64_t>(16, owned - j);
-      for (int64_t x = 0; x < 16; x++) near[x] = key_at(own[j + std::min(x, n - 1)]);
-      save(found, scores16(q.query[i], near, d) * splat(m.scale));
+      for (int64_t x = 0; x < 16; x++) near[x] = number(key_at(own[j + std::min(x, n - 1)]), VECTORS + x);
+      save(found, scores16(query[i], near, d) * splat(m.scale));
       std::memcpy(score[i] + view.common + j, found, n * sizeof(float));
     }
     total[i] = soften(score[i], view.common + owned);
@@ -246,7 +274,7 @@ template <class A> void attend(const Model& m, const Segment& s, int64_t window,
     const float* rest[1] = {score[i] + view.common};
     accumulate_any<A>(1, sum + i, rest, owned, d, [&](int64_t j) { return value_at(own[j]); });
     const float scale = 1.0f / total[i];
-    for (int64_t x = 0; x < d; x++) put(q.out[i] + x, sum[i][x] * scale);
+    for (int64_t x = 0; x < d; x += 16) put16(q.out[i] + x, load(sum[i] + x) * splat(scale));
   }
 }
 

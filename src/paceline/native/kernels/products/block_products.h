@@ -147,10 +147,11 @@ template <class F> [[gnu::always_inline]] inline __m256 scale_of(const uint8_t* 
   using P = Packed<F>;
   const uint8_t* at = block + P::scales(step, part);
   if constexpr (F::SCALE == HALF) return halves8(at + half * 16);
-  else if constexpr (F::SCALE == EXPONENT) {
-    float scales[8];
-    for (int i = 0; i < 8; i++) scales[i] = scale_at<F>(block, step, part, half * 8 + i);
-    return _mm256_loadu_ps(scales);
+  else if constexpr (F::SCALE == EXPONENT) {  // see exponents16
+    const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(at + half * 8))), one = _mm256_set1_epi32(1);
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, one), 23);
+    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x200000), e);
+    return (__m256)_mm256_blendv_epi8(small, normal, _mm256_cmpgt_epi32(e, one));
   } else
     return _mm256_mul_ps(halves8(block + P::FACTORS + half * 16), bytes8(at + half * 8, F::SCALE == SIGNED));
 }
@@ -210,62 +211,89 @@ template <class F> constexpr bool SIGNED_CODES = F::BITS == 8 || F::TABLE != nul
 template <class F> constexpr int IN_16_BITS = SIGNED_CODES<F> ? 1 : F::BITS == 4 ? 8 : F::BITS == 5 ? 4 : 2;
 #endif
 
-// R rows, from `row` of a panel on, against half a line after the other.
-template <class F, int R>
-void block_product(const uint8_t* w, int64_t k, const Panel& in, int row, int half, float* c) {
+// So many bytes before their use weights are asked for. Measured.
+constexpr int ASKED_AHEAD = 2048;
+
+// R rows, from `row` of a panel on, against H halves of 16 outputs, from half `half` on, and `blocks` blocks of inputs,
+// of which the first begins with step `first` of x: what comes before that is in c already. Of the cache lines that are
+// asked for ahead, this turn asks for one in `turns`.
+template <class F, int R, int H>
+void block_product(const uint8_t* w, int64_t blocks, int64_t first, const Panel& in, int row, int half, float* c,
+                   int turn, int turns) {
   using P = Packed<F>;
   constexpr int LINES = 8 / F::PARTS, FEW = std::min(IN_16_BITS<F>, LINES);
+  constexpr int SHARE = (P::BYTES + P::STEPS - 1) / P::STEPS;  // bytes of a step
   const int width = in.width;
-  const int32_t* x = in.x + row;
-  int64_t at = row;
-  __m256 sum[R];
-  for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_ps();
-  for (int64_t b = k / F::VALUES; b; b--, w += P::BYTES)
+  const int32_t* x = in.x + first * 8 * width + row;
+  int64_t at = first * width + row;
+  c += half * 8;
+  __m256 sum[H][R];
+#pragma GCC unroll 8
+  for (int h = 0; h < H; h++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+      sum[h][r] = first ? _mm256_loadu_ps(c + r * BLOCKS * LANES + h * 8) : _mm256_setzero_ps();
+  for (; blocks; blocks--, w += P::BYTES)
     for (int step = 0; step < P::STEPS; step++, x += 8 * width, at += width) {
-      for (int part = 0; part < F::PARTS; part++) {
-        __m256i whole[R];
-        for (int r = 0; r < R; r++) {
-          whole[r] = (F::SHIFT < 0 && !F::ZERO) || SIGNED_CODES<F>
-                         ? _mm256_setzero_si256()
-                         : _mm256_set1_epi32(in.start[start_of<F>(part)][at + r]);
-          if (F::ZERO) whole[r] = _mm256_madd_epi16(zeros_of<F>(w, half), whole[r]);
-        }
+      for (int i = turn * LINE; i < SHARE; i += turns * LINE)
+        __builtin_prefetch(w + ASKED_AHEAD + step * SHARE + i, 0, 3);
+#pragma GCC unroll 2
+      for (int h = 0; h < H; h++) {
+#pragma GCC unroll 2
+        for (int part = 0; part < F::PARTS; part++) {
+          __m256i whole[R];
 #pragma GCC unroll 8
-        for (int i = part * LINES; i < (part + 1) * LINES; i += FEW) {
-#if defined(__AVXVNNI__)
-          const __m256i codes = codes_of<F>(w + step * P::STEP, i, half);
-          for (int r = 0; r < R; r++)
-            whole[r] = _mm256_dpbusd_avx_epi32(whole[r], codes, _mm256_set1_epi32(x[i * width + r]));
-#else
-          __m256i few[R];
-#pragma GCC unroll 8
-          for (int j = 0; j < FEW; j++) {
-            __m256i codes = codes_of<F>(w + step * P::STEP, i + j, half), sizes = codes;
-            if (SIGNED_CODES<F>)
-              codes = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80)), sizes = _mm256_abs_epi8(codes);
-            for (int r = 0; r < R; r++) {
-              __m256i bytes = _mm256_set1_epi32(x[(i + j) * width + r]);
-              if (SIGNED_CODES<F>) bytes = _mm256_sign_epi8(bytes, codes);
-              const __m256i pairs = _mm256_maddubs_epi16(sizes, bytes);
-              few[r] = j ? _mm256_add_epi16(few[r], pairs) : pairs;
-            }
+          for (int r = 0; r < R; r++) {
+            whole[r] = (F::SHIFT < 0 && !F::ZERO) || SIGNED_CODES<F>
+                           ? _mm256_setzero_si256()
+                           : _mm256_set1_epi32(in.start[start_of<F>(part)][at + r]);
+            if (F::ZERO) whole[r] = _mm256_madd_epi16(zeros_of<F>(w, half + h), whole[r]);
           }
-          for (int r = 0; r < R; r++)
-            whole[r] = _mm256_add_epi32(whole[r], _mm256_madd_epi16(few[r], _mm256_set1_epi16(1)));
+#pragma GCC unroll 8
+          for (int i = part * LINES; i < (part + 1) * LINES; i += FEW) {
+#if defined(__AVXVNNI__)
+            const __m256i codes = codes_of<F>(w + step * P::STEP, i, half + h);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+              whole[r] = _mm256_dpbusd_avx_epi32(whole[r], codes, _mm256_set1_epi32(x[i * width + r]));
+#else
+            __m256i few[R];
+#pragma GCC unroll 8
+            for (int j = 0; j < FEW; j++) {
+              __m256i codes = codes_of<F>(w + step * P::STEP, i + j, half + h), sizes = codes;
+              if (SIGNED_CODES<F>)
+                codes = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80)), sizes = _mm256_abs_epi8(codes);
+#pragma GCC unroll 8
+              for (int r = 0; r < R; r++) {
+                __m256i bytes = _mm256_set1_epi32(x[(i + j) * width + r]);
+                if (SIGNED_CODES<F>) bytes = _mm256_sign_epi8(bytes, codes);
+                const __m256i pairs = _mm256_maddubs_epi16(sizes, bytes);
+                few[r] = j ? _mm256_add_epi16(few[r], pairs) : pairs;
+              }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+              whole[r] = _mm256_add_epi32(whole[r], _mm256_madd_epi16(few[r], _mm256_set1_epi16(1)));
 #endif
+          }
+          const __m256 by = scale_of<F>(w, step, part, half + h);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            const __m256 scale = _mm256_mul_ps(by, _mm256_set1_ps(in.scale[at + r]));
+            sum[h][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[r]), scale, sum[h][r]);
+          }
         }
-        const __m256 by = scale_of<F>(w, step, part, half);
-        for (int r = 0; r < R; r++) {
-          const __m256 scale = _mm256_mul_ps(by, _mm256_set1_ps(in.scale[at + r]));
-          sum[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[r]), scale, sum[r]);
+        if constexpr (F::LEAST) {
+          const __m256 least = least_of<F>(w, step, half + h);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) sum[h][r] = _mm256_fmadd_ps(least, _mm256_set1_ps(in.sum[at + r]), sum[h][r]);
         }
-      }
-      if constexpr (F::LEAST) {
-        const __m256 least = least_of<F>(w, step, half);
-        for (int r = 0; r < R; r++) sum[r] = _mm256_fmadd_ps(least, _mm256_set1_ps(in.sum[at + r]), sum[r]);
       }
     }
-  for (int r = 0; r < R; r++) _mm256_storeu_ps(c + r * BLOCKS * LANES + half * 8, sum[r]);
+#pragma GCC unroll 8
+  for (int h = 0; h < H; h++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) _mm256_storeu_ps(c + r * BLOCKS * LANES + h * 8, sum[h][r]);
 }
 #else
 // Up to ROWS rows, whose sums lie in c.
@@ -315,15 +343,30 @@ void block_products(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, i
     else block_product<F, 1>(w, k, panel, c);
   }
 #elif PL_AVX2
-  for (; rows > 0; row += 8, rows -= 8, c += 8 * BLOCKS * LANES) {
-    const Panel panel = panel_of(in, row);
-    for (int half = 0; half < 2; half++)
-      for (int r = 0; r < panel.width; r += 4) {
-        float* y = c + r * BLOCKS * LANES;
-        if (panel.width - r >= 4) block_product<F, 4>(w, k, panel, r, half, y);
-        else if (panel.width - r == 2) block_product<F, 2>(w, k, panel, r, half, y);
-        else block_product<F, 1>(w, k, panel, r, half, y);
-      }
+  // Of one and two rows all sums fit the registers. More rows take a half after the other, in parts of k that stay in the
+  // first-level cache for all of them.
+  constexpr int64_t MOST = 512 / F::VALUES;
+  const int64_t total = k / F::VALUES;
+  const auto width_of = [&](int r) { return panel_of(in, row + r).width; };
+  if (const int width = width_of(0); rows <= 2) {
+    if (width == 2) block_product<F, 2, 2>(w, total, 0, panel_of(in, row), 0, 0, c, 0, 1);
+    else block_product<F, 1, 2>(w, total, 0, panel_of(in, row), 0, 0, c, 0, 1);
+    return;
+  }
+  int turns = 0;
+  for (int r = 0; r < rows; r += 8) turns += 2 * (width_of(r) > 4 ? 2 : 1);
+  for (int64_t b = 0; b < total; b += MOST, w += MOST * Packed<F>::BYTES) {
+    const int64_t blocks = std::min(MOST, total - b), first = b * Packed<F>::STEPS;
+    for (int from = 0, turn = 0; from < rows; from += 8) {
+      const Panel panel = panel_of(in, row + from);
+      for (int half = 0; half < 2; half++)
+        for (int r = 0; r < panel.width; r += 4, turn++) {
+          float* y = c + (from + r) * BLOCKS * LANES;
+          if (panel.width - r >= 4) block_product<F, 4, 1>(w, blocks, first, panel, r, half, y, turn, turns);
+          else if (panel.width - r == 2) block_product<F, 2, 1>(w, blocks, first, panel, r, half, y, turn, turns);
+          else block_product<F, 1, 1>(w, blocks, first, panel, r, half, y, turn, turns);
+        }
+    }
   }
 #else
   block_product<F>(w, k, in, row, rows, c);

@@ -39,7 +39,15 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
 #if PL_VNNI
   if constexpr (std::is_same_v<W, int8_t>) return byte_products(w, blocks, k, *in.bytes, in.row, rows, c, next);
 #endif
-  product_w(w, blocks, k, in, rows, c, next);
+#if PL_DOT_BF16
+  if constexpr (std::is_same_v<W, bf16>) return product_w(w, blocks, k, in, rows, c, next);
+#endif
+  static thread_local std::vector<float> wide;  // rows that no stage has widened: those of adapters
+  if (!in.wide) {
+    grow(wide, rows * in.stride);
+    for (int r = 0; r < rows; r++) widen(in.x + r * in.stride, k, wide.data() + r * in.stride);
+  }
+  product_w(w, blocks, k, Input<float>{in.wide ? in.wide : wide.data(), in.stride}, rows, c, next);
 }
 inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c,
                     const Next& next = {}) {
@@ -87,6 +95,7 @@ void free_tiles() {
 }
 
 thread_local Bytes t_bytes;
+thread_local std::vector<float> t_wide;
 constexpr int64_t TILED_FROM = 5;  // rows for which bytes are multiplied on tiles: measured
 
 // Rows of x as this layer's products want them. What another thread or stage was given is not this one's: `fresh`.
@@ -97,6 +106,13 @@ template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride
       if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), l.order, tiled, t_bytes);
       return {x, stride, &t_bytes, 0};
     }
+#if !PL_DOT_BF16
+    if (fresh) {
+      grow(t_wide, rows * stride);
+      widen(x, rows * stride, t_wide.data());
+    }
+    return {x, stride, nullptr, 0, t_wide.data()};
+#endif
   }
   return {x, stride};
 }

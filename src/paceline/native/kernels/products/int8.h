@@ -10,21 +10,34 @@ static_assert(I8_BLOCK == K_STEP, "rows are padded to whole blocks");
 // number stays in the scale.
 inline int32_t round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, int32_t* half) {
   int32_t four[I8_BLOCK / 4], first, total;
-#if PL_AVX512
+#if defined(__AVX2__)
   // Sizes of bf16 numbers are in the order of their bits, of which those of no number are the largest.
-  const __m512i size = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
-  const __m256i of_two = _mm256_max_epu16(_mm512_castsi512_si256(size), _mm512_extracti64x4_epi64(size, 1));
+  const __m256i size = _mm256_set1_epi16(0x7fff), lower = _mm256_loadu_si256((const __m256i*)x),
+                upper = _mm256_loadu_si256((const __m256i*)(x + 16));
+  const __m256i of_two = _mm256_max_epu16(_mm256_and_si256(lower, size), _mm256_and_si256(upper, size));
   const __m128i of_four = _mm_max_epu16(_mm256_castsi256_si128(of_two), _mm256_extracti128_si256(of_two, 1));
   const uint16_t bits = ~(uint16_t)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(of_four, _mm_set1_epi16(-1))));
   const float most = wide((bf16)bits);
   const bool number = bits < 0x7f80;
   const bool sound = number && most > 1e-30f;  // so that 127 / most is a number, too
-  const __m512 by = _mm512_set1_ps(sound ? 127.0f / most : 0.0f);
+  const float by = sound ? 127.0f / most : 0.0f;
+#if PL_AVX512
   const __mmask16 all = sound ? 0xffff : 0;
-  const __m128i low = _mm512_cvtsepi32_epi8(_mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(load_wide(x), by)));
-  const __m128i high = _mm512_cvtsepi32_epi8(_mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(load_wide(x + 16), by)));
-  _mm_storeu_si128((__m128i*)four, low), _mm_storeu_si128((__m128i*)(four + 4), high);
-  const __m256i raised = _mm256_xor_si256(_mm256_set_m128i(high, low), _mm256_set1_epi8((char)0x80));
+  const auto sixteen = [&](int i) {
+    return _mm512_cvtsepi32_epi8(_mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(load_wide(x + i), _mm512_set1_ps(by))));
+  };
+  const __m256i bytes = _mm256_set_m128i(sixteen(16), sixteen(0));
+#else
+  const auto sixteen = [&](int i) {
+    const v16 y = load_wide(x + i) * splat(by);
+    return _mm256_packs_epi32(_mm256_cvtps_epi32((__m256)y.p[0]), _mm256_cvtps_epi32((__m256)y.p[1]));
+  };
+  __m256i bytes = _mm256_packs_epi16(sixteen(0), sixteen(16));  // in fours that are out of order
+  bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  if (!sound) bytes = _mm256_setzero_si256();
+#endif
+  _mm256_storeu_si256((__m256i*)four, bytes);
+  const __m256i raised = _mm256_xor_si256(bytes, _mm256_set1_epi8((char)0x80));
   const __m256i sums = _mm256_sad_epu8(raised, _mm256_setzero_si256());  // of eight bytes each, 8 * 128 too large
   const __m256i pairs = _mm256_add_epi64(sums, _mm256_unpackhi_epi64(sums, sums));
   first = _mm256_extract_epi32(pairs, 0) - 16 * 128, total = first + _mm256_extract_epi32(pairs, 4) - 16 * 128;

@@ -43,8 +43,14 @@ template <class A> struct Input {  // rows of x; bf16 rows are padded to K_STEP
   int64_t stride;
   const Bytes* bytes = nullptr;  // the same rows where the weights ask for them; `row`, a multiple of 8, is the first
   int64_t row = 0;
-  Input from(int64_t r) const { return {x + r * stride, stride, bytes, row + r}; }
+  const float* wide = nullptr;  // the same rows in float32, where products with bf16 and int8 weights read those
+  Input from(int64_t r) const { return {x + r * stride, stride, bytes, row + r, wide ? wide + r * stride : wide}; }
 };
+
+// bf16 numbers as float32; n is a multiple of 16.
+inline void widen(const bf16* x, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += 16) save(y + i, load_wide(x + i));
+}
 
 inline bool in_blocks(int64_t kind) { return kind >= MIXED; }
 inline int64_t padded_k(int64_t kind, int64_t k) {

@@ -4,14 +4,14 @@
 
 namespace {
 
+#if PL_DOT_BF16
 // Vector products: R rows against B weight blocks, every sum in a register of its own; turn `turn` of `turns` of such
 // rows.
 template <int R, int B>
-void dot_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c, const Next& next, int turn, int turns) {
+void product_rb(const bf16* const w[], int64_t k, Input<bf16> in, float* c, const Next& next, int turn, int turns) {
   v16 sum[R][B] = {};
   for (int64_t i = 0; i < k; i += 2) {
     next.ask(i / 2, turn, turns);
-#if PL_DOT_BF16
     __m512bh line[B];
     for (int b = 0; b < B; b++) line[b] = (__m512bh)_mm512_loadu_si512(w[b] + i * 16);
     for (int r = 0; r < R; r++) {
@@ -20,68 +20,85 @@ void dot_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c, con
       const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
       for (int b = 0; b < B; b++) sum[r][b] = _mm512_dpbf16_ps(sum[r][b], line[b], x);
     }
-#else
-    v16 low[B], high[B];
-    for (int b = 0; b < B; b++) load_pairs(w[b] + i * 16, low[b], high[b]);
-    for (int r = 0; r < R; r++) {
-      const bf16* x = in.x + r * in.stride + i;
-      const v16 x0 = splat(wide(x[0])), x1 = splat(wide(x[1]));
-      for (int b = 0; b < B; b++) sum[r][b] = fma16(high[b], x1, fma16(low[b], x0, sum[r][b]));
-    }
-#endif
   }
   for (int r = 0; r < R; r++)
     for (int b = 0; b < B; b++) save(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
 }
+#endif
 
-inline v16 weights16(const float* w) { return load(w); }
-inline v16 weights16(const int8_t* w) {
+inline floats piece(const float* p) {
+  floats f;
+  std::memcpy(&f, p, sizeof f);
+  return f;
+}
+inline floats weights(const float* w, int) { return piece(w); }
+// Of as many pairs the first ones, or the second ones.
+inline floats weights(const bf16* w, int odd) {
+  ints line;
+  std::memcpy(&line, w, sizeof line);
+  return odd ? (floats)(line & (int32_t)0xffff0000) : (floats)(line << 16);
+}
+inline floats weights(const int8_t* w, int) {
 #if PL_AVX512
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+  return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+#elif defined(__AVX2__)
+  return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)w)));
 #else
-  v16 v;
-  for (int i = 0; i < PIECES; i++) {
-#if defined(__AVX2__)
-    v.p[i] = (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(w + i * PIECE))));
-#else
-    typedef int8_t bytes __attribute__((vector_size(PIECE)));
-    bytes b;
-    std::memcpy(&b, w + i * PIECE, sizeof b);
-    v.p[i] = __builtin_convertvector(__builtin_convertvector(b, ints), floats);
-#endif
-  }
-  return v;
+  typedef int8_t bytes __attribute__((vector_size(PIECE)));
+  bytes b;
+  std::memcpy(&b, w, sizeof b);
+  return __builtin_convertvector(__builtin_convertvector(b, ints), floats);
 #endif
 }
 
-template <int R, int B, class W, class A>
-void fma_product(const W* const w[], int64_t k, Input<A> in, float* c, const Next& next, int turn, int turns) {
-  constexpr int64_t per_line = 4 / sizeof(W);
-  v16 sum[R][B] = {};
-  for (int64_t i = 0; i < k; i++) {
-    if (i % per_line == 0) next.ask(i / per_line, turn, turns);
-    v16 line[B];
-    for (int b = 0; b < B; b++) line[b] = weights16(w[b] + i * 16);
-    for (int r = 0; r < R; r++) {
-      const v16 x = splat(wide(in.x[r * in.stride + i]));
-      for (int b = 0; b < B; b++) sum[r][b] = fma16(line[b], x, sum[r][b]);
-    }
-  }
+constexpr int64_t DEPTH = 512;  // of k, whose x of eight rows and weights of 16 outputs stay in the first-level cache
+
+// R rows of float32 against B weight blocks, from input `begin` to `end`: what comes before is in c already. Every sum
+// has a register of its own. Of the cache lines that are needed next, this turn asks for one in `turns`, from block
+// `first` on, every `step`-th block.
+template <int R, int B, class W>
+[[gnu::noinline]] void float_product(const W* const w[], int64_t begin, int64_t end, Input<float> in, float* c, const Next& next,
+                   int turn, int turns, int first, int step) {
+  constexpr int64_t PER_LINE = 4 / sizeof(W);  // inputs of a cache line
+  constexpr int P = B * PIECES;                // registers of a row's sums
+  constexpr int STEP = std::is_same_v<W, bf16> ? 2 : 1;  // inputs of an output that lie together
+  floats sum[R][P];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-    for (int b = 0; b < B; b++) save(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++)
+      sum[r][p] = begin ? piece(c + r * BLOCKS * LANES + p * PIECE) : floats{};
+  const int64_t share = 32 / PER_LINE / turns;
+  const char* then[B];
+  for (int b = 0; b < B; b++) then[b] = next.stream(first + b, w[b]);
+  for (int64_t i = begin, stop; i < end;) {
+    stop = std::min<int64_t>(end, i + 32);
+    for (int b = 0; b < B; b++) {
+      const char* from = then[b] + (i / PER_LINE + turn * share) * 64;
+      for (int64_t line = 0; line < share; line++) __builtin_prefetch(from + line * 64, 0, 2);
+    }
+    for (; i < stop; i += STEP)
+#pragma GCC unroll 2
+      for (int odd = 0; odd < STEP; odd++) {
+        floats line[P];
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) line[p] = weights(w[p / PIECES] + i * 16 + p % PIECES * PIECE * STEP, odd);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const floats x = fill(in.x[r * in.stride + i + odd]);
+#pragma GCC unroll 8
+          for (int p = 0; p < P; p++) sum[r][p] = fma(line[p], x, sum[r][p]);
+        }
+      }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) std::memcpy(c + r * BLOCKS * LANES + p * PIECE, &sum[r][p], sizeof(floats));
 }
-
-template <int R, int B>
-void product_rb(const bf16* const w[], int64_t k, Input<bf16> in, float* c, const Next& next, int turn, int turns) {
-  dot_product<R, B>(w, k, in, c, next, turn, turns);
-}
-template <int R, int B, class A>
-void product_rb(const float* const w[], int64_t k, Input<A> in, float* c, const Next& next, int turn, int turns) {
-  fma_product<R, B>(w, k, in, c, next, turn, turns);
-}
-template <int R, int B, class A>
-void product_rb(const int8_t* const w[], int64_t k, Input<A> in, float* c, const Next& next, int turn, int turns) {
-  fma_product<R, B>(w, k, in, c, next, turn, turns);
+template <int R, int B, class W>
+void product_rb(const W* const w[], int64_t k, Input<float> in, float* c, const Next& next, int turn, int turns) {
+  float_product<R, B>(w, 0, k, in, c, next, 0, 1, turn, turns);
 }
 
 template <int B, class W, class A>
@@ -123,14 +140,34 @@ void wide_product(const bf16* const w[], int64_t k, Input<bf16> in, int rows, fl
 template <class W, class A>
 void product_w(const W* const w[], int blocks, int64_t k, Input<A> in, int rows, float* c, const Next& next) {
 #if !PL_AVX512
-  // Two or more rows of four blocks are more sums than there are registers.
-  if (rows > 1) {
-    for (int b = 0; b < blocks; b++) vector_product<1>(w + b, k, in, rows, c + b * LANES, {});
-    return;
-  }
+  // Two or more rows of four blocks are more sums than there are registers: a block after the other, in parts that stay
+  // in the first-level cache for all rows.
+  const auto part = [&](auto rows_now, auto blocks_now, int b, int64_t begin, int row, int turn, int turns) {
+    float_product<rows_now(), blocks_now()>(w + b, begin, std::min(k, begin + DEPTH), in.from(row),
+                                            c + row * BLOCKS * LANES + b * LANES, next, turn, turns, b, blocks);
+  };
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, 3> three;
+  constexpr std::integral_constant<int, 4> four;
+  constexpr std::integral_constant<int, 5> five;
+  constexpr std::integral_constant<int, 6> six;
+  const int turns = (rows + 5) / 6;
+  for (int b = 0; rows > 1 && b < blocks; b += rows == 2 ? 2 : 1)
+    for (int64_t begin = 0; begin < k; begin += DEPTH)
+      for (int turn = 0, row = 0, r; turn < turns; turn++, row += r) {
+        r = (rows - row + turns - turn - 1) / (turns - turn);
+        if (rows == 2 && b + 1 < blocks) part(two, two, b, begin, row, turn, turns);
+        else if (r == 2) part(two, one, b, begin, row, turn, turns);
+        else if (r == 3) part(three, one, b, begin, row, turn, turns);
+        else if (r == 4) part(four, one, b, begin, row, turn, turns);
+        else if (r == 5) part(five, one, b, begin, row, turn, turns);
+        else part(six, one, b, begin, row, turn, turns);
+      }
+  if (rows > 1) return;
 #endif
 #if PL_DOT_BF16
-  if constexpr (std::is_same_v<W, bf16>)
+  if constexpr (std::is_same_v<A, bf16>)
     if (g_runs_ahead && rows > 4) {
       const int turns = (rows + 7) / 8, calls = (blocks + 1) / 2 * turns;
       for (int b = 0; b < blocks; b += 2) {
