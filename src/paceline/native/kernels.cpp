@@ -13,9 +13,10 @@
 // layout of the dot-product instructions, and of an AMX tile when 16 such lines are taken together), step = 1
 // for float32, and for int8 step = 4 where there are dot products of bytes (I8_STEP), else 1.
 //
-// int8 products. Where a processor multiplies bytes (VNNI), a row of x is rounded to 8 bits by blocks of I8_BLOCK
-// along k, each with its own scale (max|x| / 127), as the Q8_0 format of llama.cpp does; products of a block are summed
-// as integers, blocks as floats in order. Elsewhere x stays as it is and the weights become float32.
+// int8 products. Where a processor multiplies bytes (VNNI with AVX-512, NEON's dot products), a row of x is rounded to
+// 8 bits by blocks of I8_BLOCK along k, each with its own scale (max|x| / 127), as the Q8_0 format of llama.cpp does;
+// products of a block are summed as integers, blocks as floats in order. Elsewhere x stays as it is and the weights
+// become float32.
 
 #include <algorithm>
 #include <atomic>

@@ -21,6 +21,12 @@
     defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define PL_AMX 1
 #endif
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define PL_NEON_DOTS 1
+#endif
+#if defined(PL_NEON_DOTS) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PL_NEON_BF16 1
+#endif
 
 namespace {
 
@@ -108,7 +114,7 @@ constexpr int TILE_KEYS = 32;  // keys of one tile of values
 constexpr int64_t MOST_DIMS = 512;  // of a head, on tiles
 constexpr int K_STEP = 32;   // bf16 weights are padded to a multiple of this along k
 constexpr int I8_BLOCK = 32;  // of k, that has one scale where x is rounded to bytes
-#if PL_VNNI
+#if PL_VNNI || PL_NEON_DOTS
 constexpr int I8_STEP = 4;    // of k, that lie together in int8 weights
 #else
 constexpr int I8_STEP = 1;
@@ -174,6 +180,14 @@ inline void put16(bf16* p, v16 v) {
     near[i] = _mm256_blendv_epi8(near[i], _mm256_or_si256(upper, _mm256_set1_epi32(0x40)), nan);
   }
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(near[0], near[1]), 0xd8));
+#elif defined(__aarch64__)
+  for (int i = 0; i < 4; i++) {
+    const uint32x4_t u = (uint32x4_t)v.p[i], odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
+    const uint32x4_t near = vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), odd);
+    const uint32x4_t nan = vorrq_u32(u, vdupq_n_u32(0x400000));
+    const uint32x4_t number = vceqq_f32((float32x4_t)v.p[i], (float32x4_t)v.p[i]);
+    vst1_u16(p + i * 4, vshrn_n_u32(vbslq_u32(number, near, nan), 16));
+  }
 #else
   float all[16];
   save(all, v);
@@ -191,6 +205,9 @@ inline float sum16(v16 v) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#elif defined(__aarch64__)
+  const float32x4_t four = (float32x4_t)((v.p[0] + v.p[2]) + (v.p[1] + v.p[3]));
+  return vpadds_f32(vadd_f32(vget_low_f32(four), vget_high_f32(four)));
 #else
   float s[16];
   save(s, v);
@@ -208,6 +225,9 @@ inline float max16(v16 v) {
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#elif defined(__aarch64__)
+  const auto larger = [](floats x, floats y) { return vmaxq_f32((float32x4_t)x, (float32x4_t)y); };
+  return vmaxvq_f32(vmaxq_f32(larger(v.p[0], v.p[1]), larger(v.p[2], v.p[3])));
 #else
   float s[16];
   save(s, v);
@@ -269,11 +289,11 @@ int pl_init(int most) {
   int isa = AVX_VNNI;
 #elif defined(__AVX2__)
   int isa = AVX2;
-#elif defined(__ARM_FEATURE_BF16)
+#elif PL_NEON_BF16
   int isa = NEON_BF16;
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
   int isa = NEON_I8MM;
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif PL_NEON_DOTS
   int isa = NEON_DOTPROD;
 #else
   int isa = BASELINE;

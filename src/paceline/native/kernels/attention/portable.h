@@ -35,6 +35,19 @@ inline v16 sums16(const v16 a[16]) {
     sums.p[i] = (floats)_mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
   }
   return sums;
+#elif defined(__aarch64__)
+  float32x4_t t[8];
+  const auto quarter = [&](int i) { return (float32x4_t)((a[i].p[0] + a[i].p[2]) + (a[i].p[1] + a[i].p[3])); };
+  for (int i = 0; i < 8; i++) {
+    const float32x4_t x = quarter(2 * i), y = quarter(2 * i + 1);
+    t[i] = vaddq_f32(vzip1q_f32(x, y), vzip2q_f32(x, y));
+  }
+  v16 sums;
+  for (int i = 0; i < 4; i++) {
+    const float64x2_t x = (float64x2_t)t[2 * i], y = (float64x2_t)t[2 * i + 1];
+    sums.p[i] = (floats)vaddq_f32((float32x4_t)vtrn1q_f64(x, y), (float32x4_t)vtrn2q_f64(x, y));
+  }
+  return sums;
 #else
   float s[16];
   for (int i = 0; i < 16; i++) s[i] = sum16(a[i]);

@@ -295,6 +295,177 @@ void block_product(const uint8_t* w, int64_t blocks, int64_t first, const Panel&
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) _mm256_storeu_ps(c + r * BLOCKS * LANES + h * 8, sum[h][r]);
 }
+#elif defined(__aarch64__)
+// Four outputs, a quarter of a line, at a time.
+inline float32x4_t halves4(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
+inline uint32x4_t bytes4(const uint8_t* p) {
+  return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word(p, 0)))));
+}
+template <class F> [[gnu::always_inline]] inline float32x4_t scale_of(const uint8_t* block, int step, int part, int q) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::scales(step, part) + q * (P::WIDTH / 4);
+  if constexpr (F::SCALE == HALF) return halves4(at);
+  else if constexpr (F::SCALE == EXPONENT) {  // see exponents16
+    const uint32x4_t e = bytes4(at), one = vdupq_n_u32(1), normal = vshlq_n_u32(vsubq_u32(e, one), 23);
+    const uint32x4_t small = vshlq_u32(vdupq_n_u32(0x200000), vreinterpretq_s32_u32(e));
+    return vreinterpretq_f32_u32(vbslq_u32(vcgtq_u32(e, one), normal, small));
+  } else {
+    const uint32x4_t bytes = bytes4(at);
+    const int32x4_t sign = vshrq_n_s32(vshlq_n_s32(vreinterpretq_s32_u32(bytes), 24), 24);
+    return vmulq_f32(halves4(block + P::FACTORS + q * 8),
+                     F::SCALE == SIGNED ? vcvtq_f32_s32(sign) : vcvtq_f32_u32(bytes));
+  }
+}
+template <class F> [[gnu::always_inline]] inline float32x4_t least_of(const uint8_t* block, int step, int q) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::LEASTS + step * P::WIDTH + q * (P::WIDTH / 4);
+  if constexpr (F::SCALE == HALF) return halves4(at);
+  else {
+    const float32x4_t below = vmulq_f32(halves4(block + P::FACTORS + 2 * LANES + q * 8), vcvtq_f32_u32(bytes4(at)));
+    return vsubq_f32(vdupq_n_f32(0), below);
+  }
+}
+
+// Codes of 8 bits and those of a table less what stands for zero; others as they are, 0 and more.
+template <class F> constexpr bool SIGNED_CODES = F::BITS == 8 || F::TABLE != nullptr;
+template <class F> [[gnu::always_inline]] inline int8x16_t codes_of(const uint8_t* w, int i, int q) {
+  const uint8x16_t high = vdupq_n_u8(0x80);
+  if constexpr (F::BITS == 8) return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(w + i * LINE + q * 16), high));
+  const uint8x16_t both = vld1q_u8(w + i % 4 * LINE + q * 16);
+  uint8x16_t codes = i < 4 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4);
+  if constexpr (F::TABLE != nullptr) codes = vqtbl1q_u8(veorq_u8(vld1q_u8(F::TABLE), high), codes);
+  if constexpr (F::BITS == 5) {
+    constexpr uint8_t BYTE[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+    constexpr uint8_t OWN[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};  // its bit of that byte
+    uint16_t bits;
+    std::memcpy(&bits, w + Packed<F>::UPPER + i * 8 + q * 2, 2);
+    const uint8x16_t of_byte = vqtbl1q_u8(vreinterpretq_u8_u16(vdupq_n_u16(bits)), vld1q_u8(BYTE));
+    codes = vorrq_u8(codes, vandq_u8(vtstq_u8(of_byte, vld1q_u8(OWN)), vdupq_n_u8(16)));
+  }
+  if constexpr (F::BITS == 6) {
+    const uint8x16_t upper = vld1q_u8(w + Packed<F>::UPPER + i / 4 * LINE + q * 16);
+    codes = vorrq_u8(codes, vandq_u8(vshlq_u8(upper, vdupq_n_s8((int8_t)(4 - i % 4 * 2))), vdupq_n_u8(48)));
+  }
+  return vreinterpretq_s8_u8(codes);
+}
+
+// The same four bytes of R rows of x: of four rows in a lane each, of fewer in turns.
+template <int R> [[gnu::always_inline]] inline int32x4_t rows_of(const int32_t* x) {
+  if constexpr (R == 4) return vld1q_s32(x);
+  else if constexpr (R == 2) return vcombine_s32(vld1_s32(x), vld1_s32(x));
+  else return vdupq_n_s32(*x);
+}
+// sum + the products of 4 times four codes with the four bytes of row r.
+[[gnu::always_inline]] inline int32x4_t dot_bytes(int32x4_t sum, int8x16_t codes, int32x4_t rows, int r) {
+  const int8x16_t x = vreinterpretq_s8_s32(rows);
+#if PL_NEON_DOTS
+  switch (r) {  // the number of a lane is a part of the instruction
+    case 0: return vdotq_laneq_s32(sum, codes, x, 0);
+    case 1: return vdotq_laneq_s32(sum, codes, x, 1);
+    case 2: return vdotq_laneq_s32(sum, codes, x, 2);
+    default: return vdotq_laneq_s32(sum, codes, x, 3);
+  }
+#else
+  const int8x8_t own = vreinterpret_s8_s32(vdup_n_s32(vreinterpretq_s32_s8(x)[r]));
+  const int16x8_t low = vmull_s8(vget_low_s8(codes), own), high = vmull_s8(vget_high_s8(codes), own);
+  return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#endif
+}
+
+// So many bytes before their use weights are asked for; not measured.
+constexpr int ASKED_AHEAD = 2048;
+
+// As with AVX2: a half is two quarters. From two rows on, where there are products of matrices of bytes, [2 rows][8
+// inputs] by [8 inputs][2 outputs], two lines are turned into these.
+template <class F, int R, int H>
+void block_product(const uint8_t* w, int64_t blocks, int64_t first, const Panel& in, int row, int half, float* c,
+                   int turn, int turns) {
+  using P = Packed<F>;
+  constexpr int LINES = 8 / F::PARTS, Q = 2 * H;
+  constexpr int SHARE = (P::BYTES + P::STEPS - 1) / P::STEPS;  // bytes of a step
+  const int width = in.width, from = 2 * half;
+  const int32_t* x = in.x + first * 8 * width + row;
+  int64_t at = first * width + row;
+  c += half * 8;
+  float32x4_t sum[Q][R];
+#pragma GCC unroll 8
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sum[q][r] = first ? vld1q_f32(c + r * BLOCKS * LANES + q * 4) : vdupq_n_f32(0);
+  for (; blocks; blocks--, w += P::BYTES)
+    for (int step = 0; step < P::STEPS; step++, x += 8 * width, at += width) {
+      for (int i = turn * LINE; i < SHARE; i += turns * LINE)
+        __builtin_prefetch(w + ASKED_AHEAD + step * SHARE + i, 0, 3);
+      const uint8_t* lines = w + step * P::STEP;
+#pragma GCC unroll 2
+      for (int part = 0; part < F::PARTS; part++) {
+        int32x4_t whole[Q][R];
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; q++)
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) whole[q][r] = vdupq_n_s32(0);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        if constexpr (R > 1) {
+#pragma GCC unroll 8
+          for (int i = part * LINES; i < (part + 1) * LINES; i += 2) {
+            const int32x4_t x0 = rows_of<R>(x + i * width), x1 = rows_of<R>(x + (i + 1) * width);
+            const int8x16_t pair[2] = {(int8x16_t)vzip1q_s32(x0, x1), (int8x16_t)vzip2q_s32(x0, x1)};
+#pragma GCC unroll 8
+            for (int q = 0; q < Q; q++) {
+              const int32x4_t c0 = (int32x4_t)codes_of<F>(lines, i, from + q),
+                              c1 = (int32x4_t)codes_of<F>(lines, i + 1, from + q);
+              const int8x16_t outputs[2] = {(int8x16_t)vzip1q_s32(c0, c1), (int8x16_t)vzip2q_s32(c0, c1)};
+#pragma GCC unroll 8
+              for (int r = 0; r < R; r++) whole[q][r] = vmmlaq_s32(whole[q][r], pair[r / 2], outputs[r % 2]);
+            }
+          }
+#pragma GCC unroll 8
+          for (int q = 0; q < Q; q++)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r += 2) {
+              const int64x2_t a = (int64x2_t)whole[q][r], b = (int64x2_t)whole[q][r + 1];
+              whole[q][r] = (int32x4_t)vtrn1q_s64(a, b), whole[q][r + 1] = (int32x4_t)vtrn2q_s64(a, b);
+            }
+        } else
+#endif
+#pragma GCC unroll 8
+          for (int i = part * LINES; i < (part + 1) * LINES; i++) {
+            const int32x4_t four = rows_of<R>(x + i * width);
+#pragma GCC unroll 8
+            for (int q = 0; q < Q; q++) {
+              const int8x16_t codes = codes_of<F>(lines, i, from + q);
+#pragma GCC unroll 8
+              for (int r = 0; r < R; r++) whole[q][r] = dot_bytes(whole[q][r], codes, four, r);
+            }
+          }
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; q++) {
+          float32x4_t by = vdupq_n_f32(1);
+          if constexpr (F::SCALE != NO_SCALE) by = scale_of<F>(w, step, part, from + q);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            const int32_t start = in.start[start_of<F>(part)][at + r];
+            if constexpr (F::ZERO)
+              whole[q][r] = vmlaq_n_s32(whole[q][r], (int32x4_t)bytes4(w + P::ZEROS + (from + q) * 4), start);
+            else if constexpr (F::SHIFT >= 0 && !SIGNED_CODES<F>)
+              whole[q][r] = vaddq_s32(whole[q][r], vdupq_n_s32(start));
+            sum[q][r] = vfmaq_f32(sum[q][r], vcvtq_f32_s32(whole[q][r]), vmulq_n_f32(by, in.scale[at + r]));
+          }
+        }
+      }
+      if constexpr (F::LEAST)
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; q++) {
+          const float32x4_t least = least_of<F>(w, step, from + q);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) sum[q][r] = vfmaq_n_f32(sum[q][r], least, in.sum[at + r]);
+        }
+    }
+#pragma GCC unroll 8
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) vst1q_f32(c + r * BLOCKS * LANES + q * 4, sum[q][r]);
+}
 #else
 // Up to ROWS rows, whose sums lie in c.
 template <class F>
@@ -342,7 +513,7 @@ void block_products(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, i
     else if (panel.width == 2) block_product<F, 2>(w, k, panel, c);
     else block_product<F, 1>(w, k, panel, c);
   }
-#elif PL_AVX2
+#elif PL_AVX2 || defined(__aarch64__)
   // Of one and two rows all sums fit the registers. More rows take a half after the other, in parts of k that stay in the
   // first-level cache for all of them.
   constexpr int64_t MOST = 512 / F::VALUES;

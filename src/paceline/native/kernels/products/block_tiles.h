@@ -12,10 +12,6 @@
 #if PL_AMX
 namespace {
 
-struct Int8 : Q8_0 {  // int8 weights, whose scales belong to whole outputs
-  static constexpr Scale SCALE = NO_SCALE;
-};
-
 // Codes that lie in memory as a tile wants them, too large by 128, need not be unpacked.
 template <class F> constexpr bool AS_THEY_ARE = F::BITS == 8 && F::SHIFT == 0;
 

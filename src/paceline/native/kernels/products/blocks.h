@@ -138,6 +138,10 @@ template <int GROUP, bool ZEROS> struct Grouped : Q4_0 {
   static uint32_t codes(const uint8_t* b, int step, int i) { return nibbles(b + HEAD + step * 16, i); }
 };
 
+struct Int8 : Q8_0 {  // int8 weights, whose scales belong to whole outputs
+  static constexpr Scale SCALE = NO_SCALE;
+};
+
 // Bytes of a packed block, and where its parts begin.
 template <class F> struct Packed {
   static constexpr int STEPS = F::VALUES / I8_BLOCK;  // of 32 inputs

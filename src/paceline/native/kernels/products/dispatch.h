@@ -38,8 +38,14 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
 #endif
 #if PL_VNNI
   if constexpr (std::is_same_v<W, int8_t>) return byte_products(w, blocks, k, *in.bytes, in.row, rows, c, next);
+#elif PL_NEON_DOTS
+  if constexpr (std::is_same_v<W, int8_t>) {
+    for (int b = 0; b < blocks; b++)
+      block_products<Int8>((const uint8_t*)w[b], k, *in.bytes, in.row, rows, c + b * LANES);
+    return;
+  }
 #endif
-#if PL_DOT_BF16
+#if PL_DOT_BF16 || PL_NEON_BF16
   if constexpr (std::is_same_v<W, bf16>) return product_w(w, blocks, k, in, rows, c, next);
 #endif
   static thread_local std::vector<float> wide;  // rows that no stage has widened: those of adapters
@@ -106,7 +112,7 @@ template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride
       if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), l.order, tiled, t_bytes);
       return {x, stride, &t_bytes, 0};
     }
-#if !PL_DOT_BF16
+#if !PL_DOT_BF16 && !PL_NEON_BF16
     if (fresh) {
       grow(t_wide, rows * stride);
       widen(x, rows * stride, t_wide.data());

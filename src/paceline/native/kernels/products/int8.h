@@ -1,4 +1,4 @@
-// Rows of x as bytes, and products of bytes (VNNI).
+// Rows of x as bytes, and products of bytes (VNNI; on aarch64: block_products.h).
 
 #pragma once
 
@@ -10,17 +10,22 @@ static_assert(I8_BLOCK == K_STEP, "rows are padded to whole blocks");
 // number stays in the scale.
 inline int32_t round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, int32_t* half) {
   int32_t four[I8_BLOCK / 4], first, total;
-#if defined(__AVX2__)
   // Sizes of bf16 numbers are in the order of their bits, of which those of no number are the largest.
+  uint16_t bits = 0;
+#if defined(__AVX2__)
   const __m256i size = _mm256_set1_epi16(0x7fff), lower = _mm256_loadu_si256((const __m256i*)x),
                 upper = _mm256_loadu_si256((const __m256i*)(x + 16));
   const __m256i of_two = _mm256_max_epu16(_mm256_and_si256(lower, size), _mm256_and_si256(upper, size));
   const __m128i of_four = _mm_max_epu16(_mm256_castsi256_si128(of_two), _mm256_extracti128_si256(of_two, 1));
-  const uint16_t bits = ~(uint16_t)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(of_four, _mm_set1_epi16(-1))));
+  bits = ~(uint16_t)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(of_four, _mm_set1_epi16(-1))));
+#else
+  for (int i = 0; i < I8_BLOCK; i++) bits = std::max<uint16_t>(bits, x[i] & 0x7fff);
+#endif
   const float most = wide((bf16)bits);
   const bool number = bits < 0x7f80;
   const bool sound = number && most > 1e-30f;  // so that 127 / most is a number, too
   const float by = sound ? 127.0f / most : 0.0f;
+#if defined(__AVX2__)
 #if PL_AVX512
   const __mmask16 all = sound ? 0xffff : 0;
   const auto sixteen = [&](int i) {
@@ -41,16 +46,19 @@ inline int32_t round_block(const bf16* x, int32_t* y, int64_t rows, float* scale
   const __m256i sums = _mm256_sad_epu8(raised, _mm256_setzero_si256());  // of eight bytes each, 8 * 128 too large
   const __m256i pairs = _mm256_add_epi64(sums, _mm256_unpackhi_epi64(sums, sums));
   first = _mm256_extract_epi32(pairs, 0) - 16 * 128, total = first + _mm256_extract_epi32(pairs, 4) - 16 * 128;
-#else
-  float most = 0;
-  bool number = true;
-  for (int i = 0; i < I8_BLOCK; i++) {
-    const float size = std::fabs(wide(x[i]));
-    number = number && size <= FLT_MAX;
-    most = std::max(most, size);
+#elif defined(__aarch64__)
+  int8x16_t bytes[2];
+  for (int i = 0; i < 2; i++) {
+    const v16 y = load_wide(x + i * 16) * splat(by);  // what is no number becomes 0
+    const auto eight = [&](int j) {
+      const int32x4_t low = vcvtnq_s32_f32((float32x4_t)y.p[j]), high = vcvtnq_s32_f32((float32x4_t)y.p[j + 1]);
+      return vmovn_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high)));
+    };
+    bytes[i] = vcombine_s8(eight(0), eight(2));
   }
-  const bool sound = number && most > 1e-30f;
-  const float by = sound ? 127.0f / most : 0.0f;
+  std::memcpy(four, bytes, sizeof four);
+  first = vaddlvq_s8(bytes[0]), total = first + vaddlvq_s8(bytes[1]);
+#else
   int8_t bytes[I8_BLOCK];
   first = total = 0;
   for (int i = 0; i < I8_BLOCK; i++) {

@@ -43,6 +43,10 @@ inline floats weights(const int8_t* w, int) {
   return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
 #elif defined(__AVX2__)
   return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)w)));
+#elif defined(__aarch64__)
+  int32_t four;
+  std::memcpy(&four, w, 4);
+  return (floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
 #else
   typedef int8_t bytes __attribute__((vector_size(PIECE)));
   bytes b;
@@ -53,19 +57,19 @@ inline floats weights(const int8_t* w, int) {
 
 constexpr int64_t DEPTH = 512;  // of k, whose x of eight rows and weights of 16 outputs stay in the first-level cache
 
-// R rows of float32 against B weight blocks, from input `begin` to `end`: what comes before is in c already. Every sum
-// has a register of its own. Of the cache lines that are needed next, this turn asks for one in `turns`, from block
-// `first` on, every `step`-th block.
-template <int R, int B, class W>
-[[gnu::noinline]] void float_product(const W* const w[], int64_t begin, int64_t end, Input<float> in, float* c, const Next& next,
-                   int turn, int turns, int first, int step) {
+// R rows of float32, or of bf16 where an instruction multiplies and adds pairs of these, against B weight blocks, from
+// input `begin` to `end`: what comes before is in c already. Every sum has a register of its own. Of the cache lines
+// that are needed next, this turn asks for one in `turns`, from block `first` on, every `step`-th block.
+template <int R, int B, class W, class A>
+[[gnu::noinline]] void float_product(const W* const w[], int64_t begin, int64_t end, Input<A> in, float* c,
+                                     const Next& next, int turn, int turns, int first, int step) {
   constexpr int64_t PER_LINE = 4 / sizeof(W);  // inputs of a cache line
   constexpr int P = B * PIECES;                // registers of a row's sums
   constexpr int STEP = std::is_same_v<W, bf16> ? 2 : 1;  // inputs of an output that lie together
   floats sum[R][P];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int p = 0; p < P; p++)
       sum[r][p] = begin ? piece(c + r * BLOCKS * LANES + p * PIECE) : floats{};
   const int64_t share = 32 / PER_LINE / turns;
@@ -77,27 +81,44 @@ template <int R, int B, class W>
       const char* from = then[b] + (i / PER_LINE + turn * share) * 64;
       for (int64_t line = 0; line < share; line++) __builtin_prefetch(from + line * 64, 0, 2);
     }
+#if PL_NEON_BF16
+    if constexpr (std::is_same_v<A, bf16>)
+      for (; i < stop; i += 2) {
+        bfloat16x8_t line[P];
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) std::memcpy(&line[p], w[p / PIECES] + i * 16 + p % PIECES * 8, 16);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          int32_t pair;
+          std::memcpy(&pair, in.x + r * in.stride + i, 4);
+          const bfloat16x8_t x = (bfloat16x8_t)vdupq_n_s32(pair);
+#pragma GCC unroll 16
+          for (int p = 0; p < P; p++) sum[r][p] = (floats)vbfdotq_f32((float32x4_t)sum[r][p], line[p], x);
+        }
+      }
+    else
+#endif
     for (; i < stop; i += STEP)
 #pragma GCC unroll 2
       for (int odd = 0; odd < STEP; odd++) {
         floats line[P];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int p = 0; p < P; p++) line[p] = weights(w[p / PIECES] + i * 16 + p % PIECES * PIECE * STEP, odd);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const floats x = fill(in.x[r * in.stride + i + odd]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
           for (int p = 0; p < P; p++) sum[r][p] = fma(line[p], x, sum[r][p]);
         }
       }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int p = 0; p < P; p++) std::memcpy(c + r * BLOCKS * LANES + p * PIECE, &sum[r][p], sizeof(floats));
 }
-template <int R, int B, class W>
-void product_rb(const W* const w[], int64_t k, Input<float> in, float* c, const Next& next, int turn, int turns) {
+template <int R, int B, class W, class A>
+void product_rb(const W* const w[], int64_t k, Input<A> in, float* c, const Next& next, int turn, int turns) {
   float_product<R, B>(w, 0, k, in, c, next, 0, 1, turn, turns);
 }
 
