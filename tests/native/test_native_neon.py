@@ -49,9 +49,12 @@ def weights() -> list[tuple[int, Tensor, Tensor, Tensor]]:
     return found
 
 
-def run(*command: object) -> None:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280)
+def run(*command: object) -> str:
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +85,10 @@ def driven(folder: Path, compiler: str, library: Path, emulator: Sequence[str] =
 @pytest.mark.parametrize("level", native.ARM)
 def test_kernels_for_aarch64(level: str, folder: Path) -> None:
     """Widths are compared where the kernels run."""
-    library = folder / f"{level}.so"
-    run(COMPILER, *FLAGS, *native.ARM[level][0].split(), "-shared", native.SOURCE, "-o", library)
+    library, (flags, needed) = folder / f"{level}.so", native.ARM[level]
+    defined = run(COMPILER, *flags.split(), "-dM", "-E", "-x", "c++", "-").split()
+    assert set(needed.split()) <= set(defined)
+    run(COMPILER, *FLAGS, *flags.split(), "-shared", native.SOURCE, "-o", library)
     number, products, networks = driven(folder, COMPILER, library, EMULATOR)
     assert list(native.ARM)[number] == level
     for (kind, _, x, weight), found in zip(weights(), products, strict=True):

@@ -59,7 +59,7 @@ X86 = {
     "avx512-bf16": ("-march=cooperlake", "__AVX512VL__ __AVX512VNNI__ __AVX512BF16__"),
     "amx": ("-march=sapphirerapids", "__AVX512BF16__ __AMX_TILE__ __AMX_BF16__ __AMX_INT8__"),
 }
-_DOTPROD, _I8MM, _BF16 = (f"__ARM_FEATURE_{name}" for name in ("DOTPROD", "MATMUL_INT8", "BF16"))
+_DOTPROD, _I8MM, _BF16 = (f"__ARM_FEATURE_{name}" for name in ("DOTPROD", "MATMUL_INT8", "BF16_VECTOR_ARITHMETIC"))
 ARM = {
     "baseline": ("-march=armv8-a", ""),
     "neon-dotprod": ("-march=armv8.2-a+dotprod", _DOTPROD),
