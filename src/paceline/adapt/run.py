@@ -425,7 +425,7 @@ def check_memory(config: AdaptConfig, target: Path) -> None:
 
 
 def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[str]:
-    """What was measured and is expected, in lines; the last one says what is chosen."""
+    """Return the measured and expected figures as lines; the last one names the choice."""
     table, plan = known.costs, ranked[0]
     one, five = table.chain_ms(1), table.chain_ms(5)
     lines = [

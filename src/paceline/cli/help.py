@@ -51,4 +51,4 @@ class Command(_PanelHelp, TyperCommand):
 
 
 class Group(_PanelHelp, TyperGroup):
-    """A group of commands, likewise."""
+    """A group of commands with help of the same form."""

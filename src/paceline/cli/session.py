@@ -112,7 +112,7 @@ def stopping(model: LLM) -> Iterator[list[int]]:
     """Let Ctrl-C end the requests in flight, whose outputs so far come as usual; a second one interrupts.
 
     Yields:
-        A list that is no longer empty once Ctrl-C was pressed.
+        A list that gets an entry when Ctrl-C is pressed.
     """
     stopped: list[int] = []
     previous = signal.getsignal(signal.SIGINT)

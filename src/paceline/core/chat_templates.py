@@ -1,4 +1,4 @@
-"""What a chat template may be given beside messages and tools."""
+"""The variables that a caller may set for a chat template."""
 
 from __future__ import annotations
 

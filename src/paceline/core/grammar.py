@@ -78,7 +78,7 @@ class Matcher(Protocol):
         """The same as the bits of ``words`` [(V + 31) // 32] int32, the lowest bit first."""
 
     def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
-        """Of texts that go on behind an output, which the grammar allows; none where that cannot be found out."""
+        """Return which paths the grammar allows after an output; none where that cannot be determined."""
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
         """The tokens that follow whatever is chosen: the beginning of every text that the grammar allows, as far as

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class GrammarMatcher:
-    """See `core.grammar.Matcher`. One parser stands behind the output and goes forward alone; drafts are followed by
-    copies of it. So grammars work that cannot be taken back (``max_tokens=``, ``stop=``), and whatever a draft runs
+    """See `core.grammar.Matcher`. One parser follows the output and only moves forward; drafts are followed by copies
+    of it. So grammars work that cannot be taken back (``max_tokens=``, ``stop=``), and whatever a draft runs
     into is thrown away with its copy.
 
     Args:
@@ -32,7 +32,7 @@ class GrammarMatcher:
     def __init__(self, parser: Callable[[], LLMatcher], vocab_size: int) -> None:
         self._begin, self._vocab_size = parser, vocab_size
         self.fault: Exception | None = None
-        self._own: _Place  # behind the output
+        self._own: _Place  # after the output
         self._draft: _Place  # a copy, where it was asked last
         self._restart()
 
@@ -63,7 +63,7 @@ class GrammarMatcher:
         self._ask(output, lambda parser: parser.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes))
 
     def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
-        """Of texts that go on behind an output, which the grammar allows; none where that takes too much work."""
+        """Return which paths the grammar allows after an output; none where that takes too much work."""
 
         def allowed(parser: LLMatcher) -> list[bool]:
             return [parser.validate_tokens([*path]) == len(path) for path in paths]
@@ -76,7 +76,7 @@ class GrammarMatcher:
         return (found or [])[:most]
 
     def _of_draft(self, output: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
-        """`_ask` behind the whole output; None also where the parser fails: drafts are worth no error."""
+        """Ask after the whole output; None also where the parser fails, since drafts must not raise errors."""
         try:
             self._own = self._led(self._own, output)
             return self._ask(output, question)
@@ -84,8 +84,8 @@ class GrammarMatcher:
             return None
 
     def _ask(self, ids: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
-        """What a parser behind these ids says; None: the grammar does not allow them. One that fails, for what others
-        had it find out, say, is asked once more as a new one."""
+        """Return the answer of a parser that has read these ids; None: the grammar does not allow them. A parser that
+        fails, which may come from questions about other texts, is replaced and asked once more."""
         for _ in range(2):
             parser, read = self._draft = self._led(self._draft, ids)
             answer = question(parser) if len(read) == len(ids) else None
@@ -97,7 +97,7 @@ class GrammarMatcher:
         raise self.fault
 
     def _led(self, place: _Place, ids: Sequence[int]) -> _Place:
-        """A parser behind these ids, or as many of them as it takes, and those that it has taken."""
+        """Return a parser that has read these ids, or as many as it accepts, and the ids that it has read."""
         parser, read = place
         if read != [*ids[: len(read)]]:
             parser, read = self._own if self._own[1] == [*ids[: len(self._own[1])]] else (self._begin(), [])

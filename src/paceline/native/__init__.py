@@ -167,7 +167,7 @@ def built(source: Path) -> Path:
 
 
 def _macros() -> str:
-    """What the compiler defines for this processor."""
+    """Return the macros that the compiler defines for this processor."""
     return _output([*_compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull], 60)[1]
 
 

@@ -241,7 +241,7 @@ def _dtype(model: GGUF) -> str:
 
 
 def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
-    """What ``rope_scaling`` would say; nothing for the plain rotation.
+    """Return the fields of ``rope_scaling``; none for the plain rotation.
 
     As in llama.cpp a factor scales whatever the type, unless that is "none"; 0 is no factor.
     """

@@ -1,4 +1,4 @@
-"""What streams cost that go with the main rows of a compiled pass, measured on this machine."""
+"""Measure on this machine what streams next to the main rows add to a compiled pass."""
 
 from __future__ import annotations
 

@@ -83,20 +83,20 @@ class Thinking(Strict):
 
 
 class ThinkingEdit(Strict):
-    """What becomes of earlier thinking, of which there is none."""
+    """An edit that removes earlier thinking, which this server never has."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Any = None
 
 
 class ContextManagement(Strict):
-    """What is left out of a conversation: nothing."""
+    """The edits of a conversation that change nothing here."""
 
     edits: list[ThinkingEdit] | None = None
 
 
 class OutputConfig(Strict):
-    """How an answer is written."""
+    """The options of an answer's form that change nothing here."""
 
     effort: Any = None  # it changes nothing
     format: None = None

@@ -35,7 +35,7 @@ _DECODER = json.JSONDecoder()
 
 
 class _Broken(Exception):
-    """What stands there is no call."""
+    """Raised where the text is not a call."""
 
 
 class ToolParser:
@@ -112,7 +112,7 @@ class ToolParser:
             return True
 
     def _break_off(self) -> None:
-        """What was passed over is content, and so is what comes."""
+        """Emit what was held back as content, and read on as content."""
         self._say_content(self._held)
         self._held, self._stage, self._in_list, self._name, self._told = "", "content", False, None, None
 
@@ -229,7 +229,7 @@ def _members(text: str) -> Iterator[tuple[str, Any, int, int | None]]:
 
 
 def _end_of_object(text: str) -> int | None:
-    """Where the object ends with which a text begins; None: it goes on, or is broken."""
+    """Return the end of the object that begins a text; None: it is incomplete or invalid."""
     try:
         end = _DECODER.raw_decode(text)[1] if text[0] == "{" else 0
         from_json(text[:end], allow_inf_nan=False)
@@ -239,8 +239,8 @@ def _end_of_object(text: str) -> int | None:
 
 
 def _goes_on(text: str) -> bool:
-    """Whether a text is the beginning of an object. `from_json` passes over anything that stands where a comma or an
-    end should: such a text is none."""
+    """Check that a text is the beginning of an object, and no other text that `from_json` would accept: it ignores
+    anything in the place of a comma or an end."""
     for rest in ("", ",,\0\0"):
         try:
             from_json(text + rest, allow_inf_nan=False, allow_partial=True)
