@@ -37,7 +37,7 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "stage_worker": {"cluster", "rank_worker", "config", "assembly", "distributed", "native", *ENGINE - {"attention"}},
     "rank_worker": {"cluster", "config", "assembly", "distributed", "core", "network", "rounds"},
     "engine_worker": {"chunks", "config", "core", "distributed", "drafters", "engine", "llm", "network"},
-    "serve": {"core", "distributed"},
+    "serve": {"core", "distributed", "options"},
     "chunks": {"core", "engine"},
     "learning": {"core", "config", "assembly", "network", "drafters", "engine"},
     "llm": {*ENGINE, "native", "zoo", "options", "config", "assembly", *WORKERS, "learning", "chunks", "engine"},

@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -192,15 +191,7 @@ def ranks_and_tracks(cluster: Any, wanted: list[list[int]], folder: Path) -> Non
 
 def what_replicas_are_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
     from paceline.distributed.ray_cluster import check_fit
-    from paceline.serve import replicas
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--port {port}: it cannot be had on the head's host"):
-            replicas._check_head("127.0.0.1", port, "/nowhere")
-    with pytest.raises(ConfigError, match="HAProxy would not reach replicas there; the cluster's hosts are"):
-        replicas._check_address("192.0.2.77")
-    assert not replicas.find_serve()
     with pytest.raises(ConfigError, match="--replicas 9: it has no room for all of 9 .* its hosts have . cores"):
         check_fit("--replicas 9", [{"CPU": 1.0}] * 9)
 

@@ -1,14 +1,16 @@
-"""Two servers behind HAProxy on a Ray cluster: where requests go, and what a client reads when one is killed."""
+"""Two servers on a Ray cluster, by Ray Serve: the ids of one process, a rolling update, and the end."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import secrets
-import tempfile
+import signal
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import httpx2 as httpx
@@ -21,18 +23,15 @@ if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
 PROMPT = "Once upon a time there was a little"
-LONG = 300.0  # seconds: an end of waiting that no test comes to
+BODY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
+LONG = 300.0  # seconds: an end of waiting that no test reaches
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Two hosts of one core, on which a replica never says in time how much it has in flight."""
-    for name, value in {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "0.0001",
-    }.items():
+    """Two hosts of one core."""
+    settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     import ray
@@ -46,45 +45,69 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.shutdown()
 
 
+def streamed_ids(client: httpx.Client, **options: Any) -> list[int]:
+    """Return the ids of a stream that ends as it should."""
+    with client.stream("POST", "/v1/completions", json={**BODY, "stream": True, **options}) as stream:
+        lines = [line for line in stream.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"] or []]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_sessions_stay_and_a_killed_replica_ends_its_streams_in_words(cluster: Any, tmp_path: Path) -> None:
-    import ray
-
+def test_two_replicas_answer_alike_through_a_rolling_update_and_end_after_their_requests(
+    cluster: Any, tmp_path: Path
+) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    wanted = LLM("paceline-small", exact=True, max_model_len=256).generate([PROMPT], greedy)[0].outputs[0].token_ids
-    own = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}
-    asked = "--replicas", "2", "--cluster", f"{cluster.address},cores=1", "--exact", "--no-spare", "--drain-s", "5"
-    asked += "--max-model-len", "2048"
-    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
-    with live_server(*asked, environment=own, log=tmp_path / "log", start_s=LONG) as server:
-        with httpx.Client(base_url=server.url, timeout=LONG) as client:
+    ids = LLM("paceline-small", exact=True, max_model_len=256).generate([PROMPT], greedy)[0].outputs[0].token_ids
+    log, stop, answered, errors = tmp_path / "log", Event(), set[str](), list[BaseException]()
+    options = "--replicas", "2", "--cluster", f"{cluster.address},cores=1", "--exact", "--no-spare"
+    with live_server(*options, "--max-model-len", "2048", log=log, start_s=LONG) as server:
+        client = httpx.Client(base_url=server.url, timeout=LONG)
 
-            def answer(session: str) -> str:
-                found = client.post("/v1/completions", json=body, headers={"x-session-id": session})
-                assert found.json()["choices"][0]["token_ids"] == wanted
-                return found.headers["x-paceline-replica"]
+        def ask() -> None:
+            try:
+                while not stop.is_set():
+                    answer = client.post("/v1/completions", json=BODY)
+                    assert answer.json()["choices"][0]["token_ids"] == ids
+                    answered.add(answer.headers["x-paceline-replica"])
+                    assert streamed_ids(client) == ids
+            except BaseException as error:
+                errors.append(error)
 
-            homes = {f"s{number}": answer(f"s{number}") for number in range(12)}
-            assert len(set(homes.values())) == 2
-            assert {session: answer(session) for session in homes} == homes
-            counted = re.findall(r'generation_tokens_total{.*replica="(.*)"} (.*)', client.get("/metrics").text)
-            assert set(homes.values()) == {name for name, _ in counted}
-            assert sum(float(tokens) for _, tokens in counted) >= 24 * 24
-            ray.init(address=cluster.address, namespace="serve", logging_level="ERROR", log_to_driver=False)
-            home = ray.get_actor(f"SERVE_REPLICA::paceline#server#{homes['s0']}")
-            long = body | {"max_tokens": 1900, "stream": True, "speculation": False}  # seconds long
-            with client.stream("POST", "/v1/completions", json=long, headers={"x-session-id": "s0"}) as stream:
-                lines = filter(None, stream.iter_lines())
-                assert "token_ids" in next(lines)
-                ray.kill(home, no_restart=True)
-                assert [line for line in lines if "token_ids" not in line] == [
-                    'data: {"error":{"message":"the replica that answered was lost: ask again",'
-                    '"type":"server_error","param":null,"code":"replica_lost"}}',
-                    "data: [DONE]",
-                ]
-            assert answer("s0") != homes["s0"]
+        def until(what: str, count: int) -> None:
+            end = time.monotonic() + LONG
+            while not errors and (len(answered) < count or what not in log.read_text()):
+                assert time.monotonic() < end and server.process.poll() is None
+                time.sleep(0.1)
+
+        clients = [Thread(target=ask) for _ in range(4)]
+        for one in clients:
+            one.start()
+        until("paceline serves", 2)
+
+        def home(session: str) -> str:
+            answer = client.post("/v1/completions", json=BODY, headers={"x-session-id": session})
+            return str(answer.headers["x-paceline-replica"])
+
+        homes = {f"s{number}": home(f"s{number}") for number in range(16)}
+        assert set(homes.values()) == answered
+        assert {session: home(session) for session in homes} == homes
+        metrics = client.get("/metrics").text
+        assert set(re.findall(r'generation_tokens_total{.*replica="(.*?)"', metrics)) == answered
+        server.process.send_signal(signal.SIGHUP)
+        until("replaced all replicas", 4)
+        stop.set()
+        for one in clients:
+            one.join()
+        assert errors == [] and len(answered) == 4
+
+        long: list[list[int]] = []
+        begun = Thread(target=lambda: long.append(streamed_ids(client, max_tokens=1900, speculation=False)))
+        begun.start()
+        time.sleep(1.0)
         server.process.terminate()
+        begun.join()
+        assert [len(found) for found in long] == [1900]
         assert server.process.wait(LONG) == 0
-    port = server.url.rpartition(":")[2]
-    assert not Path(tempfile.gettempdir(), f"paceline-serve-{os.getuid()}-{port}").exists()

@@ -81,7 +81,6 @@ UNFORGOTTEN = {
     ("studies/spire_parts/throughput.py", "decode_speed"): "K/V of prompts is lent on purpose, and nobody looks up",
     ("studies/serving.py", "run"): "each prompt is asked once of the engine, as of the server",
     ("tools/two_hosts.py", "killed"): "a pause is timed, in a process of its own that asks once",
-    ("tools/replicas.py", "_between"): "the time between chunks behind the first one, without drafts",
     ("tools/server_chaos.py", "_follow"): "the longest wait is looked for, whatever earlier requests left",
     ("studies/kit/peer_workers/transformers_worker.py", "generate"): "a peer that keeps nothing",
 }

@@ -172,7 +172,9 @@ def test_the_name_that_a_server_is_called_by(host: str, status: int) -> None:
     assert answer.status_code == status and ("--allowed-hosts" in answer.text) == (status == 400)
 
 
-def test_a_stream_without_events_is_kept_alive_by_comments() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_stream_without_events_is_kept_alive_by_comments(own: bool) -> None:
+    """To our own connection, and by ASGI to another server's."""
     sent, ended = list[bytes](), list[bool]()
 
     async def events(write: Write) -> None:
@@ -187,7 +189,8 @@ def test_a_stream_without_events_is_kept_alive_by_comments() -> None:
         await asyncio.sleep(60)
 
     stream = EventStream(events, lambda: ended.append(True), keep_alive_s=0.03)
-    asyncio.run(stream({"type": "http", "extensions": {CONNECTION: {"write": sent.append}}}, receive, send))
+    extensions = {CONNECTION: {"write": sent.append}} if own else {}
+    asyncio.run(stream({"type": "http", "extensions": extensions}, receive, send))
     assert sent[1] == b"data: 1\n\n" and sent[-2:] == [b"data: 2\n\n", b""] and ended == [True]
     assert len(sent) > 4 and {*sent[2:-2]} == {b": keep-alive\n\n"}
 

@@ -53,7 +53,7 @@ def serve(
     os.environ[LEVEL_VARIABLE] = config.log_level
     log_to_stderr()
     if config.replicas is not None:
-        _serve_replicas(config, model, llm)
+        _serve_replicas(config, llm)
         return
     listening = config.listen()
     client = engine_client(config, vars(LLMOptions(**llm)))
@@ -71,7 +71,7 @@ def _require_packages() -> None:
         raise CapabilityError("paceline serve", f"packages are missing: {', '.join(missing)}", remedy)
 
 
-def _serve_replicas(config: ServeConfig, model: str, llm: dict[str, Any]) -> None:
+def _serve_replicas(config: ServeConfig, llm: dict[str, Any]) -> None:
     if llm["cluster"] is None:
         asked = f"--replicas {config.replicas}"
         raise ConfigError(asked, "no cluster is named", "say --cluster auto (docs/replicas.md says how to have one)")
@@ -80,4 +80,4 @@ def _serve_replicas(config: ServeConfig, model: str, llm: dict[str, Any]) -> Non
 
     with config.listen() as held:
         port = held.getsockname()[1]
-    replicas.run(replicas.ReplicaGroup(config, options, config.name_of(model), port))
+    replicas.run(config, options, port)

@@ -73,13 +73,12 @@ class Bundle:
 # -- joining
 
 
-def connect(cluster: ClusterConfig, insecure: bool, environment: Mapping[str, str] | None = None) -> str:
+def connect(cluster: ClusterConfig, insecure: bool) -> str:
     """Join a cluster, or find that this process has; the address of this host in it.
 
     Args:
         cluster: which.
         insecure: it may ask nobody for a token.
-        environment: of processes that Ray starts for this one.
 
     Raises:
         ConfigError: no cluster is there, or one of another version of Ray or Python; a token that it does not take.
@@ -93,7 +92,7 @@ def connect(cluster: ClusterConfig, insecure: bool, environment: Mapping[str, st
     if address != "auto":
         _check_head(asked, address, insecure)
     if not ray.is_initialized():
-        _join(asked, address, environment or {})
+        _join(asked, address)
     if address == "auto":
         _check_head(asked, ray.get_runtime_context().gcs_address, insecure)
     host: str = ray.util.get_node_ip_address()
@@ -108,10 +107,10 @@ def _check_head(asked: str, address: str, insecure: bool) -> None:
         raise CapabilityError(asked, wrong, f"start it with RAY_AUTH_MODE=token ({PAGE}), or say insecure_cluster")
 
 
-def _join(asked: str, address: str, environment: Mapping[str, str]) -> None:
+def _join(asked: str, address: str) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
-        ray.init(address=address, runtime_env={"env_vars": dict(environment)} if environment else None, **quiet)
+        ray.init(address=address, **quiet)
         ray._private.worker._worker_logs_enabled = False  # it prints faults to stdout, where answers go
     except ray.exceptions.AuthenticationError as error:
         raise ConfigError(asked, "this process has no token", f"set RAY_AUTH_TOKEN_PATH ({PAGE})") from error

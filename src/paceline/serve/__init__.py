@@ -13,6 +13,5 @@ metrics     what requests took, and all that is counted, for Prometheus
 choices, chat, completions, messages, responses, models   endpoints, and what those of OpenAI's have alike
 playground  the page at ``/``
 app, server  the parts put together with a table of what is posted, and run
-replicas    several servers on a cluster: asked for; replica, switches, last_words  what Ray Serve runs, and how
-routing     which replica a request goes to
+replicas    several servers on a cluster, by Ray Serve
 """

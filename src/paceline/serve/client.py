@@ -162,8 +162,8 @@ class EngineClient:
         self._worker.poll()
 
     def start(self) -> None:
-        """Begin to start the engine, and to watch it; called on the event loop."""
-        self._watch = asyncio.get_running_loop().create_task(self._watch_it())
+        """Begin to start the engine, and to watch it, unless that has begun; called on the event loop."""
+        self._watch = self._watch or asyncio.get_running_loop().create_task(self._watch_it())
 
     async def close(self) -> None:
         """End the engine and every request in flight."""

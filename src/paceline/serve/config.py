@@ -26,18 +26,12 @@ class ServeConfig:
     port: int = option(8000, help="port to listen at; 0: any free one", minimum=0, maximum=65535)
     replicas: int | None = option(
         None,
-        help="so many servers behind the address, each with a model of its own, on the hosts of --cluster "
+        help="several servers behind the address, each with a model of its own, by Ray Serve on the hosts of --cluster "
         "(docs/replicas.md); none: this process is the server",
         minimum=1,
     )
     max_replicas: int | None = option(
         None, help="start more, up to so many, while each has more than --max-sequences in flight", minimum=1
-    )
-    routing: str = option(
-        "prefix",
-        help="which replica a request goes to: prefix (x-session-id, prompt_cache_key, or the prompt's beginning), or "
-        "load, the one with the fewest in flight",
-        choices=("prefix", "load"),
     )
     served_model_name: str | None = option(
         None, help="the model's name for clients; default: as it was named, of a GGUF the file's name"
@@ -100,9 +94,10 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check(self)
         self.template()
-        if self.replicas is None and (self.max_replicas is not None or self.routing != "prefix"):
-            asked = "--max-replicas" if self.max_replicas is not None else f"--routing {self.routing}"
-            raise ConfigError(asked, "there is one server", "say --replicas, with --cluster")
+        if self.replicas is None and self.max_replicas is not None:
+            raise ConfigError(
+                f"--max-replicas {self.max_replicas}", "there is one server", "give --replicas and --cluster"
+            )
         if self.replicas is not None and (self.max_replicas or self.replicas) < self.replicas:
             asked = f"--max-replicas {self.max_replicas}"
             raise ConfigError(asked, f"it is less than --replicas {self.replicas}", "give a larger number")

