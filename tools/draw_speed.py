@@ -1,10 +1,13 @@
-"""The README's picture: tokens a second of each engine, plainly and in its fastest speculative mode, from a report.
+"""Draw the README's picture from a report: tokens a second of each engine, plain and in its fastest speculative mode.
 
-cd docs/measured/benchmarks/peers && python ../../../../tools/draw_speed.py report.json.gz speed.svg
+    python tools/draw_speed.py build/peers/report.json docs/measured/benchmarks/peers/speed.svg
+
+The figures are written next to the picture, as JSON: the report itself is not kept in the repository.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -29,8 +32,13 @@ def speeds(report: Path) -> tuple[list[float], list[float]]:
 
 
 def main(report: Path, picture: Path) -> None:
-    """Draw the picture."""
+    """Draw the picture, and write its figures."""
     plain, best = speeds(report)
+    figures = {
+        name: {"plain": round(slow, 2), "fastest": round(fast, 2)}
+        for name, slow, fast in zip(ENGINES.values(), plain, best, strict=True)
+    }
+    picture.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
     series = [
         Series(label="plain decoding", x=list(ENGINES.values()), y=plain, colour="#999999"),
         Series(label="fastest speculative mode", x=list(ENGINES.values()), y=best, colour=0),

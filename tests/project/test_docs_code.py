@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -87,16 +87,16 @@ def test_the_code_of_the_page_on_networks_runs_as_it_stands(run_page, capsys):
     assert answer.stats.off_reason is None and answer.stats.drafted > 0
 
 
-def test_the_picture_shows_the_figures_of_the_page(monkeypatch):
-    """The README's picture, and the table of docs/benchmarks.md beside it, are of one report."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    draw_speed = import_module("draw_speed")
-    plain, best = draw_speed.speeds(ROOT / "docs/measured/benchmarks/peers/report.json.gz")
+def test_the_picture_shows_the_figures_of_the_page():
+    """The README's picture, and the table of docs/benchmarks.md, have the same figures."""
+    figures = json.loads((ROOT / "docs/measured/benchmarks/peers/speed.json").read_text("utf-8"))
     rows = re.findall(r"^\| ([\w ,.-]+) \| (\d+) \|", (ROOT / "docs/benchmarks.md").read_text("utf-8"), re.MULTILINE)
     shown = {name: int(speed) for name, speed in rows}
-    assert [round(speed) for speed in plain[:2]] == [shown["plain"], shown["llama.cpp, plain"]]
+    assert [round(figures[engine]["plain"]) for engine in ("Paceline", "llama.cpp")] == [
+        shown[name] for name in ("plain", "llama.cpp, plain")
+    ]
     of_page = ["hybrid", "llama.cpp, look-up", "vLLM, n-gram", "transformers, prompt look-up"]
-    assert [round(speed) for speed in best] == [shown[name] for name in of_page]
+    assert [round(engine["fastest"]) for engine in figures.values()] == [shown[name] for name in of_page]
 
 
 def test_the_entry_point_is_in_the_group_that_is_read():

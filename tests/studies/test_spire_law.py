@@ -107,7 +107,7 @@ def test_cost_analysis_of_section_5() -> None:
 # -- the planner's table of costs beside a calibrated one
 
 
-# docs/measured/engine.md, measured on 2 threads of Zen 4: ms of passes over so many rows, of 24M and of 91M parameters
+# Measured on 2 threads of Zen 4 without AMX (tables in 0.2.0): ms of passes over rows, of 24M and of 91M parameters
 CALIBRATED = ((1, 2.08), (2, 2.10), (4, 2.70), (8, 3.17), (16, 4.6))
 LARGER = ((1, 8.0), (8, 10.9), (64, 45.5))
 
