@@ -211,6 +211,11 @@ template <class F> constexpr bool SIGNED_CODES = F::BITS == 8 || F::TABLE != nul
 template <class F> constexpr int IN_16_BITS = SIGNED_CODES<F> ? 1 : F::BITS == 4 ? 8 : F::BITS == 5 ? 4 : 2;
 #endif
 
+// Keeps a value in a register at this place: compilers regroup the sums of a step into a tree, and keep an address for
+// each of its rows; neither fits 16 registers.
+[[gnu::always_inline]] inline void here(__m256i& x) { asm("" : "+x"(x)); }
+[[gnu::always_inline]] inline void here(const int32_t*& x) { asm("" : "+r"(x)); }
+
 // So many bytes before their use weights are asked for. Measured.
 constexpr int ASKED_AHEAD = 2048;
 
@@ -249,26 +254,30 @@ void block_product(const uint8_t* w, int64_t blocks, int64_t first, const Panel&
                            : _mm256_set1_epi32(in.start[start_of<F>(part)][at + r]);
             if (F::ZERO) whole[r] = _mm256_madd_epi16(zeros_of<F>(w, half + h), whole[r]);
           }
+          const int32_t* at_x = x + part * LINES * width;
 #pragma GCC unroll 8
           for (int i = part * LINES; i < (part + 1) * LINES; i += FEW) {
 #if defined(__AVXVNNI__)
             const __m256i codes = codes_of<F>(w + step * P::STEP, i, half + h);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
-              whole[r] = _mm256_dpbusd_avx_epi32(whole[r], codes, _mm256_set1_epi32(x[i * width + r]));
+              whole[r] = _mm256_dpbusd_avx_epi32(whole[r], codes, _mm256_set1_epi32(at_x[r]));
+            at_x += width, here(at_x);
 #else
             __m256i few[R];
 #pragma GCC unroll 8
-            for (int j = 0; j < FEW; j++) {
+            for (int j = 0; j < FEW; j++, at_x += width) {
               __m256i codes = codes_of<F>(w + step * P::STEP, i + j, half + h), sizes = codes;
               if (SIGNED_CODES<F>)
                 codes = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80)), sizes = _mm256_abs_epi8(codes);
+              here(at_x);
 #pragma GCC unroll 8
               for (int r = 0; r < R; r++) {
-                __m256i bytes = _mm256_set1_epi32(x[(i + j) * width + r]);
+                __m256i bytes = _mm256_set1_epi32(at_x[r]);
                 if (SIGNED_CODES<F>) bytes = _mm256_sign_epi8(bytes, codes);
                 const __m256i pairs = _mm256_maddubs_epi16(sizes, bytes);
                 few[r] = j ? _mm256_add_epi16(few[r], pairs) : pairs;
+                here(few[r]);
               }
             }
 #pragma GCC unroll 8
