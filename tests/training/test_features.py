@@ -186,8 +186,8 @@ def test_the_layers_that_serve_score_as_the_network_does(target: Path) -> None:
     """To bfloat16's rounding; and a document's scores, bit for bit, are its own whatever is scored beside it."""
     network = Network.load(target, frozen=True)
     cpu = torch.device("cpu")
-    compiled = make_scorer(target, network, "bf16", partial(products, "bf16", cpu))
-    plain = make_scorer(target, network, "fp32", partial(products, "fp32", cpu))
+    compiled = make_scorer(target, network, True, partial(products, "bf16", cpu))
+    plain = make_scorer(target, network, False, partial(products, "fp32", cpu))
     if native.library() is not None:
         assert isinstance(compiled, CompiledScorer)
     assert not isinstance(plain, CompiledScorer)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
+from paceline.training import trainer as loop
 from paceline.training.data import Mixture, TokenBatch, collate
 from paceline.training.losses import SoftTarget, TargetHidden, TargetTop
 from paceline.training.target import TargetRecipe
@@ -253,6 +254,31 @@ def test_a_process_may_train_in_one_precision_after_the_other(tmp_path: Path) ->
         found[precision] = losses(tmp_path / precision)
     assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
     assert found["bf16"] != found["fp32"]
+
+
+@pytest.mark.parametrize(("has_products", "wanted"), [(True, "bf16"), (False, "fp32")])
+def test_the_processor_chooses_the_precision_and_the_log_names_it(
+    has_products: bool, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses are those of a run that asks for this precision."""
+    monkeypatch.setattr(loop, "can_pack", lambda: has_products)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    run = trainer(tmp_path / "auto", steps=2, precision="auto")
+    run.run()
+    trainer(tmp_path / "named", steps=2, precision=wanted).run()
+    lines = (tmp_path / "auto" / "log.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["precision"] for line in lines] == [wanted] * 2
+    assert run.facts["precision"] == wanted and losses(tmp_path / "auto") == losses(tmp_path / "named")
+
+
+def test_a_run_goes_on_in_another_precision(tmp_path: Path) -> None:
+    """As after a move to another machine: each line of the log names its own."""
+    trainer(tmp_path, precision="bf16").run(stop_after=3)
+    again = trainer(tmp_path, precision="fp32")
+    assert again.resume() and again.step == 3
+    again.run()
+    lines = (tmp_path / "log.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["precision"] for line in lines] == ["bf16"] * 3 + ["fp32"] * 3
 
 
 # ---- what is refused

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
@@ -35,7 +36,7 @@ from ..planning.models import shape_of
 from ..training.answers import AnswerConfig
 from ..training.data import SourceSpec, sha256
 from ..training.files import writing
-from ..training.trainer import require_accelerate
+from ..training.trainer import precision_of, require_accelerate
 from . import answering, survey, verdict
 from .choice import EPOCHS, Forecast, Survey, answer_seconds, forecasts
 from .config import KINDS, AdaptConfig
@@ -46,9 +47,11 @@ from .work import FULL, RunFolder
 
 ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
 JUDGING, JUDGING_LEAST_S, JUDGING_MOST_S = 0.12, 5.0, 900.0  # share of the time, and its bounds
+JUDGED, JUDGED_SHARE = 30, 0.25  # prompts that a verdict is over, and the most of the time that is kept for them
 LOOKING, TRYING = 0.02, 0.06  # shares of the time in which look-ups and kinds are tried
 DRY_S, DRY_LOOKING_S, DRY_PARTS = 60.0, 10.0, 3  # of a dry run: seconds, those for look-ups, and how much less it tries
 MARGIN, SLACK = 1.1, 1.5  # on the hours that are advised, and on what comes besides: the machine may become slower
+NETWORK = 1.7  # times as long as the compiled layers that score the network that trains takes to read (AVX2, float32)
 CHECKING = 0.1  # most share of the training's time that checks on held-out prompts take
 LEAST_ANSWERS = 2_000  # tokens, below which nothing is learned
 MOST_ANSWERS = 8_000_000  # tokens
@@ -96,13 +99,18 @@ class Adaptation:
     @property
     def reserve_s(self) -> float:
         """Return the seconds that are kept for the verdict."""
-        return max(self.judging_s, min(JUDGING_MOST_S, JUDGING * 3600 * self.config.hours))
+        whole = 3600 * self.config.hours
+        prompts = min(JUDGED, sum(len(question.judged) for question in self.asked))
+        wished = min(self.judging_s(prompts), JUDGED_SHARE * whole)
+        return max(self.judging_s(), wished, min(JUDGING_MOST_S, JUDGING * whole))
 
-    @property
-    def judging_s(self) -> float:
-        """Return the seconds that the fewest trials take which say anything, as plain passes were timed."""
-        trials = verdict.LEAST_PAIRS * len(self.asked) * verdict.METHODS
-        return JUDGING_LEAST_S + trials * self.answer * self.work.done("costs")["chain"][0][1] / 1000
+    def judging_s(self, prompts: int = 0) -> float:
+        """Return the seconds that judging on so many prompts takes, as passes of one row and of many were timed; on the
+        fewest that say anything at the least."""
+        prompts = max(prompts, verdict.LEAST_PAIRS * len(self.asked))
+        (_, one_ms), *_, (rows, wide_ms) = self.work.done("costs")["chain"]
+        read_ms = fmean(len(ids) for question in self.asked for ids in question.judged) * wide_ms / rows
+        return JUDGING_LEAST_S + prompts * verdict.METHODS * (self.answer * one_ms + read_ms) / 1000
 
     @property
     def llm(self) -> LLM:
@@ -190,7 +198,8 @@ class Adaptation:
         # Besides answers and steps: held-out answers, a start from the target's last layer, and in each of both parts
         # a beginning and a check at the end.
         parts_s = [
-            2 * (speeds.start + self.checking_s(known, name)) + starting_tokens(name, self.shape) / speeds.score
+            2 * (speeds.start + self.checking_s(known, name))
+            + NETWORK * starting_tokens(name, self.shape) / speeds.score
             for name, speeds in known.kinds.items()
         ]
         fixed = SLACK * (self.held / known.answer + max(parts_s, default=0.0))
@@ -201,16 +210,16 @@ class Adaptation:
             raise CapabilityError(f"a drafter for {self.config.model}", wrong, "use look-ups: --drafter suffix")
         if found[0].answers < LEAST_ANSWERS:
             learning = fixed + LEAST_ANSWERS * answer_seconds(known, known.kinds[found[0].kind])
-            most = (spent + learning) / (1 - JUDGING - LOOKING - TRYING)
-            wanted = MARGIN * max(spent + learning + self.judging_s, most)
-            parts = f"survey {_time(spent)}, learning {_time(learning)}, verdict {_time(self.judging_s)}"
+            most = (spent + learning) / (1 - JUDGED_SHARE - LOOKING - TRYING)
+            wanted = MARGIN * max(spent + learning + self.judging_s(), most)
+            parts = f"survey {_time(spent)}, learning {_time(learning)}, verdict {_time(self.judging_s())}"
             asked, wrong = f"--hours {self.config.hours:g}", f"a drafter takes longer than that ({parts})"
             raise ConfigError(asked, wrong, f"give {_hours(wanted)} or more")
         return found
 
     def checking_s(self, known: Survey, kind: str) -> float:
-        """Return the seconds that a check on held-out prompts takes: the target reads all of them."""
-        return self.held * known.prompt_share / known.kinds[kind].score
+        """Return the seconds that a check on held-out prompts takes: the network that trains reads all of them."""
+        return NETWORK * self.held * known.prompt_share / known.kinds[kind].score
 
     @property
     def held(self) -> int:
@@ -308,8 +317,10 @@ class Adaptation:
 
         check = self.checking_s(known, plan.kind)
 
-        def left() -> float:
-            return self.work.left_s - self.reserve_s - check
+        step_s = ROWS * making.length / known.kinds[plan.kind].train
+
+        def left() -> float:  # until the last step may begin
+            return self.work.left_s - self.reserve_s - check - step_s
 
         checks = max(1, int(CHECKING * left() / max(check, 1e-3)))
         return train(making, self.work.folder / "training", steps, checks, left, tell, said, self.work.once)
@@ -427,6 +438,7 @@ def check_memory(config: AdaptConfig, target: Path) -> None:
 def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[str]:
     """Return the measured and expected figures as lines; the last one names the choice."""
     table, plan = known.costs, ranked[0]
+    precision = precision_of("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     one, five = table.chain_ms(1), table.chain_ms(5)
     lines = [
         f"a pass of one row takes {one:.2f} ms, of five rows {five / one:.2f} times that; "
@@ -439,7 +451,8 @@ def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[
         lines.append(
             f"{each.kind}: {each.hybrid:.2f} times plain expected beside look-ups ({each.alone:.2f} alone): about "
             f"{each.accepted:.2f} accepted of {each.nodes} drafted, in a step of {each.step:.2f} plain ones, "
-            f"after {each.tokens:,} tokens at {speeds.train:,.0f} a second, as reached on {each.source}"
+            f"after {each.tokens:,} tokens at {speeds.train:,.0f} a second (products in {precision}), as reached on "
+            f"{each.source}"
         )
     lines += [f"{name}: not considered ({why})" for name, why in known.missing.items()]
     why = "as asked" if run.config.kind else "it is expected to pay most, or as much, with more of its drafts accepted"

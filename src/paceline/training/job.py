@@ -31,7 +31,7 @@ from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
 from .scoring import Scorer, make_scorer, remembered_scores
 from .tokenizer import train_tokenizer
-from .trainer import Trainer, Watcher, plan, products, require_accelerate
+from .trainer import Trainer, Watcher, plan, precision_of, products, require_accelerate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 RESULT, TOKENIZER = "result", "tokenizer"
@@ -158,7 +158,8 @@ def _cache(
     """What the target says of every batch of the run, from ``job.cache`` or scored now."""
     assert job.cache is not None and job.target is not None and context.target is not None
     longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
-    key = {"target": target, "precision": job.config.precision, "length": longest}
+    exact = job.config.precision == "fp32"  # else as it serves, whatever this processor multiplies in training
+    key = {"target": target, "precision": "fp32" if exact else "bf16", "length": longest}
     sources = list(zip([*job.sources, *(job.held_out if job.known else ())], examples, strict=False))
     shape = context.target.config
     cache = TopCache(job.cache, sources, key, options.top, shape.vocab_size, shape.d_model, made.states)
@@ -166,8 +167,8 @@ def _cache(
     batches: Iterable[TokenBatch] = (
         batch for _, batch in plan(_mixture(job, cache.examples[:count]), job.phases, job.config.steps)
     )
-    inside = partial(products, job.config.precision, context.device)
-    make: Callable[[], Scorer] = partial(make_scorer, job.target, context.target, job.config.precision, inside)
+    inside = partial(products, precision_of(job.config.precision, context.device), context.device)
+    make: Callable[[], Scorer] = partial(make_scorer, job.target, context.target, not exact, inside)
     if job.known:
         batches = chain(batches, *_held_out(job, cache.examples[count:], longest).values())
         make = partial(remembered_scores, job.known, context.target, inside, make)
@@ -262,6 +263,6 @@ def run(
     if trainer.resume():
         say(f"going on from step {trainer.step}, from the checkpoint in {trainer.out}")
     counted = sum(p.numel() for p in trainer.trained.values())
-    say(f"{counted:,} parameters to train; data and models loaded in {perf_counter() - began:.0f} s")
+    say(f"{counted:,} parameters to train, products in {trainer.precision}; loaded in {perf_counter() - began:.0f} s")
     trainer.run(stop_after)
     return trainer

@@ -128,10 +128,10 @@ def remembered_scores(
     return scorer
 
 
-def make_scorer(folder: Path, target: Network, precision: str, products: Products) -> Scorer:
-    """The faster of the two that computes in ``precision``, "bf16" or "fp32", for the target in ``folder``, which
-    ``target`` is; ``products`` is the context in which the network makes its products."""
-    made = compiled_scorer(folder, target) if precision == "bf16" else None
+def make_scorer(folder: Path, target: Network, compiled: bool, products: Products) -> Scorer:
+    """Choose a scorer for the target in ``folder``, which ``target`` is: its compiled layers where they are allowed and
+    run, the faster ones on every processor; else the network, in the context ``products``."""
+    made = compiled_scorer(folder, target) if compiled else None
     return made or partial(network_scores, target, products)
 
 
