@@ -34,6 +34,7 @@ from .kv.pool import KVPool
 from .network import generation
 from .network.applications import locate
 from .network.decoder import Decoder
+from .network.loader import read_config as model_config
 from .network.loader import resolve_folder
 from .network.parallel import Ranks
 from .network.streams import read_config
@@ -43,7 +44,6 @@ from .rounds.pipeline.split import Split
 from .rounds.pipeline.stage_line import StageLine
 
 Message = Mapping[str, Any]  # {"role": .., "content": ..}
-LOOK_UP = "suffix"  # drafts for any model
 log = logging.getLogger(__name__)
 Job = Callable[..., str]  # `Engine.submit` of a request that is all but submitted
 
@@ -397,6 +397,7 @@ def drafters_of(config: LLMConfig, beside: Sequence[str] = ()) -> list[str | Dra
         own = [zoo.default_drafter(name, config.dtype)]
     else:
         made = adapted.found(folder, config.dtype) if adapted.any_made() else None
-        own = [made and adapted.named(made), zoo.default_drafter(str(folder), config.dtype)]
-    names = dict.fromkeys([*filter(None, own), LOOK_UP])
+        stored = config.dtype == "auto" and folder.is_dir() and model_config(folder).checkpoint_dtype
+        own = [made and adapted.named(made), zoo.default_drafter(str(folder), stored or config.dtype)]
+    names = dict.fromkeys([*filter(None, own), zoo.LOOK_UP])
     return [with_parts(beside, name) if beside else name for name in names]

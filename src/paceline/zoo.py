@@ -27,6 +27,7 @@ from .published import Published
 
 _PACKAGE = Path(__file__).resolve().parent
 CARD = "zoo.json"
+LOOK_UP = "suffix"  # drafts for any model
 Role = Literal["target", "draft", "head", "streams", "adapter"]
 ROLES: tuple[Role, ...] = get_args(Role)  # in the order in which they are listed
 TRAINED_SETS = ("head", "streams", "adapter")

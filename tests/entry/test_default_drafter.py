@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -23,6 +24,18 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 def test_the_zoo_chooses_by_name_and_by_folder(model: str) -> None:
     wanted = ["hybrid:paceline-small-draft,dtype=int8", "suffix"]
     assert drafters_of(LLMConfig(model=model, drafter="auto")) == wanted
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("auto", "ngram"), ("bfloat16", "ngram"), ("q4_0", "prediction")])
+def test_a_card_names_a_drafter_for_a_type_of_weights(
+    dtype: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a folder are what its files hold, in bf16 here, where no other type is asked for."""
+    shutil.copytree(zoo.find(DRAFT) or tmp_path, tmp_path / "own")
+    card = {"role": "target", "description": "", "parameters": 1, "drafter": "prediction"}
+    (tmp_path / "own" / "zoo.json").write_text(json.dumps({**card, "drafter_in": {"bfloat16": "ngram"}}), "utf-8")
+    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
+    assert drafters_of(LLMConfig(model="own", drafter="auto", dtype=dtype)) == [wanted, "suffix"]
 
 
 def test_a_model_that_the_zoo_does_not_know_has_look_ups(tmp_path: Path) -> None:

@@ -87,4 +87,7 @@ def _show(entry: zoo.ZooEntry) -> None:
     target = f", for {entry.target}" if entry.target else ""
     stdout().print(Text.assemble((entry.name, "bold green"), facts, draft, target))
     stdout().print(Text(f"  {entry.description}"))
+    if entry.role == "target":
+        others = "".join(f", in {dtype} {drafter}" for dtype, drafter in entry.drafter_in.items())
+        stdout().print(Text(f"  default drafter: {entry.drafter or zoo.LOOK_UP}{others}"))
     stdout().print(Text(f"  {entry.path or f'not here yet: paceline models get {entry.name}'}", style="dim"))
