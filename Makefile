@@ -47,7 +47,7 @@ WORKERS := studies/kit/peer_workers
 .PHONY: help demo weights test test-all install lint format clean check-python peers bench fuzz soak sanitize
 
 help:
-	@echo 'make demo      set up .venv, fetch SmolLM2 135M (98 MB) and answer prompts plainly and speculatively'
+	@echo 'make demo      set up .venv, fetch SmolLM2 135M (98 MB) and compare bf16 and 4 bits with and without drafts'
 	@echo 'make test      set up .venv and run the checks and the test suite'
 	@echo 'make test-all  the same with the full grids (long)'
 	@echo 'make install   only set up .venv'

@@ -1,12 +1,16 @@
-"""``paceline demo``: plain and speculative decoding of one model; the same tokens, and tokens a second of both."""
+"""``paceline demo``: one model in bf16 and in 4 bits, plainly and speculatively, on the same prompts; which to take."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -14,14 +18,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .. import zoo
+from .. import native, zoo
 from ..bench.measure import ask
 from ..config import LLMConfig
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 from ..core.model_spec import parse_model
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
+from ..network.loader import read_config
 from .console import Painter, legend, note, stderr, stdout
 from .options import DEFAULT_MODEL, DEFAULTS, takes
 from .session import Color, counting, open_llm
@@ -29,15 +34,18 @@ from .session import Color, counting, open_llm
 app = typer.Typer(add_completion=False)
 
 
-SETTLE_S = 1.0  # each prompt is asked for at least this long, both ways together
+SETTLE_S = 1.0  # each prompt is asked for at least this long, all ways together
 MAX_TURNS = 15
+TOTAL_S = 100.0  # all answers together, unless prompts are counted by the user: about two minutes with loading
+LEAST_TOKENS, LEAST_PROMPTS = 64, 4  # of an answer, and in all: not cut further
+WORTH = 1.03  # times as fast: less is not worth a change
 SHOWN = "smollm2-135m"  # where its weights are on this machine; else the embedded model
 DemoPrompt = dict[str, Any]  # a line of the files in ``data``: domain, chat (a user's turn), text, max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt, answered plainly and speculatively in turns."""
+    """One prompt, answered in turns: in each type of weights plainly, then speculatively."""
 
     prompt: DemoPrompt
     outputs: list[RequestOutput]  # the first answer of each
@@ -45,59 +53,67 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        plain, speculative = (output.outputs[0].token_ids for output in self.outputs)
-        return plain == speculative
+        """Check that drafting changed no answer."""
+        ids = [output.outputs[0].token_ids for output in self.outputs]
+        return ids[::2] == ids[1::2]
 
     @property
-    def ratio(self) -> float:
-        """Speculative over plain."""
-        return self.rates[1] / self.rates[0]
+    def ratios(self) -> list[float]:
+        """Speculative over plain, in each type of weights."""
+        return [drafted / plain for plain, drafted in zip(self.rates[::2], self.rates[1::2], strict=True)]
 
 
 @app.command()
 @takes(
     llm=LLMConfig,
     defaults={**DEFAULTS, "model": None},
-    shown={"model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}"},
+    shown={
+        "model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}",
+        "dtype": "bfloat16 beside 4 bits",
+    },
     without={"applications"},
 )
 def demo(
     prompts: Annotated[
-        int | None, typer.Option(help="Prompts to compare, of those that come with Paceline.", show_default="all")
+        int | None,
+        typer.Option(help="Prompts to compare, of those that come with Paceline.", show_default="for two minutes"),
     ] = None,
     repeats: Annotated[
         int, typer.Option(help="Times each prompt is answered each way, at least; medians are shown.")
-    ] = 3,
+    ] = 2,
     color: Color = True,
     *,
     llm: dict[str, Any],
 ) -> None:
-    """Answer prompts plainly and speculatively, greedily, and compare; each is asked as if it were the first.
+    """Answer prompts in bf16 and in 4 bits, plainly and speculatively, greedily, and say which to take on this machine.
 
-    The tokens must be the same: if they are not, the exit status is 1. The answer that gained most is shown.
+    Drafting must not change a token: if it does, the exit status is 1. The answer that gained most is shown.
 
     Examples:
         paceline demo
         paceline demo --model smollm2-135m --drafter suffix --prompts 3
-        paceline demo --model folder/model.gguf --drafter ngram
+        paceline demo --model folder/model.gguf --dtype int8 --drafter ngram
     """
     llm["model"] = llm["model"] or _model()
     chosen = _load(llm["model"], prompts)
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats}", "nothing would be measured", "give 1 or more")
-    plain, speculative = open_llm({**llm, "drafter": "none"}), open_llm(llm)
+    if prompts is None:
+        note(f"{llm['model']}: loaded, tried and compared in about two minutes, or less")
+    sides = _open(llm)
+    engines = list(chain(*sides.values()))
+    chosen, seconds = _fit(engines, chosen, repeats, TOTAL_S if prompts is None else math.inf)
+    note(f"{len(chosen)} prompts, each answered {repeats} times or more {len(engines)} ways: about {seconds:.0f} s")
     console, done = stdout(color), list[Comparison]()
-    note(f"{len(chosen)} prompts, each answered {repeats + 1} times or more both ways: {_time(plain, chosen, repeats)}")
     with counting("comparing", len(chosen)) as progress:
         for prompt in chosen:
-            done.append(_compare(plain, speculative, prompt, repeats))
+            done.append(_compare(engines, prompt, repeats))
             progress(len(done))
-    _show_answer(console, speculative, max(done, key=lambda one: one.ratio))
-    spec = parse_model(llm["model"])
-    if spec.stretch > 1:
+    _show_answer(console, engines, done)
+    if (spec := parse_model(llm["model"])).stretch > 1:
         console.print(spec.label, markup=False, highlight=False)
-    console.print(_table(done))
-    if not _verdict(console, done):
+    console.print(_table(sides, done))
+    if not _verdict(console, sides, done):
         raise typer.Exit(1)
 
 
@@ -119,29 +135,59 @@ def _load(model: str, count: int | None) -> list[DemoPrompt]:
     return [json.loads(line) for line in lines[:count]]
 
 
-def _time(plain: LLM, prompts: list[DemoPrompt], repeats: int) -> str:
-    """Return about how long comparing will take, in words: as if speculative answers took as long as one plain one."""
-    [output], seconds = ask(plain, [_token_ids(plain, prompts[0])], _params(prompts[0]))
-    a_token = seconds / len(output.outputs[0].token_ids)
-    each = (max(SETTLE_S, 2 * repeats * a_token * prompt["max_tokens"]) for prompt in prompts)
-    total = sum(each) * (repeats + 1) / repeats
-    return f"about {total:.0f} s" if total < 90 else f"about {total / 60:.0f} minutes"
+def _open(llm: dict[str, Any]) -> dict[str, list[LLM]]:
+    """Load the model in bf16 and in 4 bits, or in the dtype asked for: of each a plain engine and one that drafts."""
+
+    def pair(dtype: str) -> list[LLM]:
+        plain = open_llm({**llm, "dtype": dtype, "drafter": "none"})
+        here = plain.config.pipeline is None and plain.config.tensor_parallel == 1
+        return [plain, open_llm({**llm, "dtype": dtype, **({"share": plain} if here else {})})]
+
+    if llm["dtype"] != "auto":
+        return {llm["dtype"]: pair(llm["dtype"])}
+    sides = {"bf16": pair("bfloat16")}
+    file = sides["bf16"][0].folder
+    stored = read_config(file).checkpoint_dtype == "stored"  # in blocks
+    label = f"{bits[1]} bits" if stored and (bits := re.search(r"q(\d)", file.name.lower())) else "4 bits"
+    try:
+        if why := native.unavailable():
+            raise CapabilityError(label, f"they need compiled kernels ({why})", "install a C++ compiler")
+        sides[label] = pair("auto" if stored else "q4_0")
+    except CapabilityError as error:
+        note(f"{label} are left out: {error.wrong}; {error.remedy}")
+    if stored:
+        note(f"bf16 here are the file's weights ({label}) widened to 16 bits: the time of bf16, no better answers")
+    return sides
 
 
-def _compare(plain: LLM, speculative: LLM, prompt: DemoPrompt, repeats: int) -> Comparison:
-    """Both ways in turns, so that a slow moment of the machine falls on both.
+def _fit(engines: list[LLM], prompts: list[DemoPrompt], repeats: int, limit: float) -> tuple[list[DemoPrompt], float]:
+    """Cut answers, then prompts, to what is compared within ``limit`` seconds, and return how long that takes: as the
+    first prompt's answers say, which are not counted, since memory is touched and costs are estimated in them."""
+    tried = [ask(engine, [_token_ids(engine, prompts[0])], _params(prompts[0])) for engine in engines]
+    a_token = sum(seconds / len(output.outputs[0].token_ids) for [output], seconds in tried)
+    seconds = [max(SETTLE_S, repeats * a_token * prompt["max_tokens"]) for prompt in prompts]
+    if sum(seconds) > limit:
+        tokens = [max(LEAST_TOKENS, int(p["max_tokens"] * limit / sum(seconds))) for p in prompts]
+        prompts = [{**prompt, "max_tokens": own} for prompt, own in zip(prompts, tokens, strict=True)]
+        seconds = [repeats * a_token * own for own in tokens]
+        count = max(LEAST_PROMPTS, int(limit / max(seconds)))
+        prompts, seconds = prompts[:count], seconds[:count]
+    return prompts, sum(seconds)
+
+
+def _compare(engines: list[LLM], prompt: DemoPrompt, repeats: int) -> Comparison:
+    """All ways in turns, so that a slow moment of the machine falls on each.
 
     Short answers get more turns than asked for, since a few milliseconds say little. Every turn is asked as if it were
-    the first; what is done once (memory touched, costs estimated) is done in a round that is not measured.
+    the first.
     """
-    models, params = (plain, speculative), _params(prompt)
-    asked = [_token_ids(plain, prompt)]
-    turns: list[list[tuple[list[RequestOutput], float]]] = [[ask(model, asked, params) for model in models]]
+    params, asked = _params(prompt), [_token_ids(engines[0], prompt)]
+    turns: list[list[tuple[list[RequestOutput], float]]] = []
     began = time.perf_counter()
-    while len(turns) <= repeats or (time.perf_counter() - began < SETTLE_S and len(turns) <= MAX_TURNS):
-        turns.append([ask(model, asked, params) for model in models])
-    outputs = [output for [output], _ in turns[1]]
-    seconds = [statistics.median(taken for _, taken in side) for side in zip(*turns[1:], strict=True)]
+    while len(turns) < repeats or (time.perf_counter() - began < SETTLE_S and len(turns) < MAX_TURNS):
+        turns.append([ask(engine, asked, params) for engine in engines])
+    outputs = [output for [output], _ in turns[0]]
+    seconds = [statistics.median(taken for _, taken in side) for side in zip(*turns, strict=True)]
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     return Comparison(prompt, outputs, [count / taken for count, taken in zip(counts, seconds, strict=True)])
 
@@ -161,39 +207,54 @@ def _token_ids(model: LLM, prompt: DemoPrompt) -> list[int]:
     return ids
 
 
-def _show_answer(console: Console, model: LLM, best: Comparison) -> None:
-    output = best.outputs[1]
+def _show_answer(console: Console, engines: list[LLM], done: list[Comparison]) -> None:
+    """The answer that drafting made faster than any other."""
+    best, side = max(((one, side) for one in done for side in range(len(one.ratios))), key=lambda o: o[0].ratios[o[1]])
+    output = best.outputs[2 * side + 1]
     answer = output.outputs[0]
-    painter = Painter(model.tokenizer, output.prompt_token_ids)
+    painter = Painter(engines[2 * side + 1].tokenizer, output.prompt_token_ids)
     painter.feed(answer.token_ids, answer.origins)
     console.print(Text(best.prompt["text"], style="dim"), soft_wrap=False)
     console.print(legend())
     console.print(painter.take(answer.text), soft_wrap=False)
-    rates = "{:.0f} tokens/s plainly, {:.0f} speculatively".format(*best.rates)
-    console.print(f"{rates}: {best.ratio:.2f} times, {output.stats.mean_accepted_length:.2f} tokens a pass\n")
+    rates = "{:.0f} tokens/s plainly, {:.0f} speculatively".format(*best.rates[2 * side : 2 * side + 2])
+    console.print(f"{rates}: {best.ratios[side]:.2f} times, {output.stats.mean_accepted_length:.2f} tokens a pass\n")
 
 
-def _table(comparisons: list[Comparison]) -> Table:
-    table = Table("domain", box=None, header_style="bold")
-    for column in ("tokens", "plain tokens/s", "speculative tokens/s", "ratio", "mean accepted", "same tokens"):
-        table.add_column(column, justify="right")
-    for one in comparisons:
-        table.add_row(
-            one.prompt["domain"],
-            str(len(one.outputs[0].outputs[0].token_ids)),
-            *(f"{rate:.0f}" for rate in one.rates),
-            f"{one.ratio:.2f}",
-            f"{one.outputs[1].stats.mean_accepted_length:.2f}",
-            "yes" if one.identical else Text("NO", style="bold red"),
-        )
+def _means(done: list[Comparison]) -> list[float]:
+    """Tokens a second of each way: geometric means over the prompts."""
+    return [statistics.geometric_mean(rates) for rates in zip(*(one.rates for one in done), strict=True)]
+
+
+def _table(sides: Iterable[str], done: list[Comparison]) -> Table:
+    """Tokens a second of each prompt and way."""
+    table = Table("tokens/s", box=None, header_style="bold")
+    for way in (f"{side}\n{way}" for side in sides for way in ("plain", "speculative")):
+        table.add_column(way, justify="right")
+    table.add_column("same\ntokens", justify="right")
+    different = Text("NO", style="bold red")
+    rows = [(one.prompt["domain"], one.rates, "yes" if one.identical else different) for one in done]
+    for name, rates, same in [*rows, ("mean", _means(done), "")]:
+        pairs = zip(rates[::2], rates[1::2], strict=True)
+        table.add_row(name, *(cell for a, b in pairs for cell in (f"{a:.0f}", f"{b:.0f} ({b / a:.2f})")), same)
     return table
 
 
-def _verdict(console: Console, comparisons: list[Comparison]) -> bool:
-    ratios = [one.ratio for one in comparisons]
-    same, total = sum(one.identical for one in comparisons), len(comparisons)
+def _verdict(console: Console, sides: dict[str, list[LLM]], done: list[Comparison]) -> bool:
+    same, total, rates = sum(one.identical for one in done), len(done), _means(done)
     word = Text("IDENTICAL", style="bold green") if same == total else Text("DIFFERENT", style="bold red")
-    console.print(Text.assemble(word, f": {same} of {total} answers have the same tokens both ways"))
-    console.print(f"speculative over plain: {statistics.geometric_mean(ratios):.2f} (geometric mean), ", end="")
-    console.print(f"{min(ratios):.2f} at least, {max(ratios):.2f} at most")
+    console.print(Text.assemble(word, f": {same} of {total} prompts have the same tokens with drafts and without"))
+    for side, (label, (_, drafting)) in enumerate(sides.items()):
+        ratios = [one.ratios[side] for one in done]
+        text = f"{label}: {statistics.geometric_mean(ratios):.2f} times plain, {min(ratios):.2f} to {max(ratios):.2f}"
+        console.print(f"{text}, drafter {drafting.config.drafter}", markup=False, soft_wrap=False)
+    best = max(range(len(rates)), key=lambda way: rates[way] / (WORTH if way % 2 else 1.0))
+    side, drafts = best // 2, "drafts" if best % 2 else "no drafts (--drafter none)"
+    label, dtype = [*sides][side], [*sides.values()][side][0].config.dtype
+    why = [f"with drafts it is {rates[2 * side + 1] / rates[2 * side]:.2f} times as fast as without"]
+    if len(sides) > 1:
+        why.append(f"without drafts {rates[2 * side] / rates[2 - 2 * side]:.2f} times as fast as {[*sides][1 - side]}")
+    flag = "" if dtype == "auto" else f" (--dtype {dtype})"
+    advice = f"On this machine take {label}{flag} with {drafts}: {rates[best]:.0f} tokens/s; {', '.join(why)}."
+    console.print(advice, markup=False, soft_wrap=False)
     return same == total
