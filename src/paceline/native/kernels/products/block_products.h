@@ -216,15 +216,12 @@ template <class F> constexpr int IN_16_BITS = SIGNED_CODES<F> ? 1 : F::BITS == 4
 [[gnu::always_inline]] inline void here(__m256i& x) { asm("" : "+x"(x)); }
 [[gnu::always_inline]] inline void here(const int32_t*& x) { asm("" : "+r"(x)); }
 
-// So many bytes before their use weights are asked for. Measured.
-constexpr int ASKED_AHEAD = 2048;
-
 // R rows, from `row` of a panel on, against H halves of 16 outputs, from half `half` on, and `blocks` blocks of inputs,
-// of which the first begins with step `first` of x: what comes before that is in c already. Of the cache lines that are
-// asked for ahead, this turn asks for one in `turns`.
+// of which the first begins with step `first` of x: what comes before that is in c already. Asks for the weights that
+// are `ahead` bytes further on; 0: for none.
 template <class F, int R, int H>
 void block_product(const uint8_t* w, int64_t blocks, int64_t first, const Panel& in, int row, int half, float* c,
-                   int turn, int turns) {
+                   int64_t ahead) {
   using P = Packed<F>;
   constexpr int LINES = 8 / F::PARTS, FEW = std::min(IN_16_BITS<F>, LINES);
   constexpr int SHARE = (P::BYTES + P::STEPS - 1) / P::STEPS;  // bytes of a step
@@ -240,8 +237,8 @@ void block_product(const uint8_t* w, int64_t blocks, int64_t first, const Panel&
       sum[h][r] = first ? _mm256_loadu_ps(c + r * BLOCKS * LANES + h * 8) : _mm256_setzero_ps();
   for (; blocks; blocks--, w += P::BYTES)
     for (int step = 0; step < P::STEPS; step++, x += 8 * width, at += width) {
-      for (int i = turn * LINE; i < SHARE; i += turns * LINE)
-        __builtin_prefetch(w + ASKED_AHEAD + step * SHARE + i, 0, 3);
+      if (ahead)
+        for (int i = 0; i < SHARE; i += LINE) __builtin_prefetch(w + ahead + step * SHARE + i, 0, 3);
 #pragma GCC unroll 2
       for (int h = 0; h < H; h++) {
 #pragma GCC unroll 2
@@ -381,14 +378,11 @@ template <int R> [[gnu::always_inline]] inline int32x4_t rows_of(const int32_t* 
 #endif
 }
 
-// So many bytes before their use weights are asked for; not measured.
-constexpr int ASKED_AHEAD = 2048;
-
 // As with AVX2: a half is two quarters. From two rows on, where there are products of matrices of bytes, [2 rows][8
 // inputs] by [8 inputs][2 outputs], two lines are turned into these.
 template <class F, int R, int H>
 void block_product(const uint8_t* w, int64_t blocks, int64_t first, const Panel& in, int row, int half, float* c,
-                   int turn, int turns) {
+                   int64_t ahead) {
   using P = Packed<F>;
   constexpr int LINES = 8 / F::PARTS, Q = 2 * H;
   constexpr int SHARE = (P::BYTES + P::STEPS - 1) / P::STEPS;  // bytes of a step
@@ -403,8 +397,8 @@ void block_product(const uint8_t* w, int64_t blocks, int64_t first, const Panel&
     for (int r = 0; r < R; r++) sum[q][r] = first ? vld1q_f32(c + r * BLOCKS * LANES + q * 4) : vdupq_n_f32(0);
   for (; blocks; blocks--, w += P::BYTES)
     for (int step = 0; step < P::STEPS; step++, x += 8 * width, at += width) {
-      for (int i = turn * LINE; i < SHARE; i += turns * LINE)
-        __builtin_prefetch(w + ASKED_AHEAD + step * SHARE + i, 0, 3);
+      if (ahead)
+        for (int i = 0; i < SHARE; i += LINE) __builtin_prefetch(w + ahead + step * SHARE + i, 0, 3);
       const uint8_t* lines = w + step * P::STEP;
 #pragma GCC unroll 2
       for (int part = 0; part < F::PARTS; part++) {
@@ -524,27 +518,27 @@ void block_products(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, i
   }
 #elif PL_AVX2 || defined(__aarch64__)
   // Of one and two rows all sums fit the registers. More rows take a half after the other, in parts of k that stay in the
-  // first-level cache for all of them.
-  constexpr int64_t MOST = 512 / F::VALUES;
-  const int64_t total = k / F::VALUES;
-  const auto width_of = [&](int r) { return panel_of(in, row + r).width; };
-  if (const int width = width_of(0); rows <= 2) {
-    if (width == 2) block_product<F, 2, 2>(w, total, 0, panel_of(in, row), 0, 0, c, 0, 1);
-    else block_product<F, 1, 2>(w, total, 0, panel_of(in, row), 0, 0, c, 0, 1);
+  // first-level cache for all of them; the last sweep asks for the next part.
+  constexpr int64_t MOST = 640 / F::VALUES;
+  const int64_t total = k / F::VALUES, parts = (total + MOST - 1) / MOST;
+  if (rows <= 2) {
+    if (panel_of(in, row).width == 2) block_product<F, 2, 2>(w, total, 0, panel_of(in, row), 0, 0, c, 2048);
+    else block_product<F, 1, 2>(w, total, 0, panel_of(in, row), 0, 0, c, 2048);
     return;
   }
-  int turns = 0;
-  for (int r = 0; r < rows; r += 8) turns += 2 * (width_of(r) > 4 ? 2 : 1);
-  for (int64_t b = 0; b < total; b += MOST, w += MOST * Packed<F>::BYTES) {
-    const int64_t blocks = std::min(MOST, total - b), first = b * Packed<F>::STEPS;
-    for (int from = 0, turn = 0; from < rows; from += 8) {
+  for (int64_t part = 0, b = 0, blocks; part < parts; part++, b += blocks, w += blocks * Packed<F>::BYTES) {
+    blocks = (total - b) / (parts - part);
+    const int64_t first = b * Packed<F>::STEPS;
+    for (int from = 0; from < rows; from += 8) {
       const Panel panel = panel_of(in, row + from);
       for (int half = 0; half < 2; half++)
-        for (int r = 0; r < panel.width; r += 4, turn++) {
+        for (int r = 0; r < panel.width; r += 4) {
+          const bool last = half && r + 4 >= panel.width && from + 8 >= rows;
+          const int64_t ahead = last ? blocks * Packed<F>::BYTES : 0;
           float* y = c + (from + r) * BLOCKS * LANES;
-          if (panel.width - r >= 4) block_product<F, 4, 1>(w, blocks, first, panel, r, half, y, turn, turns);
-          else if (panel.width - r == 2) block_product<F, 2, 1>(w, blocks, first, panel, r, half, y, turn, turns);
-          else block_product<F, 1, 1>(w, blocks, first, panel, r, half, y, turn, turns);
+          if (panel.width - r >= 4) block_product<F, 4, 1>(w, blocks, first, panel, r, half, y, ahead);
+          else if (panel.width - r == 2) block_product<F, 2, 1>(w, blocks, first, panel, r, half, y, ahead);
+          else block_product<F, 1, 1>(w, blocks, first, panel, r, half, y, ahead);
         }
     }
   }
