@@ -177,7 +177,8 @@ def _flags_of(level: str) -> list[str]:
     if level not in LEVELS:
         raise RuntimeError(f"{SWITCH}={level!r} is not a level of instructions; use 0, 1 or one of {', '.join(LEVELS)}")
     flags, needed = LEVELS[level]
-    if lost := set(needed.split()) - set(_macros().split()):
+    macros = set(_macros().split())  # none where the compiler fails, which it will be asked to say
+    if lost := macros and set(needed.split()) - macros:
         raise RuntimeError(
             f"{SWITCH}={level!r} needs instructions that this processor lacks: {', '.join(sorted(lost))}"
         )
