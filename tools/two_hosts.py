@@ -3,16 +3,13 @@
     python tools/two_hosts.py --rate 1gbit --delay 1ms            # as root, on Linux, with iproute2
     python tools/two_hosts.py --hosts 3 --kill
     python tools/two_hosts.py --hosts 3 --frames 5                # the two ways of frames, in turns
-    python tools/two_hosts.py --mesh                              # two ranks a stage, from weights by broadcast
-    python tools/two_hosts.py --ranks --memory 2500 --model DIR   # a rank a host, of a model that no host holds alone
+    python tools/two_hosts.py --mesh                              # two ranks a stage
 
 Each namespace runs `ray start` with a token, as a host does (docs/cluster.md). On the first one `paceline generate`
 runs a pipeline with a stage a host, then one whose drafter is on another host, then the mirror round with its drafter
 there. `--kill` ends a worker in the middle of an answer. `--frames` times answers of a pipeline with a stage a host
 instead, whose frames go straight from stage to stage, and through the coordinator. `--mesh` has a stage a host, each
-in two ranks, of a checkpoint that the first host alone has. `--ranks` has a rank on each host, whose memory may be
-limited, and says beside its time what the plan says of it: as many ranks on this machine, a core each and without a
-limit, which share its memory as the hosts do and whose joins take next to nothing, and the joins by a measured one.
+in two ranks.
 Links are virtual devices at a bridge, shaped on their way out: by netem where the kernel has it, else by a token
 bucket, which has a rate and no delay. Exit status 1: ids differ from those of one process. All namespaces are removed
 at the end, with what runs there.
@@ -23,10 +20,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,14 +29,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-from paceline.core.folders import user_cache
-from paceline.network.loader import resolve_folder
 
 BRIDGE, PORT = "paceline-0", 6379
 BIN = Path(sys.executable).parent
@@ -50,16 +40,8 @@ DRAFTER = "draft_model:paceline-small-draft,depth=4"
 STORE_BYTES = 80 * 2**20
 RAY = str(BIN / "ray"), "start", "--num-cpus", "1", "--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"
 WAYS = "straight", "coordinator"
-LIMITS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")  # of memory, by the first and second form of cgroups
-HERE = ALONE, EXACT, SUMS = "alone", "exact", "sums"  # ways of an answer on this machine
-KINDS = EXACT, SUMS  # of ranks
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_sequences": 1}
 KILL_AT = 8  # ticks of the pipeline
-OWN = "own"  # a folder that the first host alone has
-HIDE = 'for place in "$0" "$1"; do mount -t tmpfs none "$place" || exit; done; shift; exec "$@"'  # from one host
-
-
-GROUPS: dict[str, Path] = {}  # of the hosts whose memory is limited
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -71,11 +53,8 @@ def run(*command: str, env: dict[str, str] | None = None) -> subprocess.Complete
 
 
 def inside(name: str, *command: str) -> list[str]:
-    """A command in a namespace, with the memory that it has."""
-    entered = ["ip", "netns", "exec", name, *command]
-    if name not in GROUPS:
-        return entered
-    return ["sh", "-c", f'echo $$ > {GROUPS[name]}/cgroup.procs && exec "$@"', "sh", *entered]
+    """A command in a namespace."""
+    return ["ip", "netns", "exec", name, *command]
 
 
 def shape(name: str, rate: str, delay: str) -> str:
@@ -86,18 +65,6 @@ def shape(name: str, rate: str, delay: str) -> str:
         return f"{rate}, {delay or 'no'} delay each way (netem)"
     run(*device, "tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
     return f"{rate} (token bucket; this kernel has no netem, so there is no delay)"
-
-
-def limited(name: str, megabytes: int) -> Path:
-    """A group of processes that together have so much memory."""
-    parent = next((place for place in LIMITS if (place / "cgroup.procs").exists()), None)
-    if parent is None:
-        sys.exit("error: --memory: this system has no cgroups of memory")
-    made = parent / name
-    made.mkdir(exist_ok=True)
-    file = next(made / name for name in ("memory.limit_in_bytes", "memory.max") if (made / name).exists())
-    file.write_text(str(megabytes * 2**20))
-    return made
 
 
 @contextmanager
@@ -133,18 +100,10 @@ def start_ray(hosts: dict[str, str], folder: str, env: dict[str, str]) -> str:
     began = time.monotonic()
     run(*inside(first, *RAY, *head_only, "--node-ip-address", head, "--temp-dir", f"{folder}/{first}"), env=env)
     for name, address in others:
-        run(*joining(name, address, f"{head}:{PORT}", folder), env=env)
+        ray = *RAY, "--address", f"{head}:{PORT}", "--node-ip-address", address, "--temp-dir", f"{folder}/{name}"
+        run(*inside(name, *ray), env=env)
     print(f"ray is up after {time.monotonic() - began:.0f} s", flush=True)
     return f"{head}:{PORT}"
-
-
-def joining(name: str, address: str, head: str, folder: str) -> list[str]:
-    """The command with which a host joins, that has nothing of the first one's `OWN` and of what it received before."""
-    hidden = Path(folder, OWN), Path(user_cache() or folder, "received")
-    for place in hidden:
-        place.mkdir(parents=True, exist_ok=True)
-    ray = *RAY, "--address", head, "--node-ip-address", address, "--temp-dir", f"{folder}/{name}"
-    return inside(name, "sh", "-c", HIDE, *map(str, hidden), *ray)
 
 
 def generate(asked: argparse.Namespace, prefix: Sequence[str], env: dict[str, str], *options: str) -> list[int]:
@@ -198,51 +157,6 @@ def timed(model: str, stages: int, cluster: str, max_tokens: int, turns: int) ->
     print(json.dumps(found))
 
 
-def ranked(model: str, ranks: int, cluster: str, max_tokens: int, little: bool) -> None:
-    """In a namespace: an answer of a rank a host, exact and, unless there is ``little`` memory, by sums; prints ids,
-    times and the plan's of the joins."""
-    from paceline import LLM, SamplingParams
-    from paceline.distributed.links import measure_link
-    from paceline.distributed.placement import parse_cluster
-
-    link, params = measure_link(parse_cluster(cluster), False), SamplingParams(temperature=0, max_tokens=max_tokens)
-    laws = {"hop": (link.alpha, link.beta), "join": (link.join, link.join_beta)}
-    links = {name: {"us": 1e6 * alpha, "gbit": 8e-9 / max(beta, 1e-12)} for name, (alpha, beta) in laws.items()}
-    said: dict[str, Any] = {"links": links}
-    for kind in KINDS[: 1 if little else 2]:
-        llm = LLM(model, tensor_parallel=ranks, cluster=cluster, exact=kind == EXACT, **SMALL)
-        found: Any = llm._target.decoder.ranks  # type: ignore[union-attr]
-        (first,) = llm.generate([PROMPT], replace(params, ignore_eos=True))
-        llm.forget()
-        stamps = []
-        for chunk in llm.stream(PROMPT, replace(params, ignore_eos=True)):
-            if chunk.token_ids:
-                stamps.append((time.perf_counter(), found.joins.struct.collectives, found.joins.struct.bytes))
-        took, joins, size = ((last - one) / (len(stamps) - 1) for one, last in zip(stamps[0], stamps[-1], strict=True))
-        each = link.join * math.log2(ranks) * joins + link.join_beta * 2 * (ranks - 1) / ranks * size
-        said[kind] = {
-            "token_ids": first.outputs[0].token_ids, "ms": 1e3 * took, "joins": joins, "joins_ms": 1e3 * each,
-            "faults": found.line.faults,
-        }  # fmt: skip
-        del llm, found
-        gc.collect()
-    print(json.dumps(said))
-
-
-def here(model: str, ranks: int, exact: bool, max_tokens: int) -> None:
-    """On this machine, a core a rank: an answer; prints ids and the ms of a token."""
-    from paceline import LLM, SamplingParams
-
-    llm = LLM(model, threads=1, tensor_parallel=ranks, exact=exact, **SMALL)
-    params, stamps, found = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), [], list[int]()
-    llm.generate([PROMPT], params)
-    llm.forget()
-    for chunk in llm.stream(PROMPT, params):
-        stamps.append(time.perf_counter())
-        found += chunk.token_ids
-    print(json.dumps({"token_ids": found, "ms": 1e3 * median(b - a for a, b in pairwise(stamps))}))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -253,20 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--kill", action="store_true", help="kill a worker in the middle of an answer, too")
     parser.add_argument("--frames", type=int, metavar="TURNS", help="time the two ways of frames, so often")
-    parser.add_argument("--mesh", action="store_true", help="two ranks a stage, from weights by broadcast, instead")
-    parser.add_argument("--ranks", action="store_true", help="a rank of the target on each host, instead")
-    parser.add_argument("--memory", type=int, metavar="MB", help="of each host, with --ranks")
+    parser.add_argument("--mesh", action="store_true", help="two ranks a stage, instead")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.frames and asked.hosts < 3:
         sys.exit("error: --frames: two stages have one way between them: give --hosts 3 or more")
-    if asked.inside in HERE:
-        here(asked.model, 1 if asked.inside == ALONE else asked.hosts, asked.inside != SUMS, asked.max_tokens)
-        return 0
     if asked.inside:
-        if asked.ranks:
-            ranked(asked.model, asked.hosts, asked.inside, asked.max_tokens, bool(asked.memory))
-            return 0
         if asked.frames:
             timed(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.frames)
             return 0
@@ -274,48 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if os.geteuid():
         sys.exit("error: namespaces need root: run it with sudo")
-    return over_ranks(asked) if asked.ranks else compare(asked)
-
-
-def over_ranks(asked: argparse.Namespace) -> int:
-    """A rank a host beside one process; the exit status."""
-    size = "--max-tokens", str(asked.max_tokens), "--model", asked.model
-    size += "--hosts", str(asked.hosts)
-    kinds = KINDS[: 1 if asked.memory else 2]
-    on_one = {name: (sys.executable, __file__, "--inside", name, *size) for name in (ALONE, *kinds)}
-    alone, *parts = (json.loads(run(*command).stdout.splitlines()[-1]) for command in on_one.values())
-    wanted, part_ms = alone["token_ids"], {kind: part["ms"] for kind, part in zip(kinds, parts, strict=True)}
-    said = ", ".join(f"{kind} {ms:.1f}" for kind, ms in part_ms.items())
-    print(f"ms a token: one process, one core {alone['ms']:.1f}; {asked.hosts} ranks here: {said}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, namespaces(asked.hosts, asked.rate, asked.delay) as hosts:
-        token = Path(folder, "token")
-        token.write_text(secrets.token_hex(32))
-        env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        if asked.memory:
-            for name in hosts:
-                GROUPS[name] = limited(name, asked.memory)
-            tried = subprocess.run(
-                inside(next(iter(hosts)), *on_one[ALONE]), capture_output=True, text=True, check=False, env=env
-            )
-            if tried.returncode == 0:
-                sys.exit(f"error: --memory {asked.memory}: one process fits")
-            last = (tried.stderr.strip().splitlines() or ["it was killed"])[-1]
-            print(f"one process on a host of {asked.memory} MB: status {tried.returncode}, {last}", flush=True)
-        head, prefix = start_ray(hosts, folder, env), inside(next(iter(hosts)))
-        given = "--ranks", "--inside", f"{head},cores=1"
-        given += ("--memory", str(asked.memory)) if asked.memory else ()
-        found = json.loads(run(*prefix, sys.executable, __file__, *given, *size, env=env).stdout.splitlines()[-1])
-        for name, each in found["links"].items():
-            print(f"a {name}: {each['us']:.0f} us, {each['gbit']:.2f} Gbit/s", flush=True)
-        for kind in kinds:
-            own, planned = found[kind], part_ms[kind] + found[kind]["joins_ms"]
-            same = "the ids of one process" if own["token_ids"] == wanted else "OTHER IDS"
-            print(
-                f"{kind}: {own['ms']:.1f} ms a token; planned {planned:.1f} ms, of which {own['joins']:.0f} joins "
-                f"{own['joins_ms']:.1f}: {own['ms'] / planned:.2f} of it; {same}; faults {own['faults']}",
-                flush=True,
-            )
-    return 0 if found[EXACT]["token_ids"] == wanted else 1
+    return compare(asked)
 
 
 def compare(asked: argparse.Namespace) -> int:
@@ -346,17 +211,9 @@ def compare(asked: argparse.Namespace) -> int:
             return 0 if same else 1
         cluster, stages = ["--cluster", f"{head},cores=1"], ["--pipeline", str(asked.hosts)]
         if asked.mesh:
-            own = shutil.copytree(resolve_folder(asked.model), Path(folder, OWN, "model"))
             ranks = "--tensor-parallel", "2", "--exact"
-            try:
-                generate(asked, prefix, env, "--model", str(own), *cluster, *stages, *ranks)
-            except SystemExit as error:
-                print(f"    without broadcast: {str(error).splitlines()[-1]}", flush=True)
-            else:
-                sys.exit("error: another host has the checkpoint")
-            cluster[1] += ",weights=broadcast"
-            check(generate(asked, prefix, env, "--model", str(own), *cluster, *stages, *ranks))
-            check(generate(asked, prefix, env, "--model", str(own), *cluster, *stages, *ranks, "--drafter", "ngram"))
+            check(generate(asked, prefix, env, *model, *cluster, *stages, *ranks))
+            check(generate(asked, prefix, env, *model, *cluster, *stages, *ranks, "--drafter", "ngram"))
             return 0 if same else 1
         cluster += model
         mirror = ["--round", "mirror,kappa=2,rollout=process"]

@@ -46,14 +46,15 @@ class LLMConfig(LLMOptions):
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
         parse_prompt_rows(self.max_prompt_rows)
-        drafter = None if self.drafter == AUTO_DRAFTER else registry.parse(self.drafter)
+        if self.drafter != AUTO_DRAFTER:
+            registry.parse(self.drafter)
         parse_round(self.round)
         if self.pipeline is not None:
             object.__setattr__(self, "round", self._piped(parse_split(self.pipeline).stages))
         if self.tensor_parallel > 1:
             self._check_ranks()
         if self.cluster is not None:
-            self._clustered(parse_cluster(self.cluster), getattr(drafter, "processes", 1))
+            self._check_cluster(parse_cluster(self.cluster))
         elif self.insecure_cluster:
             raise ConfigError("insecure_cluster", "no cluster is named", "leave it out, or name one: cluster='auto'")
         chosen = parse_budget(self.budget)
@@ -86,13 +87,13 @@ class LLMConfig(LLMOptions):
             wrong = "ranks share the memory of a host, and add in it"
             raise CapabilityError(f"{asked} with device={shown(self.device)}", wrong, "use device='cpu'")
 
-    def _clustered(self, cluster: ClusterConfig, tracks: int) -> None:
+    def _check_cluster(self, cluster: ClusterConfig) -> None:
         """Refuse a cluster that nothing would run on, and cores that Ray chooses."""
         asked, round_ = f"cluster={shown(self.cluster)}", parse_round(self.round)
         place = None if round_ is None else round_.place
-        if self.pipeline is None and place is None and self.tensor_parallel == tracks == 1:
-            wrong = "neither stages, ranks, tracks nor a drafter have a process of their own that could run there"
-            raise ConfigError(asked, wrong, "give pipeline=2, tensor_parallel=2, or round='mirror,rollout=process'")
+        if self.pipeline is None and place is None:
+            wrong = "neither stages nor a drafter have a process of their own that could run there"
+            raise ConfigError(asked, wrong, "give pipeline=2, or round='mirror,rollout=process'")
         named = self.pipeline is not None and parse_split(self.pipeline).cores
         if named or (place is not None and place.cores):
             wrong = "which cores a worker gets is the cluster's to say"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
@@ -25,7 +24,7 @@ from .distributed.drafts import KINDS, DraftService, RemoteSessions
 from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, pin
 from .distributed.shared import SPIN_US
-from .distributed.worker import Checkpoint, Patience, Worker, WorkerSpec, launch_here
+from .distributed.worker import Patience, Worker, WorkerSpec, launch_here
 from .drafters import registry
 from .drafters.fit import tokenizer_mark
 from .drafters.registry import DrafterConfig
@@ -65,9 +64,7 @@ def draft_worker(
     """
     chosen = _chosen(config)
     options = {name: getattr(config, name) for name in OPTIONS} | {"drafter": named(chosen)}
-    source, draft = open_source(config, config.model, config.dtype), _draft_folder(config, chosen)
-    checkpoints = [Checkpoint(parse_model(config.model).name, source.folder, (0, 0))]
-    checkpoints += [] if draft is None else [Checkpoint(*draft)]
+    source = open_source(config, config.model, config.dtype)
     return WorkerSpec(
         name="draft",
         service=f"{__name__}:service",
@@ -75,7 +72,6 @@ def draft_worker(
         kinds=KINDS,
         expected=_facts(config, chosen, source),
         placement=placement,
-        checkpoints=checkpoints,
         spin_us=SPIN_OWN_US if placement.cores else SPIN_US,
     )
 
@@ -161,20 +157,12 @@ def _chosen(config: LLMConfig) -> DrafterConfig:
     return chosen
 
 
-def _draft_folder(config: LLMConfig, chosen: DrafterConfig) -> tuple[str, Path] | None:
-    """The draft's name and checkpoint, where it has any."""
-    given = getattr(chosen, "model", None)
-    if given is None:
-        return None
-    name = parse_model(given).name
-    return name, resolve_folder(name, offline=config.offline)
-
-
 def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
     """The draft's weights, where it has any, and the target's vocabulary and dtype."""
-    draft = _draft_folder(config, chosen)
+    draft = getattr(chosen, "model", None)
+    folder = None if draft is None else resolve_folder(parse_model(draft).name, offline=config.offline)
     return Facts(
-        weights="" if draft is None else fingerprint(draft[1]),
+        weights="" if folder is None else fingerprint(folder),
         vocabulary=tokenizer_mark(source.tokenizer(texts=False)),
         dtype=str(source.dtype).removeprefix("torch."),
         torch=torch.__version__,

@@ -71,18 +71,18 @@ def _reserve(config: LLMConfig) -> Any:
     return reserve(config)
 
 
-def _start_ranks(places: Any, config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
+def _start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     """The target's other ranks in processes of their own, likewise."""
     from .rank_worker import start_ranks
 
-    return start_ranks(config, source, part, places if config.pipeline is None else None)
+    return start_ranks(config, source, part)
 
 
-def _start_tracks(places: Any, config: LLMConfig, source: Source) -> Ranks:
+def _start_tracks(config: LLMConfig, source: Source) -> Ranks:
     """The tracks of a draft in processes of their own, likewise."""
     from .rank_worker import start_tracks
 
-    return start_tracks(config, source, places)
+    return start_tracks(config, source)
 
 
 def _cut(config: LLMConfig) -> LLMConfig:
@@ -118,7 +118,7 @@ class LLM:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         places = _reserve(self.config)
-        self._target = load_target(self.config, partial(_start_ranks, places)) if share is None else self._shared(share)
+        self._target = load_target(self.config, _start_ranks) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
         refusals: list[CapabilityError] = []
         for drafter in candidates:
@@ -129,7 +129,7 @@ class LLM:
                     self._target,
                     partial(_serve_apart, places),
                     partial(_start_stages, places),
-                    partial(_start_tracks, places),
+                    _start_tracks,
                 )
                 break
             except CapabilityError as error:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -23,25 +22,18 @@ from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, parse_cluster
 from .distributed.rank_service import KINDS, RankService
 from .distributed.rank_workers import RankWorkers
-from .distributed.worker import Launch, Worker, WorkerSpec, launch_here
+from .distributed.worker import Worker, WorkerSpec
 from .distributed.workers import PATIENCE, end_all
 from .network.files import fingerprint
-from .network.hub import RECEIVED
 from .network.joins import Joins, RankMemory
 from .network.parallel import Ranks, Share
 from .network.tracks import track_share
 from .rounds.pipeline.split import Split, parse_split
 
-if TYPE_CHECKING:
-    from .cluster import Places  # which needs Ray
-    from .distributed.host_joins import HostRanks
-
-    RankWays = RankMemory | HostRanks
-
 OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
 
 
-def start_ranks(config: LLMConfig, source: Source, part: TargetPart, places: Places | None = None) -> Ranks:
+def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     """Rank 0, and the processes of the others, which load their shares while it loads its own.
 
     They end with the line that is returned. Each has as many threads, so that together they use once the cores that
@@ -49,7 +41,6 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart, places: Pla
 
     Args:
         config, source, part: the options, and what is shared.
-        places: on a cluster, a bundle for each of the others; None: on this host.
 
     Raises:
         ConfigError: ranks that cannot share the target.
@@ -61,64 +52,51 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart, places: Pla
     bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
     usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
     where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
-    if places is not None:
-        where = places.placement(config.device, config.threads)
-    launch = None if places is None else places.rank
-    ranks = _started(share, lambda rank, ways: _rank_spec(config, source, rank, ways, part, where), places, launch)
+    ranks = _started(share, lambda rank, memory: _rank_spec(config, source, rank, memory, part, where))
     torch.set_num_threads(where.threads or 1)
     return ranks
 
 
-def start_tracks(config: LLMConfig, source: Source, places: Places | None = None) -> Ranks:
+def start_tracks(config: LLMConfig, source: Source) -> Ranks:
     """The same for a draft of tracks, a track a process. They join apart from the target's ranks.
 
     Raises:
         CapabilityError: as of `start_ranks`.
     """
     share = track_share(source.shape, 0)
-    if places is not None and not places.tracks:
-        places = None
-    threads = max(1, len(cores()) // share.count) if places is None else places.reservation.bundle.cores
-    launch = None if places is None else places.track
-    return _started(share, lambda rank, ways: _track_spec(config, source, rank, ways, threads), places, launch)
+    threads = max(1, len(cores()) // share.count)
+    return _started(share, lambda rank, memory: _track_spec(config, source, rank, memory, threads))
 
 
-def _started(
-    share: Share,
-    spec: Callable[[int, RankWays], WorkerSpec],
-    places: Places | None,
-    launch: Callable[[int], Launch] | None,
-) -> Ranks:
+def _started(share: Share, spec: Callable[[int, RankMemory], WorkerSpec]) -> Ranks:
     """Rank 0, and the processes of the others."""
-    found: RankWays = RankMemory(share.count) if places is None else places.ranks(share.count)
-    starts = {rank: launch_here if launch is None else launch(rank) for rank in range(1, share.count)}
-    workers = [Worker(spec(rank, found), PATIENCE, start) for rank, start in starts.items()]
-    joins = found.joins()
+    memory = RankMemory(share.count)
+    workers = [Worker(spec(rank, memory), PATIENCE) for rank in range(1, share.count)]
+    joins = memory.joins()
     line = RankWorkers(workers, joins)
-    finalize(line, _stop, workers, found, joins)
+    finalize(line, _stop, workers, memory, joins)
     for worker in workers:
         with suppress(ConfigError):  # said again where it is waited for
             worker.poll()
     return Ranks(share, joins, line)
 
 
-def _stop(workers: Sequence[Worker], found: RankWays, joins: Joins) -> None:
+def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
     end_all(workers)
-    found.close()
+    memory.close()
     joins.close()
 
 
 def _rank_spec(
-    config: LLMConfig, source: Source, rank: int, found: RankWays, part: TargetPart, where: Placement
+    config: LLMConfig, source: Source, rank: int, memory: RankMemory, part: TargetPart, where: Placement
 ) -> WorkerSpec:
-    received = {name: str(place) for name, place in RECEIVED.items()}
-    own = {"rank": rank, "count": found.count, "memory": found.path(rank), "received": received, **asdict(part)}
+    own = {"rank": rank, "count": memory.count, "memory": memory.path(rank), **asdict(part)}
     return _spec(f"rank {rank}", "service", own, config, source, where)
 
 
-def _track_spec(config: LLMConfig, source: Source, rank: int, found: RankWays, threads: int) -> WorkerSpec:
+def _track_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
     dtype = source.quant or str(source.dtype).removeprefix("torch.")
-    own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": found.path(rank)}
+    own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path(rank)}
     where = Placement(threads=min(threads, len(cores())))
     return _spec(f"track {rank}", "track_service", own, config, source, where)
 
@@ -138,14 +116,6 @@ def options_of(config: LLMConfig, source: Source) -> dict[str, Any]:
     return options | {"kernels": "native" if compiled_layers(config, source.shape, source.dtype) else "torch"}
 
 
-def _opened(where: str, rank: int, count: int) -> Joins:
-    if where.startswith("/"):
-        return Joins.opened(where, rank, count)
-    from .distributed.host_joins import opened  # which needs torch.distributed
-
-    return opened(where)
-
-
 def track_service(
     device: str, options: Mapping[str, Any], name: str, dtype: str, rank: int, memory: str
 ) -> RankService:
@@ -153,7 +123,7 @@ def track_service(
     config = LLMConfig(**{**options, "device": device})
     source = open_source(config, name, dtype)
     share = track_share(source.shape, rank)
-    decoder = load_track(config, source, Ranks(share, _opened(memory, rank, share.count)))
+    decoder = load_track(config, source, Ranks(share, Joins.opened(memory, rank, share.count)))
     return RankService(decoder, decoder.cache_shape, decoder.dtype, facts_of(source))
 
 
@@ -165,7 +135,6 @@ def service(
     memory: str,
     layers: Sequence[int] | None = None,
     ends: bool = True,
-    received: Mapping[str, str] | None = None,
 ) -> RankService:
     """What such a worker makes, in its own process.
 
@@ -175,16 +144,14 @@ def service(
         rank, count: which of how many.
         memory: where what the ranks share is found.
         layers, ends: as of `TargetPart`.
-        received: where checkpoints are that came to rank 0 from another host, by name.
 
     Raises:
         ConfigError: a checkpoint that cannot be used, too little memory.
     """
-    RECEIVED.update({name: Path(place) for name, place in (received or {}).items()})
     config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
     source = open_source(config, config.model, config.dtype)
     part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
-    ranks = Ranks(share_of(config, source, rank, part), _opened(memory, rank, count))
+    ranks = Ranks(share_of(config, source, rank, part), Joins.opened(memory, rank, count))
     decoder = load_part(config, source, part, ranks)
     layout, kind = kv_layout(config, decoder.own, source.dtype)
     return RankService(decoder, layout, kind, facts_of(source))

@@ -31,7 +31,6 @@ from .assembly.models import (
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .core.inference import inference
-from .core.model_spec import parse_model
 from .core.options import shown, written
 from .distributed import ways
 from .distributed.handshake import Facts
@@ -39,7 +38,7 @@ from .distributed.messages import KINDS
 from .distributed.placement import Placement, cores, pin
 from .distributed.stage_service import StageService
 from .distributed.stage_workers import StageWorkers
-from .distributed.worker import Checkpoint, Worker, WorkerSpec, launch_here
+from .distributed.worker import Worker, WorkerSpec, launch_here
 from .distributed.workers import PATIENCE, end_all
 from .kv.pool import KVPool
 from .kv.store import KVStore
@@ -215,7 +214,6 @@ def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Pl
         kinds=KINDS,
         expected=_facts(source, bool(config.exact)),
         placement=where,
-        checkpoints=[Checkpoint(parse_model(config.model).name, source.folder, (part["start"], part["stop"]))],
     )
 
 

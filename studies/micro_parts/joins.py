@@ -1,4 +1,4 @@
-"""What a sum of two ranks takes: through the memory that they share, over a connection, and by gloo, in turns."""
+"""What a sum of two ranks takes: through the memory that they share, and by gloo, in turns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ import numpy as np
 import torch
 from torch import distributed
 
-from paceline.distributed.groups import Member, Store
-from paceline.distributed.host_joins import HostJoins
 from paceline.network.joins import Joins, RankMemory
 
 TURNS = 20  # of each way
-LOOPBACK = "127.0.0.1"
 WAIT_S = 120.0
 
 
@@ -41,12 +38,11 @@ def measure(rows: int, width: int, repeats: int) -> list[JoinCost]:
     Raises:
         RuntimeError: a rank ended.
     """
-    memory, store, context = RankMemory(2), Store(LOOPBACK), multiprocessing.get_context("spawn")
+    memory, context = RankMemory(2), multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder:
         answers: Any = context.Queue()
         given = memory.path(1), str(Path(folder) / "store"), rows, width, repeats, answers
-        members = [str(store.member("joins", rank, 2)) for rank in range(2)]
-        ranks = [context.Process(target=_rank, args=(i, own, *given), daemon=True) for i, own in enumerate(members)]
+        ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(2)]
         for rank in ranks:
             rank.start()
         found: list[JoinCost] = answers.get(timeout=WAIT_S)
@@ -56,14 +52,12 @@ def measure(rows: int, width: int, repeats: int) -> list[JoinCost]:
     return found
 
 
-def _rank(rank: int, member: str, path: str, store: str, rows: int, width: int, repeats: int, answers: Any) -> None:
+def _rank(rank: int, path: str, store: str, rows: int, width: int, repeats: int, answers: Any) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     joins, x = Joins.opened(path, rank, 2), torch.ones(rows, width)
-    hosts = HostJoins(Member.parse(member), LOOPBACK)
     ways: dict[str, Callable[[], Any]] = {
         "shared memory": lambda: joins.sum(x),
-        "connection": lambda: hosts.sum(x),
         "gloo": lambda: distributed.all_reduce(x),
     }
     taken: dict[str, list[float]] = {way: [] for way in ways}

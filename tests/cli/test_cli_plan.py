@@ -183,32 +183,6 @@ def test_the_law_and_its_errors_are_shown(capsys: pytest.CaptureFixture[str], mo
     assert "-20%" in told.out and "not fitted to: median 0%, largest 20%; of the others: median 0%" in told.out
 
 
-def test_layouts_over_hosts_and_the_command_of_the_best(run: Any) -> None:
-    """It names options that `serve` has, and one process where that is the fastest."""
-    alone, many = run(*SMALL, "--hosts", "2"), run(*SMALL, "--hosts", "2", "--batch", "16", "--json")
-    assert alone.exit_code == 0, alone.output
-    lines = alone.stdout.splitlines()
-    assert "2 hosts of 2 cores" in lines[0] and "158 us a hop between hosts, 30 a join, 10 Gbit/s (" in lines[1]
-    assert lines[3].split()[:4] == ["1"] * 4 and "one process is best" in alone.stdout
-    assert "to run it: paceline serve paceline-small --drafter ngram,depth=7" in alone.stdout
-    found = json.loads(many.stdout)
-    assert [found["layouts"][0][name] for name in ("stages", "ranks", "replicas", "per_host")] == [1, 1, 2, 1]
-    assert found["layouts"][0]["command"].endswith("--replicas 2 --cluster auto")
-    assert found["layouts"][0]["tokens_per_s"] > found["one_process"]["tokens_per_s"]
-
-
-def test_layouts_name_the_cluster_and_say_what_does_not_run(run: Any) -> None:
-    large = "--target", "stretch:paceline-small,times=64", "--machine", "cpu", "--context", "256", "--hosts", "4"
-    links = "--gbit", "400", "--alpha-us", "0", "--join-us", "0"
-    found = json.loads(run(*large, "--each", "1", *links, "--json").stdout)
-    (piped,) = [made for made in found["layouts"] if (made["stages"], made["ranks"]) == (4, 1)]
-    assert found["links"] == "given" and "--pipeline 4" in piped["command"] and "auto,cores=1" in piped["command"]
-    (ranks,) = [made for made in found["layouts"] if (made["stages"], made["ranks"]) == (1, 2)]
-    assert "--tensor-parallel 2" in ranks["command"] and "--cluster auto,cores=1" in ranks["command"]
-    mesh = [made for made in found["layouts"] if made["stages"] > 1 and made["ranks"] > 1]
-    assert {made["missing"] for made in mesh} == {"ranks of a stage are processes of one host"}
-
-
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
@@ -236,16 +210,6 @@ def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
         (("--draft", "nobody"), "no such model"),
         (("--plot", "plan.pdf"), "End it in .svg or .png"),
         (("--measured",), "--machine with --measured"),
-        (("--hosts", "0"), "hosts must be 1 or more"),
-        (("--hosts", "2", "--gbit", "0"), "gbit must be above 0"),
-        (("--hosts", "300", "--each", "8"), "1,024 in all are planned for"),
-        (("--hosts", "1"), "no layout holds it"),
-        (("--each", "8"), "--each: only a plan for hosts takes this, and their number is missing"),
-        (("--cluster", "auto"), "--cluster: only a plan for hosts takes this"),
-        (("--hosts", "2", "--devices", "2"), "--devices with --hosts"),
-        (("--hosts", "2", "--cluster", "auto", "--gbit", "1"), "--gbit with --cluster: the link is measured there"),
-        (("--hosts", "2", "--cluster", "here"), "address is no address"),
-        (("--hosts", "2", "--insecure-cluster"), "no cluster is named"),
     ],
 )
 def test_mistakes_end_in_one_line(run: Any, args: tuple[str, ...], wrong: str) -> None:

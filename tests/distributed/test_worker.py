@@ -218,7 +218,6 @@ class Hand:
     lines: list[tuple[Line, Line]] = field(default_factory=list)  # the worker's ends: life, and the other
     broken: bool = False
     key: str = "key"
-    served: float = 0.0
 
     def launch(self, spec: WorkerSpec, beat_s: float) -> Launched:
         if self.broken:
@@ -408,16 +407,6 @@ def test_a_host_that_leaves_while_starting_is_named(hand: Hand):
     hand.status = HOST_LEFT
     hand.pass_time(worker, 0.2)
     assert worker.faults == ["worker echo (pid 7) died: its host has left the cluster"]
-
-
-def test_a_worker_that_gets_its_weights_is_starting_for_as_long(hand: Hand):
-    worker = Worker(SPEC, Patience(start_s=5.0), hand.launch, hand.clock)
-    for _ in range(8):
-        hand.served = hand.clock.now()
-        hand.pass_time(worker, 1.0)
-    assert not worker.faults
-    hand.pass_time(worker, 6.0)
-    assert len(worker.faults) == 1 and "is not ready" in worker.faults[0]
 
 
 def test_a_refusal_after_a_restart_is_final(hand: Hand):

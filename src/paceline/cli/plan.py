@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,19 +15,18 @@ from ..bench import law
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import named_values, shown, suggest
-from ..distributed.placement import cores, parse_cluster
+from ..distributed.placement import cores
 from ..engine.calibration import processor
 from ..llm import LLM
 from ..network.gguf import is_gguf
 from ..network.hub import local
 from ..planning import machines, models
 from ..planning.acceptance import Acceptance, accept_of
-from ..planning.hosts import LINK, Hosts
 from ..planning.machines import Machine
 from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
 from ..planning.throughput import PassLaw
-from . import plan_hosts, plan_view
+from . import plan_view
 from .console import note
 from .options import takes
 from .session import counting
@@ -46,8 +45,6 @@ STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 @app.command()
 @takes(
     question=PlanRequest,
-    site=Hosts,
-    defaults={"hosts": None},
     without={"target", "machine", "draft", "weight_bytes", "kv_bytes", "acceptance", "law"},
 )
 def plan(
@@ -93,32 +90,20 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Draw multipliers by batch and by context (.svg or .png).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="auto|HOST:PORT", help="With --hosts: measure a link of this Ray cluster (alpha, beta)."),
-    ] = None,
-    insecure_cluster: Annotated[
-        bool, typer.Option("--insecure-cluster", help="Take a cluster that asks nobody for a token.")
-    ] = False,
     *,
     question: dict[str, Any],
-    site: dict[str, Any],
 ) -> None:
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
     The model is a roofline: a pass takes as long as its arithmetic or its reads, whichever takes longer
     (docs/planning.md). With --measured a law that is fitted to passes of this machine takes its place.
     How often drafts are accepted is known of pairs that were measured, else assumed, and said; --tau takes your own.
-    With --hosts stages, ranks and replicas are ranked in place of drafters.
 
     Examples:
         paceline plan --target llama-3.1-8b --machine h100
         paceline plan --target smollm2-135m --measured
-        paceline plan --target llama-3.1-8b --machine h100 --hosts 3
     """
-    links = dict[str, Any](cluster=cluster, insecure=insecure_cluster)
     several = {f"--{name}": question[name] > 1 for name in DEVICES}
-    _refuse_beside_hosts(site, links, {"--plot": plot, **several})
     shape = resolve(target)
     if measured:
         _refuse_beside_measured({"--machine": machine, "--kv": kv, **several})
@@ -140,9 +125,6 @@ def plan(
     if measured:
         stored = weights or ("bfloat16" if shape.weight_bytes == BYTES["bfloat16"] else "auto")
         asked, found = _measured(asked, _runnable_here(names[0], stored), drafting, as_json)
-    if site["hosts"] is not None:
-        plan_hosts.show_layouts(asked, *_linked(site, **links), *names, as_json)
-        return
     found_ways = [(made, plan_view.how_to_run(asked, made, *names)) for made in rank(asked)]
     # What can be run comes first.
     ranked, ways = zip(*sorted(found_ways, key=lambda pair: pair[1][0] is None), strict=True)
@@ -188,50 +170,6 @@ def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
             raise ConfigError(asked, "not a number of tokens a round", remedy)
         found[name] = Acceptance(accept=accept_of(tokens, levels), source=asked)
     return found
-
-
-def _refuse_beside_hosts(site: Mapping[str, Any], links: Mapping[str, Any], others: Mapping[str, object]) -> None:
-    """Options of hosts without them, and of drafters alone beside them."""
-    usual = {spec.name: spec.default for spec in fields(Hosts)}
-    alone = [name for name, value in site.items() if name != "hosts" and value != usual[name]]
-    flags = [f"--{name.replace('_', '-')}" for name in [*alone, *(["cluster"] if links["cluster"] else [])]]
-    if site["hosts"] is None and flags:
-        raise ConfigError(
-            ", ".join(flags), "only a plan for hosts takes this, and their number is missing", "add --hosts N"
-        )
-    useless = [flag for flag, value in others.items() if value and site["hosts"] is not None]
-    if useless:
-        raise ConfigError(
-            f"{', '.join(useless)} with --hosts", "they rank drafters on one host", "leave one of them out"
-        )
-    given = [flag for flag in flags if flag.removeprefix("--").replace("-", "_") in LINK]
-    if links["cluster"] and given:
-        raise ConfigError(f"{', '.join(given)} with --cluster", "the link is measured there", "leave one of them out")
-    if links["insecure"] and not links["cluster"]:
-        raise ConfigError("--insecure-cluster", "no cluster is named", "leave it out, or name one: --cluster auto")
-
-
-def _linked(site: Mapping[str, Any], cluster: str | None, insecure: bool) -> tuple[Hosts, str]:
-    """The hosts, and where the figures of their links are from."""
-    hosts = Hosts(**site)
-    if cluster is None:
-        usual = all(site[spec.name] == spec.default for spec in fields(Hosts) if spec.name in LINK)
-        return hosts, "assumed: --alpha-us, --join-us, --gbit or --cluster say otherwise" if usual else "given"
-    from ..distributed.links import measure_link
-
-    link = measure_link(parse_cluster(cluster), insecure)
-    found = replace(
-        hosts, alpha_us=_us(link.alpha), gbit=_gbit(link.beta), join_us=_us(link.join), join_gbit=_gbit(link.join_beta)
-    )
-    return found, f"measured: this host and {link.host}, of {link.hosts} hosts"
-
-
-def _us(alpha: float) -> float:
-    return round(1e6 * alpha, 1)
-
-
-def _gbit(beta: float) -> float:
-    return round(8e-9 / max(beta, 8e-15), 3)
 
 
 def _refuse_beside_measured(given: Mapping[str, object]) -> None:

@@ -35,26 +35,12 @@ class WorkerActor:
         host = ray.util.get_node_ip_address()
         member = Member.parse(asked.way.partition(":")[2])
         channel = GroupChannel(join(member, host), 0)
-        return answer(asked, channel, self._progress, host, lambda: _obtain(asked, host))
+        return answer(asked, channel, self._progress, host)
 
     @ray.method(concurrency_group="watch")
     def beat(self) -> tuple[float, tuple[str, int]]:
         """Seconds at the present piece of work; Ray's number of this host, and the process's."""
         return self._progress.busy_s(), (ray.get_runtime_context().get_node_id(), os.getpid())
-
-
-def _obtain(asked: Begin, host: str) -> None:
-    """Get what checkpoints this host lacks, where they can be had."""
-    if asked.weights:
-        from .channels import Line
-        from .groups import GroupChannel, Member, join
-        from .weights import KINDS, obtain
-
-        channel = GroupChannel(join(Member.parse(asked.weights), host), 0)
-        try:
-            obtain(Line(channel, Codec(*KINDS)), asked.checkpoints, host)
-        finally:
-            channel.close()
 
 
 def end_stopped(pid: int) -> None:

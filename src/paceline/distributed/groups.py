@@ -1,8 +1,7 @@
 """Lines between hosts over torch.distributed: groups of their own, a store where they meet, and channels over them.
 
 A group has a name that nobody else's has, and never is the process's default one: several engines live in a process. It
-is never mended. After any fault it is left, and another one is made under another name. Ranks meet in the same store,
-and are connected in pairs without gloo (`connect_all`).
+is never mended. After any fault it is left, and another one is made under another name.
 
 Gloo says of a receive neither whether it has come nor that it is late, without closing the lines to all members. So a
 thread of each channel receives all that comes, with no limit, and hands it over.
@@ -11,15 +10,12 @@ thread of each channel receives all that comes, with no limit, and hands it over
 from __future__ import annotations
 
 import atexit
-import hmac
 import queue
-import secrets
 import socket
-import struct
 import time
 from collections import deque
-from collections.abc import Sequence, Set
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -40,12 +36,9 @@ UNSENT_BYTES, UNSENT = 2**22, 1024  # how much, and how many pieces, may be on t
 BYE = PREFIX.pack(MARK, 2**32 - 1)  # in place of a frame: the other end is left
 EVER = timedelta(days=365)
 JOIN_S = 60.0  # for all members to come
-HELLO_S = 1.0  # for who calls to say who it is
 LEAVE_S = 1.0  # for the others to answer when this process ends
 TAG = 0
-SECRET_BYTES = 16  # two digits each
 _HERE = "here/{}"  # a member's key in the store
-_HELLO = struct.Struct(f"<{2 * SECRET_BYTES}sI")  # what the listening member said in the store, and who calls
 _OPEN: WeakSet[GroupChannel] = WeakSet()
 
 
@@ -125,62 +118,6 @@ def join(member: Member, address: str, seconds: float | None = None) -> Any:
     except (RuntimeError, ValueError) as error:
         why = _why_not(store, member, address)
         raise ChannelClosed(f"{why}: {str(error).splitlines()[0]}") from error
-
-
-def connect_all(member: Member, address: str, seconds: float) -> dict[int, socket.socket]:
-    """Be one of a group without gloo, whose members are connected in pairs: each calls those before it.
-
-    Args:
-        member: which one.
-        address: of this host, at which the members behind this one call; nothing listens elsewhere.
-        seconds: to wait for the others.
-
-    Returns:
-        A connection to each other member, by rank; none of them blocks.
-
-    Raises:
-        ChannelClosed: the others did not come in time, or cannot be reached.
-    """
-    end = time.monotonic() + seconds
-    with ExitStack() as opened:
-        try:
-            store = dist.PrefixStore(member.group, _store(member.host, member.port))
-            listening = opened.enter_context(socket.create_server((address, 0), backlog=member.size))
-            secret = secrets.token_hex(SECRET_BYTES)
-            store.set(_HERE.format(member.rank), f"{secret} {address} {listening.getsockname()[1]}")
-            found = {rank: opened.enter_context(_call(store, rank, member.rank, end)) for rank in range(member.rank)}
-            while missing := {*range(member.rank + 1, member.size)} - found.keys():
-                rank, caller = _called(listening, secret, missing, end)
-                found[rank] = opened.enter_context(caller)
-            for connection in found.values():
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setblocking(False)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ChannelClosed(f"{address} in group {member.group}: {error}") from error
-        opened.pop_all()
-        listening.close()
-        return found
-
-
-def _call(store: dist.Store, rank: int, own: int, end: float) -> socket.socket:
-    """A connection to a member that listens, once it has said where."""
-    secret, host, port = store.get(_HERE.format(rank)).decode().split()
-    made = socket.create_connection((host, int(port)), max(0.001, end - time.monotonic()))
-    made.sendall(_HELLO.pack(secret.encode(), own))
-    return made
-
-
-def _called(listening: socket.socket, secret: str, missing: Set[int], end: float) -> tuple[int, socket.socket]:
-    """Which of the missing members calls next, and the connection; nobody else is answered."""
-    while True:
-        listening.settimeout(max(0.001, end - time.monotonic()))
-        caller, _ = listening.accept()
-        caller.settimeout(HELLO_S)
-        with suppress(OSError, struct.error):
-            said, rank = _HELLO.unpack(caller.recv(_HELLO.size, socket.MSG_WAITALL))
-            if hmac.compare_digest(said, secret.encode()) and rank in missing:
-                return rank, caller
-        caller.close()
 
 
 def _why_not(store: dist.Store | None, member: Member, address: str) -> str:

@@ -6,7 +6,7 @@ hello, and then whatever its service says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .. import __version__
@@ -61,8 +61,6 @@ class Begin:
     device: str
     spin_us: int
     beat_s: float  # between two beats
-    checkpoints: list[str] = field(default_factory=list)  # names of those that the worker can get from who asks ..
-    weights: str = ""  # .. over this group
     waits: bool = False  # a spare one: it calls ``service`` to get ready, and the `Begin` of its work comes later
 
 

@@ -68,9 +68,6 @@ class ClusterConfig(NamedConfig):
     place: Literal["spread", "pack"] = option("spread", help="workers on as many hosts as there are, or on few")
     cores: int | None = option(None, help="cores and threads of each worker; none: an even share of a host", minimum=1)
     gpus: int | None = option(None, help="GPUs of each worker; none: 1 with device=cuda, else 0", minimum=0)
-    weights: Literal["own", "broadcast"] = option(
-        "own", help="each host reads its own checkpoint; or one that lacks it gets its part from the process that asks"
-    )
 
     def validate(self) -> None:
         """An address is a word or a host and a port."""

@@ -24,6 +24,7 @@ from .rank_service import KINDS, Adapter, Clear
 from .worker import Worker
 from .workers import LOOK_S, Workers
 
+NOTICE_S = 0.05  # after which a rank that has died is known as such
 CLEAR_S = 60.0  # for its answer to `Clear`, behind what it is still at
 
 
@@ -87,7 +88,7 @@ class RankWorkers(Workers):
         waited, self._begun, self._clear = time.monotonic() - self._began, False, True
         late = [i for i in self._all if not self.joins.came(i + 1)]
         self.joins.begin(lost=1)
-        end = time.monotonic() + self.joins.notice_s
+        end = time.monotonic() + NOTICE_S
         while not self.fallen() and time.monotonic() < end:
             time.sleep(LOOK_S)
         for index in late or ([] if self.fallen() else self._all):
@@ -148,8 +149,7 @@ class RankWorkers(Workers):
         self.send_to(self._all, clear)
         for index in self._all:
             self.answer(index, lambda said: said == clear, CLEAR_S, "does not answer any more")
-        here = [worker.pid for worker in self.workers if worker.pid is not None and not worker.host]
-        self.joins.watch([os.pidfd_open(pid) for pid in here])
+        self.joins.watch([os.pidfd_open(worker.pid) for worker in self.workers if worker.pid is not None])
         self.joins.begin(self._epoch, lost=0)
         self._clear = False
 

@@ -23,14 +23,14 @@ from threading import Thread
 from typing import Any
 from weakref import finalize
 
-from ..core.errors import CapabilityError, ConfigError, PacelineError
-from .channels import Channel, ChannelClosed, Line
+from ..core.errors import CapabilityError, ConfigError
+from .channels import Channel, ChannelClosed
 from .clock import Late
-from .frames import Codec, FrameError
+from .frames import Codec
 from .groups import JOIN_S, GroupChannel, Member, Store, join
 from .handshake import LIFE, Beat
 from .placement import ClusterConfig
-from .worker import HOST_LEFT, LOOK_S, Checkpoint, Launch, WorkerSpec
+from .worker import HOST_LEFT, LOOK_S, Launch, WorkerSpec
 
 try:
     import ray
@@ -218,7 +218,7 @@ class Reservation:
         asked = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
         wanted = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
         check_fit(asked, wanted)
-        self.bundle, self.host, self.broadcast = bundle, host, cluster.weights == "broadcast"
+        self.bundle, self.host = bundle, host
         self.store, self._name, self._groups = Store(host), secrets.token_hex(8), count()
         self._group = placement_group(wanted, strategy=cluster.place.upper())
         finalize(self, _give_back, self._group)
@@ -277,14 +277,9 @@ class _Actor:
     def __init__(self, reservation: Reservation, index: int, spec: WorkerSpec, beat_s: float) -> None:
         self.key, self._reservation, self._beat_s = secrets.token_hex(16), reservation, beat_s
         self._actor = reservation.actor(index)
-        store, host, weights = reservation.store, reservation.host, ""
         own, its = reservation.members(2)
-        self._ways = [_Joining(store, own, host)]
-        if reservation.broadcast and spec.checkpoints:
-            mine, theirs = reservation.members(2)
-            self._ways.append(_Joining(store, mine, host, spec.checkpoints))
-            weights = str(theirs)
-        told = b"".join(Codec(*LIFE).encode(spec.begin(f"group:{its}", self.key, beat_s, weights)))
+        self._way = _Joining(reservation.store, own, reservation.host)
+        told = b"".join(Codec(*LIFE).encode(spec.begin(f"group:{its}", self.key, beat_s)))
         self._done: Future[int] = self._actor.run.remote(told, spec.placement.environment()).future()
         self._asked: Future[tuple[float, tuple[str, int]]] | None = None  # for a sign of life
         self._next_beat = self._answered = 0.0  # when
@@ -292,12 +287,8 @@ class _Actor:
         self._seen = math.inf  # when it was seen to be done
         self._next_look = time.monotonic() + PLACED_S  # when to ask whether it has a place
 
-    @property
-    def served(self) -> float:
-        return max(way.served for way in self._ways)
-
     def connect(self) -> Channel:
-        return self._ways[0].found()
+        return self._way.found()
 
     def poll(self) -> int | str | None:
         if not self._done.done():
@@ -330,8 +321,7 @@ class _Actor:
         return Beat(busy_s)
 
     def end(self) -> None:
-        for way in self._ways:
-            way.close()
+        self._way.close()
         if not ray.is_initialized():
             return
         ray.kill(self._actor)
@@ -357,17 +347,15 @@ def _words(error: BaseException) -> str:
 
 
 class _Joining:
-    """A way to a worker: a thread joins its group once the worker waits there, and sends it what its host lacks.
+    """A way to a worker: a thread joins its group once the worker waits there.
 
     Args:
         store, member: where, and as which one.
         host: this one's address.
-        checkpoints: whose parts the worker may ask for on this way; none: it is for messages.
     """
 
-    def __init__(self, store: Store, member: Member, host: str, checkpoints: Sequence[Checkpoint] = ()) -> None:
-        self._store, self._member, self._host, self._checkpoints = store, member, host, checkpoints
-        self.served = 0.0  # when a part of a checkpoint was sent last
+    def __init__(self, store: Store, member: Member, host: str) -> None:
+        self._store, self._member, self._host = store, member, host
         self._found: GroupChannel | ChannelClosed | None = None
         self._closed = False
         Thread(target=self._join, daemon=True, name="paceline-join").start()
@@ -393,23 +381,6 @@ class _Joining:
         self._found = channel
         if self._closed:
             channel.close()
-        elif self._checkpoints:
-            self._give(channel)
-
-    def _give(self, channel: Channel) -> None:
-        from .weights import KINDS, give
-
-        try:
-            give(Line(channel, Codec(*KINDS)), self._checkpoints, self._moved)
-        except (ChannelClosed, Late, FrameError):  # the worker refuses itself, and says which checkpoint did not come
-            pass
-        except PacelineError as error:
-            log.warning("weights for a worker: %s", error)
-        finally:
-            channel.close()
-
-    def _moved(self) -> None:
-        self.served = time.monotonic()
 
     def close(self) -> None:
         """Be gone for the worker."""

@@ -105,13 +105,7 @@ def main(asked: Begin, life: SocketChannel) -> int:
     return answer(asked, _opened(asked), progress)
 
 
-def answer(
-    asked: Begin,
-    channel: Channel,
-    progress: Progress,
-    host: str = "",
-    prepare: Callable[[], None] = lambda: None,
-) -> int:
+def answer(asked: Begin, channel: Channel, progress: Progress, host: str = "") -> int:
     """Build the service, say hello, serve until the other end is gone; an exit status.
 
     Args:
@@ -119,10 +113,8 @@ def answer(
         channel: to who asks.
         progress: told what it is at.
         host: where it runs; empty: where who asks does.
-        prepare: called before the service is built; what it raises is told likewise.
     """
     try:
-        prepare()
         service = built(asked)
     except ConfigError as error:
         Line(channel, Codec(*GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy, host))

@@ -18,7 +18,6 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from hmac import compare_digest
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..core.errors import CapabilityError, ConfigError, PacelineError
@@ -56,15 +55,6 @@ class Patience:
         check(self, "patience ")
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What a worker reads of a checkpoint; its host may lack it."""
-
-    name: str  # by which the worker knows it
-    folder: Path  # on the host that asks
-    layers: tuple[int, int] | None = None  # whose weights are read, the first and one past the last; None: all weights
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
     """What a worker is to be."""
@@ -75,26 +65,20 @@ class WorkerSpec:
     kinds: Sequence[type[Any]] = ()  # the messages of its service
     expected: Facts = Facts()
     placement: Placement = field(default_factory=Placement)
-    checkpoints: Sequence[Checkpoint] = ()
     channel: Literal["shared", "socket"] = "shared"  # "socket": for an event loop, and where memory cannot be shared
     spin_us: int = SPIN_US
 
-    def begin(self, way: str, key: str, beat_s: float, weights: str = "") -> Begin:
+    def begin(self, way: str, key: str, beat_s: float) -> Begin:
         """What its process is told; see `Begin`."""
-        where, names = self.placement, [one.name for one in self.checkpoints]
+        where = self.placement
         what = self.name, self.service, dict(self.options), way, key, [*where.cores], where.device
-        return Begin(*what, self.spin_us, beat_s, names, weights)
+        return Begin(*what, self.spin_us, beat_s)
 
 
 class Launched(Protocol):
     """A worker that was started, here or on another host, and the ways to it."""
 
     key: str  # that its hello is to say
-
-    @property
-    def served(self) -> float:
-        """When it was last sent a part of its weights, in seconds on the clock."""
-        ...
 
     @property
     def pid(self) -> int | None:
@@ -132,8 +116,6 @@ def launch_here(spec: WorkerSpec, beat_s: float) -> Launched:
 
 class _Child:
     """A process of this host, which waits to be told what it is; see `Launched`."""
-
-    served = 0.0
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec, self.key = spec, secrets.token_hex(16)
@@ -384,8 +366,7 @@ class Worker:
             return f"hangs: no sign of life for {self._silent_s:.1f} s"
         if beat is not None and beat.busy_s > self.patience.stuck_s:
             return f"hangs: at one piece of work for {beat.busy_s:.1f} s"
-        idle_s = now - max(self._since, launched.served)
-        if self.line is None and idle_s > self.patience.start_s:
+        if self.line is None and now - self._since > self.patience.start_s:
             return f"is not ready {now - self._since:.1f} s after its start"
         return ""
 

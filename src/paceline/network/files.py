@@ -24,7 +24,6 @@ from ..core.options import shown
 from .gguf import is_gguf, read_gguf
 from .hashing import content_hash
 
-RECEIVED = "received.json"  # has the hash of each part of a checkpoint that came from another host; lies beside them
 MAX_JSON_BYTES = 64 * 2**20  # many times the largest index of shards that is known
 
 
@@ -152,16 +151,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def fingerprint(folder: str | Path) -> str:
     """sha256 over a target checkpoint: its config, its index of shards where it has one, and all bytes of its weights.
 
-    These are read once; see `hashing`. Parts that came from another host say of which checkpoint they are
-    (`distributed.weights`).
+    These are read once; see `hashing`.
 
     Raises:
         ConfigError: no config or no weights there, or they cannot be read.
     """
     place = Path(folder)
-    received = (place.parent if is_gguf(place) else place) / RECEIVED
-    if is_file(received):
-        return str(read_json(received, "delete its folder")["fingerprint"])
     if is_gguf(place):
         return _digest(read_gguf(place).paths, place)
     files = sorted(file for file in place.glob("*.safetensors") if is_file(file))

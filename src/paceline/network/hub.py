@@ -22,7 +22,6 @@ SILENT_S = 300.0  # so long after a time-out the hub is not asked again: a start
 _silent_until = 0.0
 
 # All that is fetched from the hub: no code, and no weights in formats that can run code.
-RECEIVED: dict[str, Path] = {}  # checkpoints that this process got from another host, by the names that they have there
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 

@@ -78,8 +78,6 @@ class Joins:
         memory: that they share.
     """
 
-    notice_s = 0.05  # after which a rank that has died is known as such
-
     def __init__(self, rank: int, count: int, memory: mmap.mmap) -> None:
         found = library()
         assert found is not None, "looked at before"

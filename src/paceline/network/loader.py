@@ -25,7 +25,7 @@ from .gguf import is_gguf, read_gguf
 from .gguf_model import read_gguf_config, read_pieces
 from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
 from .group_quant import take_groups
-from .hub import RECEIVED, env_offline, first_line, from_hub, local
+from .hub import env_offline, first_line, from_hub, local
 from .linear import QUANTS, Quant
 from .parallel import Ranks
 from .stored_blocks import BlockTensor, in_blocks
@@ -394,8 +394,6 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
     if name.startswith(STRETCH):
         wrong = "a stretched model is no folder: it is made as it is loaded, to be a target"
         raise ConfigError(f"model {shown(name)}", wrong, "name the model itself here")
-    if name in RECEIVED:
-        return RECEIVED[name]
     found = zoo.find(name) or local(name)
     if found is None and is_gguf(name):
         raise ConfigError(f"model {shown(name)}", "there is no such file", "check the path")
