@@ -120,35 +120,6 @@ def test_a_body_that_does_not_come_and_a_client_that_leaves_meanwhile() -> None:
         asyncio.run(read(Request(scope, leaves), Strict, 10))
 
 
-def test_a_key_has_so_many_requests_at_once() -> None:
-    async def run() -> None:
-        entered, leave = asyncio.Event(), asyncio.Event()
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            entered.set()
-            await leave.wait()
-            await HELLO(scope, receive, send)
-
-        guard = Guard(app, ServeConfig(max_open_per_key=1), ["one", "two"])
-        transport = httpx.ASGITransport(app=guard)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-
-            def ask(key: str) -> Any:
-                return client.get("/v1/models", headers={"x-api-key": key})
-
-            first = asyncio.ensure_future(ask("one"))
-            await entered.wait()
-            second = await ask("one")
-            assert second.status_code == 429 and second.headers["retry-after"]
-            other = asyncio.ensure_future(ask("two"))
-            await asyncio.sleep(0)
-            leave.set()
-            assert (await first).status_code == (await other).status_code == 200
-            assert (await ask("one")).status_code == 200
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize(
     ("host", "status"),
     [

@@ -55,10 +55,8 @@ class ServeConfig:
     default_max_tokens: int | None = option(
         2048, help="most tokens of a chat's answer where the request does not say; none: as many as fit", minimum=1
     )
-    max_body_bytes: int = option(4 * 2**20, help="most bytes of a request's body", minimum=1)
     max_n: int = option(128, help="most samples of a request", minimum=1, maximum=1024)
     max_open: int = option(1024, help="most requests at once; more get 429", minimum=1)
-    max_open_per_key: int | None = option(None, help="most requests of one key at once; default: any number", minimum=1)
     max_logprobs: int = option(20, help="most log-probabilities of a token that may be asked for", minimum=0)
     max_schema_bytes: int = option(
         LONGEST, help="most bytes of a schema, pattern or grammar", minimum=1, maximum=LONGEST
@@ -89,7 +87,6 @@ class ServeConfig:
         help="what is logged: info has a line for each POST, debug for each request",
         choices=("debug", "info", "warning", "error"),
     )
-    stream_interval_ms: float = option(0.0, help="least milliseconds between two chunks of a stream", minimum=0.0)
 
     def __post_init__(self) -> None:
         check(self)

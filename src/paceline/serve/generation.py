@@ -262,7 +262,7 @@ async def begin(
         ids,
         {**described.sampling, **params},
         server.application(body.model),
-        config.stream_interval_ms / 1e3 if body.stream else WHOLE_INTERVAL_S,
+        0.0 if body.stream else WHOLE_INTERVAL_S,
         priority=body.priority,
         deadline_s=config.request_s,
         speculation=speculation or None,
