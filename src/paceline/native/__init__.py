@@ -167,8 +167,9 @@ def built(source: Path) -> Path:
 
 
 def _macros() -> str:
-    """Return the macros that the compiler defines for this processor."""
-    return _output([*_compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull], 60)[1]
+    """Return the macros that the compiler defines for this processor; none where it fails."""
+    status, text = _output([*_compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull], 60)
+    return "" if status else text
 
 
 def _flags_of(level: str) -> list[str]:
@@ -177,7 +178,7 @@ def _flags_of(level: str) -> list[str]:
     if level not in LEVELS:
         raise RuntimeError(f"{SWITCH}={level!r} is not a level of instructions; use 0, 1 or one of {', '.join(LEVELS)}")
     flags, needed = LEVELS[level]
-    macros = set(_macros().split())  # none where the compiler fails, which it will be asked to say
+    macros = set(_macros().split())
     if lost := macros and set(needed.split()) - macros:
         raise RuntimeError(
             f"{SWITCH}={level!r} needs instructions that this processor lacks: {', '.join(sorted(lost))}"
