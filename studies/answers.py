@@ -17,7 +17,7 @@ from kit.scores import DomainLoss, TaskQuality, domain_losses, evaluate, known_t
 from kit.study import Options, Study, Table, asked
 
 from paceline.bench import machine
-from paceline.bench.report import wording as say
+from paceline.bench import report as say
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 from paceline.network.streams import read_config

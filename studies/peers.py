@@ -19,8 +19,8 @@ from kit.peer_runs import against, agreement_line, peer_headline, peer_methods, 
 from kit.peers import PEERS
 from kit.study import Entry, Grid, Options, Study, Table, asked, measure
 
+from paceline.bench import report as say
 from paceline.bench.methods import default_methods
-from paceline.bench.report import wording as say
 from paceline.bench.summary import Summary
 from paceline.core.model_spec import parse_model
 

@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
+from paceline.bench import report as say
 from paceline.bench.config import BenchConfig, log_lines
 from paceline.bench.records import Method, Report
-from paceline.bench.report import wording as say
-from paceline.bench.report import write_text
-from paceline.bench.report.markdown import bullets, table, text
-from paceline.bench.report.terminal import figures_table
+from paceline.bench.report import bullets, figures_table, table, text, write_text
 from paceline.bench.run import Run
 from paceline.bench.summary import Row, Summary, overall_ratio
 from paceline.core.errors import ConfigError

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from paceline import zoo
+from paceline.bench import report as say
 from paceline.bench.config import BenchConfig
 from paceline.bench.measure import EngineRunner, Group
 from paceline.bench.methods import drafter_config, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
-from paceline.bench.report import wording as say
 from paceline.bench.run import Run
 from paceline.bench.summary import Interval, Summary, best, overall_ratio
 from paceline.bench.workloads import Workload

@@ -28,8 +28,8 @@ from lyanna_parts.common import (
     verdict,
 )
 from paceline import zoo
+from paceline.bench import report as say
 from paceline.bench.records import PLAIN, Cell, Method, Report
-from paceline.bench.report import wording as say
 from paceline.bench.summary import Summary, overall_ratio
 from paceline.core.model_spec import STRETCH, parse_model
 

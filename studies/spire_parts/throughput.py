@@ -19,7 +19,6 @@ from kit.study import Table
 
 from paceline.bench import machine, workloads
 from paceline.bench.calibrate import BATCHES, measure
-from paceline.bench.law import MeasuredLaw, measure_law
 from paceline.bench.measure import Builder
 from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
@@ -48,6 +47,8 @@ from spire_parts.common import (
 from spire_parts.judged import HEAD, Cells, JudgedCell
 from spire_parts.law import nodes_that_pay
 from spire_parts.lent import LentPrompts, computed, made_up
+
+from .fitted_law import MeasuredLaw, measure_law
 
 LONG = 3968  # tokens of a context for targets with 4,096 positions
 STEPS = 6  # timed steps of a cell: most answers are longer

@@ -12,9 +12,9 @@ from kit.scores import encoded_prompts, workload_of
 from kit.study import Entry, Table, measure
 from torch import Tensor
 
+from paceline.bench import report as say
 from paceline.bench import workloads
 from paceline.bench.records import Method
-from paceline.bench.report import wording as say
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted, lossy_stream_rejection, walk

@@ -11,8 +11,8 @@ from kit.grid import how, split_lines
 from kit.scores import TASK_WORKLOADS, evaluate, known_tasks, means
 from kit.study import Entry, Grid, Table, measure
 
+from paceline.bench import report as say
 from paceline.bench.records import PLAIN, Method
-from paceline.bench.report import wording as say
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams import StreamsConfig
 from paceline.llm import LLM

@@ -17,8 +17,8 @@ from kit.study import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.bench import machine
+from paceline.bench import report as say
 from paceline.bench.models import materialised
-from paceline.bench.report import wording as say
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams.recipe import StreamRecipe, StreamsOptions
 from paceline.network.adapters import linear_shapes

@@ -15,8 +15,8 @@ from kit.halves import halves
 from kit.scores import TASK_WORKLOADS
 from kit.study import Entry, Table, measure
 
+from paceline.bench import report as say
 from paceline.bench.records import PLAIN, Method, Report, Trial
-from paceline.bench.report import wording as say
 from paceline.bench.summary import Summary, overall_ratio
 from streaming.applications import BASE, scored, scores_of
 from streaming.common import CHOOSE, CUT, StreamingFlags, TrainedSet, grid_of, study, written

@@ -425,6 +425,4 @@ class TestStretched:
         assert report.model["kv_bytes_per_token"] == 2 * kv_bytes(plain, 1)
         assert report.exactness[0].passed and report.exactness[0].sequences == 1
         assert load_report(tmp_path).model == report.model
-        for name in ("report.md", "report.html"):
-            text = (tmp_path / name).read_text()
-            assert text.count(self.LABEL) >= 2 and "on a target stretched 2x" in text
+        assert (tmp_path / "report.html").read_text().count(self.LABEL) >= 2

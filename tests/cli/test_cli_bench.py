@@ -36,7 +36,7 @@ def test_help_names_options_and_subcommands(run: Any) -> None:
     output = run("--help").output
     for word in ("--method", "--workload", "--batch", "--quick", "--overwrite", "--out", "--check"):
         assert word in output
-    for command in ("compare", "calibrate", "workloads", "step"):
+    for command in ("calibrate", "workloads", "step"):
         assert command in output
         assert run(command, "--help").exit_code == 0
 
@@ -45,7 +45,7 @@ def test_a_run_shows_a_table_and_writes_its_files(run: Any, tmp_path: Path) -> N
     result = run(*SMALL, "--method", "fast=ngram,depth=3;budget=3", "--title", "a trial run", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "fast" in result.stdout and "plain" in result.stdout
-    for name in ("report.json", "report.html", "report.md"):
+    for name in ("report.json", "report.html"):
         assert (tmp_path / name).is_file() and name in result.stdout
     report = load_report(tmp_path)
     assert report.title == "a trial run" and [m.name for m in report.methods] == ["plain", "fast"]
@@ -75,13 +75,6 @@ def test_quick_runs_are_small_where_the_user_does_not_say(run: Any, monkeypatch:
         (8, 2, 48, 110.0, (1,)),
         (20, 2, 7, 110.0, (1, 4)),
     ]
-
-
-def test_reports_are_compared(run: Any, tmp_path: Path) -> None:
-    assert run(*SMALL, "--method", "ngram", "--out", tmp_path / "a").exit_code == 0
-    assert run(*SMALL, "--method", "ngram", "--seed", "1", "--out", tmp_path / "b").exit_code == 0
-    result = run("compare", tmp_path / "a" / "report.json", tmp_path / "b")
-    assert result.exit_code == 0 and "seed" in result.stdout
 
 
 def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +131,6 @@ def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
         (["--model", "random:1x64x64x64", "--workload", "books"], "no tokenizer"),
         (["--overwrite"], "--out DIR"),
         (["--out", "/dev/null"], "/dev/null"),
-        (["compare", "/nowhere/a.json", "/nowhere/b.json"], "/nowhere/a.json"),
         (["calibrate", "--model", "random:1x64x64x64"], "a model that stays"),
         (["calibrate", "--model", "stretch:random:1x64x64x64,times=2"], "a model that stays"),
         (["--model", "stretch:paceline-small"], "Write stretch:MODEL,times=8"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,11 @@ import pytest
 from kits import gguf_files
 from typer.testing import CliRunner
 
-from paceline import LLM, zoo
-from paceline.bench import law as laws
-from paceline.bench.law import MeasuredLaw, errors_of
+from paceline import zoo
 from paceline.bench.methods import parse_method
-from paceline.cli import app, plan_view
-from paceline.cli.plan import resolve, this_machine
+from paceline.cli import app
 from paceline.drafters import registry
 from paceline.planning.plan import DRAFTERS, PLAIN
-from paceline.planning.throughput import PassLaw, ServedModel
 
 LARGE = ("--target", "llama-3-70b", "--machine", "h100", "--batch", "64", "--context", "65536")
 SMALL = ("--target", "paceline-small", "--machine", "cpu", "--context", "256")
@@ -145,44 +139,6 @@ def test_a_gguf_file_is_planned_as_it_is_stored(run: Any, tmp_path: Path) -> Non
     assert "not predicted: suffix, eagle, lyanna, medusa, hybrid;" in run(*SMALL).stdout
 
 
-def test_this_machine_is_measured_and_its_costs_are_kept(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Predicted and measured passes, a ranking by the law, and a calibration that the budget reads."""
-    sizes = tuple((batch, 4, rows, part) for batch, rows in ((1, 1), (1, 4), (1, 8), (3, 1)) for part in (False, True))
-    quick = {"repeats": 1, "fitted": sizes, "held_out": ((2, 6, 2, False), (1, 4000, 1, False))}
-    monkeypatch.setattr(laws, "measure_law", partial(laws.measure_law, **quick))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "model"
-    shutil.copytree(zoo.find("paceline-small"), folder)  # type: ignore[arg-type]
-    asked = ("--measured", "--target", str(folder), "--context", "256", "--batch", "4")
-    assert "paceline-costs.json, where the automatic budget finds it" in run(*asked).stderr
-    result = run(*asked, "--json")
-    assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    found = said["measured"]
-    assert [p["context"] for p in found["held_out"]] == [6]  # beyond its positions nothing is timed
-    assert len(found["fitted"]) == 8 and {p["layers"] for p in found["fitted"]} == {3, 12}
-    assert said["machine"]["name"] == "here" and {row["drafter"] for row in said["ranked"]} >= {"spire", "magicdec"}
-    llm = LLM(str(folder), drafter="ngram")
-    assert llm.engine.budget.describe()["costs"].endswith("paceline-costs.json")
-
-
-def test_the_law_and_its_errors_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    law = PassLaw(host=1e-3, row=1e-5, weight=1e-10, hoi=16.0, kv=0.0, attention=0.0)
-    network = ServedModel(shape=resolve("paceline-small"))
-    passes = {
-        (network, 1, 9, rows): law.seconds(network, 1, 9, rows) * off for rows, off in ((1, 1.0), (2, 1.0), (4, 1.25))
-    }
-    rows = errors_of(law, passes)
-    found = MeasuredLaw(law=law, fitted=rows[:1], held_out=rows)
-    plan_view.show_law(found, this_machine(law))
-    told = capsys.readouterr()
-    assert "weights 10.0 GB/s, products 160 GFLOP/s, K/V at no cost, attention beside its reads" in told.out
-    assert "-20%" in told.out and "not fitted to: median 0%, largest 20%; of the others: median 0%" in told.out
-
-
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
@@ -209,27 +165,12 @@ def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
         (("--tau", "spire"), "not a name and a value"),
         (("--draft", "nobody"), "no such model"),
         (("--plot", "plan.pdf"), "End it in .svg or .png"),
-        (("--measured",), "--machine with --measured"),
     ],
 )
 def test_mistakes_end_in_one_line(run: Any, args: tuple[str, ...], wrong: str) -> None:
     result = run(*LARGE, *args)
     assert result.exit_code == 2, result.output
     assert wrong in result.stderr and len(result.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "wrong"),
-    [
-        (("--target", "paceline-small"), "Add --machine NAME, or --measured"),
-        (("--target", "spire-8-layer", "--measured", "--context", "512"), "there are no weights of this model to time"),
-        (("--target", "paceline-small", "--measured", "--weights", "int4"), "they do not run here"),
-        (("--target", "paceline-small", "--measured", "--kv", "int8", "--stages", "2"), "--kv, --stages with"),
-    ],
-)
-def test_what_cannot_be_measured_here(run: Any, args: tuple[str, ...], wrong: str) -> None:
-    result = run(*args)
-    assert result.exit_code == 2 and wrong in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
 
 def test_a_config_without_fields_names_the_first(run: Any, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from statistics import median
 
 import pytest
 from spire_parts import law
+from spire_parts.fitted_law import errors, fit
 
 from paceline import zoo
-from paceline.bench.law import errors, fit
 from paceline.engine.costs import CostTable, cost_points
 from paceline.planning import models
 from paceline.planning.models import ModelSizes

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..bench.figures import COLOURS, PANEL_WIDTH, canvas, drawable, svg
 from ..bench.records import PLAIN
-from ..bench.report import JSON_NAME, load_report, write_all
-from ..bench.report.page import framed
+from ..bench.report import JSON_NAME, framed, load_report, write_report
 from ..drafters import adapted
 from ..training.files import writing
 from ..zoo import CARD
@@ -61,7 +60,7 @@ def leave(
         settings = {"drafter": text, "target": name, "fingerprint": mark, "dtype": config.dtype}
         adapted.write(folder, {**settings, "kind": plan.kind, "verdict": found.words})
     if (folder / REPORT / JSON_NAME).is_file():
-        write_all(load_report(folder / REPORT), folder / REPORT, told, curve(trained))
+        write_report(load_report(folder / REPORT), folder / REPORT, told, curve(trained))
     adapted.remember(folder, mark)
 
 
@@ -115,4 +114,4 @@ def curve(trained: Mapping[str, Any]) -> list[str]:
         axis.set_ylim(0, 1.1 * max(0.1, *accepted))
         drawn = svg(picture)
     caption = "Accepted tokens of a draft on held-out prompts, while it learned."
-    return [framed(drawn, caption, "The table above has the figures.")]
+    return [framed(drawn, caption)]

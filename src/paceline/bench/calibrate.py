@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
 
 from ..assembly.drafting import draft_key
 from ..drafters import registry
@@ -21,7 +20,6 @@ from ..kv.pool import KVPool
 from ..llm import LLM
 from ..network.decoder import Decoder
 from .config import StepConfig
-from .multiply import multiplications, peak
 
 BATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one row each
 CONTEXTS = (128, 1024)  # committed tokens: of the table, and to see how costs grow
@@ -145,7 +143,7 @@ def measure_steps(
     bandwidth: float,
     progress: Callable[[int], None] | None = None,
     layout: KVLayout | None = None,
-) -> list[dict[str, float | None]]:
+) -> list[dict[str, float]]:
     """Time passes of every row count at every context (committed tokens); see `time_passes`.
 
     Args:
@@ -155,23 +153,16 @@ def measure_steps(
     Returns:
         For each of them ``step_ms``, the median of a whole pass (embed, layers, norm, head of every row), its 10th and
         90th percentiles ``low_ms`` and ``high_ms``; bytes of weights and of K/V that a pass reads; weights read over
-        the time; weights and K/V over the time as a share of ``bandwidth``; and what the products multiply as a share
-        of what the processor can, None where that is not known (`multiply`).
+        the time; weights and K/V over the time as a share of ``bandwidth``.
     """
     sizes: list[PassSize] = [(1, context, rows, None) for context in asked.context for rows in asked.rows]
     shape, dtype = layout or (decoder.cache_shape, decoder.dtype)
     per_token, weights = KVPool.bytes_per_token(*shape, dtype), decoder.pass_bytes
     found = []
-    peaks = {rows: peak(rows, torch.get_num_threads()) for rows in asked.rows}
     for (_, context, rows, _), times in time_passes(decoder, sizes, asked.repeats, progress, layout).items():
         low, middle, high = map(float, np.quantile(times, [0.1, 0.5, 0.9]))
         kv = (context + rows) * per_token
         sized = {"rows": rows, "context": context, "weight_bytes": weights, "kv_bytes": kv}
         timed = {"step_ms": middle, "low_ms": low, "high_ms": high, "weights_gb_per_s": weights / middle / 1e6}
-        counted, most = multiplications(decoder, rows), peaks[rows]
-        shares = {
-            "share_of_bandwidth": (weights + kv) / (middle * 1e-3) / bandwidth,
-            "share_of_multiplications": None if counted is None or most is None else counted / (middle * 1e-3) / most,
-        }
-        found.append({**sized, **timed, **shares})
+        found.append({**sized, **timed, "share_of_bandwidth": (weights + kv) / (middle * 1e-3) / bandwidth})
     return found

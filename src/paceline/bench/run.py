@@ -42,7 +42,7 @@ from .encoding import Encoded, prompt_ids, random_workload
 from .measure import Builder, EngineRunner, Group, model_facts
 from .models import materialised
 from .records import Cell, Method, PromptIds, Report, Trial
-from .report import JSON_NAME, load_report, write_all
+from .report import JSON_NAME, load_report, write_report
 from .workloads import Workload
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Run:
                 self._tell("comparing token ids with plain decoding's", None)
                 self.compare(report)
         if self.out is not None:
-            write_all(report, self.out)
+            write_report(report, self.out)
         if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
             raise stopped
         return report

@@ -1,4 +1,4 @@
-"""From raw trials to figures: speeds, paired speed-ups with intervals, acceptance, times, the floor.
+"""From raw trials to figures: speeds, paired speed-ups with intervals, times, the floor.
 
 Pure: a report goes in, figures come out, nothing is read or written, and the same report always gives the
 same figures (the bootstrap's seed is fixed).
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product, zip_longest
+from itertools import product
 from statistics import geometric_mean, median
 from zlib import crc32
 
@@ -72,14 +72,6 @@ class Row:
     def failed(self) -> list[Trial]:
         """Trials that an error ended."""
         return [trial for trial in self.trials if trial.error is not None]
-
-    @property
-    def acceptance(self) -> list[float]:
-        """[d-1] share accepted at depth d, of the passes that accepted d-1 drafted tokens and had a node there."""
-        good = [trial for trial in self.trials if trial.error is None]
-        counts = ([t.depth_offered for t in good], [t.depth_accepted for t in good])
-        offered, taken = ([sum(n) for n in zip_longest(*each, fillvalue=0)] for each in counts)
-        return [a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)]
 
 
 class Summary:
@@ -165,9 +157,9 @@ class Summary:
         method, reference = self.methods[name], self.reference(self.methods[name])
         each = [self.trials[of, name] for of in cells]
         figures = figures_of(trials := sum(each, []), self.report.machine.get("read_bandwidth_bytes_per_s"))
-        spreads = [spread for own in each if (spread := spread_of(own))]
-        if len(spreads) > 1:
-            figures |= {key: geometric_mean(s[key] for s in spreads) for key in spreads[0]}
+        medians = [speed for own in each if (speed := median_speed(own)) is not None]
+        if len(medians) > 1:
+            figures["tokens_per_s"] = geometric_mean(medians)
         return Row(
             section=_section(cells[0]),
             cell=cell,
@@ -177,7 +169,7 @@ class Summary:
             reference=reference,
             speedup=overall_ratio(self, name, reference, cells) if reference not in (None, name) else None,
             exact=[e for e in self.report.exactness if e.method == name and e.cell in cells],
-            workloads=len(spreads),
+            workloads=len(medians),
         )
 
 
@@ -271,48 +263,32 @@ def percentile_bounds(resamples: Floats) -> tuple[float, float]:
 
 
 def figures_of(trials: Iterable[Trial], bandwidth: float | None) -> dict[str, float | None]:
-    """All figures of one method's trials but the ratios, by name; None where the engine does not tell.
+    """Return the figures of one method's trials other than ratios, by name; None where the engine reports none.
 
-    tokens_per_s, speed_p10, speed_p90: median and percentiles over trials. accepted_length: 1 + accepted / passes.
-    draft, verify, host: shares of the wall time. ttft_ms: median over requests. wait_mean_ms: for a token, first to
-    last arrival over the tokens that came after the first. wait_p50_ms and so on: between two arrivals, whatever number
-    of tokens came at their end. floor_share: time that the reads alone would take, over the wall time.
+    tokens_per_s: median over trials. accepted_length: 1 + accepted / passes. ttft_ms: median over requests.
+    wait_p90_ms: 90th percentile of the waits between two arrivals. floor_share: time that the reads alone would take,
+    over the wall time.
 
     Args:
         trials: failed ones are left out.
         bandwidth: bytes/s at which the machine reads memory; None: there is no floor.
     """
     good = [t for t in trials if t.error is None]
-    total = {name: sum(getattr(t, name) for t in good) for name in _SUMMED}
-    wall, passes = total["wall_ms"], total["passes"]
-    ttft = [value for t in good for value in t.ttft_ms]
-    waits, came = [wait for t in good for wait in t.waits_ms], sum(sum(t.arrivals) for t in good)
-    quantiles = map(float, np.quantile(waits, [0.5, 0.9, 0.99])) if waits else (None,) * 3
-    known = sum(total[f"{part}_ms"] for part in _PARTS)
-    whole = max(known, wall)  # two clocks may disagree by a hair: the parts never add up to more than the whole
-    floor_ms = 1000 * total["bytes_read"] / bandwidth if bandwidth and wall else 0.0
+    wall, passes, read = sum(t.wall_ms for t in good), sum(t.passes for t in good), sum(t.bytes_read for t in good)
+    ttft, waits = [ms for t in good for ms in t.ttft_ms], [ms for t in good for ms in t.waits_ms]
     return {
-        **(spread_of(good) or dict.fromkeys(("tokens_per_s", "speed_p10", "speed_p90"))),
-        "accepted_length": 1 + total["accepted"] / passes if passes else None,
-        **{part: total[f"{part}_ms"] / whole if known else None for part in _PARTS},
+        "tokens_per_s": median_speed(good),
+        "accepted_length": 1 + sum(t.accepted for t in good) / passes if passes else None,
         "ttft_ms": median(ttft) if ttft else None,
-        "wait_mean_ms": sum(waits) / came if came else None,
-        **dict(zip(("wait_p50_ms", "wait_p90_ms", "wait_p99_ms"), quantiles, strict=True)),
-        "floor_share": floor_ms / wall if floor_ms else None,
+        "wait_p90_ms": float(np.quantile(waits, 0.9)) if waits else None,
+        "floor_share": 1000 * read / bandwidth / wall if bandwidth and wall and read else None,
     }
 
 
-_PARTS = ("draft", "verify", "host")
-_SUMMED = ("wall_ms", "passes", "accepted", "bytes_read", *(f"{part}_ms" for part in _PARTS))
-
-
-def spread_of(trials: Iterable[Trial]) -> dict[str, float] | None:
-    """Median, 10th and 90th percentile of tokens/s; None where no trial has any."""
-    found = list(speeds(trials).values())
-    if not found:
-        return None
-    middle, p10, p90 = map(float, np.quantile(found, [0.5, 0.1, 0.9]))
-    return {"tokens_per_s": middle, "speed_p10": p10, "speed_p90": p90}
+def median_speed(trials: Iterable[Trial]) -> float | None:
+    """Return the median of tokens/s; None where no trial has any."""
+    found = [*speeds(trials).values()]
+    return median(found) if found else None
 
 
 # -- what a reader asks first

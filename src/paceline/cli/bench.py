@@ -17,11 +17,9 @@ from ..assembly.memory import kv_layout
 from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps
-from ..bench.compare import render_terminal
 from ..bench.config import BenchConfig, StepConfig, log_lines
 from ..bench.models import materialised
-from ..bench.report import FILES, load_report, write_text
-from ..bench.report.terminal import figures_table, render
+from ..bench.report import FILES, figures_table, render, write_text
 from ..bench.run import Run
 from ..bench.summary import Summary
 from ..bench.workloads import available
@@ -64,7 +62,7 @@ def bench(
         ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write report.json, report.html and report.md there.")
+        Path | None, typer.Option(metavar="DIR", help="Write report.json and the page report.html there.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again where --out holds a report.")] = False,
     *,
@@ -113,15 +111,6 @@ def workloads(
         shown = (row.name, row.title, origin or f"needs --data with {row.file}", row.licence, row.source)
         table.add_row(*shown, style=None if origin else "dim")
     stdout().print(table)
-
-
-@app.command()
-def compare(
-    first: Annotated[Path, typer.Argument(metavar="A.json", help="Report of one run, or its folder.")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="Report of the other.")],
-) -> None:
-    """Compare two reports: what differs, and what became faster or slower (B over A)."""
-    stdout().print(render_terminal(load_report(first), load_report(second)))
 
 
 @app.command()
@@ -185,8 +174,6 @@ def step(
     console.print(f"{label}, {computed.removeprefix('torch.')}{kept}, kernels: {loaded.kernels}{mode}")
     console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
-    if any(cost["share_of_multiplications"] is not None for cost in costs):
-        console.print("multiplied: by products with weights in blocks, of what the processor can multiply")
     console.print(_step_table(costs))
     if out is not None:
         figures = {
@@ -218,14 +205,13 @@ def _cost_table(tables: Mapping[str, CostTable]) -> Table:
 def _step_table(costs: Sequence[Mapping[str, Any]]) -> Table:
     """One line a row count and context."""
     one = {c["context"]: c["step_ms"] for c in costs if c["rows"] == 1}
-    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share | multiplied"
+    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share"
     line = (
         "{context} | {rows} | {step_ms:.2f} | {low_ms:.2f}-{high_ms:.2f} | {of_one} | {weights_gb_per_s:.1f} | "
-        "{share_of_bandwidth:.0%} | {multiplied}"
+        "{share_of_bandwidth:.0%}"
     )
     rows = []
     for c in costs:
         ratio = f"{c['step_ms'] / one[c['context']]:.2f}" if c["context"] in one else ""
-        share = c["share_of_multiplications"]
-        rows.append(line.format(**c, of_one=ratio, multiplied="" if share is None else f"{share:.0%}").split(" | "))
+        rows.append(line.format(**c, of_one=ratio).split(" | "))
     return figures_table(head.split(" | "), rows, words=0)

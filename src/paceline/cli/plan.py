@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .. import zoo
-from ..bench import law
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import named_values, shown, suggest
-from ..distributed.placement import cores
-from ..engine.calibration import processor
-from ..llm import LLM
 from ..network.gguf import is_gguf
 from ..network.hub import local
 from ..planning import machines, models
 from ..planning.acceptance import Acceptance, accept_of
-from ..planning.machines import Machine
 from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
-from ..planning.throughput import PassLaw
 from . import plan_view
 from .console import note
 from .options import takes
-from .session import counting
 
 app = typer.Typer(add_completion=False)
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its folder."
-RUNNABLE = ("float32", "bfloat16", "int8")  # of weights: what this engine runs
-DEVICES = ("devices", "stages")  # of one host, whose drafters are ranked
-ASSUMED_BYTES = 8e9  # of memory, where the system does not tell
 TAU_DEPTH = 4  # of a --tau that names no depth: the k of SPIRe
 STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 
@@ -49,17 +38,7 @@ STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 )
 def plan(
     target: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)],
-    machine: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"One device: {', '.join(machines.machines())}.")
-    ] = None,
-    measured: Annotated[
-        bool,
-        typer.Option(
-            "--measured",
-            help="Instead of a machine's peaks: time passes of the target here, say how well they are predicted, and "
-            "store what the automatic draft budget begins with.",
-        ),
-    ] = False,
+    machine: Annotated[str, typer.Option(metavar="NAME", help=f"One device: {', '.join(machines.machines())}.")],
     draft: Annotated[
         str | None,
         typer.Option(
@@ -96,58 +75,34 @@ def plan(
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
     The model is a roofline: a pass takes as long as its arithmetic or its reads, whichever takes longer
-    (docs/planning.md). With --measured a law that is fitted to passes of this machine takes its place.
+    (docs/planning.md).
     How often drafts are accepted is known of pairs that were measured, else assumed, and said; --tau takes your own.
 
     Examples:
         paceline plan --target llama-3.1-8b --machine h100
-        paceline plan --target smollm2-135m --measured
     """
-    several = {f"--{name}": question[name] > 1 for name in DEVICES}
     shape = resolve(target)
-    if measured:
-        _refuse_beside_measured({"--machine": machine, "--kv": kv, **several})
-        kv = "float32" if weights == "float32" else "bfloat16"
-    elif not machine:
-        wrong, remedy = "it is not said for which machine", "add --machine NAME, or --measured for this one"
-        raise ConfigError("paceline plan", wrong, remedy)
     drafting = _draft_name(target, draft)
     asked = PlanRequest(
         target=shape,
-        machine=machines.machine(machine or "cpu"),  # what is measured takes its place
+        machine=machines.machine(machine),
         draft=None if drafting is None else resolve(drafting),
         weight_bytes=None if weights is None else _bytes("--weights", weights),
         kv_bytes=_bytes("--kv", kv or "bfloat16"),
         acceptance=given_acceptance(tau or ()),
         **question,
     )
-    names, found = (_runnable(target), _runnable(drafting) if drafting else None), dict[str, Any]()
-    if measured:
-        stored = weights or ("bfloat16" if shape.weight_bytes == BYTES["bfloat16"] else "auto")
-        asked, found = _measured(asked, _runnable_here(names[0], stored), drafting, as_json)
+    names = _runnable(target), _runnable(drafting) if drafting else None
     found_ways = [(made, plan_view.how_to_run(asked, made, *names)) for made in rank(asked)]
     # What can be run comes first.
     ranked, ways = zip(*sorted(found_ways, key=lambda pair: pair[1][0] is None), strict=True)
     file = None if plot is None else plan_view.draw(asked, plot)
     if as_json:
-        plan_view.print_json(asked, ranked, ways, found, names[0])
+        plan_view.print_json(asked, ranked, ways, names[0])
     else:
         plan_view.show(asked, ranked, ways, names[0])
     if file is not None:
         note(f"drawn: {file}")
-
-
-def _measured(asked: PlanRequest, llm: LLM, draft: str | None, as_json: bool) -> tuple[PlanRequest, dict[str, Any]]:
-    """The question with the law of this machine, which is stored and shown; and what JSON says of it."""
-    network, other = asked.network(asked.target), (draft, asked.network(asked.drafting)) if draft else None
-    with counting("timing passes", law.REPEATS + 1) as progress:
-        here = law.measure_law(llm, network, progress)
-    file = law.store_law(llm, network, here.law, other)
-    asked = replace(asked, machine=this_machine(here.law), law=here.law)
-    if not as_json:
-        plan_view.show_law(here, asked.machine)
-        note(f"written to {file}, where the automatic budget finds it")
-    return asked, {**asdict(here), "file": str(file)}
 
 
 def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
@@ -170,50 +125,6 @@ def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
             raise ConfigError(asked, "not a number of tokens a round", remedy)
         found[name] = Acceptance(accept=accept_of(tokens, levels), source=asked)
     return found
-
-
-def _refuse_beside_measured(given: Mapping[str, object]) -> None:
-    """What says of another machine what this one says itself."""
-    useless = [flag for flag, value in given.items() if value]
-    if useless:
-        wrong = "it is measured how this machine runs this model"
-        raise ConfigError(f"{', '.join(useless)} with --measured", wrong, "leave one of them out")
-
-
-def _runnable_here(name: str | None, weights: str) -> LLM:
-    """The target, to be timed on this machine.
-
-    Raises:
-        ConfigError: a target without weights, or one that is gone when the command ends; weights that the engine does
-            not run.
-    """
-    asked = "paceline plan --measured"
-    if name is None:
-        raise ConfigError(asked, "there are no weights of this model to time", "name a model that can be loaded")
-    if parse_model(name).random:
-        raise ConfigError(f"{asked} of {name}", "it is gone when the command ends", "name a model that stays")
-    if weights not in (*RUNNABLE, "auto"):
-        raise ConfigError(f"--weights {weights} with --measured", "they do not run here", f"use {', '.join(RUNNABLE)}")
-    return LLM(name, dtype=weights)
-
-
-def this_machine(found: PassLaw) -> Machine:
-    """This processor as the planner has others: what it was seen to read and to multiply."""
-    try:
-        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, OSError, ValueError):
-        memory = ASSUMED_BYTES
-    read = 1 / max(found.weight, 1e-15)
-    return Machine(
-        name="here",
-        about=processor("cpu"),
-        flops=read * found.hoi,
-        bandwidth=read,
-        memory=memory,
-        cores=len(cores()),
-        device="cpu",
-        source="measured now: paceline plan --measured",
-    )
 
 
 def resolve(text: str) -> ModelSizes:

@@ -6,10 +6,9 @@ import json
 import math
 import shlex
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,12 +17,9 @@ from rich.text import Text
 
 from .. import zoo
 from ..bench import figures
-from ..bench.law import MeasuredLaw
 from ..bench.methods import default_methods
-from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..planning.machines import Machine
 from ..planning.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter, rank
 from ..planning.throughput import ServedModel, link_seconds, pass_cost
 from .console import note, stdout
@@ -36,7 +32,6 @@ SUFFIXES = (".svg", ".png")
 MOST_BATCH = 2**40  # beyond it nothing changes
 LEAST_BATCH, LEAST_CONTEXT = 256, 8192  # where plots end at least
 DEAR = 1.05  # a verification that costs more plain passes than this is said to
-LAW_HEAD = ("layers", "sequences", "context", "rows each", "measured, ms", "predicted, ms", "error")
 ADVICE = {  # where a drafter's weights are missing
     "streams": "train a set of streams (paceline train streams)",
     "spire": "train a draft (paceline train spire)",
@@ -61,46 +56,16 @@ def show(question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[
         console.print(Text(f"  {command}") if command else Text(f"  {made.drafter}: {missing}", style="dim"))
     if others := unpredicted(target):
         console.print(f"not predicted: {', '.join(others)}; `paceline bench` measures all of them", markup=False)
-    if question.law is None:
-        note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
-    else:
-        note("predicted by this machine's law; the engine's work between passes is left out")
-
-
-def show_law(found: MeasuredLaw, machine: Machine) -> None:
-    """The law of this machine, and what it says of passes that it was not fitted to."""
-    law, console = found.law, stdout()
-    console.print(f"this machine ({machine.about}):", style="bold", markup=False)
-    per = f"a pass {1e3 * law.host:.2f} ms, a row {1e6 * law.row:.0f} us"
-    rates = f"weights {_rate(law.weight)}, products {machine.flops / 1e9:,.0f} GFLOP/s, K/V {_rate(law.kv)}"
-    attention = f"{1e-9 / law.attention:,.0f} GFLOP/s" if law.attention else "beside its reads"
-    console.print(f"  {per}, {rates}, attention {attention}", markup=False)
-    lines = []
-    for row in found.held_out:
-        measured, error = row["measured_ms"], row["error"]
-        sizes = [str(row[name]) for name in ("layers", "batch", "context", "rows")]
-        lines.append([*sizes, f"{measured:.2f}", f"{measured * (1 + error):.2f}", f"{error:+.0%}"])
-    console.print(figures_table(LAW_HEAD, lines, words=0))
-    known, others = ([abs(row["error"]) for row in part] for part in (found.fitted, found.held_out))
-    console.print(
-        f"  error of passes that it was not fitted to: median {median(others):.0%}, largest {max(others):.0%}; "
-        f"of the others: median {median(known):.0%}",
-        markup=False,
-    )
-
-
-def _rate(seconds: float) -> str:
-    return f"{1e-9 / seconds:,.1f} GB/s" if seconds else "at no cost"
+    note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
 
 
 def print_json(
     question: PlanRequest,
     ranked: Sequence[RankedDrafter],
     ways: Sequence[HowToRun],
-    measured: Mapping[str, Any],
     target: str | None,
 ) -> None:
-    """The same as one JSON object; ``measured``: this machine's law, where it was."""
+    """Print the same as one JSON object."""
     rows = []
     for made, (command, missing) in zip(ranked, ways, strict=True):
         took = {"draft_s": made.round.draft, "verify_s": made.round.verify, "plain_s": made.round.plain}
@@ -109,8 +74,7 @@ def print_json(
         told = {"reason": reason(question, made), "devices_needed": devices, "command": command, "missing": missing}
         rows.append({**values, **took, **told})
     asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
-    found: dict[str, Any] = {"measured": {**measured, "machine": asked["machine"]}} if measured else {}
-    found |= {"draft": asdict(question.drafting), "ranked": rows, "unpredicted": unpredicted(target)}
+    found = {"draft": asdict(question.drafting), "ranked": rows, "unpredicted": unpredicted(target)}
     typer.echo(json.dumps({**asked, **found}))
 
 

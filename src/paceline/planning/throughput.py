@@ -7,8 +7,8 @@ A pass over several rows computes that many times as much and reads weights and 
 The paper leaves the LM head and attention's arithmetic out of the model; both are counted here. Not in it: activations,
 norms, sampling, launches, the host's time.
 
-Of the present machine a law that is fitted to timed passes (`bench.law`) takes the place of peaks. K/V is read beside
-weights and products in it; attention's own arithmetic, rows x keys, has a rate of its own, on CPUs a far lower one:
+A law that is fitted to timed passes of a machine (`studies/spire_parts/fitted_law.py`) may take the place of peaks. In
+it K/V is read next to weights and products; attention's own arithmetic, rows x keys, has a rate of its own:
 
     seconds = host + row x rows + max(weights / read, products / multiply) + K/V / fetch + attention / attend
 

@@ -62,23 +62,6 @@ void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
   }
 }
 
-// How fast dot products of bytes are where none waits for another: so many rounds of them. Returns how many that were;
-// 0: products of so many rows with weights in blocks are not made of these.
-int64_t pl_dots(int64_t rounds, int64_t rows) {
-#if PL_VNNI
-  if (g_isa != AMX_BF16 || rows < TILED_FROM) {
-    constexpr int SUMS = 12;
-    __m512i sum[SUMS], codes = _mm512_set1_epi32((int)rows);
-    for (int i = 0; i < SUMS; i++) sum[i] = codes;
-    for (int64_t j = 0; j < rounds; j++)
-#pragma GCC unroll 12
-      for (int i = 0; i < SUMS; i++) asm volatile("vpdpbusd %1, %1, %0" : "+v"(sum[i]) : "v"(codes));
-    return rounds * SUMS;
-  }
-#endif
-  return 0;
-}
-
 // Of a weight in blocks, from the addresses of its n rows; where one is null, zeros. Returns whether all scales are
 // finite numbers.
 int pl_pack_rows(const uint8_t* const* rows, int64_t n, int64_t k, int kind, void* out, int threads) {

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..assembly.drafting import draft_key
-from ..core.errors import ConfigError
-from ..engine.costs import CostTable, cost_points
-from ..llm import LLM
-from ..planning.throughput import PassLaw, ServedModel, law_terms, pass_cost
-from .calibrate import store, time_passes
+from paceline.bench.calibrate import time_passes
+from paceline.core.errors import ConfigError
+from paceline.llm import LLM
+from paceline.planning.throughput import PassLaw, ServedModel, law_terms, pass_cost
 
 REPEATS = 9  # of each pass; medians count
 LEAST_POINTS = 8  # timed passes that a law of six figures is fitted to
@@ -126,21 +123,3 @@ def measure_law(
     ]
     law = fit(parts[0])
     return MeasuredLaw(law=law, fitted=errors_of(law, parts[0]), held_out=errors_of(law, parts[1]))
-
-
-def store_law(llm: LLM, network: ServedModel, law: PassLaw, draft: tuple[str, ServedModel] | None) -> Path:
-    """Write the law's table of the target down, where the draft budget finds it; returns the file.
-
-    Args:
-        draft: name and sizes of its draft model, whose passes the law predicts as well.
-
-    Raises:
-        ConfigError: no place to write to.
-    """
-
-    def table(of: ServedModel) -> CostTable:
-        points = cost_points(lambda *size: law.seconds(of, *size), of.shape.max_position)
-        return CostTable(**points, source="the planner's law, measured now")
-
-    drafts = {} if draft is None else {draft_key(draft[0], "auto"): table(draft[1])}
-    return store(llm, table(network), drafts, REPEATS)[1]

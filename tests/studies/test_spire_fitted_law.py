@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 import pytest
+from spire_parts.fitted_law import FITTED, HELD_OUT, Timed, errors, fit
 
 from paceline import zoo
-from paceline.bench.law import FITTED, HELD_OUT, Timed, errors, fit
 from paceline.core.errors import ConfigError
 from paceline.engine.costs import CostTable, cost_points
 from paceline.planning import models

@@ -1,0 +1,489 @@
+"""Write the report of a benchmark: JSON with all raw trials, one page with tables and plots, a terminal's table."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..core.errors import ConfigError
+from . import figures
+from .records import Cell, Exactness, Method, Report
+from .summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best, slower_cells
+
+FILES = JSON_NAME, PAGE_NAME = "report.json", "report.html"
+NOTHING = "–"  # where there is no figure
+SYNTHETIC = "synthetic"
+BAD, FAINT = "bold red", "dim"
+LISTED = 8  # troubles that a terminal lists before it counts the rest
+GREY = "#7d858c"  # plain decoding in plots
+PLOT_WIDTH, DOT_HEIGHT, LINE_HEIGHT = 3.9, 0.15, 0.2  # inches; as wide as a phone's screen
+NAME_LETTERS = 18  # of a workload's name beside a plot
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+FACTS = {  # settings of a run and sizes of a model, in words; others are named as they are
+    "prompts": "prompts of each workload, at most",
+    "repeats": "times that each prompt runs",
+    "seed": "seed of prompts and sampling",
+    "batches": "prompts at once",
+    "waves": "prompts that each place of a batch answers",
+    "temperatures": "temperatures (0: greedy)",
+    "top_ks": "likeliest tokens that sampling chooses from (0: all)",
+    "contexts": "tokens that prompts are brought to",
+    "prompt_tokens": "tokens of a random model's prompts",
+    "time_limit_s": "seconds after which no trial begins",
+    "ignore_eos": "answers continue after the end-of-text token",
+    "warm_up_tokens": "tokens of a warm-up, which is not counted",
+    "pass_bytes": "weights of a pass",
+    "kv_bytes_per_token": "K/V of a token",
+    "read_bandwidth_bytes_per_s": "memory read in a second",
+}
+DEFINITIONS = {
+    "tok/s": "new tokens over the time from submission to the last token; the median of a workload's trials, and the "
+    "geometric mean over workloads",
+    "speed-up": "paired ratio of tok/s to plain decoding on the same prompts, with a "
+    f"{CONFIDENCE:.0%} bootstrap interval of {RESAMPLES:,} resamples",
+    "length": "1 + accepted drafted tokens / target passes",
+    "TTFT": "median ms from submission to a request's first token",
+    "p90": "90th percentile of the waits between arrivals, ms",
+    "floor": "time that reading weights and K/V takes at the machine's bandwidth, of the wall time",
+    "exact": "token ids equal plain decoding's; yes*: the first differences are near ties",
+    SYNTHETIC: "looks recorded answers up and is right at a stated rate: it measures the engine, not a drafter",
+}
+CSS = """
+:root { color-scheme: light dark; }
+body { margin: 0; }
+main { margin: 0 auto; max-width: 70rem; padding: 1rem; overflow-wrap: anywhere; font: 15px/1.5 system-ui, sans-serif; }
+.scroll, .plot { overflow-x: auto; } .plot svg { max-width: 100%; height: auto; } .plot text { fill: currentColor; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+th, td { padding: 4px 8px; border-top: 1px solid #8885; white-space: nowrap; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; max-width: 45vw; }
+pre { white-space: pre-wrap; } figure { margin: 1rem 0; } figcaption { font-size: 13px; opacity: 0.75; }
+"""
+
+
+# -- files
+
+
+def load_report(path: Path | str) -> Report:
+    """Read a report from its JSON file (``.json`` or ``.json.gz``), or from the folder that holds it.
+
+    Raises:
+        ConfigError: no such file, not JSON, not a report, or a report of another schema.
+    """
+    file = Path(path)
+    file = file / JSON_NAME if file.is_dir() else file
+    remedy = "name a report.json that `paceline bench --out` wrote"
+    try:
+        packed = file.suffix == ".gz"
+        values = json.loads(gzip.decompress(file.read_bytes()) if packed else file.read_text(encoding="utf-8"))
+    except (OSError, EOFError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"report {file}", f"cannot be read ({why})", remedy) from error
+    except ValueError as error:  # not JSON, or not text at all
+        raise ConfigError(f"report {file}", f"not JSON ({error})", remedy) from error
+    try:
+        return Report.from_dict(values)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"report {file}", f"not a benchmark report ({error})", remedy) from error
+
+
+def write_report(report: Report, folder: Path | str, lead: str = "", pictures: Sequence[str] = ()) -> list[Path]:
+    """Write JSON and page into a folder, which is created where it is missing.
+
+    Args:
+        lead: Markdown that stands before the figures.
+        pictures: HTML that follows it.
+
+    Raises:
+        ConfigError: a file that cannot be written.
+    """
+    texts = {JSON_NAME: report.as_json() + "\n", PAGE_NAME: page(Summary(report), lead, pictures)}
+    return [write_text(Path(folder) / name, text) for name, text in texts.items()]
+
+
+def write_text(path: Path, text: str, what: str = "report") -> Path:
+    """Write a file, and its folder where it is missing; a reader never meets half a file.
+
+    Raises:
+        ConfigError: it cannot be written; ``what`` is what the message calls it.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fresh.write_text(text, encoding="utf-8")
+            os.replace(fresh, path)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except OSError as error:
+        wrong = f"cannot be written ({error.strerror or error})"
+        raise ConfigError(f"{what} {path}", wrong, "name a folder that you can write to") from error
+    return path
+
+
+# -- figures in words
+
+
+def interval(ratio: Interval | None) -> str:
+    """Format a ratio as ``2.31 [2.20, 2.43]``; a single pair has no spread, and says so."""
+    if ratio is None:
+        return NOTHING
+    return f"{ratio.value:.2f} [" + ("1 pair]" if ratio.pairs < 2 else f"{ratio.low:.2f}, {ratio.high:.2f}]")
+
+
+def number(value: float | None) -> str:
+    """Format a number with three significant digits and no exponent."""
+    if value is None:
+        return NOTHING
+    places = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:,.{min(places, 3)}f}"
+
+
+def share(value: float | None) -> str:
+    """Format a share as ``83 %``."""
+    return NOTHING if value is None else f"{100 * value:.0f} %"
+
+
+def length(value: float | None) -> str:
+    """Format an accepted length as ``2.84``."""
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def exact_mark(compared: Sequence[Exactness]) -> str:
+    """Return ``yes``, ``yes*`` where differences were explained, ``NO``, or nothing where nothing was compared."""
+    if not all(found.passed for found in compared):
+        return "NO"
+    return "yes*" if any(found.explained for found in compared) else "yes" if compared else NOTHING
+
+
+def method_name(method: Method) -> str:
+    """Return the name that every view shows: a synthetic method never goes without the word."""
+    return f"{method.name} ({SYNTHETIC})" if method.synthetic and SYNTHETIC not in method.name.lower() else method.name
+
+
+def method_detail(method: Method) -> str:
+    """Describe what the name of a method stands for."""
+    parts = [method.engine, method.drafter, f"round {method.round}" if method.own else ""]
+    parts += [f"{key}={value}" for key, value in sorted(method.settings.items())]
+    parts += [f"application {method.application}" if method.application else ""]
+    parts += [f"dtype {method.dtype}" if method.dtype != "auto" else "", SYNTHETIC if method.synthetic else ""]
+    return ", ".join(filter(None, parts))
+
+
+def workload_title(report: Report, name: str | None) -> str:
+    """Return the title of a workload; of None: of all of them."""
+    return "all workloads" if name is None else str(report.workloads.get(name, {}).get("title") or name)
+
+
+def cell_label(cell: Cell) -> str:
+    """Describe a cell, or a section, which has no workload."""
+    parts = [cell.workload] if cell.workload else []
+    parts += [f"batch {cell.batch}", f"temperature {cell.temperature:g}" if cell.temperature else "greedy"]
+    parts += [f"top {cell.top_k}"] if cell.top_k else []
+    parts += [f"context {cell.context}"] if cell.context is not None else []
+    return ", ".join(parts + (["EOS ignored"] if cell.ignore_eos else []))
+
+
+def count_of(amount: int, noun: str) -> str:
+    """Format a count as ``1 pair`` or ``2 pairs``."""
+    return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
+
+
+def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
+    """Describe how a run was measured: model, machine, versions, ``facts``, settings, notes."""
+
+    def line(what: str, values: Mapping[str, Any]) -> str:
+        return f"{what}: " + (", ".join(f"{_plain(k)} {_fact(k, v)}" for k, v in values.items()) or "unknown")
+
+    lines = [line("model", report.model), line("machine", report.machine), line("versions", report.versions)]
+    settings = {key: value for key, value in report.settings.items() if value not in (None, [None], [], {}, (None,))}
+    lines += [f"commit {report.commit or 'unknown'}, {report.created}", *facts]
+    return [*lines, *(f"{_plain(key)}: {_fact(key, value)}" for key, value in settings.items()), *report.notes]
+
+
+def _plain(key: str) -> str:
+    return FACTS.get(key, key.replace("_", " "))
+
+
+def _fact(key: str, value: Any) -> str:
+    """Format a value of model, machine or settings; sizes in MB and GB."""
+    if isinstance(value, int | float) and "bytes" in key:
+        return next(f"{value / of:.3g} {unit}" for of, unit in UNITS if value >= of or of == 1)
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_fact(name, item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(_fact("", item) for item in value) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# -- findings
+
+
+def headline(summary: Summary) -> str:
+    """Name the best method and its speed-up over all workloads."""
+    row = best(summary.total(summary.main))
+    if row is None or row.speedup is None:
+        return "No speculative method was compared with plain decoding."
+    where = "over " + count_of(row.workloads, "workload") if row.workloads > 1 else "on the one workload that was run"
+    first = f"Best method: {method_name(row.method)}, {row.speedup.value:.2f}× plain decoding {where}"
+    broken = "" if all(found.passed for found in row.exact) else " Its ids differ from plain decoding's."
+    return f"{first} ({bracket(row.speedup)}; {cell_label(row.section)}).{broken}"
+
+
+def bracket(ratio: Interval) -> str:
+    """Return the interval in words."""
+    if ratio.pairs < 2:
+        return "a single pair, no interval"
+    return f"{CONFIDENCE:.0%} interval {ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def findings(summary: Summary) -> list[str]:
+    """List whether ids are equal, whether anything is slower than plain decoding, and how much was measured."""
+    compared = summary.exact
+    ids = f"Ids equal plain decoding: {sum(e.identical for e in compared):,} of "
+    ids += count_of(sum(e.sequences for e in compared), "sequence")
+    counts = (sum(e.explained for e in compared), sum(len(e.failures) for e in compared))
+    words = ("explained by near ties", "FAILED")
+    ids += "".join(f"; {many:,} {what}" for many, what in zip(counts, words, strict=True) if many)
+    shown = [r for r in summary.rows if r.speedup and r.method.own and not r.method.synthetic]
+    slow, rows = len(slower_cells(summary)), count_of(len(shown), "row")
+    speed = f"Slower than plain decoding: {slow or 'none'} of {rows} ({CONFIDENCE:.0%} interval below 1)"
+    trials = summary.report.trials
+    done, repeats = sum(trial.error is None for trial in trials), len({trial.repeat for trial in trials})
+    return [
+        ids if compared else "Ids were not compared with plain decoding's",
+        speed if shown else "No speculative method was compared with plain decoding",
+        f"{count_of(done, 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts",
+    ]
+
+
+def troubles(summary: Summary) -> list[str]:
+    """List ids that differ, trials that failed, methods that did not run, and cells slower than plain decoding."""
+
+    def where(row: Row) -> str:
+        return f"{method_name(row.method)}, {cell_label(row.cell or row.section)}"
+
+    lines, reasons = [], dict[str, list[str]]()
+    for found in (e for e in summary.exact if not e.passed):
+        first, many = dict(found.failures[0]), count_of(len(found.failures), "sequence")
+        lead = " ".join(str(first.pop(key)) for key in ("prompt", "what") if key in first)
+        rest = ", ".join(f"{key} {first[key]}" for key in ("position", "gap") if first.get(key) is not None)
+        line = f"{found.method}, {cell_label(found.cell)}: {many} of {found.sequences:,} failed; first: {lead}"
+        lines.append(line + (f" ({rest})" if rest else ""))
+    for row in (row for row in summary.rows if row.failed):
+        failed = f"{len(row.failed)} of {count_of(len(row.trials), 'trial')} failed"
+        lines.append(f"{where(row)}: {failed}: {row.failed[0].error}")
+    for name, why in summary.report.unavailable.items():
+        reasons.setdefault(why, []).append(name)
+    lines += [f"{', '.join(names)} did not run: {why}" for why, names in reasons.items()]
+    return lines + [f"slower than plain: {where(r)}: {interval(r.speedup)}" for r in slower_cells(summary)]
+
+
+def _speed(row: Row) -> str:
+    return "failed" if row.speed is None and row.failed else number(row.speed)
+
+
+def _speedup(row: Row) -> str:
+    is_reference = row.speedup is None and row.reference == row.method.name and row.speed is not None
+    return "1" if is_reference else interval(row.speedup)
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "tok/s": _speed,
+    "speed-up": _speedup,
+    "length": lambda row: length(row.figures["accepted_length"]),
+    "TTFT": lambda row: number(row.figures["ttft_ms"]),
+    "p90": lambda row: number(row.figures["wait_p90_ms"]),
+    "floor": lambda row: share(row.figures["floor_share"]),
+    "exact": lambda row: exact_mark(row.exact),
+}
+
+
+def _cells(row: Row) -> list[str]:
+    failed = f" ({len(row.failed)} failed)" if row.failed else ""
+    return [method_name(row.method) + failed, *(show(row) for show in COLUMNS.values())]
+
+
+def _groups(summary: Summary, section: Cell) -> dict[str, list[Row]]:
+    """The rows of a section under titles: over all workloads, where there are several, and of each."""
+    names, rows = summary.workloads(section), summary.of(section)
+    total = {f"all {len(names)} workloads": summary.total(section)} if len(names) > 1 else {}
+    return total | {workload_title(summary.report, n): [r for r in rows if r.workload == n] for n in names}
+
+
+# -- a terminal
+
+
+def render(summary: Summary) -> RenderableType:
+    """Return findings, a table for each section, and what went wrong, readable at 80 columns."""
+    report = summary.report
+    parts: list[RenderableType] = [Text(report.title, style="bold"), Text(headline(summary))]
+    parts += [Text(line, style=FAINT) for line in how_lines(report)[:2]]
+    for section in summary.sections:
+        groups, rows = _groups(summary, section), list[list[str]]()
+        for title, own in groups.items():
+            if section == summary.main or own is next(iter(groups.values())):  # other sections show their first alone
+                rows += [[title], *([f"  {first}", *others] for first, *others in map(_cells, own))]
+        heading = cell_label(section).replace("batch", "Batch", 1)
+        parts += [Text(f"\n{heading}", style="bold cyan"), figures_table(["method", *COLUMNS], rows)]
+    parts += [Text(), *map(Text, findings(summary))]
+    wrong = troubles(summary)
+    parts += [Text(f"  {line}", style=BAD) for line in wrong[:LISTED]]
+    parts += [Text(f"  and {len(wrong) - LISTED} more, in the report")] if len(wrong) > LISTED else []
+    foot = "; ".join(f"{term}: {meaning}" for term, meaning in _definitions(report))
+    return Group(*parts, *map(Text, report.notes), Text(f"\n{foot}", style=FAINT))
+
+
+def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
+    """Return a table with so many columns of words on the left, then figures; a row of one cell is a title."""
+    made = Table(box=None, padding=(0, 1, 0, 0))
+    for place, name in enumerate(head):
+        made.add_column(name, justify="left" if place < words else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
+    return made
+
+
+def _definitions(report: Report) -> list[tuple[str, str]]:
+    used = any(method.synthetic for method in report.methods)
+    return [(term, meaning) for term, meaning in DEFINITIONS.items() if term != SYNTHETIC or used]
+
+
+# -- Markdown
+
+
+def text(value: object) -> str:
+    """Return text that Markdown shows as it is, in a table cell too."""
+    flat = re.sub(r"\s+", " ", str(value)).strip()
+    return re.sub(r"([\\`*\[\]<>|#~&]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))", r"\\\1", flat)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table, the first column to the left and figures to the right."""
+    plain = re.compile(r"[0-9., \[\]pair]+")  # an interval's brackets need no backslash: nothing follows them
+    cells = ([cell if plain.fullmatch(cell) else text(cell) for cell in row] for row in rows)
+    lines = [[*map(text, head)], [":--"] + ["--:"] * (len(head) - 1), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """Return a list."""
+    return "\n".join(f"- {text(line)}" for line in lines)
+
+
+# -- the page
+
+
+def page(summary: Summary, lead: str = "", pictures: Sequence[str] = ()) -> str:
+    """Return one HTML page that loads nothing; without matplotlib it has no plots and says so.
+
+    Args:
+        lead, pictures: as for `write_report`.
+    """
+    report, drawn = summary.report, list[str]()
+
+    def mark(picture: str) -> str:
+        """Mark the place of a picture: Markdown would change the picture itself."""
+        drawn.append(picture)
+        return f'<div id="plot-{len(drawn) - 1}"></div>' if picture else ""
+
+    blocks = [f"# {text(report.title)}", f"**{text(headline(summary))}**", bullets(findings(summary)), lead]
+    blocks += map(mark, pictures)
+    for section in summary.sections:
+        blocks += [f"## {text(cell_label(section).replace('batch', 'Batch', 1))}", mark(speedups(summary, section))]
+        for title, rows in _groups(summary, section).items():
+            blocks += [f"### {text(title)}", table(["method", *COLUMNS], map(_cells, rows))]
+    if wrong := troubles(summary):
+        blocks += ["## What went wrong, was slower or did not run", bullets(wrong)]
+    asked: dict[str, set[str]] = {}
+    for trial in report.trials:
+        asked.setdefault(trial.cell.workload, set()).update(trial.prompts)
+    details = [f"{method_name(m)}: {method_detail(m)}" for m in report.methods if not m.plain]
+    details += [
+        f"{workload_title(report, name)}: source {of.get('source', NOTHING)}; licence {of.get('licence', NOTHING)}; "
+        f"{count_of(len(asked.get(name, ())), 'prompt')} used"
+        for name, of in report.workloads.items()
+    ]
+    command = shlex.join(report.command).replace("```", "` ` `")
+    blocks += ["## How it was measured", bullets([*how_lines(report), *details])]
+    blocks.append(f"All raw trials are in [{JSON_NAME}]({JSON_NAME}). To repeat it:\n\n```\n{command}\n```")
+    blocks += ["### Columns", bullets(f"{term}: {meaning}" for term, meaning in _definitions(report))]
+    if not figures.drawable():
+        blocks.append("This page has no plots: run `pip install 'paceline[bench]'` for matplotlib.")
+    parser = MarkdownIt("commonmark").enable("table")  # `text` lets none of a report's words become HTML
+    parser.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0" role="region"><table>')
+    parser.add_render_rule("table_close", lambda *_: "</table></div>")
+    body = parser.render("\n\n".join(block for block in blocks if block))
+    for place, picture in enumerate(drawn):
+        body = body.replace(f'<div id="plot-{place}"></div>', picture)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<link rel="icon" href="data:,"><title>{escape(report.title)}</title>
+<style>{CSS}</style></head>
+<body><main>
+{body}</main></body></html>
+"""
+
+
+def speedups(summary: Summary, section: Cell) -> str:
+    """Draw a section's speed-ups: a dot with a whisker for each method in a row of each workload, and a line at 1.
+
+    Empty where there is nothing to draw, or no matplotlib.
+    """
+    names = summary.workloads(section)
+    rows = [*([None] if len(names) > 1 else []), *names]
+    found = {(r.workload, r.method.name): r.speedup for r in (*summary.total(section), *summary.of(section))}
+    methods = [row.method for row in summary.total(section) if row.speedup]
+    if not methods or not figures.drawable():
+        return ""
+    height = 1.1 + DOT_HEIGHT * len(rows) * len(methods) + LINE_HEIGHT * len(methods)
+    with figures.canvas(PLOT_WIDTH, height, page=True) as (picture, [axis]):
+        for place, method in enumerate(methods):
+            shift = 0.8 / len(methods) * (place - (len(methods) - 1) / 2)
+            marks = [(ratio, at + shift) for at, row in enumerate(rows) if (ratio := found.get((row, method.name)))]
+            ends = [(max(0.0, r.value - r.low), max(0.0, r.high - r.value)) for r, _ in marks]
+            look: dict[str, Any] = {"markerfacecolor": "none"} if method.synthetic else {}
+            axis.errorbar(
+                [r.value for r, _ in marks],
+                [at for _, at in marks],
+                xerr=[*zip(*ends, strict=True)],
+                linestyle="none",
+                capsize=2,
+                label=_shortened(method_name(method), 2 * NAME_LETTERS),
+                color=GREY if method.plain else figures.COLOURS[place % 6],  # not black, which a dark page swallows
+                marker=figures.MARKERS[place // 6 % len(figures.MARKERS)],
+                **look,
+            )
+        figures.name_rows(axis, [_shortened(workload_title(summary.report, row), NAME_LETTERS) for row in rows])
+        axis.axvline(1.0, color="#808080", linestyle="--", linewidth=1)
+        figures.legend(picture, axis, columns=1)
+        drawn = figures.svg(picture)
+    return framed(drawn, f"Speed-up over plain decoding of the same engine, with {CONFIDENCE:.0%} intervals.")
+
+
+def framed(drawn: str, caption: str) -> str:
+    """Frame an SVG element; the tables of the page have its figures for those who do not see it."""
+    plot = f'<div class="plot" role="img" aria-label="{escape(caption)}">{drawn}</div>'
+    return f"<figure><figcaption>{escape(caption)}</figcaption>{plot}</figure>"
+
+
+def _shortened(name: str, letters: int) -> str:
+    flat = " ".join(name.split())
+    return flat if len(flat) <= letters else flat[: letters - 2] + ".."
