@@ -261,4 +261,4 @@ def rival(summary: Summary) -> tuple[str, str, Interval] | None:
         return None
     cells = [r.cell for r in summary.of(ours.section) if r.method.name == theirs.method.name and r.cell]
     ratio = overall_ratio(summary, ours.method.name, theirs.method.name, cells)
-    return None if ratio is None else (say.method_name(ours.method), say.method_name(theirs.method), ratio)
+    return None if ratio is None else (ours.method.name, theirs.method.name, ratio)

@@ -130,7 +130,7 @@ class Evenly(LookUp):
         rate: share of the tokens that it is right about.
     """
 
-    spec = DrafterSpec(name="synthetic", ahead=True, synthetic=True)
+    spec = DrafterSpec(name="synthetic", ahead=True)
 
     def __init__(self, text: Sequence[int], rate: float) -> None:
         self.text, self.rate, self.vocab = text, rate, max(text) + 2

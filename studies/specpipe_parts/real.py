@@ -16,6 +16,7 @@ from kit import figures
 from kit.figures import Panel, Series
 from kit.grid import apart
 from kit.study import Table
+from kit.synthetic import write_answers
 
 from paceline import LLM
 from paceline.assembly.engine import load_target
@@ -25,7 +26,6 @@ from paceline.core.errors import CapabilityError
 from paceline.core.inference import inference
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.placement import cores, pin
-from paceline.drafters.synthetic import write_answers
 from paceline.kv.pool import KVPool
 from paceline.network.stages import TEXT, Frame, Stage, StageRows
 from paceline.rounds.pipeline import PipelineConfig
@@ -38,13 +38,18 @@ KEYS = 128  # that a row sees where a stage is timed by itself
 TIMED_S = 2.0
 CONTEXT, WARM_UP, PASSES = 256, 3, 25  # where layers are timed: tokens in front, passes
 LEAST_OF_CEILING, LEAST_OVER_PLAIN = 0.95, 1.6  # what is wanted
+RIGHT = f"synthetic,answers={{}},accept={RATE},depth=64"  # a drafter, by the file of its answers
 PLAIN, SYNTHETIC, THREADS = "plain pipeline", f"synthetic, P = {RATE}", "one process, two threads"
 ROUND = "pipeline,width={},children={}"
 WAYS: dict[str, dict[str, Any]] = {  # the options of each, beside those that all have
     THREADS: {"threads": 2},
     f"{THREADS}, n-gram": {"threads": 2, "drafter": "ngram"},
     PLAIN: {"pipeline": True},
-    SYNTHETIC: {"pipeline": True, "drafter": "synthetic,answers={},accept=0.95,depth=64", "round": ROUND.format(1, 1)},
+    SYNTHETIC: {
+        "pipeline": True,
+        "drafter": f"synthetic,answers={{}},accept={RATE},depth=64",
+        "round": ROUND.format(1, 1),
+    },
     "n-gram": {"pipeline": True, "drafter": "ngram", "round": ROUND.format(2, 2)},
     "suffix": {"pipeline": True, "drafter": "suffix", "round": ROUND.format(2, 2)},
 }

@@ -6,7 +6,6 @@ import pytest
 
 from paceline.bench.methods import (
     default_methods,
-    drafter_config,
     parse_method,
     parse_methods,
     with_plain,
@@ -79,14 +78,6 @@ def test_names_that_clash_become_the_texts() -> None:
     assert [m.name for m in methods] == [f"draft_model:{DRAFT}", "draft_model:other", "ngram"]
     with pytest.raises(ConfigError, match="two methods called 'ngram'"):
         parse_methods(["ngram", "ngram"])
-
-
-def test_a_drafter_that_looks_answers_up_is_called_so() -> None:
-    method = parse_method("synthetic,answers=/mine,accept=0.5")
-    assert method.synthetic and getattr(drafter_config(method), "answers", None) == "/mine"
-    assert not parse_method("ngram").synthetic
-    with pytest.raises(ConfigError, match="answers"):
-        parse_method("synthetic,accept=0.5")
 
 
 def test_default_methods_are_what_fits_the_model() -> None:

@@ -102,8 +102,7 @@ CASES = {
     "many": troubled,
     "evil names": evil,
     "plain alone": lambda: World(truths=TRUTHS[:1]).report(),
-    "peers alone": lambda: World(truths=TRUTHS[5:]).report(),
-    "synthetic alone": lambda: World(truths=(TRUTHS[0], TRUTHS[4])).report(),
+    "peers alone": lambda: World(truths=TRUTHS[4:]).report(),
     "no plain": lambda: World(truths=TRUTHS[1:4]).report(),
     "one pair": lambda: World(groups=1, repeats=1).report(),
     "no bandwidth": lambda: World(bandwidth=None).report(),
@@ -202,7 +201,7 @@ def test_every_view_says_what_the_summary_says() -> None:
     console = on_terminal(report)
     for row, cells in zip(summary.total(section), total[1:], strict=True):
         expected = [say.number(row.speed), say.COLUMNS["speed-up"](row), say.length(row.figures["accepted_length"])]
-        assert cells[:4] == [say.method_name(row.method), *expected]
+        assert cells[:4] == [row.method.name, *expected]
         assert re.search(re.escape(row.method.name) + r".* +" + " +".join(map(re.escape, expected)), console)
     own = [row for row in summary.of(section) if row.workload == "books"]
     [shown] = [cells for cells, row in zip(each[-1][1:], own, strict=True) if row.method.name == "hybrid"]
@@ -236,17 +235,6 @@ def test_the_headline_admits_that_the_best_method_is_not_exact() -> None:
     assert "differ" not in say.headline(Summary(report))
     differ(report, "hybrid", "wikisql")
     assert say.headline(Summary(report)).endswith("Its ids differ from plain decoding's.")
-
-
-def test_synthetic_methods_carry_the_word_in_every_view() -> None:
-    method = replace(TRUTHS[4].method, name="right-at-0.9")
-    report = World(truths=(*TRUTHS[:4], replace(TRUTHS[4], method=method)), batches=(1, 8)).report()
-    marked = "right-at-0.9 (synthetic)"
-    assert (text := on_terminal(report, 160)).count("right-at-0.9") == text.count(marked) > 3
-    found = Page(page(Summary(report)))
-    cells = [cell for table in found.tables for row in table for cell in row if cell.startswith("right-at-0.9")]
-    assert cells and all(cell.startswith(marked) for cell in cells)
-    assert "right-at-0.9" not in say.headline(Summary(report))
 
 
 def test_trouble_is_told_in_every_view() -> None:
@@ -327,7 +315,7 @@ def test_a_plot_shows_the_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     [axis] = drawn[0].axes
     rows = {row.method.name: row for row in summary.total(section) if row.speedup}
     labels = axis.get_legend_handles_labels()[1]
-    assert labels == [say.method_name(row.method) for row in rows.values()]
+    assert labels == [row.method.name for row in rows.values()]
     assert [1.0, 1.0] in [list(line.get_xdata()) for line in axis.lines]
     for container, row in zip(axis.containers, rows.values(), strict=True):
         ratios = [ratio for r in (row, *summary.of(section)) if r.method == row.method and (ratio := r.speedup)]

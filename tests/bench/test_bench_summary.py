@@ -155,12 +155,9 @@ def test_the_bootstrap_of_ragged_groups_agrees_with_a_plain_loop() -> None:
 
 def test_two_runs_of_the_same_comparison_overlap() -> None:
     first, second = (Summary(World(seed=seed, noise=0.1).report()) for seed in (1, 2))
-    compared = 0
-    for a, b in zip(first.rows, second.rows, strict=True):
-        if a.speedup and b.speedup:
-            assert a.speedup.low <= b.speedup.high and b.speedup.low <= a.speedup.high
-            compared += 1
-    assert compared == 30
+    pairs = [(a.speedup, b.speedup) for a, b in zip(first.rows, second.rows, strict=True) if a.speedup and b.speedup]
+    overlap = [a.low <= b.high and b.low <= a.high for a, b in pairs]
+    assert len(overlap) == 25 and sum(overlap) >= 24  # two 95% intervals of the same ratio may miss each other
 
 
 # -- who is compared with whom
@@ -196,12 +193,10 @@ def test_the_reference_is_plain_decoding_of_the_same_engine_and_dtype() -> None:
     }
 
 
-def test_best_leaves_synthetic_plain_and_peers_aside() -> None:
-    summary = Summary(World().report())
-    total = summary.total(summary.sections[0])
-    ours = best(total)
-    assert ours is not None and ours.method.name == "hybrid"
-    assert max(total, key=lambda r: r.speed or 0).method.synthetic  # it was there to be left aside
+def test_best_leaves_plain_decoding_and_peers_out() -> None:
+    summary = Summary(World(truths=[TRUTHS[0], TRUTHS[1], *TRUTHS[4:]]).report())
+    found = best(summary.total(summary.sections[0]))
+    assert found is not None and found.method.name == "ngram"
 
 
 def test_slower_is_what_surely_loses_and_best_what_the_table_has_on_top() -> None:

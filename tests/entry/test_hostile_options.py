@@ -175,7 +175,7 @@ def test_no_model_gets_through(model: Any, tmp_path: Path, monkeypatch: pytest.M
     start(model)
 
 
-WORDS = ["ngram", "suffix", "none", "draft_model", "hybrid", "synthetic", "streams", ":", ",", "=", "<", ">", " ", "\n"]
+WORDS = ["ngram", "suffix", "none", "draft_model", "hybrid", "streams", ":", ",", "=", "<", ">", " ", "\n"]
 OPTION_NAMES = [
     *("max_ngram", "min_ngram", "depth", "reach", "min_prob", "max_tokens", "model", "topk", "nodes"),
     *("proposes", "dtype", "lookup", "memory", "pass_cost", "answers", "accept", "seed", "path", "k", "chain", "at"),

@@ -38,12 +38,6 @@ TRUTHS = (
         batch_cost=0.06,
     ),
     Truth(method=Method(name="hybrid", drafter="hybrid:paceline-small-draft"), accept=0.78, depth=6, draft_ms=0.8),
-    Truth(
-        method=Method(name="synthetic accept=0.9", drafter="synthetic", synthetic=True),
-        accept=0.9,
-        depth=8,
-        draft_ms=0.05,
-    ),
     Truth(method=Method(name="llama.cpp", engine="llama.cpp", drafter="plain"), pass_ms=2.0, batches=(1,)),
     Truth(
         method=Method(name="llama.cpp/draft-simple", engine="llama.cpp", drafter="draft-simple"),

@@ -67,7 +67,7 @@ def test_the_map_names_the_parts() -> None:
     assert len(packages) > 8 and {path.split("/")[0] for path in named} >= packages - {"cli"}
     backends = {f"attention/{path.name}" for path in (package / "attention").glob("[a-z]*.py")}
     assert named >= backends - {"attention/base.py"}
-    drafters = ("ngram", "suffix", "draft_model", "hybrid", "none", "synthetic", "streams/drafter")
+    drafters = ("ngram", "suffix", "draft_model", "hybrid", "none", "streams/drafter")
     assert named >= {f"drafters/{name}.py" for name in drafters}
 
 

@@ -36,7 +36,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 class Synthetic:
     """Knows the answer, and is right about every token but those at some places."""
 
-    spec = DrafterSpec(name="synthetic", ahead=True, synthetic=True)
+    spec = DrafterSpec(name="synthetic", ahead=True)
 
     def __init__(self, text: Sequence[int], wrong: Callable[[int], bool]) -> None:
         self.text, self.wrong = text, wrong

@@ -52,7 +52,7 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
         raise ConfigError(asked, "other engines are not run here", "python studies/peers.py runs them")
     settings = named_values("--method", rest)
     drafter = NONE if drafter == PLAIN else drafter
-    config = registry.parse(drafter)
+    registry.parse(drafter)  # an unknown one is refused here
     round_, dtype = settings.get("round", AUTO), settings.get("dtype", dtype)
     if round_.partition(",")[0].strip() not in (AUTO, *ROUNDS):
         raise ConfigError(asked, f"there is no round {round_!r}", suggest(round_, [AUTO, *ROUNDS], "round"))
@@ -67,7 +67,6 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
         round=round_,
         settings=values,
         dtype=dtype,
-        synthetic=getattr(config, "answers", None) is not None,  # it looks recorded answers up
     )
     # What cannot be is refused without loading a model.
     LLMConfig(model="any", drafter=drafter_config(method), round=round_, dtype=dtype, **values)

@@ -41,7 +41,6 @@ class Method(Record):
     round: str = "auto"  # by the drafter
     settings: dict[str, Any] = field(default_factory=dict)  # options of LLM beyond drafter and round; a peer's own
     dtype: str = "auto"
-    synthetic: bool = False  # accepts at a stated rate instead of guessing: measures the engine, not a drafter
     application: str | None = None  # whose adapters answer; None: the base model
 
     @property
@@ -187,6 +186,8 @@ class Report(Record):
             raise ValueError(f"{found}; this version reads schema {SCHEMA}")
         for trial in values.get("trials", ()):
             trial.pop("peak_bytes", None)  # older reports have it
+        for method in values.get("methods", ()):
+            method.pop("synthetic", None)  # likewise
         try:
             report = _REPORT.validate_python(values)
         except ValidationError as error:

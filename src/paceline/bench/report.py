@@ -25,7 +25,6 @@ from .summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best, slower
 
 FILES = JSON_NAME, PAGE_NAME = "report.json", "report.html"
 NOTHING = "–"  # where there is no figure
-SYNTHETIC = "synthetic"
 BAD, FAINT = "bold red", "dim"
 LISTED = 8  # troubles that a terminal lists before it counts the rest
 GREY = "#7d858c"  # plain decoding in plots
@@ -59,7 +58,6 @@ DEFINITIONS = {
     "p90": "90th percentile of the waits between arrivals, ms",
     "floor": "time that reading weights and K/V takes at the machine's bandwidth, of the wall time",
     "exact": "token ids equal plain decoding's; yes*: the first differences are near ties",
-    SYNTHETIC: "looks recorded answers up and is right at a stated rate: it measures the engine, not a drafter",
 }
 CSS = """
 :root { color-scheme: light dark; }
@@ -168,17 +166,12 @@ def exact_mark(compared: Sequence[Exactness]) -> str:
     return "yes*" if any(found.explained for found in compared) else "yes" if compared else NOTHING
 
 
-def method_name(method: Method) -> str:
-    """Return the name that every view shows: a synthetic method never goes without the word."""
-    return f"{method.name} ({SYNTHETIC})" if method.synthetic and SYNTHETIC not in method.name.lower() else method.name
-
-
 def method_detail(method: Method) -> str:
     """Describe what the name of a method stands for."""
     parts = [method.engine, method.drafter, f"round {method.round}" if method.own else ""]
     parts += [f"{key}={value}" for key, value in sorted(method.settings.items())]
     parts += [f"application {method.application}" if method.application else ""]
-    parts += [f"dtype {method.dtype}" if method.dtype != "auto" else "", SYNTHETIC if method.synthetic else ""]
+    parts += [f"dtype {method.dtype}" if method.dtype != "auto" else ""]
     return ", ".join(filter(None, parts))
 
 
@@ -239,7 +232,7 @@ def headline(summary: Summary) -> str:
     if row is None or row.speedup is None:
         return "No speculative method was compared with plain decoding."
     where = "over " + count_of(row.workloads, "workload") if row.workloads > 1 else "on the one workload that was run"
-    first = f"Best method: {method_name(row.method)}, {row.speedup.value:.2f}× plain decoding {where}"
+    first = f"Best method: {row.method.name}, {row.speedup.value:.2f}× plain decoding {where}"
     broken = "" if all(found.passed for found in row.exact) else " Its ids differ from plain decoding's."
     return f"{first} ({bracket(row.speedup)}; {cell_label(row.section)}).{broken}"
 
@@ -259,7 +252,7 @@ def findings(summary: Summary) -> list[str]:
     counts = (sum(e.explained for e in compared), sum(len(e.failures) for e in compared))
     words = ("explained by near ties", "FAILED")
     ids += "".join(f"; {many:,} {what}" for many, what in zip(counts, words, strict=True) if many)
-    shown = [r for r in summary.rows if r.speedup and r.method.own and not r.method.synthetic]
+    shown = [r for r in summary.rows if r.speedup and r.method.own]
     slow, rows = len(slower_cells(summary)), count_of(len(shown), "row")
     speed = f"Slower than plain decoding: {slow or 'none'} of {rows} ({CONFIDENCE:.0%} interval below 1)"
     trials = summary.report.trials
@@ -275,7 +268,7 @@ def troubles(summary: Summary) -> list[str]:
     """List ids that differ, trials that failed, methods that did not run, and cells slower than plain decoding."""
 
     def where(row: Row) -> str:
-        return f"{method_name(row.method)}, {cell_label(row.cell or row.section)}"
+        return f"{row.method.name}, {cell_label(row.cell or row.section)}"
 
     lines, reasons = [], dict[str, list[str]]()
     for found in (e for e in summary.exact if not e.passed):
@@ -315,7 +308,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 def _cells(row: Row) -> list[str]:
     failed = f" ({len(row.failed)} failed)" if row.failed else ""
-    return [method_name(row.method) + failed, *(show(row) for show in COLUMNS.values())]
+    return [row.method.name + failed, *(show(row) for show in COLUMNS.values())]
 
 
 def _groups(summary: Summary, section: Cell) -> dict[str, list[Row]]:
@@ -344,7 +337,7 @@ def render(summary: Summary) -> RenderableType:
     wrong = troubles(summary)
     parts += [Text(f"  {line}", style=BAD) for line in wrong[:LISTED]]
     parts += [Text(f"  and {len(wrong) - LISTED} more, in the report")] if len(wrong) > LISTED else []
-    foot = "; ".join(f"{term}: {meaning}" for term, meaning in _definitions(report))
+    foot = "; ".join(f"{term}: {meaning}" for term, meaning in DEFINITIONS.items())
     return Group(*parts, *map(Text, report.notes), Text(f"\n{foot}", style=FAINT))
 
 
@@ -356,11 +349,6 @@ def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int
     for row in rows:
         made.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
     return made
-
-
-def _definitions(report: Report) -> list[tuple[str, str]]:
-    used = any(method.synthetic for method in report.methods)
-    return [(term, meaning) for term, meaning in DEFINITIONS.items() if term != SYNTHETIC or used]
 
 
 # -- Markdown
@@ -412,7 +400,7 @@ def page(summary: Summary, lead: str = "", pictures: Sequence[str] = ()) -> str:
     asked: dict[str, set[str]] = {}
     for trial in report.trials:
         asked.setdefault(trial.cell.workload, set()).update(trial.prompts)
-    details = [f"{method_name(m)}: {method_detail(m)}" for m in report.methods if not m.plain]
+    details = [f"{m.name}: {method_detail(m)}" for m in report.methods if not m.plain]
     details += [
         f"{workload_title(report, name)}: source {of.get('source', NOTHING)}; licence {of.get('licence', NOTHING)}; "
         f"{count_of(len(asked.get(name, ())), 'prompt')} used"
@@ -421,7 +409,7 @@ def page(summary: Summary, lead: str = "", pictures: Sequence[str] = ()) -> str:
     command = shlex.join(report.command).replace("```", "` ` `")
     blocks += ["## How it was measured", bullets([*how_lines(report), *details])]
     blocks.append(f"All raw trials are in [{JSON_NAME}]({JSON_NAME}). To repeat it:\n\n```\n{command}\n```")
-    blocks += ["### Columns", bullets(f"{term}: {meaning}" for term, meaning in _definitions(report))]
+    blocks += ["### Columns", bullets(f"{term}: {meaning}" for term, meaning in DEFINITIONS.items())]
     if not figures.drawable():
         blocks.append("This page has no plots: run `pip install 'paceline[bench]'` for matplotlib.")
     parser = MarkdownIt("commonmark").enable("table")  # `text` lets none of a report's words become HTML
@@ -459,17 +447,15 @@ def speedups(summary: Summary, section: Cell) -> str:
             shift = 0.8 / len(methods) * (place - (len(methods) - 1) / 2)
             marks = [(ratio, at + shift) for at, row in enumerate(rows) if (ratio := found.get((row, method.name)))]
             ends = [(max(0.0, r.value - r.low), max(0.0, r.high - r.value)) for r, _ in marks]
-            look: dict[str, Any] = {"markerfacecolor": "none"} if method.synthetic else {}
             axis.errorbar(
                 [r.value for r, _ in marks],
                 [at for _, at in marks],
                 xerr=[*zip(*ends, strict=True)],
                 linestyle="none",
                 capsize=2,
-                label=_shortened(method_name(method), 2 * NAME_LETTERS),
+                label=_shortened(method.name, 2 * NAME_LETTERS),
                 color=GREY if method.plain else figures.COLOURS[place % 6],  # not black, which a dark page swallows
                 marker=figures.MARKERS[place // 6 % len(figures.MARKERS)],
-                **look,
             )
         figures.name_rows(axis, [_shortened(workload_title(summary.report, row), NAME_LETTERS) for row in rows])
         axis.axvline(1.0, color="#808080", linestyle="--", linewidth=1)

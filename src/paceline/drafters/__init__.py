@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
     from .streams import StreamsConfig
     from .suffix import SuffixConfig
-    from .synthetic import SyntheticConfig
     from .text_sessions import LookUp
 
 _NAMES = {  # by the module that defines them
@@ -29,7 +28,6 @@ _NAMES = {  # by the module that defines them
     "registry": ["DrafterConfig", "DrafterContext", "build", "describe", "option", "parse", "register"],
     "streams": ["StreamsConfig"],
     "suffix": ["SuffixConfig"],
-    "synthetic": ["SyntheticConfig"],
     "text_sessions": ["LookUp"],
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

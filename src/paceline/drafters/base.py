@@ -91,7 +91,6 @@ class DrafterSpec:
     parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it asks, by source mark: see `DraftRule.ask`
     streams: StreamRules | None = None  # it drafts with streams: see `Drafter.stream_set`
     scratch: int = 0  # slots a sequence in the target's K/V pool, beside the text's, that its drafts need
-    synthetic: bool = False  # reads recorded answers: measures the engine, and every figure must say so
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -160,7 +160,6 @@ class Hybrid(Drafter):
             ahead_levels=self._levels(),
             sources=tuple(_distinct([spec.name for spec in specs])),
             parts=tuple(specs),
-            synthetic=any(spec.synthetic for spec in specs),
         )
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:

@@ -43,7 +43,6 @@ _BUILTIN = {
     "eagle": "paceline.drafters.eagle:EagleConfig",
     "magicdec": "paceline.drafters.magicdec:MagicDecConfig",
     "spire": "paceline.drafters.spire:SpireConfig",
-    "synthetic": "paceline.drafters.synthetic:SyntheticConfig",
 }
 
 _registered: dict[str, type[DrafterConfig]] = {}

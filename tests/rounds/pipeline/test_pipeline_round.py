@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.synthetic import SyntheticConfig, write_answers
 from kits.native import needs_kernels
 from kits.tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, tiny_config, tiny_decoder
 
@@ -21,7 +22,6 @@ from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.none import NoneConfig
 from paceline.drafters.sessions import Ask, Grown
 from paceline.drafters.suffix import SuffixConfig
-from paceline.drafters.synthetic import SyntheticConfig, write_answers
 from paceline.engine.engine import Engine
 from paceline.rounds import parse_round
 from paceline.rounds.pipeline.flight import Draft
