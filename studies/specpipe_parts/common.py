@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,6 @@ from paceline.rounds.base import RoundParts
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.rounds.pipeline.records import Tick
 from paceline.rounds.pipeline.round import PipelineRound
-from paceline.rounds.pipeline.widths import Widths
 
 Value = TypeVar("Value")
 Job = tuple[Sequence[int], SamplingParams]
@@ -269,18 +268,6 @@ BARE: dict[str, Any] = {"stage_s": stage_of(STAGE_MS), "coordinator_s": nothing}
 EVEN: dict[str, Any] = {"stage_s": lambda rows: STAGE_MS * 1e-3, "coordinator_s": nothing}  # the formula's
 
 
-class Watched(Widths):
-    """Replays trees of all widths, and changes none."""
-
-    def __init__(self, most: int, stages: int) -> None:
-        super().__init__(most, stages)
-        self.seen: list[Mapping[int, int]] = []
-
-    def said(self, ticks: Mapping[int, int]) -> None:
-        """See `Widths`."""
-        self.seen.append(ticks)
-
-
 def decode(
     ask: PipeFlags,
     jobs: Sequence[Job],
@@ -293,7 +280,6 @@ def decode(
     link: Link = FREE,
     hosts: Sequence[int] | None = None,
     frames: Frames = "coordinator",
-    widths: Widths | None = None,
 ) -> PipelineRun:
     """Requests through a pipeline in virtual time.
 
@@ -309,7 +295,6 @@ def decode(
         link: of every host.
         hosts: of each stage; None: all are on one.
         frames: the way that they go.
-        widths: told what is said.
     """
     pool = pool_of(ask, jobs, drafter)
     decoder, together = target(ask).decoder, together or len(jobs)
@@ -324,7 +309,7 @@ def decode(
             lambda sessions: VirtualSessions(clock, sessions, draft_s, stage_line.timeline),
         )
         ticks: list[Tick] = []
-        round_.on_tick, round_.widths = ticks.append, widths
+        round_.on_tick = ticks.append
         engine = engine_over(ask, round_, pool, together)
         live = [engine.live[engine.submit(ids, params)].sequences[0].state for ids, params in jobs]
         times: list[list[float]] = [[] for _ in live]

@@ -18,7 +18,6 @@ from specpipe_parts.common import (
     OWN,
     Job,
     PipeFlags,
-    Watched,
     decode,
     draft_of,
     greedy,
@@ -76,30 +75,22 @@ def figure_7(ask: PipeFlags) -> Iterator[Table | None]:
             ranks = ranks_below(ask, jobs, answers, max(WIDTHS))
             hits = {width: [0 <= rank < width for rank in ranks] for width in WIDTHS}
         else:
-            watches = [Watched(max(WIDTHS), stages) for _ in jobs]
             hits = {}
             for width in WIDTHS:
                 shape = levels(ask, stages=stages, width=width)
-                given = watches if width == max(WIDTHS) else [None] * len(jobs)
-                runs = [decode(ask, [job], draft_of(ask), shape, widths=w) for job, w in zip(jobs, given, strict=True)]
+                runs = [decode(ask, [job], draft_of(ask), shape) for job in jobs]
                 same &= [run.said[0] for run in runs] == answers
                 hits[width] = [verdict.hit for run in runs for tick in run.ticks for verdict in tick.verdicts]
-            seen = [ticks for watch in watches for ticks in watch.seen[1:]]
-            replayed = {width: fmean(ticks[width] < stages for ticks in seen) for width in WIDTHS}
         rates = {width: fmean(found) for width, found in hits.items()}
         values.append({"stages": stages, "rates": rates, "verdicts": len(hits[max(WIDTHS)])})
         series.append(Series(label=f"m = {stages}", x=WIDTHS, y=[rates[width] for width in WIDTHS]))
         rows.append([str(stages), *(f"{rates[width]:.3f}" for width in WIDTHS), str(len(hits[max(WIDTHS)]))])
-        if stages > 1:
-            values[-1]["replayed"] = replayed
-    rows.append([f"{stages}, replayed", *(f"{replayed[width]:.3f}" for width in WIDTHS), str(len(seen))])
     panel = Panel(title="", x_label="w", y_label="P(w, m)", series=series, log_x=True, y_from=0.0)
     yield Table(
         title="Share of said tokens that the tree held, on books",
         head=("stages m", *(f"w = {width}" for width in WIDTHS), "tokens"),
         parts={"": rows},
         values={"rows": values},
-        remarks=["each width ran; the last row is what `Widths` makes of the run with the largest one"],
         how=[[HOW, f"{len(found)} passages, {tokens} tokens each, k = {ask.children}, {ask.draft} drafts"]],
         plots={".svg": lambda path: figures.lines([panel], path)},
         same=same,

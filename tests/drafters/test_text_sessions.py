@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from kits.suffixes import suffix_config
 from kits.tiny import assemble, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
@@ -95,7 +96,7 @@ def test_ngrams_are_those_of_a_search():
 
 
 def test_suffixes_are_those_of_a_search():
-    config = SuffixConfig(min_match=1, max_match=8, min_prob=1e-6)
+    config = suffix_config(max_match=8, min_prob=1e-6)
     deep = 0
     for text, path, width, said in lives(config, 2):
         after = by_suffix(text, path, config)

@@ -177,7 +177,7 @@ def test_no_model_gets_through(model: Any, tmp_path: Path, monkeypatch: pytest.M
 
 WORDS = ["ngram", "suffix", "none", "draft_model", "hybrid", "streams", ":", ",", "=", "<", ">", " ", "\n"]
 OPTION_NAMES = [
-    *("max_ngram", "min_ngram", "depth", "reach", "min_prob", "max_tokens", "model", "topk", "nodes"),
+    *("max_ngram", "min_ngram", "depth", "max_tokens", "model", "topk", "nodes"),
     *("proposes", "dtype", "lookup", "memory", "pass_cost", "answers", "accept", "seed", "path", "k", "chain", "at"),
     *("best_path_batch", "prune_threshold", "prune_count", "prune_layer", "attention_limit", "gamma", "branching"),
     *("resample", "extra", "threshold"),

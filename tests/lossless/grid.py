@@ -21,6 +21,7 @@ from unittest.mock import patch
 from kits.medusa import medusa, taught_heads
 from kits.spire import spire
 from kits.state import eagle, lyanna
+from kits.suffixes import suffix_config
 from kits.tiny import (
     EOS,
     LOOKUP,
@@ -461,7 +462,7 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "ngram": lambda cases: NgramConfig(depth=5),
     "ngram_short": lambda cases: NgramConfig(depth=4, max_ngram=2),
     "suffix": lambda cases: SuffixConfig(depth=6),
-    "suffix_bold": lambda cases: SuffixConfig(depth=9, min_prob=0.01),
+    "suffix_bold": lambda cases: suffix_config(depth=9, min_prob=0.01),
     "chain_coupled": _model(depth=4),
     "chain_point": _model(depth=4, proposes="point"),
     "chain_drawn": _model(depth=3, proposes="sampled"),

@@ -37,18 +37,15 @@ class SuffixConfig(DrafterConfig):
     """Suffix decoding: continues the longest match in the prompt, the output and earlier outputs. Needs no model."""
 
     kind: ClassVar[str] = "suffix"
+    min_match: ClassVar[int] = 1  # shortest run of last tokens that counts as a match
+    max_match: ClassVar[int] = 32  # longest run of last tokens that is told apart
+    reach: ClassVar[float] = 4.0  # tokens drafted at most for each matched token
+    min_prob: ClassVar[float] = 0.1  # a draft stops where its estimated chance falls below
 
     depth: int = option(16, help="deepest token drafted", minimum=1, maximum=1024)
-    min_match: int = option(1, help="shortest run of last tokens that counts as a match", minimum=1, maximum=256)
-    max_match: int = option(32, help="longest run of last tokens that is told apart", minimum=1, maximum=256)
-    reach: float = option(4.0, help="tokens drafted at most for each matched token", minimum=0.01, maximum=1024)
-    min_prob: float = option(0.1, help="stop where a path's estimated chance falls below", minimum=1e-6, maximum=1)
     max_tokens: int = option(
         100_000, help="tokens of earlier outputs remembered, about 1 kB each; 0 remembers none", minimum=0
     )
-
-    def validate(self) -> None:
-        self.require("min_match", self.min_match <= self.max_match, f"must not exceed max_match={self.max_match}")
 
     def build(self, context: DrafterContext) -> SuffixDrafter:
         return SuffixDrafter(self)

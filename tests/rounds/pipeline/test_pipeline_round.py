@@ -426,6 +426,5 @@ def test_options_without_an_effect_are_refused() -> None:
     for options, name in (("rows=4", "rows"), ("tree=1x2", "tree"), ("accept=lossy_relaxed", "accept")):
         with pytest.raises(CapabilityError, match=f"{name} is for drafts"):
             piped(None, 2, f",{options}")
-    for options in ("accept_p=0.5", "tree=1x2,rows=4"):
-        with pytest.raises(ConfigError):
-            parse_round(f"pipeline,{options}")
+    with pytest.raises(ConfigError):
+        parse_round("pipeline,tree=1x2,rows=4")

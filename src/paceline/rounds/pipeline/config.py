@@ -37,9 +37,6 @@ class PipelineConfig(AheadConfig):
         "", help="layers of each stage, such as 5x4x3; auto: by measured times; none: as even as can be"
     )
     width: int = option(8, help="drafted tokens of a request that enter together, at most", minimum=1)
-    adapt: bool = option(
-        False, help="w follows what trees of each width would have cost, and is width at most; ids do not depend on it"
-    )
     children: int = option(4, help="candidates below each of them", minimum=1)
     rows: int | None = option(
         None, help="drafted tokens of all requests that enter together, at most; none: no limit", minimum=1
@@ -53,12 +50,8 @@ class PipelineConfig(AheadConfig):
     accept: Literal["strict", "lossy_relaxed", "lossy_top_p"] = option(
         "strict",
         help="what the target says; or, lossy, what it likes best of the drafts that cost no tick, or the best draft "
-        "in its top-p set",
+        "in its top-p set, of p = 0.9",
     )
-    accept_p: float | None = option(
-        None, help="with accept=lossy_top_p: p of that set; none: 0.9", minimum=0, maximum=1
-    )
-
     frames: Literal["straight", "coordinator"] = option(
         "straight",
         help="states of stages in processes go from stage to stage, and verdicts to all at once; or through the "
@@ -74,9 +67,7 @@ class PipelineConfig(AheadConfig):
         for name, text in (("tree", self.tree), ("layers", "" if self.layers == MEASURED else self.layers)):
             parts = text.split("x") if text else []
             self.require(name, all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 1x1x3x1")
-        self.require("accept_p", self.accept_p is None or self.accept == "lossy_top_p", "is for accept=lossy_top_p")
         self.require("rows", self.rows is None or not self.tree, "is for levels, and tree= lets whole trees enter")
-        self.require("adapt", not (self.adapt and self.tree), "is for levels, and tree= lets whole trees enter")
         named = 0 if self.layers == MEASURED else len(_numbers(self.layers))
         self.require("layers", named in (0, self.stages), f"names {named} stages, and stages={self.stages}")
 
@@ -96,9 +87,7 @@ class PipelineConfig(AheadConfig):
         """What is asked for that needs a drafter, where there is none."""
         if self.place is not None:
             return "no drafter is named that a process could serve", remedy
-        named = [name for name in ("rows", "tree", "adapt") if getattr(self, name)] + ["accept"] * (
-            self.accept != "strict"
-        )
+        named = [name for name in ("rows", "tree") if getattr(self, name)] + ["accept"] * (self.accept != "strict")
         return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
 
     def build(self, parts: RoundParts) -> PipelineRound:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from .flight import Draft
+
+TOP_P = 0.9  # of the set in which `within_top_p` accepts
 
 # (the target's scores [V], after the request's rules; drafts in flight) -> a token; None: the target's own choice
 Accept = Callable[[Tensor, Mapping[int, Draft]], int | None]
@@ -27,7 +28,7 @@ def relaxed(scores: Tensor, drafts: Mapping[int, Draft]) -> int | None:
     return max(in_time, key=lambda token: float(scores[token]), default=None)
 
 
-def within_top_p(scores: Tensor, drafts: Mapping[int, Draft], p: float) -> int | None:
+def within_top_p(scores: Tensor, drafts: Mapping[int, Draft], p: float = TOP_P) -> int | None:
     """Of the drafts in the target's top-p set the one that the source likes best.
 
     The set is the smallest one of likeliest tokens whose probabilities reach ``p`` together.
@@ -40,6 +41,4 @@ def within_top_p(scores: Tensor, drafts: Mapping[int, Draft], p: float) -> int |
     return max(among, key=lambda token: drafts[token].score, default=None)
 
 
-def rule(name: str, p: float) -> Accept | None:
-    """By name: strict (None), lossy_relaxed or lossy_top_p."""
-    return {"strict": None, "lossy_relaxed": relaxed, "lossy_top_p": partial(within_top_p, p=p)}[name]
+RULES: dict[str, Accept | None] = {"strict": None, "lossy_relaxed": relaxed, "lossy_top_p": within_top_p}

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from ...kv.pool import SequenceCache
 from ..base import RunningSequence
 from .flight import Cut, Flight
-from .widths import Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,4 +36,3 @@ class Running:
     # By source mark: nodes that entered since the last verdict, roots not counted.
     counted: Counter[int] = field(default_factory=Counter)
     newest: int = 0  # place of the newest level since the last flush
-    replay: Replay | None = None  # in a survey of widths

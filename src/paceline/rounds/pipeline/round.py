@@ -12,7 +12,7 @@ it is not in flight.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,6 @@ from .flight import Cut, Flight, Offer
 from .records import Running, Tick
 from .source import Source
 from .stage_line import StageLine
-from .widths import Widths
 
 if TYPE_CHECKING:
     from .config import PipelineConfig
@@ -60,11 +59,8 @@ class PipelineRound:
     def __init__(self, config: PipelineConfig, parts: RoundParts, stage_line: StageLine, source: Source | None) -> None:
         self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
         self.stage_line, self.source = stage_line, source
-        self.now: Callable[[], float] = perf_counter  # by which ticks are timed
         self.on_tick: Callable[[Tick], None] | None = None  # told every tick, where anybody listens
-        self.width = config.width
-        self.widths = Widths(config.width, stage_line.count) if config.adapt else None  # choose w while requests run
-        self._accept = lossy.rule(config.accept, 0.9 if config.accept_p is None else config.accept_p)
+        self._accept = lossy.RULES[config.accept]
         self._tree = config.factors
         self._spec = None if parts.drafter is None else parts.drafter.spec
         self.sources = () if self._spec is None else self._spec.choices
@@ -84,7 +80,6 @@ class PipelineRound:
         self._tick_count = 0
         self._ticks = 0  # since the last frame that has rows entered
         # Rows of the frames in flight; 0: of text, which says nothing of w.
-        self._levels_in = deque([0] * stage_line.count, maxlen=stage_line.count)
         self._torn = False  # whether a step has begun, or ended in its middle
 
     @property
@@ -161,7 +156,7 @@ class PipelineRound:
     def _tick(self) -> list[tuple[Running, int]]:
         """One tick of everything; returns who got how many tokens."""
         self._tick_count += 1
-        began, frame = self.now(), self._frame()
+        frame = self._frame()
         self._look()
         self._asked(self._ask)
         self._ticks = 0 if frame is not None and frame.rows else self._ticks + 1
@@ -171,27 +166,11 @@ class PipelineRound:
         while waits and (out is None or not out.rows) and self.stage_line.rest():
             waits = not self._asked(self._take)
         verdicts, self._verdicts = self._verdicts, []
-        if self.widths is not None:
-            self._adapt(self.widths, frame, self.now() - began)
         added, self._added = self._added, (0, 0)
         if self.on_tick is not None:
             rows = 0 if frame is None else frame.rows
             self.on_tick(Tick(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
         return said
-
-    def _adapt(self, widths: Widths, frame: Frame | None, seconds: float) -> None:
-        """Let the width follow what a tick took, and what it said."""
-        parts = [] if frame is None else frame.parts
-        text = any(len(part.nodes) > 1 and TEXT in part.nodes for part in parts)
-        self._levels_in.append(0 if text else max((len(part.nodes) for part in parts), default=1))
-        if 0 not in self._levels_in:
-            widths.time.saw(max(self._levels_in), seconds)
-        self.width = widths.width
-        for running in self._running.values():
-            if not widths.surveying:
-                running.replay = None
-            elif running.replay is None and running.flight is not None:
-                running.replay = widths.replay(running.flight, running.farthest)
 
     def _frame(self) -> Frame | None:
         """What enters now: text that waits, and a level of each tree."""
@@ -208,7 +187,7 @@ class PipelineRound:
 
     def _width(self, running: Running) -> int:
         """Return w: drafted tokens of a request in a tick, as far as it allows them."""
-        return min(self.width, running.sequence.max_nodes or self.width)
+        return min(self.config.width, running.sequence.max_nodes or self.config.width)
 
     def _levels(self, begun: Container[int]) -> list[StageRows]:
         """The next level of each tree but those that have just begun, ragged, in rows that all share.
@@ -269,8 +248,6 @@ class PipelineRound:
         root = len(view.tokens) - 1
         running.farthest = root + (work.max_depth if work.may_draft else 0)
         running.flight = Flight(view.tokens[-1], root, len(self._tree))
-        if self.widths is not None and self.widths.surveying:
-            running.replay = self.widths.replay(running.flight, running.farthest, fresh=True)
         if running.farthest > root:
             self._asked(lambda source: self._open(source, running))
 
@@ -388,8 +365,6 @@ class PipelineRound:
                 self._append(running, flight, offers)
 
     def _append(self, running: Running, flight: Flight, offers: Sequence[Offer]) -> None:
-        if running.replay is not None:
-            running.replay.drafted(offers)
         deepest = max(node.place for node in flight.nodes.values())
         waiting = sum(number != flight.root for number in flight.waiting)
         width, rows = self._width(running), self.config.rows
@@ -487,8 +462,6 @@ class PipelineRound:
     def _go_on(self, running: Running, flight: Flight, token: int) -> bool:
         """Cut the tree, and let ledger, stages and source know; returns whether the token was in flight."""
         node = flight.child(token)
-        if self.widths is not None:
-            self.widths.said({} if running.replay is None else running.replay.said(token))
         verdict = flight.say(token)
         self._verdicts.append(verdict)
         if node is None:
