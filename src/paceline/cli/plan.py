@@ -75,11 +75,13 @@ def plan(
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
     The model is a roofline: a pass takes as long as its arithmetic or its reads, whichever takes longer
-    (docs/planning.md).
-    How often drafts are accepted is known of pairs that were measured, else assumed, and said; --tau takes your own.
+    (docs/planning.md). How often drafts are accepted is known of pairs that were measured, else assumed, and said;
+    --tau takes your own.
 
     Examples:
         paceline plan --target llama-3.1-8b --machine h100
+        paceline plan --target smollm2-135m --machine cpu --batch 4
+        paceline plan --target llama-3.1-8b --machine h100 --batch 64 --context 65536
     """
     shape = resolve(target)
     drafting = _draft_name(target, draft)
