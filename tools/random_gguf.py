@@ -43,15 +43,16 @@ def more_bits(layer: int, layers: int) -> bool:
 
 
 def write(path: Path, types: str, layers: int, width: int, inner: int, vocabulary: int) -> None:
-    """The file; its head is the embedding, keys and values have half the heads."""
-    rng = np.random.default_rng(0)
+    """The file; its head is the embedding, keys and values have half the heads, or a third of an odd number."""
+    rng, heads = np.random.default_rng(0), width // HEAD
+    kv_heads = next(n for n in range(heads // 2, 0, -1) if heads % n == 0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(layers)
     writer.add_context_length(4096)
     writer.add_embedding_length(width)
     writer.add_feed_forward_length(inner)
-    writer.add_head_count(width // HEAD)
-    writer.add_head_count_kv(width // HEAD // 2)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
     writer.add_rope_dimension_count(HEAD)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
@@ -71,7 +72,8 @@ def write(path: Path, types: str, layers: int, width: int, inner: int, vocabular
     for i in range(layers):
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{i}.{norm}.weight", np.ones(width, np.float32))
-        for name, rows in (("attn_q", width), ("attn_k", width // 2), ("attn_v", width // 2), ("attn_output", width)):
+        kv = kv_heads * HEAD
+        for name, rows in (("attn_q", width), ("attn_k", kv), ("attn_v", kv), ("attn_output", width)):
             add(f"blk.{i}.{name}.weight", rows, width, more=name == "attn_v" and more_bits(i, layers))
         add(f"blk.{i}.ffn_gate.weight", inner, width)
         add(f"blk.{i}.ffn_up.weight", inner, width)
