@@ -89,9 +89,11 @@ template <class F> [[gnu::always_inline]] inline __m512i zeros_of(const uint8_t*
   else return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(block + Packed<F>::ZEROS)));
 }
 
-// So many bytes before their use weights are asked for, into the second-level cache: there are too few places in which
-// the first one waits for memory. Measured.
-constexpr int ASKED_AHEAD = 8192;
+// So many bytes before their use weights are asked for. One to four rows wait for memory: early, into the second-level
+// cache, since there are too few places in which the first one waits. More rows compute for as long as it takes: into
+// the first one. Measured.
+template <int R> constexpr int ASKED_AHEAD = R > 4 ? 2048 : 8192;
+template <int R> constexpr int ASKED_INTO = R > 4 ? 3 : 2;
 
 // R rows, a panel, against a block after the other of 16 outputs. What is asked for ahead may lie behind the last one:
 // the next 16 outputs, which come next.
@@ -100,13 +102,13 @@ template <class F, int R> void block_product(const uint8_t* w, int64_t k, const 
   const int32_t *x = in.x, *start[] = {in.start[start_of<F>(0)], in.start[start_of<F>(1)]};
   const float *scale = in.scale, *sums = in.sum;
   constexpr int LINES = 8 / F::PARTS, SHARE = (P::BYTES + P::STEPS - 1) / P::STEPS;  // bytes of 32 inputs
-  constexpr int AHEAD = ASKED_AHEAD + (P::STEPS > 1 ? P::SCALES : 0);  // the first step needs the scales of all
+  constexpr int AHEAD = ASKED_AHEAD<R> + (P::STEPS > 1 ? P::SCALES : 0);  // the first step needs the scales of all
   __m512 sum[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
   for (int64_t b = k / F::VALUES; b; b--, w += P::BYTES)
     for (int step = 0; step < P::STEPS; step++, x += 8 * R, scale += R, sums += R) {
-      for (int i = 0; i < SHARE; i += 64) __builtin_prefetch(w + AHEAD + step * SHARE + i, 0, 2);
+      for (int i = 0; i < SHARE; i += 64) __builtin_prefetch(w + AHEAD + step * SHARE + i, 0, ASKED_INTO<R>);
       const Codes codes = codes_of<F>(w + step * P::STEP);
       const __m512i zeros = zeros_of<F>(w);
 #pragma GCC unroll 2
