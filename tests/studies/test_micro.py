@@ -33,7 +33,7 @@ def test_hops(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_joins(tmp_path: Path):
     assert micro.study.run(["joins", "--rows", "1,8", "--repeats", "2", "--out", str(tmp_path)]) == 0
     costs = json.loads((tmp_path / "joins.json").read_text())["joins"]
-    ways = "shared memory", "connection", "gloo"
+    ways = "shared memory", "gloo"
     assert [(c["way"], c["rows"]) for c in costs] == [(way, r) for r in (1, 8) for way in ways]
     assert all(0 < c["low_us"] <= c["median_us"] <= c["high_us"] for c in costs)
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .. import native, zoo
+from .. import zoo
 from ..bench.measure import ask
 from ..config import LLMConfig
 from ..core.errors import CapabilityError, ConfigError
@@ -150,8 +150,8 @@ def _open(llm: dict[str, Any]) -> dict[str, list[LLM]]:
     stored = read_config(file).checkpoint_dtype == "stored"  # in blocks
     label = f"{bits[1]} bits" if stored and (bits := re.search(r"q(\d)", file.name.lower())) else "4 bits"
     try:
-        if why := native.unavailable():
-            raise CapabilityError(label, f"they need compiled kernels ({why})", "install a C++ compiler")
+        if sides["bf16"][0].kernels == "torch":
+            raise CapabilityError(label, "they need compiled kernels, and torch's are in use", "install a C++ compiler")
         sides[label] = pair("auto" if stored else "q4_0")
     except CapabilityError as error:
         note(f"{label} are left out: {error.wrong}; {error.remedy}")

@@ -81,7 +81,7 @@ def plan(
     Examples:
         paceline plan --target llama-3.1-8b --machine h100
         paceline plan --target smollm2-135m --machine cpu --batch 4
-        paceline plan --target llama-3.1-8b --machine h100 --batch 64 --context 65536
+        paceline plan --target llama-3.1-8b --machine h100 --batch 64
     """
     shape = resolve(target)
     drafting = _draft_name(target, draft)
