@@ -90,13 +90,13 @@ def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
 def _rank_spec(
     config: LLMConfig, source: Source, rank: int, memory: RankMemory, part: TargetPart, where: Placement
 ) -> WorkerSpec:
-    own = {"rank": rank, "count": memory.count, "memory": memory.path(rank), **asdict(part)}
+    own = {"rank": rank, "count": memory.count, "memory": memory.path, **asdict(part)}
     return _spec(f"rank {rank}", "service", own, config, source, where)
 
 
 def _track_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
     dtype = source.quant or str(source.dtype).removeprefix("torch.")
-    own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path(rank)}
+    own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path}
     where = Placement(threads=min(threads, len(cores())))
     return _spec(f"track {rank}", "track_service", own, config, source, where)
 

@@ -41,7 +41,7 @@ def measure(rows: int, width: int, repeats: int) -> list[JoinCost]:
     memory, context = RankMemory(2), multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder:
         answers: Any = context.Queue()
-        given = memory.path(1), str(Path(folder) / "store"), rows, width, repeats, answers
+        given = memory.path, str(Path(folder) / "store"), rows, width, repeats, answers
         ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(2)]
         for rank in ranks:
             rank.start()

@@ -120,7 +120,7 @@ def ranked(
     workers = []
     with patch.dict(os.environ, PYTHONPATH=here):
         for rank in range(1, count):
-            options = {"rank": rank, "memory": memory.path(rank), **given}
+            options = {"rank": rank, "memory": memory.path, **given}
             spec = WorkerSpec(name=f"rank {rank}", service="kits.ranks:service", options=options, kinds=KINDS)
             workers.append(Worker(spec, PATIENCE))
             workers[-1].poll()

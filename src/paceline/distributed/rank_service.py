@@ -92,7 +92,7 @@ class RankService(Service):
             self._epoch = message.epoch
             self._caches.clear()
             self._adapters.clear()
-            self.ranks.joins.begin(message.epoch)
+            self.ranks.joins.begin()
             return [message]
         if isinstance(message, Adapter):
             self._adapters[message.number] = message.made(self.decoder)

@@ -150,7 +150,7 @@ class RankWorkers(Workers):
         for index in self._all:
             self.answer(index, lambda said: said == clear, CLEAR_S, "does not answer any more")
         self.joins.watch([os.pidfd_open(worker.pid) for worker in self.workers if worker.pid is not None])
-        self.joins.begin(self._epoch, lost=0)
+        self.joins.begin(lost=0)
         self._clear = False
 
 

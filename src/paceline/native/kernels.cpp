@@ -20,7 +20,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cfloat>
 #include <chrono>
 #include <cmath>
@@ -34,7 +33,6 @@
 #include <vector>
 
 #include <poll.h>
-#include <sys/socket.h>
 #include <system_error>
 #include <thread>
 #include <unistd.h>

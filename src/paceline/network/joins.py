@@ -1,4 +1,4 @@
-"""What ranks give each other, through memory that those of one host share; see ``native/kernels/ranks.h``."""
+"""Sums and gathers of ranks through memory that their processes share; see ``native/kernels/ranks.h``."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class RankMemory:
         self._fd = os.memfd_create("paceline-ranks", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size_of(count))
 
-    def path(self, rank: int) -> str:
-        """Where another rank finds it, while this process lives."""
+    @property
+    def path(self) -> str:
+        """The file that another rank opens, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def joins(self) -> Joins:
@@ -71,7 +72,7 @@ def size_of(count: int) -> int:
 
 
 class Joins:
-    """One rank's end of the memory of one host.
+    """One rank's end of the shared memory.
 
     Args:
         rank, count: which of how many.
@@ -81,8 +82,7 @@ class Joins:
     def __init__(self, rank: int, count: int, memory: mmap.mmap) -> None:
         found = library()
         assert found is not None, "looked at before"
-        self.rank, self.count, self._library = rank, count, found
-        self._memory = memory
+        self.rank, self.count, self._library, self._memory = rank, count, found, memory
         self._held = (ctypes.c_char * LINE).from_buffer(memory)
         self._lives: array[int] = array("q")
         self.struct = abi.CRanks(
@@ -120,8 +120,8 @@ class Joins:
         """How long another rank is waited for."""
         self.struct.timeout_us = int(1e6 * seconds)
 
-    def begin(self, epoch: int = 0, lost: int = -1) -> None:
-        """Nothing was joined yet in an epoch; ``lost`` 1: who waits for another rank gives up, 0: may wait again."""
+    def begin(self, lost: int = -1) -> None:
+        """Count joins from 0 again; ``lost`` 1: ranks that wait for another one give up, 0: may wait again."""
         self._library.pl_rank_begin(self._at, lost)
 
     def came(self, rank: int) -> bool:

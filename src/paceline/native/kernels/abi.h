@@ -46,13 +46,11 @@ PL_STRUCT(Ranks,
   int64_t rank, count;
   int64_t by_outputs;    // 1: all products are divided by their outputs, so that no sum crosses ranks; else `out` and
                          // `down` are by their inputs
-  void* memory;          // shared, or, where ranks are on several hosts, of this one alone
+  void* memory;          // shared
   int64_t capacity;      // bytes of a buffer in it
   const int64_t* lives;  // [num_lives] file descriptors, each readable once the process of another rank has ended
   int64_t num_lives;
   int64_t spin_us, timeout_us;  // of a wait: before it sleeps, and before it is given up
-  const void* connect;          // null, or a `RankConnect`: ranks are on several hosts
-  const int64_t* sockets;       // then, once it was called: [count] of the other ranks, connected, which never block
   int64_t joins;                // pieces that were joined so far
   int64_t collectives, bytes;   // joins of any size, and what this rank gave in them
 )

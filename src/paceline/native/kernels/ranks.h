@@ -5,11 +5,8 @@
 // next join uses the other buffer, and nobody comes to the one after it before all have read: so one meeting a join is
 // enough. Sums begin with rank 0's part, at every rank.
 //
-// Ranks on several hosts have such memory each, and in place of the meeting a connection to every other rank, through
-// which each sends its part and receives theirs. All else is the same, and so are the bits.
-//
-// Who waits spins for a bounded time and then sleeps, on the other's cell or on the connections. A rank that is gone ends
-// the wait (its process is looked at, its connection ends), and so does rank 0, where it gives the others up.
+// A rank that waits spins for a bounded time and then sleeps on the other's cell. The wait ends where the process of
+// another rank has ended, and where rank 0 gives the others up.
 
 #pragma once
 
@@ -17,9 +14,6 @@ namespace {
 
 constexpr int64_t RANK_LINE = 128;      // bytes of the header, and of a cell
 constexpr int64_t RANK_LOOK_NS = 5000000;  // of sleep, between two looks at the others' processes
-
-// Connects this rank to every other one, and sets `Ranks::sockets`. 0: one does not come.
-using RankConnect = int (*)();
 
 struct RankCell {
   std::atomic<uint32_t> joins, sleepers;
@@ -87,64 +81,6 @@ inline bool rank_meet(const Ranks& r) {
   return true;
 }
 
-// A connection to another rank in one exchange: bytes of this rank's part that have gone, and of its part that have come.
-struct RankEnd {
-  int64_t socket;
-  const char* own;
-  char* theirs;
-  int64_t bytes, sent = 0, come = 0;
-
-  bool done() const { return sent == bytes && come == bytes; }
-  int events() const { return (sent < bytes ? POLLOUT : 0) | (come < bytes ? POLLIN : 0); }
-
-  // Sends and receives what goes at once; `moved`: something did. False: the other rank is gone.
-  bool go_on(bool& moved) {
-    const auto well = [&](int64_t n, int64_t& at) {
-      if (n > 0) at += n, moved = true;
-      return n > 0 || (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
-    };
-    return (sent == bytes || well(write((int)socket, own + sent, bytes - sent), sent)) &&
-           (come == bytes || well(read((int)socket, theirs + come, bytes - come), come));
-  }
-};
-
-inline void rank_poll(const std::vector<RankEnd>& ends, int64_t us) {
-  std::vector<pollfd> waits;
-  for (const RankEnd& end : ends)
-    if (!end.done()) waits.push_back({(int)end.socket, (short)end.events(), 0});
-  poll(waits.data(), waits.size(), (int)std::min<int64_t>(us / 1000 + 1, INT32_MAX));
-}
-
-// Until all of `ends` are done. False: a rank is gone, or late.
-inline bool rank_finish(std::vector<RankEnd>& ends, int64_t spin_us, int64_t timeout_us) {
-  const Clock::time_point began = Clock::now();
-  for (Clock::time_point last = began;;) {  // when something came or went
-    bool moved = false, done = true;
-    for (RankEnd& end : ends) {
-      if (!end.go_on(moved)) return false;
-      done &= end.done();
-    }
-    if (done) return true;
-    const Clock::time_point now = Clock::now();
-    if (moved) last = now;
-    if (microseconds(now - began) > timeout_us) return false;
-    if (microseconds(now - last) > spin_us) rank_poll(ends, timeout_us - microseconds(now - began));
-    else pause();
-  }
-}
-
-// Sends the first `bytes` of this rank's buffer to every other rank, and has theirs come into their buffers here. False:
-// one is gone, or late; then all connections end, and with them the others' waits.
-inline bool rank_exchange(const Ranks& r, int64_t bytes) {
-  if (!r.sockets && !((RankConnect)r.connect)()) return false;
-  std::vector<RankEnd> ends;
-  for (int64_t i = 0; i < r.count; i++)
-    if (i != r.rank) ends.push_back({r.sockets[i], rank_buffer(r, r.rank), rank_buffer(r, i), bytes});
-  if (rank_finish(ends, r.spin_us, r.timeout_us)) return true;
-  for (const RankEnd& end : ends) shutdown((int)end.socket, SHUT_RDWR);
-  return false;
-}
-
 // One join of so many bytes in pieces that a buffer holds: `give` writes piece [at, at + n) to a buffer, `take` reads it
 // from all of them.
 template <class Give, class Take> bool rank_join(Ranks& r, int64_t units, int64_t unit_bytes, Give give, Take take) {
@@ -153,7 +89,7 @@ template <class Give, class Take> bool rank_join(Ranks& r, int64_t units, int64_
   for (int64_t at = 0; at < units; at += most) {
     const int64_t n = std::min(most, units - at);
     give(at, n, rank_buffer(r, r.rank));
-    if (!(r.connect ? rank_exchange(r, n * unit_bytes) : rank_meet(r))) return false;
+    if (!rank_meet(r)) return false;
     take(at, n);
     r.joins++;
   }
