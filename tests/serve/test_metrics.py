@@ -13,13 +13,12 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 from kits.tiny import VOCAB, assemble, draft_model, tiny_decoder
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.serve.acceptance import acceptance
-from paceline.serve.metrics import HISTOGRAMS, Histogram, Metrics
+from paceline.serve.metrics import HISTOGRAMS, Metrics, merged
 from paceline.serve.models import speculation
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
@@ -45,9 +44,7 @@ def engine() -> Engine:
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    registry = CollectorRegistry()
-    registry.register(metrics)
-    families = text_string_to_metric_families(generate_latest(registry).decode())
+    families = text_string_to_metric_families(metrics.text())
     drop = ("model_name", "engine")
     return {
         (s.name, tuple(sorted((k, v) for k, v in s.labels.items() if k not in drop))): s.value
@@ -58,7 +55,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
 
 def test_counts_are_the_engines(engine: Engine) -> None:
     metrics = Metrics("m", "paceline")
-    metrics.looked(counters(engine), 0)
+    metrics.update(counters(engine), 0)
     found, stats = samples(metrics), engine.snapshot().stats
     assert found["paceline:spec_decode_num_accepted_tokens_total", ()] == stats.accepted > 0
     assert found["paceline:spec_decode_num_draft_tokens_total", ()] == stats.drafted
@@ -77,32 +74,35 @@ def test_counts_are_the_engines(engine: Engine) -> None:
 def test_vllms_names_for_what_it_counts_and_no_others(engine: Engine) -> None:
     ours, theirs = Metrics("m", "paceline"), Metrics("m", "vllm")
     for metrics in (ours, theirs):
-        metrics.looked(counters(engine), 0)
+        metrics.update(counters(engine), 0)
     renamed = {name for name, _ in samples(theirs) if name.startswith("vllm:")}
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"):
         assert f"vllm:spec_decode_num_{name}_total" in renamed
     assert {f"vllm:{name}_bucket" for name in HISTOGRAMS} <= renamed
     back = {(name.replace("vllm:", "paceline:"), labels): v for (name, labels), v in samples(theirs).items()}
-    assert {k: v for k, v in back.items() if "_created" not in k[0]} == samples(ours)
+    assert back == samples(ours)
     assert {"paceline:draft_nodes_bucket", "paceline:passes_total"} <= {name for name, _ in samples(theirs)}
 
 
 def test_counters_grow_through_a_restart(engine: Engine) -> None:
     metrics, name = Metrics("m", "paceline"), ("paceline:generation_tokens_total", ())
-    metrics.looked(counters(engine), 0)
-    metrics.looked(None, 1)
+    metrics.update(counters(engine), 0)
+    metrics.update(None, 1)
     assert samples(metrics)[name] == 48 and ("paceline:num_requests_running", ()) not in samples(metrics)
-    metrics.looked(counters(engine), 1)
+    metrics.update(counters(engine), 1)
     assert samples(metrics)[name] == 96 and samples(metrics)["paceline:engine_restarts_total", ()] == 1
-    metrics.looked(counters(engine), 1)
+    metrics.update(counters(engine), 1)
     assert samples(metrics)[name] == 96
 
 
-def test_a_histogram_is_cumulative_and_bounds_belong_to_what_is_below() -> None:
-    found = Histogram((1, 2))
-    for value in (0.5, 1, 1.5, 3):
-        found.add(value)
-    assert found.buckets() == [("1.0", 2), ("2.0", 3), ("+Inf", 4)] and found.total == 6
+def test_samples_of_replicas_stand_together(engine: Engine) -> None:
+    replicas = [Metrics("m", "paceline", replica) for replica in ("a", "b")]
+    for metrics in replicas:
+        metrics.update(counters(engine), 0)
+    text = merged(metrics.text() for metrics in replicas)
+    families = {family.name: family for family in text_string_to_metric_families(text)}  # the last one of a name
+    assert {sample.labels["replica"] for sample in families["paceline:passes"].samples} == {"a", "b"}
+    assert sum(sample.value for sample in families["paceline:generation_tokens"].samples) == 96
 
 
 def test_the_parts_of_a_requests_time_add_up(engine: Engine) -> None:
@@ -112,10 +112,10 @@ def test_the_parts_of_a_requests_time_add_up(engine: Engine) -> None:
     stats = engine.output(live).stats.as_dict()
     metrics = Metrics("m", "paceline")
     metrics.ended(stats, 1.0, len(PROMPT), 24, 1)
-    times = metrics.times
-    parts = [times[f"request_{name}_time_seconds"].total for name in ("queue", "prefill", "decode")]
+    found = samples(metrics)
+    parts = [found[f"paceline:request_{name}_time_seconds_sum", ()] for name in ("queue", "prefill", "decode")]
     assert all(part >= 0 for part in parts) and sum(parts) == pytest.approx(stats["elapsed_ms"] / 1e3)
-    assert times["request_time_per_output_token_seconds"].total == pytest.approx(parts[2] / 23)
+    assert found["paceline:request_time_per_output_token_seconds_sum", ()] == pytest.approx(parts[2] / 23)
 
 
 def test_acceptance_by_source_depth_and_application(engine: Engine) -> None:
@@ -131,7 +131,7 @@ def test_a_drafter_that_failed_is_shown(engine: Engine) -> None:
     for failure in (None, "drafter 'draft_model' failed: KeyError: 3"):
         counted = counters(engine) | {"speculation": {"failure": failure}}
         metrics = Metrics("m", "vllm")
-        metrics.looked(counted, 0)
+        metrics.update(counted, 0)
         assert samples(metrics)["paceline:drafter_failed", ()] == float(failure is not None)
         client = SimpleNamespace(look=AsyncMock(return_value=counted))
         served = SimpleNamespace(client=client, described=SimpleNamespace(speculation={"off_reason": None}))
@@ -141,7 +141,7 @@ def test_a_drafter_that_failed_is_shown(engine: Engine) -> None:
 
 def test_the_dashboard_asks_for_names_that_there_are(engine: Engine) -> None:
     metrics = Metrics("m", "paceline")
-    metrics.looked(counters(engine), 0)
+    metrics.update(counters(engine), 0)
     known = {name for name, _ in samples(metrics)}
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]

@@ -19,8 +19,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import generate_latest
-
 from ..core.errors import ConfigError
 from ..distributed.requests import Description, LogprobRow, SampleUpdate, Submit
 from .acceptance import speculative_decoding
@@ -53,12 +51,12 @@ class Server:
         self.counts = Metrics(self.model, self.config.metrics_names, self.replica)
 
     async def metrics(self) -> str:
-        """This server's, in Prometheus' form."""
+        """Return the metrics of this server, in Prometheus' form."""
         try:
-            self.counts.looked(await self.client.look(), self.client.restarts)
+            self.counts.update(await self.client.look(), self.client.restarts)
         except EngineDown:
-            self.counts.looked(None, self.client.restarts)
-        return generate_latest(self.counts).decode()
+            self.counts.update(None, self.client.restarts)
+        return self.counts.text()
 
     @property
     def described(self) -> Description:
@@ -173,9 +171,9 @@ class Answer:
         """A piece of a sample has come."""
         now, times = time.monotonic(), self._server.counts.times
         if not self._last:
-            times["time_to_first_token_seconds"].add(now - self._begun)
+            times["time_to_first_token_seconds"].observe(now - self._begun)
         elif self._streams and index in self._last:
-            times["inter_token_latency_seconds"].add(now - self._last[index])
+            times["inter_token_latency_seconds"].observe(now - self._last[index])
         self._last[index] = now
 
     def summary(self) -> str:

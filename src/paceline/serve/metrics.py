@@ -1,4 +1,4 @@
-"""What ``GET /metrics`` says, in Prometheus' form.
+"""The metrics of ``GET /metrics``, in Prometheus' form.
 
 What vLLM counts, too, has its name: ``paceline:time_to_first_token_seconds``, or with ``--metrics-names vllm``
 ``vllm:time_to_first_token_seconds``. What it does not count is always under ``paceline:``.
@@ -6,17 +6,25 @@ What vLLM counts, too, has its name: ``paceline:time_to_first_token_seconds``, o
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
+disable_created_metrics()  # without a sample of the time at which each metric was made
 OWN = "paceline"
 BASE = "base"  # the application of requests that name none; Prometheus takes an empty label for none
-NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # bounds of what is drafted in a step
+NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # upper bounds of the nodes drafted in a step
+GAUGES = {
+    "num_requests_running": "Sequences that are running.",
+    "num_requests_waiting": "Sequences that wait.",
+    "kv_cache_usage_perc": "Share of the K/V pool that running sequences hold; 1 is all of it.",
+}
 Count = tuple[str, str, dict[str, str], float]  # name, help, labels besides the model's, value
 
 # Upper bounds as vLLM has them, so that its dashboards show what they show there.
@@ -34,7 +42,7 @@ REQUEST_S = (
 )
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
-# By name, in seconds or tokens: bounds, and what it is for a reader.
+# By name, in seconds or tokens: upper bounds and help.
 HISTOGRAMS = {
     "time_to_first_token_seconds": (FIRST_S, "From a request's arrival to its first token."),
     "inter_token_latency_seconds": (BETWEEN_S, "Between two chunks of a stream, of one token or several."),
@@ -49,41 +57,8 @@ HISTOGRAMS = {
 }
 
 
-class Histogram:
-    """Counts values by upper bounds.
-
-    Args:
-        bounds: ascending; beyond the last one is room for the rest.
-    """
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float, times: int = 1) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Prometheus' form: each bound with the count of what is not above it, the last of which is ``+Inf``."""
-        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
-        return [*zip(names, map(float, accumulate(self.counts)), strict=True)]
-
-
-def gauges(engine: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """How an engine is, from `Snapshot.as_dict`."""
-    yield "num_requests_running", "Sequences that are running.", engine["running"]
-    yield "num_requests_waiting", "Sequences that wait.", engine["waiting"]
-    used = engine["kv_used"] / engine["kv_tokens"] if engine["kv_tokens"] else 0.0
-    yield "kv_cache_usage_perc", "Share of the K/V pool that running sequences hold; 1 is all of it.", used
-
-
 def shared_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
-    """What vLLM counts, too."""
+    """Yield the counters that vLLM has, too."""
     stats = engine["stats"]
     drafts = sum(map(sum, stats["accepted_by_drafted"].values()))
     plain = {
@@ -106,7 +81,7 @@ def shared_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
 
 
 def own_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
-    """What vLLM does not count."""
+    """Yield the counters that vLLM does not have."""
     for part in ("draft", "verify", "host", "idle"):
         words = "Time of the engine's steps by what it was for."
         yield "time_seconds", words, {"part": part}, engine["stats"][f"{part}_ms"] / 1e3
@@ -125,39 +100,62 @@ def own_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
                 yield "source_accepted_tokens_per_pos", words, labels | {"position": str(position)}, value
 
 
-def nodes(engine: Mapping[str, Any]) -> Histogram:
-    """Nodes that were drafted in the steps of a sequence."""
-    stats, found = engine["stats"], Histogram(NODES)
-    drafting = 0
-    for drafted, row in stats["accepted_by_drafted"].items():
-        found.add(float(drafted), sum(row))
-        drafting += sum(row)
-    found.add(0.0, stats["passes"] - drafting)
-    return found
+class _DraftNodes(Collector):
+    """The nodes drafted in the steps of a sequence, as the engine has counted them.
+
+    Args:
+        labels: of every metric of the server.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+        self.stats: Mapping[str, Any] | None = None  # of the engine at the last update
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the histogram; nothing before the first update."""
+        if self.stats is None:
+            return
+        steps = {int(drafted): sum(row) for drafted, row in self.stats["accepted_by_drafted"].items()}
+        steps[0] = self.stats["passes"] - sum(steps.values())
+        bounds = [*map(float, NODES), float("inf")]
+        below = [float(sum(count for drafted, count in steps.items() if drafted <= bound)) for bound in bounds]
+        buckets = [*zip([*map(str, bounds[:-1]), "+Inf"], below, strict=True)]
+        words = "Nodes drafted in a step of a sequence."
+        family = HistogramMetricFamily(f"{OWN}:draft_nodes", words, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], buckets, self.stats["drafted"])
+        yield family
 
 
 class Metrics:
-    """The metrics of a server. Its counters only grow, whatever becomes of its engine; but ``draft_nodes`` begins anew
-    with a new one.
+    """The metrics of a server. Its counters only grow, also when its engine is restarted; ``draft_nodes`` alone starts
+    again with a new engine.
 
     Args:
         model: its name for clients.
-        names: whose names are used where there are two.
+        names: prefix of the metrics that vLLM has, too.
         replica: the server's name among several.
     """
 
     def __init__(self, model: str, names: str, replica: str | None = None) -> None:
         self._labels = {"model_name": model, "engine": "0"} | ({"replica": replica} if replica else {})
-        self._shared = names
-        # What requests took, and how long they were.
-        self.times = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
-        self.engine: Mapping[str, Any] | None = None  # its counters at the last look
-        self.restarts = 0
-        self.up = False
-        self._before: dict[tuple[str, tuple[str, ...]], float] = {}  # what engines counted that are gone
+        self._shared, self._registry = names, CollectorRegistry()
+        common: Any = {"labelnames": [*self._labels], "registry": self._registry}
+        self.times = {  # durations and lengths of requests
+            name: Histogram(f"{names}:{name}", words, buckets=bounds, **common).labels(**self._labels)
+            for name, (bounds, words) in HISTOGRAMS.items()
+        }
+        lost = Counter(f"{OWN}:engine_restarts", "Engines that were lost.", **common)
+        self._restarts, self._num_restarts = lost.labels(**self._labels), 0
+        self._gauges = {name: Gauge(f"{names}:{name}", words, **common) for name, words in GAUGES.items()}
+        words = "1 while a drafter that failed is put aside."
+        self._failed = Gauge(f"{OWN}:drafter_failed", words, **common)
+        self._counters: dict[str, Counter] = {}  # each is made when an engine first reports it
+        self._last: dict[tuple[str, tuple[str, ...]], float] = {}  # values of the present engine's counters
+        self._nodes = _DraftNodes(self._labels)
+        self._registry.register(self._nodes)
 
     def ended(self, stats: Mapping[str, Any], whole_s: float, prompt: int, tokens: int, samples: int) -> None:
-        """Take in a request that has ended.
+        """Count a request that has ended.
 
         Args:
             stats: `SpecStats.as_dict`, of the engine that ended it.
@@ -165,73 +163,52 @@ class Metrics:
             prompt, tokens: of prompt and output.
             samples: among which the output's tokens are.
         """
-        self.times["e2e_request_latency_seconds"].add(whole_s)
-        self.times["request_prompt_tokens"].add(prompt)
-        self.times["request_generation_tokens"].add(tokens)
+        self.times["e2e_request_latency_seconds"].observe(whole_s)
+        self.times["request_prompt_tokens"].observe(prompt)
+        self.times["request_generation_tokens"].observe(tokens)
         queue_ms, first_ms, elapsed_ms = stats["queue_ms"], stats["ttft_ms"], stats["elapsed_ms"]
         if queue_ms is None or first_ms is None or first_ms < queue_ms:  # ended before its first token
             return
         decode_s = max(0.0, elapsed_ms - first_ms) / 1e3
-        self.times["request_queue_time_seconds"].add(queue_ms / 1e3)
-        self.times["request_prefill_time_seconds"].add((first_ms - queue_ms) / 1e3)
-        self.times["request_decode_time_seconds"].add(decode_s)
-        self.times["request_inference_time_seconds"].add((elapsed_ms - queue_ms) / 1e3)
+        self.times["request_queue_time_seconds"].observe(queue_ms / 1e3)
+        self.times["request_prefill_time_seconds"].observe((first_ms - queue_ms) / 1e3)
+        self.times["request_decode_time_seconds"].observe(decode_s)
+        self.times["request_inference_time_seconds"].observe((elapsed_ms - queue_ms) / 1e3)
         if tokens > samples:
-            self.times["request_time_per_output_token_seconds"].add(decode_s * samples / (tokens - samples))
+            self.times["request_time_per_output_token_seconds"].observe(decode_s * samples / (tokens - samples))
 
-    def looked(self, engine: Mapping[str, Any] | None, restarts: int) -> None:
-        """Take in the engine's counters; None: there is no engine at the moment."""
-        self.up = engine is not None
+    def update(self, engine: Mapping[str, Any] | None, restarts: int) -> None:
+        """Take over the engine's counters, `Snapshot.as_dict`; None: there is no engine at the moment."""
+        if restarts != self._num_restarts:
+            self._restarts.inc(restarts - self._num_restarts)
+            self._num_restarts = restarts
+            self._last.clear()  # a new engine counts from 0
         if engine is None:
+            for gauge in self._gauges.values():
+                gauge.clear()
             return
-        if self.engine is not None and restarts != self.restarts:
-            for name, _, labels, value in self._counts(self.engine):
-                key = name, (*labels.values(),)
-                self._before[key] = self._before.get(key, 0.0) + value
-        self.engine, self.restarts = engine, restarts
-
-    def _counts(self, engine: Mapping[str, Any]) -> Iterator[Count]:
+        used = engine["kv_used"] / engine["kv_tokens"] if engine["kv_tokens"] else 0.0
+        for gauge, value in zip(self._gauges.values(), (engine["running"], engine["waiting"], used), strict=True):
+            gauge.labels(**self._labels).set(value)
+        self._failed.labels(**self._labels).set(engine["speculation"].get("failure") is not None)
+        self._nodes.stats = engine["stats"]
         for prefix, counts in ((self._shared, shared_counts(engine)), (OWN, own_counts(engine))):
             for name, words, labels, value in counts:
-                yield f"{prefix}:{name}", words, labels, value
+                all_labels, key = self._labels | labels, (name, (*labels.values(),))
+                if name not in self._counters:
+                    self._counters[name] = Counter(f"{prefix}:{name}", words, [*all_labels], registry=self._registry)
+                self._counters[name].labels(**all_labels).inc(value - self._last.get(key, 0.0))
+                self._last[key] = value
 
-    def collect(self) -> Iterator[Metric]:
-        """All of them, for prometheus_client."""
-        for name, (_, words) in HISTOGRAMS.items():
-            yield self._histogram(f"{self._shared}:{name}", words, self.times[name])
-        restarts = CounterMetricFamily(f"{OWN}:engine_restarts", "Engines that were lost.", labels=[*self._labels])
-        restarts.add_metric([*self._labels.values()], self.restarts)
-        yield restarts
-        if self.engine is None:
-            return
-        for name, words, value in gauges(self.engine) if self.up else ():
-            gauge = GaugeMetricFamily(f"{self._shared}:{name}", words, labels=[*self._labels])
-            gauge.add_metric([*self._labels.values()], value)
-            yield gauge
-        words = "1 while a drafter that failed is put aside."
-        failed = GaugeMetricFamily(f"{OWN}:drafter_failed", words, labels=[*self._labels])
-        failed.add_metric([*self._labels.values()], float(self.engine["speculation"].get("failure") is not None))
-        yield failed
-        yield self._histogram(f"{OWN}:draft_nodes", "Nodes drafted in a step of a sequence.", nodes(self.engine))
-        families: dict[str, CounterMetricFamily] = {}
-        for name, words, labels, value in self._counts(self.engine):
-            all_labels = self._labels | labels
-            family = families.setdefault(name, CounterMetricFamily(name, words, labels=[*all_labels]))
-            family.add_metric([*all_labels.values()], value + self._before.get((name, (*labels.values(),)), 0.0))
-        yield from families.values()
-
-    def _histogram(self, name: str, words: str, found: Histogram) -> Metric:
-        family = HistogramMetricFamily(name, words, labels=[*self._labels])
-        family.add_metric([*self._labels.values()], found.buckets(), found.total)
-        return family
+    def text(self) -> str:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry).decode()
 
 
 def merged(texts: Iterable[str]) -> str:
-    """What several replicas say as one text, in which all samples of a metric stand together."""
-    families: dict[str, list[str]] = {}
-    for text in texts:
-        for block in re.split(r"(?m)^(?=# HELP )", text):
-            if block:
-                head, *samples = re.split(r"(?m)^(?!#)", block, maxsplit=1)
-                families.setdefault(head, []).extend(samples)
-    return "".join(head + "".join(samples) for head, samples in families.items())
+    """Return the metrics of several replicas as one text, in which all samples of a metric stand together."""
+    families: dict[str, Metric] = {}
+    for family in chain.from_iterable(map(text_string_to_metric_families, texts)):
+        if family is not families.setdefault(family.name, family):
+            families[family.name].samples += family.samples
+    return generate_latest(SimpleNamespace(collect=families.values)).decode()
