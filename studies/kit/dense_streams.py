@@ -34,7 +34,7 @@ def eager_streams(
     config, adapters = trained.config, trained.adapters
     shared = config.mode == "shared"
     on_main = adapters.delta if shared and adapters is not None else None
-    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, config.insertion, batch, on_main)
+    hidden, below = network.run(network.embed(batch.tokens), 0, config.insertion, batch, on_main)
     main = hidden.flatten(0, 1)  # [B * T, d]
     seen_before = {layer: x.flatten(0, 1) for layer, x in enumerate(below)}
     count, gamma = len(main), config.gamma

@@ -99,9 +99,8 @@ class TimedStages(StagesInTurn):
         if frame.hidden is not None:
             return frame
         decoder = self.stages[0].decoder
-        rows = [[*part.tokens] for part in frame.parts], [[*part.positions] for part in frame.parts]
-        tokens, positions = (torch.tensor(sum(lists, [])) for lists in rows)
-        return replace(frame, hidden=decoder.embed_tokens(tokens, positions))
+        tokens = torch.tensor([token for part in frame.parts for token in part.tokens])
+        return replace(frame, hidden=decoder.embed_tokens(tokens))
 
 
 def costs_of(ask: PipeFlags, batch: int, found: Sequence[Sequence[int]]) -> Costs:

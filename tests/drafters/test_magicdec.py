@@ -259,7 +259,7 @@ def test_answers_over_compiled_layers_are_the_targets() -> None:
     ("config", "options", "wrong"),
     [
         (tiny_config(), {}, "sliding windows of their own"),
-        (whole(rope=None, learned_positions=MAX_POSITION), {}, "positions of tiny are learned"),
+        (whole(ropes=(None, RopeConfig(dim=8), None)), {}, "layers of tiny rotate keys in different ways"),
         (whole(max_position=64), {}, "64 positions, and the view leaves none of them out"),
     ],
 )

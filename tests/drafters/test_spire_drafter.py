@@ -341,7 +341,7 @@ def test_shapes_that_cannot_be(values: dict[str, Any], wrong: str) -> None:
 def test_targets_that_do_not_fit() -> None:
     for config, wrong in (
         (tiny_config(), "sliding windows of their own"),
-        (whole(rope=None, learned_positions=512), "are learned, not rotary"),
+        (whole(ropes=(None, RopeConfig(dim=8), None)), "rotate keys in different ways"),
         (whole(d_model=64), "d_model=32, tiny has 64"),
     ):
         with pytest.raises(CapabilityError, match=wrong):

@@ -52,7 +52,7 @@ def test_layers_in_two_parts_compute_what_they_compute_together(dtype: str) -> N
     frame = Frame(0, [text])
     with torch.inference_mode():
         expected = Stage(whole, 0, LAYERS, pools[0].tensors).run(frame).hidden
-        hidden = own.decoder.embed_tokens(torch.tensor(text.tokens), torch.arange(count))
+        hidden = own.decoder.embed_tokens(torch.tensor(text.tokens))
         (computed,) = made.handle(message_of(replace(frame, hidden=hidden)))
         last = Stage(own.decoder, 0, own.decoder.num_layers, pools[1].tensors)
         found = last.run(replace(frame, hidden=computed.hidden)).hidden

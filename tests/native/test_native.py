@@ -50,8 +50,6 @@ from paceline.network.packing import RowPacker
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import MAKERS, build  # noqa: E402  (the builders live beside the parity tests)
 
-COMPILED = sorted(set(MAKERS) - {"opt"})
-
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
@@ -65,7 +63,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.parametrize("family", sorted(MAKERS))
 def test_every_family_gives_the_logits_of_torch(family: str, tmp_path: Path):
     build(family, tmp_path, seed=4)
     reference = make_backend("reference", torch.float32)
@@ -497,11 +495,8 @@ def _greedily(decoder: Decoder, prompt: Sequence[int], steps: int, limit: int) -
 
 
 REFUSED: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
-    "layer norm": ({"norm": "layer"}, torch.float32, "another norm"),
-    "gelu": ({"activation": "gelu"}, torch.float32, "another norm or activation"),
-    "no gate": ({"gated": False}, torch.float32, "another norm or activation"),
-    "learned positions": ({"learned_positions": 64}, torch.float32, "learned positions"),
-    "no rotation": ({"rope": None}, torch.float32, "learned positions"),
+    "gelu": ({"activation": "gelu"}, torch.float32, "another activation, gelu"),
+    "no rotation": ({"ropes": (None,) * BASE["num_layers"]}, torch.float32, "no layer of llama has rotary positions"),
     "float64": ({}, torch.float64, "not torch.float64"),
     "float16": ({}, torch.float16, "not torch.float16"),
 }
@@ -542,12 +537,14 @@ def answer(llm: LLM) -> list[int]:
 
 
 def test_networks_they_do_not_support_run_on_torch(tmp_path: Path):
-    build("opt", tmp_path / "opt", seed=4)
-    auto = LLM(str(tmp_path / "opt"), dtype="float32", **LLM_OPTIONS)
+    build("llama2", tmp_path / "relu", seed=4)
+    config = json.loads((tmp_path / "relu" / "config.json").read_text())
+    (tmp_path / "relu" / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    auto = LLM(str(tmp_path / "relu"), dtype="float32", **LLM_OPTIONS)
     assert auto._target.decoder.stack is None
-    assert answer(auto) == answer(LLM(str(tmp_path / "opt"), dtype="float32", kernels="torch", **LLM_OPTIONS))
-    with pytest.raises(CapabilityError, match="opt has another norm or activation"):
-        LLM(str(tmp_path / "opt"), kernels="native", **LLM_OPTIONS)
+    assert answer(auto) == answer(LLM(str(tmp_path / "relu"), dtype="float32", kernels="torch", **LLM_OPTIONS))
+    with pytest.raises(CapabilityError, match="llama has another activation, relu"):
+        LLM(str(tmp_path / "relu"), kernels="native", **LLM_OPTIONS)
     build("llama2", tmp_path / "llama2", seed=4)
     with pytest.raises(CapabilityError, match="not torch.float64"):
         LLM(str(tmp_path / "llama2"), dtype="float64", kernels="native", **LLM_OPTIONS)

@@ -360,7 +360,6 @@ FIELDS = [
     *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "sliding_window", "layer_types"),
     *("use_sliding_window", "max_window_layers", "rope_theta", "rope_scaling", "rope_parameters", "torch_dtype"),
     *("partial_rotary_factor", "original_max_position_embeddings", "bos_token_id", "quantization_config", "auto_map"),
-    *("ffn_dim", "activation_function", "enable_bias", "do_layer_norm_before", "word_embed_proj_dim"),
 ]
 ROPE_FIELDS = [
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
@@ -389,7 +388,7 @@ def test_no_configuration_gets_through(
     spelling: str,
 ):
     """Nothing but a `ConfigError` leaves the constructor, and nothing large is allocated on the way."""
-    values = {**CONFIG, "model_type": family, "ffn_dim": 24} | ({} if rope is None else {spelling: rope}) | changes
+    values = {**CONFIG, "model_type": family} | ({} if rope is None else {spelling: rope}) | changes
     write_config(checkpoint, values)
     with bounded(monkeypatch):
         start(str(checkpoint))

@@ -96,7 +96,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 # --- how checkpoints may be stored ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama2", "phi3", "opt"])
+@pytest.mark.parametrize("family", ["llama2", "phi3"])
 def test_sharded_weights_are_the_same_weights(family: str, tmp_path: Path):
     build(family, tmp_path / "one", seed=5)
     build(family, tmp_path / "many", seed=5, max_shard_size="50KB")
@@ -175,7 +175,7 @@ def test_parameters_are_nan_until_loaded():
 
 def test_every_parameter_has_a_source(tmp_path: Path):
     """No parameter that the weight map forgets, and no two pieces on the same rows."""
-    for family in ("llama2", "llama3", "qwen2", "qwen3", "phi3", "opt", "gemma3", "smollm3"):
+    for family in ("llama2", "llama3", "qwen2", "qwen3", "phi3", "llama-biased", "gemma3", "smollm3"):
         build(family, tmp_path / family)
         decoder = Decoder(read_config(tmp_path / family), ReferenceAttention(), dtype=torch.float32)
         assert {piece.into for piece in weight_map(decoder.config)} == {name for name, _ in decoder.named_parameters()}
@@ -268,7 +268,7 @@ def test_a_broken_index_is_refused(checkpoint: Path, index: str):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "'gpt2'.*not a supported.*llama.*opt.*qwen3"),
+        ({"model_type": "gpt2"}, "'gpt2'.*not a supported.*llama.*qwen3"),
         ({"model_type": None}, "None.*not a supported"),
         ({"model_type": "mystery", "auto_map": {"AutoModel": "x.Y"}}, "brings its own code, which is never run"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
@@ -295,22 +295,6 @@ def test_a_broken_index_is_refused(checkpoint: Path, index: str):
 def test_bad_configs_are_refused(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         decoder_config({k: v for k, v in {**LLAMA, **changes}.items() if v is not None})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"do_layer_norm_before": False}, "do_layer_norm_before = False"),
-        ({"word_embed_proj_dim": 512}, "word_embed_proj_dim = 512"),
-        ({"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
-        ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
-    ],
-)
-def test_opt_variants_are_refused(changes: dict[str, Any], message: str):
-    base = {**LLAMA, "model_type": "opt", "ffn_dim": 24}
-    assert decoder_config(base).position_offset == 2
-    with pytest.raises(CapabilityError, match=message):
-        decoder_config({**base, **changes})
 
 
 def test_both_spellings_of_the_rope_parameters():

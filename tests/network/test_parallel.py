@@ -20,16 +20,16 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.kv.pool import KVPool
 from paceline.network import loader
 from paceline.network.decoder import Decoder
-from paceline.network.families import FAMILIES
 from paceline.network.joins import RankMemory
 from paceline.network.loader import load_model, read_config
 from paceline.network.packing import RowPacker
-from paceline.network.parallel import PLANS, Ranks, Share
+from paceline.network.parallel import Ranks, Share
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import MAKERS, build
 
-FEW = {"llama3", "opt", "phi3", "gemma3"}  # what differs in a plan: a tied head, biases, one tensor for q, k, v; norms
+# A tied head, biases, one tensor for q, k, v, norms of another kind.
+FEW = {"llama3", "llama-biased", "phi3", "gemma3"}
 
 
 def load(folder: Path, rank: int, memory: RankMemory, by_outputs: bool = False, **how: Any) -> Decoder:
@@ -51,10 +51,6 @@ def answer(decoder: Decoder) -> Tensor:
         found.append(decoder.read(state.hidden))
         assert torch.equal(decoder.best(state.hidden), found[-1].max(-1).indices)
     return torch.cat(found)
-
-
-def test_every_family_has_a_plan() -> None:
-    assert PLANS.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FEW else pytest.mark.full) for f in MAKERS])

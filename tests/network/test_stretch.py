@@ -47,14 +47,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "compiled int8": {"dtype": torch.bfloat16, "quant": "int8", "compiled": True, "exact": True},
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
-OPT = {
-    **{"family": "opt", "norm": "layer", "activation": "relu", "gated": False, "rope": None, "learned_positions": 514},
-    **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
-}
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "norms and biases": {"qk_norm": True, **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)},
-    "opt": OPT,
 }
 PROMPTS = [[*range(20, 62)], [*range(30, 41)], [8], [*range(20, 54), 3, 9], [*range(9, 90)]]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -81,10 +76,8 @@ def answers(decoder: Decoder, drafter: Any = None, **options: Any) -> list[tuple
 # -- the same tokens
 
 
-# OPT is not a network of the compiled layers.
-@pytest.mark.parametrize(
-    ("kind", "shape"), [(k, s) for k in KINDS for s in SHAPES if s != "opt" or not KINDS[k].get("compiled")]
-)
+@pytest.mark.parametrize("shape", SHAPES)
+@each_kind
 def test_the_logits_are_the_model_s(kind: str, shape: str) -> None:
     tokens = [*range(5, 60)]
     own, stretched = (full_logits(decoder_of(kind, times, shape), tokens) for times in (1, TIMES))

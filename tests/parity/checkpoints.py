@@ -104,18 +104,6 @@ def _smollm3(vocab_size: int) -> PreTrainedModel:
     return transformers.SmolLM3ForCausalLM(config)
 
 
-def _opt(vocab_size: int) -> PreTrainedModel:
-    config = transformers.OPTConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        ffn_dim=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT,
-    )
-    return transformers.OPTForCausalLM(config)
-
-
 MAKERS: dict[str, Callable[[int], PreTrainedModel]] = {
     "llama2": _llama(),
     "llama3": _llama(rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
@@ -126,13 +114,12 @@ MAKERS: dict[str, Callable[[int], PreTrainedModel]] = {
     "gemma3": _gemma3(),
     "smollm3": _smollm3,
     "phi3": _phi3(_rope(100.0, partial_rotary_factor=0.75)),
-    "opt": _opt,
     # Within its original context; beyond it LongRoPE is refused.
     "phi3-longrope": _phi3(LONG_ROPE, original=400),
     "gemma3-scaled": _gemma3(factor=8.0, num_attention_heads=8, num_key_value_heads=1),
     "llama-biased": _llama(attention_bias=True, mlp_bias=True),
 }
-FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "phi3", "opt", "gemma3", "smollm3")  # promised
+FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "smollm3")  # promised
 
 
 def build(
@@ -175,8 +162,6 @@ def _randomise(model: PreTrainedModel) -> None:
                     value.mul_(2).sub_(1)
             elif value.dim() == 1:
                 value.normal_(0, 0.3)
-            elif "embed_positions" in name:
-                value.normal_(0, 1.0)
             elif "embed" in name or "lm_head" in name:
                 value.normal_(
                     0, 0.05 if gemma else 0.2

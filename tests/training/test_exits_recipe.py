@@ -58,7 +58,7 @@ def context() -> torch.Generator:
 def logits_at(recipe: ExitRecipe, batch: TokenBatch, layer: int) -> torch.Tensor:
     """[B, T, V] of an exit, or of the target behind its last layer, as one would write it first."""
     target, heads = recipe.target, recipe.module
-    hidden = target.run(target.embed(batch.tokens, batch.positions), 0, layer, batch)[0]
+    hidden = target.run(target.embed(batch.tokens), 0, layer, batch)[0]
     if layer in LAYERS:
         place = LAYERS.index(layer)
         hidden = (hidden @ heads.down[place].T).relu() @ heads.up[place].T

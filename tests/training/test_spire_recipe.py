@@ -91,8 +91,8 @@ def test_passes_are_drafts_row_by_row(variant: str) -> None:
     draft, target = (network(seed, num_layers=n, windows=WHOLE[:n]).double() for seed, n in ((4, 2), (5, 3)))
     w = memory_of(shape)
     with torch.no_grad():
-        _, inputs = target.run(target.embed(data.tokens, data.positions), 0, 3, data)
-        last = target.run(target.embed(data.tokens, data.positions), 0, 3, data)[0]
+        _, inputs = target.run(target.embed(data.tokens), 0, 3, data)
+        last = target.run(target.embed(data.tokens), 0, 3, data)[0]
         y = [*inputs[1:], last]
         past = {"layers": inputs[-2:], "last": [last] * 2, "embedding": None}[shape.past]
         blocks = Blocks.of(data, shape.depth, offset)
@@ -405,7 +405,7 @@ def test_targets_that_cannot_be(places: tuple[Path, Path], tmp_path: Path) -> No
         prepare(job(places[0], None, tmp_path / "out"))
     for config, wrong in (
         (tiny_config(), "sliding windows"),
-        (tiny_config(windows=WHOLE, rope=None, learned_positions=64), "learned"),
+        (tiny_config(windows=WHOLE, ropes=(None,) * 3), "rotate keys in different ways"),
     ):
         with pytest.raises(CapabilityError, match=wrong):
             check_rotary("training spire", config, "tiny", "train another")

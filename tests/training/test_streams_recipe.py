@@ -200,7 +200,7 @@ def dense_loss(recipe: StreamRecipe, batch: TokenBatch) -> Tensor:
         total = total + alpha_0 * torch.stack(losses[0]).mean()
     delta = trained.adapters.delta if recipe.options.mode == "shared" and trained.adapters is not None else None
     with torch.no_grad():
-        _, inputs = network.run(network.embed(batch.tokens, batch.positions), 0, 4, batch, delta)
+        _, inputs = network.run(network.embed(batch.tokens), 0, 4, batch, delta)
     following = batch.tokens.flatten()[carriers.index + 1]
     for layer, exit_map in trained.exit_maps().items():
         # Main rows see no stream below where these begin, and in lossless mode nowhere.

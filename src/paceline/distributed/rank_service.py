@@ -125,7 +125,7 @@ def perform(decoder: Decoder, run: Run, cache: KVCache | None, adapters: Sequenc
     tokens, positions, slots, _, _, wanted = run.lists()
     if len(positions):
         decoder.expect(int(positions.max()))
-    hidden = decoder.embed_tokens(tokens, positions) if run.embeds else run.hidden
+    hidden = decoder.embed_tokens(tokens) if run.embeds else run.hidden
     if run.start < run.stop:
         assert cache is not None, "layers without K and V"
         state = ForwardState(hidden, positions, slots, decoder.plan(run.segments(), positions))

@@ -97,9 +97,8 @@ class StageWorkers(Workers):
         if not frame.rows:
             return frame
         decoder = self.last.decoder
-        rows = [[*part.tokens] for part in frame.parts], [[*part.positions] for part in frame.parts]
-        tokens, positions = (torch.tensor(sum(lists, []), device=decoder.device) for lists in rows)
-        return replace(frame, hidden=decoder.embed_tokens(tokens, positions))
+        tokens = torch.tensor([token for part in frame.parts for token in part.tokens], device=decoder.device)
+        return replace(frame, hidden=decoder.embed_tokens(tokens))
 
     # -- straight
 

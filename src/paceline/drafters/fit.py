@@ -29,7 +29,6 @@ READERS = {  # files that one drafter alone reads
     "spire.json": "spire",
     "streams.json": "streams",
 }
-FINAL_NORMS = {"norm.weight", "decoder.final_layer_norm.weight"}
 
 
 def reader_of(folder: Path) -> str | None:
@@ -50,7 +49,7 @@ def reader_of(folder: Path) -> str | None:
     except (ConfigError, TypeError, LookupError):  # loading it reports this
         return None
     names = {name.removeprefix("model.") for name in tensors}
-    return HEAD if "fc.weight" in names else MODEL if FINAL_NORMS & names else None
+    return HEAD if "fc.weight" in names else MODEL if "norm.weight" in names else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +112,12 @@ def check_rotary(wanted: str, c: DecoderConfig, name: str, remedy: str) -> None:
         remedy: what to do.
 
     Raises:
-        CapabilityError: layers with sliding windows or with rotations of their own, positions that are not rotary.
+        CapabilityError: layers with sliding windows or with rotations of their own.
     """
     if any(window is not None for window in c.windows):
         raise CapabilityError(wanted, f"layers of {name} have sliding windows of their own", remedy)
     if c.ropes:
         raise CapabilityError(wanted, f"layers of {name} rotate keys in different ways", remedy)
-    if c.rope is None:
-        raise CapabilityError(wanted, f"positions of {name} are learned, not rotary", remedy)
 
 
 def tokenizer_mark(tokenizer: Any) -> str:

@@ -84,7 +84,7 @@ class MagicDec(Drafter):
         """Check that the target can draft for itself.
 
         Raises:
-            CapabilityError: layers with a sliding window of their own, or positions that are not rotary.
+            CapabilityError: layers with sliding windows or rotations of their own.
             ConfigError: a view that leaves nothing out.
         """
         shape = target.decoder.config
@@ -94,7 +94,6 @@ class MagicDec(Drafter):
             wrong = f"{target.name} has {target.max_position} positions, and the view leaves none of them out"
             raise ConfigError(asked, wrong, f"give window and sinks below {target.max_position} together")
         self.decoder = target.decoder
-        assert shape.rope is not None, "it was checked"
         self.view = PoolView(self.shape, shape.rope, target.max_position, target.dtype, device)
 
     @inference

@@ -88,8 +88,6 @@ class Decoder(nn.Module):
         # Weights that a file has in blocks are never here as a whole: `finish` is given them.
         weights = torch.device("meta") if quant == "stored" else self.device
         self.embedding = nan_parameter(shape, dtype, weights) if lender is None else lender.embedding
-        if config.learned_positions:
-            self.position_embedding = nan_parameter((config.learned_positions, config.d_model), dtype, self.device)
         self.layers = nn.ModuleList(
             Layer(here, i, dtype, self.device, exact, None, weights, ranks) for i in range(config.num_layers)
         )
@@ -280,23 +278,19 @@ class Decoder(nn.Module):
         return self.ranks.together(run, cache, adapters)
 
     def embed(self, batch: Batch) -> ForwardState:
-        """Token embeddings (and learned positions, where the family has them): [rows, d_model]."""
-        hidden = self.embed_tokens(batch.tokens, batch.positions)
+        """Token embeddings: [rows, d_model]."""
+        hidden = self.embed_tokens(batch.tokens)
         state = ForwardState(hidden, batch.positions, batch.slots, batch.attn)
         if self.stack is None:
             self._rotations(state)
         return state
 
-    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """[rows, d_model] of tokens at positions, both [rows] int64: what the first layer reads."""
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """[rows, d_model] of ``tokens`` [rows] int64: what the first layer reads."""
         if self.ranks is not None:
-            with self.ranks.together(lambda: run_of(tokens=tokens, positions=positions)):
-                hidden = self.ranks.embedded(tokens, self.embedding.data)
-        else:
-            hidden = F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
-        if self.config.learned_positions:
-            hidden.add_(F.embedding(positions + self.config.position_offset, self.position_embedding))
-        return hidden
+            with self.ranks.together(lambda: run_of(tokens=tokens)):
+                return self.ranks.embedded(tokens, self.embedding.data)
+        return F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
 
     def run_layers(
         self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None

@@ -39,13 +39,11 @@ class DecoderConfig:
     max_position: int  # positions 0 .. max_position - 1 are right
     max_position_note: str = ""  # why it is less than the checkpoint's own figure, where it is
     windows: tuple[int | None, ...]  # [layers] a row at t sees keys at positions > t - window; None: all
-    norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
-    norm_offset: float = 0.0  # what is added to the gains of RMS norms that a checkpoint holds
+    norm_offset: float = 0.0  # added to the gains of norms that a checkpoint holds
     wide_norms: bool = False  # these gains are float32 beside activations of 16 bits
     post_norms: bool = False  # RMS norms behind attention and MLP, in front of the sums
-    activation: Activation = "silu"
-    gated: bool = True  # down(act(gate(x)) * up(x)); else down(act(up(x)))
+    activation: Activation = "silu"  # an MLP is down(act(gate(x)) * up(x))
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -53,10 +51,8 @@ class DecoderConfig:
     query_scalar: float | None = None  # scores are q k / sqrt(query_scalar); None: head_dim
     tied: bool = False  # the output head is the embedding table
     embedding_scale: float = 1.0  # of embeddings in front of the first layer, in their dtype; of the head 1
-    rope: RopeConfig | None = None  # of layers that see all keys, at least
+    rope: RopeConfig  # rotation of layers that see all keys
     ropes: tuple[RopeConfig | None, ...] = ()  # [layers] where not all have `rope`; None: that layer rotates nothing
-    learned_positions: int = 0  # rows of the position table; 0: none
-    position_offset: int = 0  # position p is row p + offset of that table
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     checkpoint_dtype: str | None = None  # "bfloat16", "float32", ..., or "stored": in blocks
@@ -86,7 +82,7 @@ class DecoderConfig:
         """The layers start .. stop - 1 alone; without ``ends`` states go in and come out, and embedding, final norm and
         head are not there."""
         kept = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
-        return kept if ends else replace(kept, vocab_size=1, tied=True, learned_positions=0)
+        return kept if ends else replace(kept, vocab_size=1, tied=True)
 
     @property
     def track(self) -> DecoderConfig:
@@ -104,7 +100,7 @@ def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     return {
         "qkv": (c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
         "out": (ranks * c.num_heads * c.head_dim, c.d_model // ranks),
-        "up": (c.d_model, c.d_ff * (2 if c.gated else 1)),
+        "up": (c.d_model, 2 * c.d_ff),
         "down": (ranks * c.d_ff, c.d_model // ranks),
     }
 
@@ -251,34 +247,10 @@ def _gemma3(f: Fields) -> DecoderConfig:
     )
 
 
-def _opt(f: Fields) -> DecoderConfig:
-    d_model, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
-    _refuse_opt_variants(f, d_model)
-    positions, bias = f.integer("max_position_embeddings"), f.flag("enable_bias", True)
-    return DecoderConfig(
-        **_common(f, d_model, heads, tied=True),
-        d_ff=f.integer("ffn_dim"),
-        num_kv_heads=heads,
-        head_dim=_head_dim(d_model, heads),
-        max_position=positions,
-        windows=(None,) * f.layers(),
-        norm="layer",
-        norm_eps=1e-5,
-        activation=_activation(f, "activation_function", "relu"),
-        gated=False,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
-        learned_positions=positions + 2,
-        position_offset=2,
-    )
-
-
 FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "gemma3_text": _gemma3,
     "llama": lambda f: _rotary_family(f, **_biased(f), mlp_bias=f.flag("mlp_bias", False)),
     "mistral": partial(_one_window, 4096),
-    "opt": _opt,
     "phi3": partial(_one_window, None),
     "qwen2": lambda f: _rotary_family(f, qkv_bias=True, windows=_layered_windows(f)),
     "qwen3": _qwen3,
@@ -298,8 +270,8 @@ def _rotary_family(
     activation: str = "hidden_act",
     **options: Any,
 ) -> DecoderConfig:
-    """What all but OPT share: RMS norm, rotary positions, a gated MLP; `None` is what the file says, of windows none.
-    ``theta`` and ``tied`` hold where it says nothing, ``activation`` is the field that names it.
+    """Read the fields that all families share; `None` is what the file holds, for windows none. ``theta`` and ``tied``
+    are its defaults, ``activation`` is the field that names the activation.
     """
     d_model, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     kv_heads = f.integer("num_key_value_heads", heads)
@@ -365,23 +337,6 @@ def _activation(f: Fields, name: str, default: str) -> Activation:
         wrong = f"the decoder has silu, relu and gelu ({', '.join(_ACTIVATIONS)})"
         raise CapabilityError(f"{name} = {shown(value)}", wrong, "use another checkpoint")
     return _ACTIVATIONS[value]
-
-
-def _refuse_opt_variants(f: Fields, d_model: int) -> None:
-    wanted = {
-        "do_layer_norm_before": True,
-        "_remove_final_layer_norm": False,
-        "layer_norm_elementwise_affine": True,
-        "word_embed_proj_dim": d_model,
-    }
-    for name, value in wanted.items():
-        given = f.values.get(name)
-        if given is not None and given != value:
-            raise CapabilityError(
-                f"OPT with {name} = {shown(given)}",
-                f"the decoder has {value!r} only",
-                "use another size (350m differs)",
-            )
 
 
 def _layered_windows(f: Fields, usual: list[str] | None = None) -> tuple[int | None, ...]:

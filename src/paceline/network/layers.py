@@ -24,27 +24,21 @@ _SERIAL_ELEMENTS = 32768
 
 
 class Norm(nn.Module):
-    """RMS norm, or layer norm with bias, in float32 inside."""
+    """RMS norm, computed in float32."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.eps, self.width = config.norm_eps, config.d_model
+        self.eps = config.norm_eps
         self.weight = nan_parameter((config.d_model,), gain_dtype(config, dtype), device)
-        self.bias = nan_parameter((config.d_model,), dtype, device) if config.norm == "layer" else None
         self._scale = self._floor = torch.empty(0)
 
     def finish(self) -> None:
         """Prepare what `rms` wants."""
-        if self.bias is None:
-            self._scale, self._floor = rms_constants(self.weight.data, self.eps)
-        else:
-            self._weight, self._bias = self.weight.data, self.bias.data
+        self._scale, self._floor = rms_constants(self.weight.data, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, d_model] -> [rows, d_model]; by-passes the module's hooks, which cost more than the norm."""
-        if self.bias is None:
-            return rms(x, self._scale, self._floor)
-        return F.layer_norm(x, (self.width,), self._weight, self._bias, self.eps)
+        return rms(x, self._scale, self._floor)
 
 
 def gain_dtype(config: DecoderConfig, dtype: torch.dtype) -> torch.dtype:
@@ -77,7 +71,7 @@ class Layer(nn.Module):
 
     qkv: LinearOp
     out: LinearOp
-    up: LinearOp  # gate and up in one where gated
+    up: LinearOp  # gate and up in one
     down: LinearOp
     table: int  # which of the network's `RopeTables`; -1: none
 
@@ -99,7 +93,7 @@ class Layer(nn.Module):
         self.window, self.scale = c.windows[index], c.scale
         rope = c.rotations[index]
         self.rotated_dim = rope.dim if rope else 0
-        self.activation, self.gated, self.exact = c.activation, c.gated, exact
+        self.activation, self.exact = c.activation, exact
         self.eps = c.norm_eps
         biases = linear_biases(c)
         for name, (inputs, outputs) in linear_shapes(c).items():
@@ -233,9 +227,7 @@ class Layer(nn.Module):
         return turned if dim == self.head_dim else torch.cat((turned, qk[..., dim:]), -1)
 
     def _inner(self, x: Tensor) -> Tensor:
-        """The MLP between its two products: [rows, d_ff or 2 d_ff] -> [rows, d_ff]."""
-        if not self.gated:
-            return self._activate(x)
+        """The MLP between its two products: [rows, 2 d_ff] -> [rows, d_ff]."""
         gate, up = x.chunk(2, dim=-1)
         return self._activate(gate).mul_(up)
 

@@ -1,8 +1,8 @@
 """A decoder's layers in one call: the compiled counterpart of `layers.Layer.run`.
 
-Used where it can run (float32, bf16, int8 or 4-bit weights on the CPU, RMS norm, gated SiLU or tanh GELU, rotary
-positions); everything else runs layer by layer on torch. Heads and a feed-forward width that are no multiple of 16 are
-padded with zeros: these add exactly 0 to every sum.
+Used where it can run (float32, bf16, int8 or 4-bit weights on the CPU, SiLU or tanh GELU); everything else runs layer
+by layer on torch. Heads and a feed-forward width that are no multiple of 16 are padded with zeros: these add exactly 0
+to every sum.
 
 A row's bits depend on that row and on the keys it sees alone, so what ``exact`` asks for holds here at no cost.
 """
@@ -45,8 +45,8 @@ def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
     rules = (
         (device.type == "cpu", f"they run on the CPU, not on {device.type}"),
         (dtype in (torch.float32, torch.bfloat16), f"they compute in float32 or bfloat16, not {dtype}"),
-        (c.norm == "rms" and c.gated and c.activation in ACTIVATIONS, f"{c.family} has another norm or activation"),
-        (not c.learned_positions and any(c.rotations), f"{c.family} has learned positions"),
+        (c.activation in ACTIVATIONS, f"{c.family} has another activation, {c.activation}"),
+        (any(c.rotations), f"no layer of {c.family} has rotary positions"),
         (len({rope.dim for rope in c.rotations if rope}) <= 1, f"layers of {c.family} rotate parts of different sizes"),
         (c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} heads cannot share {c.num_kv_heads} of K and V evenly"),
     )

@@ -32,23 +32,13 @@ from ..attention.base import Segment, slot_indices
 from ..core.errors import CapabilityError, ConfigError, RankLost
 from .adapters import MLP, AdapterRange, LowRank
 from .base import ForwardState, KVCache
-from .families import DecoderConfig, linear_shapes
+from .families import FAMILIES, DecoderConfig, linear_shapes
 from .joins import Joins
 from .linear import Quant
 from .weights import Piece
 
 COLWISE, ROWWISE, BY_VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
-_LLAMA = {"embedding": BY_VOCABULARY, "qkv": COLWISE, "out": ROWWISE, "up": COLWISE, "down": ROWWISE, "head": COLWISE}
-PLANS: dict[str, Mapping[str, str]] = {
-    "gemma3_text": _LLAMA,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "opt": _LLAMA,
-    "phi3": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "smollm3": _LLAMA,
-}
+PLAN = {"embedding": BY_VOCABULARY, "qkv": COLWISE, "out": ROWWISE, "up": COLWISE, "down": ROWWISE, "head": COLWISE}
 LANES = 16  # outputs that compiled layers compute together
 Span = tuple[int, int]  # the first, and one past the last
 
@@ -74,8 +64,8 @@ class Share:
 
     def __post_init__(self) -> None:
         c, asked = self.config, f"tensor_parallel={self.count}"
-        if c.family not in PLANS:
-            raise CapabilityError(asked, f"there is no plan for {c.family}", f"use one of: {', '.join(PLANS)}")
+        if c.family not in FAMILIES:
+            raise CapabilityError(asked, f"there is no plan for {c.family}", f"use one of: {', '.join(FAMILIES)}")
         if c.checkpoint_dtype == "stored":
             wrong = "its weights are stored in blocks, which are not cut at ranks"
             raise CapabilityError(asked, wrong, "use the original checkpoint, with dtype='int8' or 'bfloat16'")
@@ -96,8 +86,7 @@ class Share:
     @property
     def plan(self) -> Mapping[str, str]:
         """How each weight is divided."""
-        own = PLANS[self.config.family]
-        return {**own, "out": COLWISE, "down": COLWISE} if self.by_outputs else own
+        return {**PLAN, "out": COLWISE, "down": COLWISE} if self.by_outputs else PLAN
 
     @cached_property
     def vocabulary(self) -> Span:
@@ -130,7 +119,7 @@ class Share:
             return [(0, c.d_model)]
         if weight == "up":
             first, last = self._even(c.d_ff)
-            return [(first, last), (c.d_ff + first, c.d_ff + last)][: 1 + c.gated]
+            return [(first, last), (c.d_ff + first, c.d_ff + last)]
         if weight != "qkv":
             return [self._even(c.d_model)]
         kv = self.rank * c.num_kv_heads // self.count * hd

@@ -163,10 +163,10 @@ class Tracks(Decoder):
 
     def embed(self, batch: Batch) -> ForwardState:
         """See `Decoder`: the columns of the tracks that are here."""
-        hidden = self.embed_tokens(batch.tokens, batch.positions)
+        hidden = self.embed_tokens(batch.tokens)
         return ForwardState(hidden, batch.positions, batch.slots, batch.attn)
 
-    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
         """See `embed`; nothing is joined."""
         return nn.functional.embedding(tokens, self.embedding)
 

@@ -35,7 +35,7 @@ class Piece:
         return math.prod((*taken, *self.shape[len(taken) :]))
 
 
-# The decoder's part -> the checkpoint's tensors that fill it, one after the other. Of layers first, then of the top.
+# A layer's part -> the checkpoint's tensors that fill it, one after the other.
 _LLAMA_LAYER = {
     "attention_norm": ("input_layernorm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -52,52 +52,32 @@ _LAYERS = {
         "mlp_post_norm": ("post_feedforward_layernorm",),
     },
     "phi3": _LLAMA_LAYER | {"qkv": ("self_attn.qkv_proj",), "up": ("mlp.gate_up_proj",)},
-    "opt": {
-        "attention_norm": ("self_attn_layer_norm",),
-        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "out": ("self_attn.out_proj",),
-        "mlp_norm": ("final_layer_norm",),
-        "up": ("fc1",),
-        "down": ("fc2",),
-    },
-}
-_LLAMA_TOP = {"embedding": "embed_tokens.weight", "norm": "norm", "layers": "layers"}
-_TOPS = {
-    "opt": {
-        "embedding": "decoder.embed_tokens.weight",
-        "position_embedding": "decoder.embed_positions.weight",
-        "norm": "decoder.final_layer_norm",
-        "layers": "decoder.layers",
-    }
 }
 
 
 def weight_map(config: DecoderConfig) -> list[Piece]:
     """Every checkpoint tensor that the decoder reads, and where it goes."""
-    c, top = config, _TOPS.get(config.family, _LLAMA_TOP)
+    c = config
     if c.tracks > 1:
         return _of_tracks(c)
-    pieces = [Piece(source=top["embedding"], into="embedding", shape=(c.vocab_size, c.d_model))]
-    if c.learned_positions:
-        table = (c.learned_positions, c.d_model)
-        pieces.append(Piece(source=top["position_embedding"], into="position_embedding", shape=table))
-    pieces += _norm(c, top["norm"], "norm")
+    table = (c.vocab_size, c.d_model)
+    pieces = [Piece(source="embed_tokens.weight", into="embedding", shape=table), _norm(c, "norm", "norm")]
     if not c.tied:
-        pieces.append(Piece(source="lm_head.weight", into="head.weight", shape=(c.vocab_size, c.d_model)))
+        pieces.append(Piece(source="lm_head.weight", into="head.weight", shape=table))
     for index in range(c.num_layers):
-        pieces += _layer(c, f"{top['layers']}.{index}", f"layers.{index}")
+        pieces += _layer(c, f"layers.{index}", f"layers.{index}")
     return pieces
 
 
 def _of_tracks(c: DecoderConfig) -> list[Piece]:
     """One table for both ends, and of every track its layers and what it reads of the others."""
     own, table = c.track, (c.vocab_size, c.d_model)
-    pieces = [Piece(source="embed_tokens.weight", into="embedding", shape=table), *_norm(c, "norm", "norm")]
+    pieces = [Piece(source="embed_tokens.weight", into="embedding", shape=table), _norm(c, "norm", "norm")]
     for track in range(c.tracks):
         source = into = f"tracks.{track}"
         for index in range(c.num_layers):
             pieces += _layer(own, f"{source}.layers.{index}", f"{into}.body.layers.{index}")
-        pieces += _norm(own, f"{source}.merge_norm", f"{into}.merge_norm")
+        pieces.append(_norm(own, f"{source}.merge_norm", f"{into}.merge_norm"))
         reads = c.d_model if c.merge == "gather" else own.d_model
         merge: dict[str, Any] = {"source": f"{source}.merge.weight", "into": f"{into}.merge.weight"}
         pieces.append(Piece(**merge, shape=(own.d_model, reads)))
@@ -109,7 +89,7 @@ def _layer(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
     heads = c.num_kv_heads * c.head_dim
     for part, names in _LAYERS.get(c.family, _LLAMA_LAYER).items():
         if part not in shapes:
-            yield from _norm(c, f"{source}.{names[0]}", f"{into}.{part}")
+            yield _norm(c, f"{source}.{names[0]}", f"{into}.{part}")
             continue
         inputs, outputs = shapes[part]
         split = {1: [outputs], 2: [c.d_ff, c.d_ff], 3: [c.num_heads * c.head_dim, heads, heads]}[len(names)]
@@ -122,6 +102,5 @@ def _layer(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
         yield Piece(shape=(c.head_dim,), **place)
 
 
-def _norm(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
-    for kind in ("weight", "bias")[: 1 + (c.norm == "layer")]:
-        yield Piece(source=f"{source}.{kind}", into=f"{into}.{kind}", shape=(c.d_model,), offset=c.norm_offset)
+def _norm(c: DecoderConfig, source: str, into: str) -> Piece:
+    return Piece(source=f"{source}.weight", into=f"{into}.weight", shape=(c.d_model,), offset=c.norm_offset)

@@ -173,7 +173,7 @@ def shape_of(config: DecoderConfig, name: str = "") -> ModelSizes:
     """The sizes of a decoder, its stretch included."""
     sliding = [window for window in config.windows if window is not None]
     names = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position")
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in (*names, "gated")}
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in names}
     sizes |= {"weight_bytes": 0.5} if config.quantised else {}
     shape = ModelSizes(name=name, window=min(sliding, default=None), sliding_layers=len(sliding), **sizes)
     return shape.stretched(config.stretch)

@@ -65,7 +65,7 @@ class ExitRecipe:
     def states(self, batch: TokenBatch) -> list[Tensor]:
         """[rows, d_model] of the tokens with weight: behind the layers of every exit, and behind the last layer."""
         rows = batch.weights > 0
-        hidden, found, start = self.target.embed(batch.tokens, batch.positions), [], 0
+        hidden, found, start = self.target.embed(batch.tokens), [], 0
         for stop in (*self.module.config.layers, self.target.config.num_layers):
             hidden, start = self.target.run(hidden, start, stop, batch)[0], stop
             found.append(hidden[rows])

@@ -62,7 +62,7 @@ class OnlineFeatures:
 
 def last_states(target: Network, batch: TokenBatch) -> Tensor:
     """[B, T, d_model] after the last layer, before the final norm."""
-    return target.run(target.embed(batch.tokens, batch.positions), 0, target.config.num_layers, batch)[0]
+    return target.run(target.embed(batch.tokens), 0, target.config.num_layers, batch)[0]
 
 
 def needed_states(batch: TokenBatch) -> Tensor:

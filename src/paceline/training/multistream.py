@@ -304,7 +304,7 @@ class MainPass:
 def main_pass(network: Network, batch: TokenBatch, insertion: int, exits: Collection[int] = ()) -> MainPass:
     """Main rows of the frozen base model; ``insertion`` is N - Ns, ``exits`` are layers before which states are kept,
     below that one."""
-    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, insertion, batch)
+    hidden, below = network.run(network.embed(batch.tokens), 0, insertion, batch)
     kept: list[Projected] = []
     final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
     keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for _, k, v in kept)
@@ -374,7 +374,7 @@ def shared_pass(
     delta = None if trained.adapters is None else trained.adapters.delta
     config, layers = trained.config, network.config.num_layers
     start = config.insertion if config.gamma else layers
-    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, start, batch, delta)
+    hidden, below = network.run(network.embed(batch.tokens), 0, start, batch, delta)
     states, before = [hidden.flatten(0, 1)], _before(below, exits)
     if not len(carriers) or not config.gamma:
         hidden, _ = network.run(hidden, start, layers, batch, delta)

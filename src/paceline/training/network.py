@@ -73,16 +73,8 @@ class Network(nn.Module):
 
     # -- forward
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """[B, T] -> [B, T, d_model]."""
-        hidden = self.words(tokens)
-        if self.config.learned_positions:
-            table = self.decoder.position_embedding
-            hidden = hidden + F.embedding(positions + self.config.position_offset, table)
-        return hidden
-
-    def words(self, tokens: Tensor) -> Tensor:
-        """[.., d_model] embeddings of ``tokens`` [..] as the first layer and drafters read them, without positions."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[.., d_model] embeddings of ``tokens`` [..] as the first layer and drafters read them."""
         found = F.embedding(tokens, self.decoder.embedding)
         return found if self.config.embedding_scale == 1 else found * self.config.embedding_scale
 
@@ -153,7 +145,7 @@ class Network(nn.Module):
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """[B, T, d_model] after the final norm."""
-        hidden, _ = self.run(self.embed(batch.tokens, batch.positions), 0, self.config.num_layers, batch)
+        hidden, _ = self.run(self.embed(batch.tokens), 0, self.config.num_layers, batch)
         return self.final(hidden)
 
     def final(self, hidden: Tensor) -> Tensor:
@@ -255,12 +247,8 @@ def finish(
     if own is not None:
         return hidden + own
     inner = linear(layer, "up", index, x, delta)
-    activate = _ACTIVATIONS[c.activation]
-    if c.gated:
-        gate, up = inner.chunk(2, dim=-1)
-        inner = activate(gate) * up
-    else:
-        inner = activate(inner)
+    gate, up = inner.chunk(2, dim=-1)
+    inner = _ACTIVATIONS[c.activation](gate) * up
     return hidden + normed(layer.mlp_post_norm, linear(layer, "down", index, inner, delta))
 
 
@@ -269,9 +257,7 @@ def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     if not isinstance(norm, Norm):
         return x
     wide = x if x.dtype == torch.float64 else x.float()
-    if norm.bias is None:
-        return F.rms_norm(wide, (norm.width,), norm.weight.to(wide.dtype), norm.eps)
-    return F.layer_norm(wide, (norm.width,), norm.weight.to(wide.dtype), norm.bias.to(wide.dtype), norm.eps)
+    return F.rms_norm(wide, norm.weight.shape, norm.weight.to(wide.dtype), norm.eps)
 
 
 def head_norm(x: Tensor, weight: Tensor | None, c: DecoderConfig) -> Tensor:
@@ -289,10 +275,8 @@ def linear(layer: Layer, name: str, index: int, x: Tensor, delta: Delta | None) 
     return y if more is None else y + more
 
 
-def rotation_of(rope: RopeTable | None, positions: Tensor) -> Rotation:
+def rotation_of(rope: RopeTable, positions: Tensor) -> Rotation:
     """cos and signed sin [.., 1, dim] of ``positions`` [..]."""
-    if rope is None:
-        return None
     cos, sin = rope.rows(positions.reshape(-1))
     shape = (*positions.shape, 1, -1)
     return cos.view(shape), sin.view(shape)

@@ -168,7 +168,6 @@ class Eagle3Network:
         self._norms = {name: rms_constants(value, c.norm_eps) for name, value in norms.items()}
         self._tokens = model.tokens.to(device)
         self._attention = make_backend("reference" if handle.dtype == torch.float64 else "sdpa", handle.dtype)
-        assert c.rope is not None, "a Llama layer has rotary positions"
         self._rope = RopeTable(c.rope, c.max_position, handle.dtype, device)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:

@@ -132,7 +132,7 @@ class SpireDrafter(Drafter):
         """Check the target, load the draft, and allocate its rings.
 
         Raises:
-            CapabilityError: layers with sliding windows, positions that are not rotary, or a draft of another target.
+            CapabilityError: layers with sliding windows or rotations of their own, or a draft of another target.
         """
         check_rotary(self.config.asked, target.decoder.config, target.name, "use draft_model or ngram for this target")
         self._target = target.decoder
@@ -241,7 +241,7 @@ class SpireDrafter(Drafter):
         kept = self._note(view.key, 0 if text is None else text.seen, root)
         if kept:
             tokens = torch.tensor([view.tokens[p] for p in kept], device=self.network.decoder.device)
-            states = [self.network.decoder.embed_tokens(tokens, tokens)] * self.shape.layers
+            states = [self.network.decoder.embed_tokens(tokens)] * self.shape.layers
             slots = self.ring.slots(self._texts[view.key].ring, kept)
             self.network.write(self.ring, states, range(len(kept)), kept, slots)
 

@@ -66,7 +66,6 @@ class SpireNetwork:
 
     def __init__(self, decoder: Decoder, memory: Tensor | None) -> None:
         c = decoder.config
-        assert c.rope is not None, "it was looked at before"
         layers: list[Any] = [] if decoder._native else list(decoder.layers)
         self._projections = [projection(layer, c) for layer in layers]
         self.decoder = decoder.finish()

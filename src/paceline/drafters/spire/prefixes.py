@@ -178,7 +178,7 @@ def run_blocks(
     """
     c, layers = network.config, network.layers
     if past is None:
-        past = [network.embed(batch.tokens, batch.positions)] * len(layers)
+        past = [network.embed(batch.tokens)] * len(layers)
     whole, groups = network.rotation(batch.positions), Groups.of(batch, blocks, shape)
     rows, count, length = len(batch.tokens), len(blocks.places), batch.tokens.shape[1]
     known: list[list[KeyValues]] = [
@@ -193,7 +193,7 @@ def run_blocks(
         seen = mask.any(-1)[:, 0, :, None]  # [B, P, 1]: the first token of a document has nothing before it
         mask = groups.mask(mask, length)
         mask = mask | ~mask.any(-1, keepdim=True)
-        hidden = network.embed(batch.tokens[:, at], positions)
+        hidden = network.embed(batch.tokens[:, at])
         activations = [hidden]
         for layer, own in zip(layers, known, strict=True):
             if mix is None:

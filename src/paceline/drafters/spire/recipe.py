@@ -170,7 +170,7 @@ class SpireRecipe:
             end = target.config.num_layers - 1
             *served, last = self.serving.activations(batch, (*self.shape.taps(end + 1), end))
             return served or None, target.final(last)
-        last, inputs = target.run(target.embed(batch.tokens, batch.positions), 0, target.config.num_layers, batch)
+        last, inputs = target.run(target.embed(batch.tokens), 0, target.config.num_layers, batch)
         # y^{N-n-1+i} for draft layer i: what the target's own layer N - n + i reads (section 3.3)
         past = {"layers": inputs[-n:], "last": [last] * n, "embedding": None}[self.shape.past]
         return past, target.final(last)
@@ -254,7 +254,7 @@ def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
 
     Raises:
         ConfigError: as many layers as it has or more, or a draft of another shape to go on from.
-        CapabilityError: a target with sliding windows, or whose positions are not rotary.
+        CapabilityError: a target whose layers have sliding windows or rotations of their own.
     """
     target, folder = context.subject()
     whole = target.config

@@ -33,7 +33,6 @@ def layer_json(target: DecoderConfig) -> dict[str, Any]:
 
     Llama's for every family: RMS norm, rotary positions of the target's base, a gated MLP, no biases.
     """
-    theta = target.rope.theta if target.rope is not None else 10000.0
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -50,8 +49,8 @@ def layer_json(target: DecoderConfig) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "num_key_value_heads": target.num_kv_heads,
         "rms_norm_eps": target.norm_eps,
-        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
-        "rope_theta": theta,
+        "rope_parameters": {"rope_theta": target.rope.theta, "rope_type": "default"},
+        "rope_theta": target.rope.theta,
         "tie_word_embeddings": target.tied,
         "vocab_size": target.vocab_size,
     }
@@ -93,7 +92,7 @@ class StateHead(nn.Module):
         self.fc = Dense(c.d_model * (2 if fusion == "concat" else 1), c.d_model, bias, dtype, place)
         self.blank = nan_parameter((c.d_model,), dtype, place) if blank else None
         self.layer = Layer(c, 0, dtype, place, exact=False)
-        self.rope = RopeTable(c.rope, c.max_position, dtype, place) if c.rope else None
+        self.rope = RopeTable(c.rope, c.max_position, dtype, place)
 
     # -- parameters
 

@@ -31,7 +31,7 @@ def start_from_target(head: StateHead, target: Network, batches: Iterable[TokenB
         batches: text that the map is fitted on, as much as `ROWS` rows of it.
 
     Raises:
-        CapabilityError: a target whose last layer is not one like a head's: norms elsewhere, biases, OPT's MLP.
+        CapabilityError: a target whose last layer is not one like a head's: norms elsewhere, biases.
     """
     c, ours = target.config, head.tensors()
     prefix = f"model.{LAYER[:-2]}{c.num_layers - 1}."
@@ -71,7 +71,7 @@ def _rows(target: Network, batches: Iterable[TokenBatch]) -> tuple[Tensor, Tenso
     gain = target.decoder.norm.weight.float()  # type: ignore[union-attr]
     inputs, aims, ratios, sizes, count = [], [], [], [], 0
     for batch in batches:
-        embedded = target.embed(batch.tokens, batch.positions)
+        embedded = target.embed(batch.tokens)
         before, _ = target.run(embedded, 0, target.config.num_layers - 1, batch)
         after, _ = target.run(before, target.config.num_layers - 1, target.config.num_layers, batch)
         same = (batch.documents[:, 1:] == batch.documents[:, :-1]) & (batch.documents[:, 1:] >= 0)

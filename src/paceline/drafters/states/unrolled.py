@@ -211,7 +211,7 @@ class UnrolledRecipe:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[.., d] the target's embeddings of ``tokens``."""
-        return self.target.words(tokens)
+        return self.target.embed(tokens)
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """Mean over steps of ``alpha MSE + beta CE``, each a mean over its rows; and both parts of each step."""
