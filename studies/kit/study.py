@@ -3,7 +3,7 @@
 A study is a script. Each of its functions is a table or a figure, takes the options and returns a `Grid` (methods x
 workloads x settings, measured interleaved on the same prompts), or yields a `Table` that it makes in another way. The
 framework reads the command line, runs the functions named, prints the tables and writes NAME.json, NAME.md, NAME.svg
-and, of a grid, its raw report in the folder NAME. docs/write-a-study.md has a complete example.
+and, of a grid, its raw report in the folder NAME. docs/extending.md has a complete example.
 """
 
 from __future__ import annotations

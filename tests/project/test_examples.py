@@ -16,6 +16,7 @@ SCRIPTS = {  # name -> what its output must hold
     "batch_and_sampling": "[1, ",
     "async_requests": "one left early",
     "custom_drafter": "second time",
+    "network_drafter": "trained",
 }
 
 

@@ -28,7 +28,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "write-a-study.md"
+PAGE = ROOT / "docs" / "extending.md"
 SMALL = ("--model", "paceline-small-draft", "--prompts", 1, "--repeats", 1, "--max-new-tokens", 6, "--threads", 1)
 
 
