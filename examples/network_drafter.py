@@ -43,7 +43,7 @@ class Head(Drafter):
             self.layer.load_state_dict(load_file(self.folder / "head.safetensors"))
 
     def observe(self, step):
-        for b, (seq, rows) in enumerate(zip(step.sequences, step.hidden_rows, strict=True)):
+        for b, (seq, rows) in enumerate(zip(step.sequences, step.hidden_rows, strict=False)):
             if rows.stop > rows.start:  # rows of [rows, d_model]; `first` is the position of the first of them
                 self.last[seq.key] = step.hidden[-1][rows.stop - 1], step.first[b] + rows.stop - rows.start
 
