@@ -74,7 +74,7 @@ def _require_packages() -> None:
 def _serve_replicas(config: ServeConfig, llm: dict[str, Any]) -> None:
     if llm["cluster"] is None:
         asked = f"--replicas {config.replicas}"
-        raise ConfigError(asked, "no cluster is named", "say --cluster auto (docs/replicas.md says how to have one)")
+        raise ConfigError(asked, "no cluster is named", "say --cluster auto (docs/serving.md says how to have one)")
     options = vars(LLMOptions(**llm))
     from ..serve import replicas
 

@@ -27,7 +27,7 @@ class ServeConfig:
     replicas: int | None = option(
         None,
         help="several servers behind the address, each with a model of its own, by Ray Serve on the hosts of --cluster "
-        "(docs/replicas.md); none: this process is the server",
+        "(docs/serving.md); none: this process is the server",
         minimum=1,
     )
     max_replicas: int | None = option(

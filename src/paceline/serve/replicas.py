@@ -2,7 +2,7 @@
 
 `application` is what Serve runs: one deployment, each replica of which is our ASGI application with an engine in a
 process of its own. ``paceline serve --replicas N --cluster auto`` runs it with `run`; `serve deploy` reads it from a
-file that names ``paceline.serve.replicas:application`` (docs/replicas.md).
+file that names ``paceline.serve.replicas:application`` (docs/serving.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .config import ServeConfig
 from .generation import Server
 from .metrics import merged
 
-PAGE = "docs/replicas.md"
+PAGE = "docs/serving.md"
 APPLICATION, DEPLOYMENT = "paceline", "server"
 HEADER = b"x-paceline-replica"
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"  # by x-session-id; else evenly
