@@ -44,9 +44,9 @@ def view(tokens: list[int], key: int = 0) -> SequenceView:
     return SequenceView(key=key, tokens=tokens, prompt_len=len(tokens), sampler=None)
 
 
-def test_page_shows_parts_of_the_examples():
-    first, second, _ = blocks("python")  # the third is a study: tests/studies runs it
-    assert first in EXAMPLE.read_text(encoding="utf-8") and second in NETWORK_EXAMPLE.read_text(encoding="utf-8")
+def test_page_shows_part_of_the_example():
+    first, _ = blocks("python")  # the second is a study: tests/studies runs it
+    assert first in EXAMPLE.read_text(encoding="utf-8")
 
 
 def test_the_drafter_takes_40_lines():
