@@ -165,7 +165,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of speed; 0: none")
     parser.add_argument("--dtype", default="auto", help="of ours")
     parser.add_argument("--kernels", action="store_true", help="products of one thread and the tokenizer, nothing else")
-    parser.add_argument("--clock", type=float, default=3.64, help="GHz, for cycles; that of docs/measured/weights.md's Zen 4")
+    parser.add_argument(
+        "--clock", type=float, default=3.64, help="GHz, for cycles; that of docs/measured/weights.md's Zen 4"
+    )
     asked = parser.parse_args()
     file = Path(asked.model) if asked.model.endswith(".gguf") else None
     if asked.kernels:
