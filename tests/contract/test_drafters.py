@@ -1,0 +1,254 @@
+"""The contract of every registered drafter, over the embedded model: what it proposes, costs and leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+
+from paceline import LLM, ConfigError, PacelineError, SamplingParams, Speculation
+from paceline.core.request import RequestOutput
+from paceline.core.tree import TokenTree
+from paceline.drafters.base import DraftRequest
+from paceline.drafters.registry import describe, names
+
+MODEL = "paceline-small"
+BUDGET = 6
+LIMITS: dict[str, Any] = {"threads": 1, "max_model_len": 256, "max_sequences": 4}
+QUESTION = "CREATE TABLE players (name, team, number)\nQuestion: Which team does number 21 play for?\nSQL:"
+PROMPTS = [QUESTION, "name[The Mill], food[English], area[riverside]\nText:", (QUESTION + " SELECT team\n") * 2]
+PEOPLE = {
+    "type": "object",
+    "properties": {"occupation": {"const": "a smith of the old town"}, "residence": {"const": "by the riverside"}},
+    "required": ["occupation", "residence"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a drafter is named, and the most passes that it needs for greedy answers of 48 tokens to `PROMPTS`."""
+
+    drafter: str
+    passes: int
+    request: dict[str, Any] = field(default_factory=dict)  # of `SamplingParams`
+
+
+CASES = {
+    "ngram": Case("ngram", 130),
+    "suffix": Case("suffix", 124),
+    "prediction": Case("prediction", 25),
+    "grammar": Case("grammar", 16, {"grammar": {"kind": "json_schema", "text": json.dumps(PEOPLE)}}),
+    "draft_model": Case("draft_model", 63),
+    "medusa": Case("medusa", 102),
+    "hybrid": Case("hybrid:paceline-small-draft", 66),
+    "streams": Case("streams", 89),
+    "lyanna": Case("lyanna", 76),
+    "eagle": Case("eagle", 75),
+    "magicdec": Case("magicdec", 36),
+    "spire": Case("spire", 76),
+}
+KINDS = pytest.mark.parametrize("kind", CASES)
+
+
+def test_every_drafter_that_is_built_in_has_a_case() -> None:
+    assert {row.name for row in describe() if row.origin == "built in"} - {"none"} == CASES.keys() <= {*names()}
+
+
+@cache
+def plain() -> LLM:
+    return LLM(MODEL, **LIMITS)
+
+
+def drafting(kind: str, **options: Any) -> LLM:
+    return LLM(MODEL, drafter=CASES[kind].drafter, share=plain(), **LIMITS | {"budget": BUDGET} | options)
+
+
+def params(kind: str, temperature: float = 0.0, **options: Any) -> SamplingParams:
+    common = {"temperature": temperature, "seed": 5, "max_tokens": 48, "ignore_eos": not CASES[kind].request}
+    return SamplingParams(**common | CASES[kind].request | options)
+
+
+ANSWERS: dict[str, list[RequestOutput]] = {}
+
+
+def reference(rules: SamplingParams) -> list[RequestOutput]:
+    """Plain decoding's answers to `PROMPTS`."""
+    if repr(rules) not in ANSWERS:
+        ANSWERS[repr(rules)] = plain().generate(PROMPTS, rules)
+    return ANSWERS[repr(rules)]
+
+
+def answers(llm: LLM, kind: str, rules: SamplingParams) -> list[RequestOutput]:
+    if kind == "prediction":
+        wishes = [Speculation(prediction=tuple(o.outputs[0].token_ids)) for o in reference(rules)]
+        jobs = [llm.job(p, rules, None, speculation=w) for p, w in zip(PROMPTS, wishes, strict=True)]
+        outputs = llm._run(jobs, None)
+    else:
+        outputs = llm.generate(PROMPTS, rules)
+    assert llm.engine.round.failure is None  # a drafter that fails costs no token: equal ids would not show it
+    return outputs
+
+
+def same(outputs: Sequence[RequestOutput], wanted: Sequence[RequestOutput]) -> None:
+    for output, plain_one in zip(outputs, wanted, strict=True):
+        for a, b in zip(output.outputs, plain_one.outputs, strict=True):
+            assert a.token_ids == b.token_ids
+            assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After each test, what the drafters and pools of its engines hold is what they held before any request."""
+    made: list[LLM] = []
+    start = LLM.__init__
+
+    def noted(self: LLM, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(LLM, "__init__", noted)
+    yield
+    for llm in made:
+        llm.engine.pool.check_integrity()
+        assert llm.engine.pool.idle and not llm.engine.live
+        for pool in pools(llm.engine.round.drafter):
+            assert pool.idle
+
+
+def pools(part: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Every pool that is reached from a drafter, but the target's, which rests with the engine."""
+    seen = set() if seen is None else seen
+    if id(part) in seen or type(part).__module__.split(".")[0] != "paceline":
+        return
+    seen.add(id(part))
+    if hasattr(type(part), "idle"):
+        yield part
+    slots = [getattr(part, name, None) for name in getattr(type(part), "__slots__", ())]
+    for value in [*getattr(part, "__dict__", {}).values(), *slots]:
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            yield from pools(one, seen)
+
+
+@KINDS
+def test_ids_are_those_of_plain_decoding_in_fewer_passes(kind: str) -> None:
+    llm = drafting(kind)
+    for temperature in (0.0, 1.0):
+        rules = params(kind, temperature)
+        outputs = answers(llm, kind, rules)
+        same(outputs, reference(rules))
+        drafted, passes = (sum(getattr(o.stats, name) for o in outputs) for name in ("accepted", "passes"))
+        assert passes < sum(o.stats.passes for o in reference(rules))
+        assert drafted == sum(o.outputs[0].origins.count("drafted") for o in outputs) > 0
+        if temperature == 0:
+            assert passes <= CASES[kind].passes, (kind, passes)
+
+
+@KINDS
+def test_proposals_are_trees_within_budget_and_depth(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = drafting(kind, budget=5)
+    drafter, sizes = llm.engine.round.drafter, set()
+    propose, release = drafter.propose, drafter.release
+    open_keys: set[int] = set()
+
+    def checked(want: DraftRequest) -> TokenTree:
+        tree = propose(want)
+        tree.check()
+        for b, (view, budget, deepest) in enumerate(want.rows()):
+            open_keys.add(view.key)
+            depths = [0]
+            for parent in tree.parents[b][1:]:
+                depths.append(depths[parent] + 1)
+            assert tree.counts[b] - 1 <= budget and max(depths) <= deepest
+            assert tree.tokens[b][0] == view.tokens[-1]
+            siblings = [*zip(tree.parents[b], tree.tokens[b], strict=True)]
+            assert len({*siblings}) == len(siblings)
+            assert all(0 <= token < plain().decoder.config.vocab_size for token in tree.tokens[b])
+            sizes.add(tree.counts[b] - 1)
+        return tree
+
+    def closed(keys: Sequence[int]) -> None:
+        open_keys.difference_update(keys)
+        release(keys)
+
+    monkeypatch.setattr(drafter, "propose", checked)
+    monkeypatch.setattr(drafter, "release", closed)
+    same(answers(llm, kind, params(kind, max_tokens=30)), reference(params(kind, max_tokens=30)))
+    assert max(sizes) > 0 and not open_keys
+
+
+@KINDS
+def test_preemption_and_prefix_hits_change_nothing(kind: str) -> None:
+    """A pool for little more than one sequence; and one that has room for the texts of the requests before."""
+    rules = params(kind, 0.8)
+    for options, mark in (({"kv_memory": "3MiB", "max_model_len": 160}, "preemptions"), ({}, "cached_prompt_tokens")):
+        llm = drafting(kind, **options)
+        outputs = [*answers(llm, kind, rules), *answers(llm, kind, rules)]
+        same(outputs, reference(rules) * 2)
+        assert sum(o.stats.accepted for o in outputs)
+        if mark == "preemptions" or llm.engine.round.drafter.spec.past == 0:  # else states are computed again
+            assert sum(getattr(o.stats, mark) for o in outputs)
+
+
+@KINDS
+def test_ends_inside_of_accepted_paths(kind: str) -> None:
+    """At some tokens that were drafted, as stop tokens, as a stop string and as the limit."""
+    llm = drafting(kind)
+    own, stopped = answers(llm, kind, params(kind))[-1].outputs[0], 0
+    places = [i for i, origin in enumerate(own.origins) if origin == "drafted" and i > 2]
+    for place in places[: 2 * 4 : 2]:
+        for rules in (params(kind, stop_token_ids=[own.token_ids[place]]), params(kind, max_tokens=place)):
+            outputs = answers(llm, kind, rules)
+            same(outputs, reference(rules))
+            ends = [(o.outputs[0].finish_reason, o.outputs[0].origins[-1]) for o in outputs]
+            stopped += ends.count(("stop", "drafted"))
+    rules = params(kind, stop=[own.text[len(own.text) // 2 :][:4]])
+    outputs = answers(llm, kind, rules)
+    same(outputs, reference(rules))
+    assert outputs[-1].outputs[0].finish_reason == "stop" and stopped
+
+
+@KINDS
+def test_samples_of_one_prompt_are_drafted_apart(kind: str) -> None:
+    llm = drafting(kind)
+    rules = params(kind, 1.0, n=3, max_tokens=24)
+    outputs = answers(llm, kind, rules)
+    same(outputs, reference(rules))
+    assert sum(o.stats.accepted for o in outputs)
+
+
+@KINDS
+def test_after_forgetting_it_drafts_as_in_the_beginning(kind: str) -> None:
+    """What is remembered of other requests makes drafts better, and no token another."""
+    llm, rules = drafting(kind), params(kind)
+    begun = [o.stats.passes for o in answers(llm, kind, rules)]
+    answers(llm, kind, rules)
+    llm.forget()
+    assert [o.stats.passes for o in answers(llm, kind, rules)] == begun
+
+
+@KINDS
+def test_an_aborted_request_leaves_nothing(kind: str) -> None:
+    llm, rules = drafting(kind), params(kind)
+    stream = llm.stream(PROMPTS[0], rules)
+    next(stream)
+    stream.close()
+    assert not llm.engine.live
+    same(answers(llm, kind, rules), reference(rules))
+
+
+ROWS = {row.name: row.options for row in describe() if row.origin == "built in"}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_options_that_cannot_be_are_refused_by_name_and_value(kind: str) -> None:
+    with pytest.raises(ConfigError, match="nosuch"):
+        LLM(MODEL, drafter=f"{kind},nosuch=1", share=plain())
+    for option in ROWS[kind]:
+        with pytest.raises(PacelineError) as refused:
+            LLM(MODEL, drafter=f"{kind},{option.name}=-7.5x", share=plain())
+        assert option.name in str(refused.value) or "-7.5x" in str(refused.value), option
