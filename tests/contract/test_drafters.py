@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import pytest
+from kits.contract import BUDGET, LIMITS, MODEL, PROMPTS, plain, reference, same
 
 from paceline import LLM, ConfigError, PacelineError, SamplingParams, Speculation
 from paceline.core.request import RequestOutput
@@ -16,11 +16,6 @@ from paceline.core.tree import TokenTree
 from paceline.drafters.base import DraftRequest
 from paceline.drafters.registry import describe, names
 
-MODEL = "paceline-small"
-BUDGET = 6
-LIMITS: dict[str, Any] = {"threads": 1, "max_model_len": 256, "max_sequences": 4}
-QUESTION = "CREATE TABLE players (name, team, number)\nQuestion: Which team does number 21 play for?\nSQL:"
-PROMPTS = [QUESTION, "name[The Mill], food[English], area[riverside]\nText:", (QUESTION + " SELECT team\n") * 2]
 PEOPLE = {
     "type": "object",
     "properties": {"occupation": {"const": "a smith of the old town"}, "residence": {"const": "by the riverside"}},
@@ -59,11 +54,6 @@ def test_every_drafter_that_is_built_in_has_a_case() -> None:
     assert {row.name for row in describe() if row.origin == "built in"} - {"none"} == CASES.keys() <= {*names()}
 
 
-@cache
-def plain() -> LLM:
-    return LLM(MODEL, **LIMITS)
-
-
 def drafting(kind: str, **options: Any) -> LLM:
     return LLM(MODEL, drafter=CASES[kind].drafter, share=plain(), **LIMITS | {"budget": BUDGET} | options)
 
@@ -71,16 +61,6 @@ def drafting(kind: str, **options: Any) -> LLM:
 def params(kind: str, temperature: float = 0.0, **options: Any) -> SamplingParams:
     common = {"temperature": temperature, "seed": 5, "max_tokens": 48, "ignore_eos": not CASES[kind].request}
     return SamplingParams(**common | CASES[kind].request | options)
-
-
-ANSWERS: dict[str, list[RequestOutput]] = {}
-
-
-def reference(rules: SamplingParams) -> list[RequestOutput]:
-    """Plain decoding's answers to `PROMPTS`."""
-    if repr(rules) not in ANSWERS:
-        ANSWERS[repr(rules)] = plain().generate(PROMPTS, rules)
-    return ANSWERS[repr(rules)]
 
 
 def answers(llm: LLM, kind: str, rules: SamplingParams) -> list[RequestOutput]:
@@ -92,46 +72,6 @@ def answers(llm: LLM, kind: str, rules: SamplingParams) -> list[RequestOutput]:
         outputs = llm.generate(PROMPTS, rules)
     assert llm.engine.round.failure is None  # a drafter that fails costs no token: equal ids would not show it
     return outputs
-
-
-def same(outputs: Sequence[RequestOutput], wanted: Sequence[RequestOutput]) -> None:
-    for output, plain_one in zip(outputs, wanted, strict=True):
-        for a, b in zip(output.outputs, plain_one.outputs, strict=True):
-            assert a.token_ids == b.token_ids
-            assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """After each test, what the drafters and pools of its engines hold is what they held before any request."""
-    made: list[LLM] = []
-    start = LLM.__init__
-
-    def noted(self: LLM, *args: Any, **options: Any) -> None:
-        start(self, *args, **options)
-        made.append(self)
-
-    monkeypatch.setattr(LLM, "__init__", noted)
-    yield
-    for llm in made:
-        llm.engine.pool.check_integrity()
-        assert llm.engine.pool.idle and not llm.engine.live
-        for pool in pools(llm.engine.round.drafter):
-            assert pool.idle
-
-
-def pools(part: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Every pool that is reached from a drafter, but the target's, which rests with the engine."""
-    seen = set() if seen is None else seen
-    if id(part) in seen or type(part).__module__.split(".")[0] != "paceline":
-        return
-    seen.add(id(part))
-    if hasattr(type(part), "idle"):
-        yield part
-    slots = [getattr(part, name, None) for name in getattr(type(part), "__slots__", ())]
-    for value in [*getattr(part, "__dict__", {}).values(), *slots]:
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            yield from pools(one, seen)
 
 
 @KINDS
