@@ -14,9 +14,7 @@ import torch
 
 from paceline import LLM, SamplingParams, native, zoo
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.network.hot import FILE, hot_rows, load_hot, masked, most_frequent, save_hot
-from paceline.network.linear import make_linear
-from paceline.network.native_linear import NativeLinear
+from paceline.network.hot import FILE, load_hot, masked, most_frequent, save_hot
 
 MODEL = "paceline-small"
 VOCAB = 8192
@@ -80,14 +78,6 @@ def test_only_hot_tokens_are_drafted(
         assert drafted
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_all_tokens_hot_is_no_difference(kind: str, params: SamplingParams, copied: Callable[..., str]) -> None:
-    """The same drafts as without, chosen and drawn: the noise of a token is its own, wherever it stands in the head."""
-    whole, cut = (answer(copied(kind, hot), params, dtype="float32") for hot in (None, [*range(VOCAB)]))
-    assert cut == whole and cut[2] < len(cut[0])
-
-
 @compiled_only
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -98,29 +88,6 @@ def test_compiled_code_and_torch_draft_the_same(
     drafter = copied(kind, hot)
     ours, torchs = (answer(drafter, params, dtype="float32", kernels=k) for k in ("native", "torch"))
     assert ours == torchs
-
-
-@compiled_only
-def test_beside_bytes_and_sixteen_bits(copied: Callable[..., str], said: list[int]) -> None:
-    drafter = copied("eagle", sorted({*said}))
-    for dtype in ("bfloat16", "int8", "q4_0"):
-        tokens, drafted, passes = answer(drafter, GREEDY, dtype=dtype, exact=True)
-        alone = LLM(MODEL, dtype=dtype, exact=True, threads=1).generate([PROMPT], GREEDY)[0].outputs[0].token_ids
-        assert tokens == alone and drafted and passes < len(tokens)
-
-
-@compiled_only
-@pytest.mark.parametrize("quant", [None, "int8", "q4_0", "q8_0"])
-def test_rows_are_read_off_a_head(quant: Any) -> None:
-    generator = torch.Generator().manual_seed(3)
-    weight = torch.randn(96, 160, generator=generator)
-    dtype = torch.float32 if quant is None else torch.bfloat16
-    head = NativeLinear(weight.to(dtype), None, quant)
-    tokens = torch.tensor([0, 1, 17, 50, 95])
-    found = hot_rows(head, tokens, 160, dtype)
-    close = {None: 1e-6, "int8": 0.03, "q8_0": 0.03, "q4_0": 0.45}[quant]
-    assert torch.allclose(found, weight[tokens], atol=close)
-    assert torch.equal(hot_rows(make_linear(weight, None), tokens, 160, torch.float32), weight[tokens])
 
 
 def test_files(tmp_path: Path) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.draft import paths, paths_of, proposals, text, view, want
+from kits.draft import paths, proposals, text, view, want
 from kits.tiny import LOOKUP, MODEL, assemble, hybrid, hybrid_with_streams, run, tiny_config, tiny_decoder
 
-from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters import parse
 from paceline.drafters.base import SequenceView, StepFeatures
 from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.proposal import Proposal
@@ -66,20 +64,6 @@ class Rule:
 # -- what a user may say
 
 
-def test_a_models_name_alone_brings_a_look_up() -> None:
-    chosen = parse("hybrid:some-model,dtype=int8")
-    assert isinstance(chosen, HybridConfig) and chosen.model == "some-model"
-    kinds = [(part.kind, getattr(part, "dtype", None)) for part in chosen.chosen]
-    assert kinds == [("suffix", None), ("draft_model", "int8")]
-
-
-def test_parts_carry_their_options() -> None:
-    chosen = HybridConfig(parts="ngram;depth=3 + suffix;depth=5 + draft_model:m;topk=2;dtype=float32", dtype="int8")
-    ngram, suffix, model = chosen.chosen
-    assert (ngram.depth, suffix.depth, model.topk, model.dtype) == (3, 5, 2, "float32")  # type: ignore[attr-defined]
-    assert HybridConfig(parts="ngram").model is None
-
-
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
@@ -92,52 +76,7 @@ def test_parts_that_are_none_are_refused(parts: str, said: str) -> None:
         HybridConfig(parts=parts)
 
 
-@pytest.mark.parametrize("part", ["draft_model:tiny-draft;proposes=sampled", "streams+streams;k=2"])
-def test_drafters_that_cannot_be_merged_are_refused(part: str) -> None:
-    with pytest.raises(CapabilityError, match="hybrid:"):
-        hybrid(f"{LOOKUP}+{part}")
-
-
-def test_names_are_told_apart() -> None:
-    assert hybrid(f"{LOOKUP}+{MODEL}+{MODEL};topk=2").spec.sources == ("suffix", "draft_model", "draft_model 2")
-
-
 # -- what it proposes
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_trees_fit_whatever_is_accepted(shape: str) -> None:
-    draw = random.Random(3)
-    drafter = bound(hybrid(**SHAPES[shape]))
-    views = [view(REPEATED, 1), view(text(20, 1), 2), view([5], 3)]
-    met = set()
-    for _ in range(25):
-        budgets = [draw.choice([0, 1, 3, 64]) for _ in views]
-        depths = [draw.choice([0, 1, 2, 64, 64]) for _ in views]
-        tree = drafter.propose(want(views, budgets, depths))
-        tree.check()
-        for b, sequence in enumerate(views):
-            found = paths_of(tree, b)
-            assert tree.tokens[b][0] == sequence.tokens[-1]
-            assert len(found) <= budgets[b] and max(map(len, found), default=0) <= depths[b]
-            met |= {*tree.sources[b][1:]}
-            path = draw.choice([(), *found])
-            told(drafter, sequence, [*path, draw.choice(sequence.tokens)], len(path))
-        drafter.parts[1].model.pool.check_integrity()  # type: ignore[attr-defined]
-    assert met == {DRAFT, SUFFIX}
-    drafter.release([1, 2, 3])
-    drafter.parts[1].model.pool.check_idle()  # type: ignore[attr-defined]
-
-
-def test_a_tree_holds_both() -> None:
-    drafter = bound(hybrid())
-    # Only two tokens match, and what follows them is no favourite of the draft model.
-    sequence = view([*text(20, 4), 3, 9, *text(6, 5), 3, 9], 1)
-    tree = drafter.propose(want([sequence]))
-    marks = tree.sources[0][1 : tree.counts[0]]
-    assert {*marks} == {DRAFT, SUFFIX}
-    looked_up = [p for p, mark in zip(paths_of(tree), marks, strict=True) if mark == SUFFIX]
-    assert looked_up[0][0] == text(6, 5)[0]
 
 
 def test_the_rule_says_who_is_asked_and_hears_what_it_took() -> None:
@@ -170,17 +109,6 @@ def test_streams_ride_where_they_are_asked_for() -> None:
     assert drafter.stream_set(sequence) is not None
     drafter.propose(want([sequence], 9))
     assert drafter.stream_set(sequence) is not None
-
-
-def test_what_streams_said_is_merged_behind_the_look_up() -> None:
-    drafter, sequence = hybrid_with_streams(k=2), view(REPEATED)
-    drafter.bind(tiny_decoder().info("tiny"), 4, 2000, torch.device("cpu"))
-    levels = [[3, 4], [5, 6]], [[-0.1, -2.0], [-0.2, -3.0]]
-    drafter.observe(StepFeatures([sequence], [[sequence.tokens[-1]]], [0], [[]], stream_levels=[levels]))
-    tree = drafter.propose(want([sequence], 24))
-    found = dict(zip(paths_of(tree), tree.sources[0][1:], strict=True))
-    assert {*found.values()} == {0, 1}
-    assert found[3, 5] == 1
 
 
 def test_with_a_fixed_budget_a_sure_look_up_spares_the_network() -> None:

@@ -10,17 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from kits.draft import paths_of, text, view
-from kits.tiny import MAX_POSITION, assemble, draft_model, run, tiny_config, tiny_decoder
+from kits.tiny import MAX_POSITION, tiny_config, tiny_decoder
 
 from paceline import native
 from paceline.attention.rope import RopeConfig, RopeTable
-from paceline.core.errors import CapabilityError, ConfigError
-from paceline.core.sampling import SamplingParams
-from paceline.drafters import registry
 from paceline.drafters.base import DraftRequest, SequenceView
-from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.magicdec import MagicDec, MagicDecConfig
-from paceline.drafters.ngram import NgramConfig
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.kv.views import SinkWindow
 from paceline.network.decoder import Decoder
@@ -143,15 +138,6 @@ def test_a_pass_sees_the_view_at_its_own_positions(changes: dict[str, Any], sink
             assert int(fresh.argmax()) == path[-1]
 
 
-def test_short_texts_are_seen_whole_and_drafts_are_the_targets_own() -> None:
-    """Where the view leaves nothing out, the draft is what the target will say."""
-    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=1)
-    decoder = tiny_decoder(whole())
-    engine = assemble(MagicDecConfig(window=60, depth=4), decoder=decoder)
-    (output,) = run(engine, [(text(5), params)])
-    assert output.stats.accepted == output.stats.drafted > 12
-
-
 def test_what_is_read_and_held_stays_the_same_as_the_text_grows() -> None:
     stage = Stage(tiny_decoder(whole()), (20, 90, 300))
     keys = [stage.drafter.view.keys(c, len(v.tokens) - 1, 0) for v, c in zip(stage.views, stage.caches, strict=True)]
@@ -168,31 +154,6 @@ def test_the_targets_k_v_is_left_alone() -> None:
     stage.drafter.propose(stage.want())
     assert torch.equal(kv.all_k[:, :, own], before[0]) and torch.equal(kv.all_v[:, :, own], before[1])
     stage.drafter.release([0, 1, 99])
-
-
-def test_sampled_drafts_say_honestly_what_they_were_drawn_from() -> None:
-    stage = Stage(tiny_decoder(whole()), proposes="sampled")
-    stage.params(temperature=0.8, top_k=30)
-    tree = stage.drafter.propose(stage.want())
-    assert tree.q is not None
-    for b, sequence in enumerate(stage.views):
-        drafted = tree.tokens[b][1:]
-        for node in range(4):
-            fresh = sequence.sampler.probs(by_hand(stage, b, drafted[:node])[None], torch.tensor([drafted[:node]]))
-            assert torch.allclose(tree.q[b, node].double(), fresh[0], atol=1e-9)
-            assert fresh[0, drafted[node]] > 0
-
-
-def test_budgets_depths_and_the_floor_are_kept() -> None:
-    stage = Stage(tiny_decoder(whole()))
-    many = len(LENGTHS)
-    tree = stage.drafter.propose(DraftRequest(stage.views, [0, 1, 2, 9, 9], [9, 9, 9, 3, 0], caches=stage.caches))
-    assert tree.counts == [1, 2, 3, 4, 1]
-    shy = stage.drafter.propose(stage.want(floor=0.5))
-    bold = stage.drafter.propose(stage.want())
-    assert sum(shy.counts) < sum(bold.counts) == 5 * many
-    for b in range(many):  # the one that falls below it is the last
-        assert all(score > -0.6932 for score in shy.scores[b][1 : shy.counts[b] - 1])  # type: ignore[index]
 
 
 # -- compiled
@@ -229,66 +190,3 @@ def test_compiled_drafts_are_those_of_the_long_way(
         (*stages[0].pool.k, *stages[0].pool.v), (*stages[1].pool.k, *stages[1].pool.v), strict=True
     ):
         assert torch.equal(made, expected)
-
-
-@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
-def test_answers_over_compiled_layers_are_the_targets() -> None:
-    """Ids are those of plain decoding, greedy and sampled, with preemption and prefixes that are found again."""
-    decoder = tiny_decoder(whole(head_dim=16), dtype=torch.float32, compiled=True)
-    requests = [
-        (text(n, n), SamplingParams(temperature=t, max_tokens=30, ignore_eos=True, seed=n))
-        for n in (5, 40, 60)
-        for t in (0.0, 0.8)
-    ]
-    expected = [o.outputs[0].token_ids for o in run(assemble(decoder=decoder), requests)]
-    small = {"kv_tokens": 200, "max_model_len": 150, "block_size": 4}
-    for options in ({}, small, {"max_batch_rows": 9}):
-        engine = assemble(MagicDecConfig(window=48), decoder=decoder, **options)  # type: ignore[arg-type]
-        for _ in range(2):
-            outputs = run(engine, requests)
-            assert [o.outputs[0].token_ids for o in outputs] == expected
-        stats = [o.stats for o in outputs]
-        assert sum(s.accepted for s in stats) > 20 and any(s.cached_prompt_tokens for s in stats)
-        assert options is not small or any(s.preemptions for s in stats)
-
-
-# -- refusals
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "wrong"),
-    [
-        (tiny_config(), {}, "sliding windows of their own"),
-        (whole(ropes=(None, RopeConfig(dim=8), None)), {}, "layers of tiny rotate keys in different ways"),
-        (whole(max_position=64), {}, "64 positions, and the view leaves none of them out"),
-    ],
-)
-def test_targets_that_cannot_draft_so(config: DecoderConfig, options: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(ConfigError, match=wrong):
-        assemble(MagicDecConfig(**options), decoder=tiny_decoder(config))
-
-
-@pytest.mark.parametrize(
-    ("spec", "wrong"),
-    [
-        ("magicdec,window=0", "window must be 1 or more"),
-        ("magicdec,sinks=-1", "sinks must be 0 or more"),
-        ("magicdec,depth=0", "depth must be 1"),
-        ("magicdec,depth=65", "depth must be"),
-        ("magicdec,proposes=guesses", "proposes"),
-        ("magicdec,resample=top", "re-sampl"),
-        ("magicdec:paceline-small", "runs no model of its own"),
-    ],
-)
-def test_options_that_cannot_be(spec: str, wrong: str) -> None:
-    with pytest.raises(ConfigError, match=wrong):
-        registry.parse(spec)
-
-
-def test_it_goes_beside_a_lookup_and_shares_the_scratch_slots() -> None:
-    parts = [NgramConfig(depth=3).build(None), MagicDec(MagicDecConfig(sinks=3))]  # type: ignore[arg-type]
-    assert Hybrid(HybridConfig(parts="ngram+magicdec"), parts).spec.scratch == 3
-    drawn = [parts[0], MagicDec(MagicDecConfig(proposes="sampled"))]
-    with pytest.raises(CapabilityError, match="draws its drafts"):
-        Hybrid(HybridConfig(parts="ngram+magicdec;proposes=sampled"), drawn)
-    assert draft_model().spec.scratch_slots(0, 8, 4) == 0

@@ -12,10 +12,7 @@ from paceline import LLM, SamplingParams, native
 
 PARALLEL = 32768  # numbers from which torch cuts an operation for its threads
 MAKES_NOTHING = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
-DRAFTERS = (
-    *("spire:paceline-small-spire", "eagle:paceline-small-eagle", "lyanna:paceline-small-lyanna"),
-    *("medusa:paceline-small-medusa", "streams:paceline-small-streams", "magicdec", "draft_model:paceline-small-draft"),
-)
+DRAFTERS = ("streams:paceline-small-streams", "draft_model:paceline-small-draft")
 
 
 class Large(TorchDispatchMode):

@@ -11,9 +11,7 @@ import pytest
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters import registry
-from paceline.drafters.base import DraftRequest, SequenceView
-from paceline.drafters.ngram import NgramConfig, NgramDrafter
-from paceline.drafters.none import NoneConfig
+from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
 
 
@@ -67,27 +65,6 @@ def row(name: str):
     return next(r for r in describe() if r.name == name)
 
 
-def test_none_and_objects_pass_through():
-    config = NgramConfig(depth=3)
-    assert parse(None) is None
-    assert parse(config) is config
-    assert parse("none") == NoneConfig()
-
-
-def test_names_and_options_are_read():
-    assert parse("ngram") == NgramConfig()
-    assert parse("ngram, depth = 6,max_ngram=2") == NgramConfig(depth=6, max_ngram=2)
-
-
-def test_every_type_is_read(sample):
-    spec = "sample:org/a-model:tag,depth=6,rate=0.25,eager=yes,tree=<1,1,3>,draws=point,note=none"
-    wanted = SampleConfig(
-        model="org/a-model:tag", depth=6, rate=0.25, eager=True, tree=(1, 1, 3), draws="point", note=None
-    )
-    assert parse(spec) == wanted
-    assert parse("sample,model=m,tree=none,note=two words") == SampleConfig(model="m", note="two words")
-
-
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -122,35 +99,9 @@ def test_bad_specs_say_what_to_do(sample, spec, words):
         assert word.lower() in str(caught.value).lower()
 
 
-@pytest.mark.parametrize("options", [{"depth": "6"}, {"depth": 6.0}, {"depth": True}, {"depth": None}])
-def test_config_objects_are_checked_too(options):
-    with pytest.raises(ConfigError, match="depth takes integer"):
-        NgramConfig(**options)
-
-
-def test_build_passes_the_context(sample):
-    drafter = NgramDrafter(NgramConfig())
-    asked = []
-
-    def load(name: str, dtype: str) -> NgramDrafter:
-        asked.append((name, dtype))
-        return drafter
-
-    assert build(SampleConfig(model="m"), DrafterContext(load_model=load, dtype="float32")) is drafter
-    assert asked == [("m", "float32")]
-
-
 def test_build_refuses_what_is_no_drafter(sample):
     with pytest.raises(CapabilityError, match="returned a object, which is no Drafter"):
         build(SampleConfig(model="m"), DrafterContext(load_model=lambda name, dtype: object()))
-
-
-def test_none_drafts_nothing():
-    drafter = build(NoneConfig())
-    tree = drafter.propose(DraftRequest([SequenceView(0, [4, 5], 1, None)], [8], [8]))
-    tree.check()
-    assert tree.tokens == [[5]]
-    assert drafter.spec.default_budget == 0
 
 
 def test_describe_shows_every_option_as_it_is_written(sample):
@@ -165,36 +116,6 @@ def test_describe_shows_every_option_as_it_is_written(sample):
         ("draws", "point or coupled", "coupled", "how"),
         ("note", "text or none", "none", "a remark"),
     ]
-
-
-def test_builtin_drafters_are_described():
-    for name in ("none", "ngram", "suffix"):
-        shown = row(name)
-        assert shown.error is None and shown.origin == "built in" and shown.help
-        assert all(o.help and o.default != "required" for o in shown.options)
-        spelled = ",".join(f"{o.name}={o.default}" for o in shown.options)
-        assert parse(f"{name},{spelled}" if spelled else name) == parse(name)
-
-
-def test_names_are_taken_once(sample):
-    assert register(SampleConfig) is SampleConfig  # again: no harm
-    other = type("Other", (DrafterConfig,), {"kind": "sample"})
-    with pytest.raises(ConfigError, match="taken"):
-        register(other)
-    with pytest.raises(ConfigError, match="taken"):
-        register(type("Other", (DrafterConfig,), {"kind": "ngram"}))
-    with pytest.raises(ConfigError, match="is no name"):
-        register(type("Other", (DrafterConfig,), {"kind": "a,b"}))
-
-
-def test_an_option_that_cannot_be_written_is_refused():
-    @dataclass(frozen=True, kw_only=True)
-    class Odd(DrafterConfig):
-        kind: ClassVar[str] = "odd"
-        table: dict = option(None, help="a table")
-
-    with pytest.raises(ConfigError, match="cannot be written"):
-        Odd()
 
 
 def test_entry_points_are_found(installed):

@@ -154,17 +154,6 @@ def test_random_lives(params: SamplingParams, looks_up: bool) -> None:
     served.pool.check_idle()
 
 
-def test_a_text_that_ends_in_another_token_keeps_what_was_computed_of_it() -> None:
-    _, served = sessions()
-    served.open(opening(0, PROMPT))
-    (first,) = served.grow([Ask(0, expand=[ROOT])])
-    (second,) = served.grow([Ask(0, expand=first.nodes)])
-    served.grow([Ask(0, expand=second.nodes)])
-    before = served._open[0].cache.committed
-    served.commit(0, [*first.tokens, *second.tokens, 12])
-    assert served._open[0].cache.committed == before + 2 and served._open[0].pending == 1
-
-
 def test_nothing_grows_where_there_is_no_room() -> None:
     """A pool that is full, the end of the draft's context, a token that the draft lacks: no child, and no fault."""
     _, served = sessions(rows=1, pool_tokens=16, sequences=1)
@@ -177,12 +166,3 @@ def test_nothing_grows_where_there_is_no_room() -> None:
     served.open(opening(1, [12] * last))
     (grown,) = served.grow([Ask(1, expand=[ROOT])])
     assert grown.nodes and not served.grow([Ask(1, expand=grown.nodes)])[0].nodes
-
-
-def test_an_unknown_node_or_sequence() -> None:
-    _, served = sessions()
-    served.open(opening(0, PROMPT))
-    with pytest.raises(KeyError):
-        served.grow([Ask(0, [(77, 12)])])
-    with pytest.raises(KeyError):
-        served.grow([Ask(5, expand=[ROOT])])

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from kits.draft import paths_of, text, view
-from kits.spire import LAYERS, draft_decoder, drafts_by_hand, memory_of, spire, whole
+from kits.spire import draft_decoder, drafts_by_hand, memory_of, spire, whole
 from kits.state import taps_of
 from kits.tiny import VOCAB, assemble, run, tiny_application, tiny_config, tiny_decoder
 from torch import Tensor
@@ -28,7 +28,6 @@ from paceline.drafters.spire.network import SpireNetwork
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.network.decoder import Decoder
-from paceline.network.packing import RowPacker
 
 CPU = torch.device("cpu")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -128,36 +127,6 @@ def test_what_a_text_takes_is_constant() -> None:
     with pytest.raises(IndexError):
         made = RingCache((1, 1, 8), short, 4, 1, torch.float32, CPU)
         made.open(), made.open()
-
-
-def test_nothing_is_drafted_where_nothing_is_known() -> None:
-    target = tiny_decoder(whole())
-    drafter = bound(spire(), target)
-    v = view(text(30), key=1)
-    assert drafter.propose(DraftRequest([v], [4], [4])).counts == [1]  # no pass has shown anything
-    show(drafter, target, v, 0, 20)
-    assert drafter.propose(DraftRequest([v], [4], [4])).counts == [1]  # nor all of it
-    show(drafter, target, v, 20, 29)
-    assert drafter.propose(DraftRequest([v], [4], [4])).counts == [5]
-    one = view([3], key=2)
-    assert drafter.propose(DraftRequest([one], [4], [4])).counts == [1]  # the root has none before it
-    v.tokens += text(50, 3)
-    show(drafter, target, v, 60, len(v.tokens) - 1)  # a gap: it begins anew behind it
-    assert drafter.propose(DraftRequest([v], [2], [64])).counts == [3]
-
-
-def test_sampled_drafts_say_honestly_what_they_were_drawn_from() -> None:
-    target = tiny_decoder(whole())
-    drafter = bound(spire(proposes="sampled"), target)
-    v = view(text(30), key=1, temperature=0.9, top_k=40)
-    show(drafter, target, v, 0, 29)
-    tree = drafter.propose(DraftRequest([v], [4], [4]))
-    assert tree.q is not None
-    drafted = tree.tokens[0][1:]
-    said = by_hand(drafter, target, v.tokens, drafted)
-    for node in range(4):
-        fresh = v.sampler.probs(said[node][None], torch.tensor([drafted[:node]]))[0]
-        assert torch.allclose(tree.q[0, node].double(), fresh, atol=1e-8) and fresh[drafted[node]] > 0
 
 
 def test_answers_under_an_application_are_its_own() -> None:
@@ -260,36 +229,6 @@ def test_compiled_drafts_are_those_of_the_long_way(
     assert (2, 4, 5) in lengths and len(lengths) > 1
 
 
-@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_k_and_v_are_those_that_the_layer_itself_computes(dtype: torch.dtype, rows: int) -> None:
-    """Of states alone, to the bit; and up to rounding what torch's kernels make of them."""
-    config = whole(head_dim=8, rope=RopeConfig(dim=4), qk_norm=True, qkv_bias=True)
-    network = SpireNetwork(draft_decoder(config, 0, dtype=dtype, compiled=True), None)
-    plain = SpireNetwork(draft_decoder(config, 0), None)
-    decoder, known = network.decoder, torch.randn(LAYERS, rows + 5, config.d_model).to(dtype)
-    which = [random.Random(rows).randrange(rows + 5) for _ in range(rows)]
-    states = known[:, which]
-    view = SinkWindow(1, 60)
-    rings = [RingCache(n.decoder.cache_shape, view, 4, 2, n.decoder.dtype, CPU) for n in (network, network, plain)]
-    places = [3 * row for row in range(rows)]
-    slots = random.Random(rows).sample(range(rings[0].size), rows)
-    network.write(rings[0], [*known], which, places, slots)
-    plain.write(rings[2], [*known.double()], which, places, slots)
-    for layer in range(LAYERS):
-        packer = RowPacker(decoder, CPU)
-        where = torch.tensor(slots)
-        packer.add([0] * rows, places, where, where, rows, 0)
-        state = decoder.embed(packer.batch())
-        state.hidden = states[layer]
-        decoder.run_layers(state, layer, layer + 1, rings[1])
-    close = 1e-5 if dtype == torch.float32 else 0.05
-    for mine, its, wide in zip(*((*ring.k, *ring.v) for ring in rings), strict=True):
-        assert torch.equal(mine, its) and mine.any()
-        assert torch.allclose(mine[..., : wide.shape[-1]].double(), wide, atol=close)
-
-
 # -- files and refusals
 
 
@@ -310,32 +249,6 @@ def test_files_hold_what_a_draft_is(tmp_path: Path) -> None:
     bare = SpireShape(layers=2, feedback=False)
     save_shape(bare, None, tmp_path)
     assert read_memory(bare, tmp_path) is None
-
-
-def test_memory_begins_with_what_the_layer_reads() -> None:
-    assert SpireShape(layers=2).taps(8) == (5, 6)  # y^6 and y^7, 1-based: section 3.3
-    assert SpireShape(layers=3).taps(12) == (8, 9, 10)
-    assert SpireShape(layers=2, past="last").taps(8) == (7, 7)
-    assert SpireShape(layers=2, past="embedding").taps(8) == ()
-    made = SpireShape(layers=2).fresh_memory()
-    assert made is not None and made.shape == (2, 3) and made.argmax(1).tolist() == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("values", "wrong"),
-    [
-        ({"layers": 0}, "layers must be 1 or more"),
-        ({"layers": 2, "window": 0}, "window must be 1 or more"),
-        ({"layers": 2, "sinks": -1}, "sinks must be 0 or more"),
-        ({"layers": 2, "depth": 0}, "depth must be 1 or more"),
-        ({"layers": 2, "shared": True}, "needs a past that is one vector"),
-        ({"layers": 2, "shared": True, "feedback": False, "past": "last"}, "no meaning without feedback"),
-        ({"layers": 2, "past": "future"}, "past"),
-    ],
-)
-def test_shapes_that_cannot_be(values: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(ConfigError, match=wrong):
-        SpireShape(**values)
 
 
 def test_targets_that_do_not_fit() -> None:

@@ -21,22 +21,17 @@ from kits.tiny import VOCAB, assemble, run, tiny_config, tiny_decoder
 from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.core.tree import TokenTree
 from paceline.drafters.base import SequenceView, StepFeatures
 from paceline.drafters.eagle.drafter import EagleConfig, EagleDrafter
 from paceline.drafters.eagle.eagle3 import AUX, _shapes
 from paceline.drafters.eagle.model import EagleModel, load_head
 from paceline.drafters.lyanna.drafter import LyannaConfig
-from paceline.drafters.lyanna.model import LyannaModel
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.states.head import layer_json
 from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import Chances
 from paceline.engine.costs import CostTable
-from paceline.learning.serving import learned_part
-from paceline.network import native_drafts
 from paceline.network.decoder import Decoder
-from paceline.network.native_drafts import TreeStart
 from paceline.training.network import rotate
 
 CPU = torch.device("cpu")
@@ -189,37 +184,6 @@ def test_resampling_is_algorithm_2_and_happens_once() -> None:
     assert seen == {1, 2}
 
 
-@pytest.mark.parametrize("form", ["top", "equal"])
-def test_fusion_merges_both_trees_below_one_root(form: str) -> None:
-    """On top of the fresh nodes, or in place of some; a path that both have is verified once, as a fresh one."""
-    both = 0
-    for seed in range(6):
-        stage = Stage(lyanna(width=4, nodes=10, extra=4, resample=form))
-        alone = Stage(lyanna(width=4, nodes=10, resample="off"))
-        v = view(text(20, seed), key=1)
-        for own in (stage, alone):
-            own.show([v])
-            own.drafter.propose(want([v]))
-        logits = stage.logits(stage.steps(v, 0, [0] * 3, 3))
-        grow(v, [7])
-        for own in (stage, alone):
-            own.show([v])
-        whole = algorithm_1(logits[1:], info_table(stage), 7, 4)
-        resampled = sorted(whole, key=lambda path: -whole[path])[:4]
-        budget = (64, 12, 14, 8, 13, 1)[seed]
-        room = max(0, min(4, budget - (6 if form == "equal" else 10)))
-        most = min(10, budget) - (room if form == "equal" else 0)
-        tree = stage.drafter.propose(want([v], budget))
-        marks = dict(zip(paths_of(tree), tree.sources[0][1:], strict=True))
-        fresh = paths_of(alone.drafter.propose(want([v], min(budget, 10))))
-        best = {*sorted(fresh, key=lambda path: -fresh[path])[:most]}
-        assert {path for path, mark in marks.items() if mark == 0} == best
-        assert {path for path, mark in marks.items() if mark == 1} == {*resampled[:room]} - best
-        assert len(marks) <= budget
-        both += len({*resampled[:room]} & best)
-    assert both  # a duplicate was merged
-
-
 def eagle_2(stage: Stage, v: SequenceView, topk: int, depth: int, nodes: int) -> dict[tuple[int, ...], float]:
     """Expansion and re-ranking written out: every node's state is drawn anew along its path."""
     whole: dict[tuple[int, ...], float] = {}
@@ -256,35 +220,6 @@ def test_eagles_trees_are_expanded_and_ranked_by_the_paper(topk: int, depth: int
     assert stage.drafter.body.pool.idle
 
 
-# ---- how weights are stored
-
-
-@needs_kernels
-@pytest.mark.parametrize("make", [eagle, lyanna])
-def test_weights_are_stored_in_as_many_bits_as_the_target_s_or_as_asked(make: Any):
-    cases = {(None, "auto"): None, ("int8", "auto"): "int8", ("q4_0", "auto"): "q4_0"}
-    cases |= {("q4_0", "plain"): None, (None, "q8_0"): "q8_0"}
-    taken = {}
-    for (quant, asked), expected in cases.items():
-        decoder = tiny_decoder(dtype=torch.bfloat16, quant=quant, compiled=True)  # type: ignore[arg-type]
-        stage = Stage(make(storage=asked), decoder)
-        network, v = stage.drafter.body.network, view(text(30, 5), key=1)
-        assert network.decoder.quant == expected
-        stage.show([v])
-        assert stage.drafter.propose(want([v])).counts[0] > 1
-        fused = network._fuse_state.nbytes
-        taken[expected] = fused + sum(linear.nbytes for linear in network.stack.weights.linears)
-    assert taken["q4_0"] < taken["int8"] < taken["q8_0"] < taken[None]
-
-
-def test_weights_that_no_kernel_multiplies_are_refused(tmp_path: Path):
-    for storage in ("int8", "q4_0"):
-        with pytest.raises(CapabilityError):
-            Stage(eagle(storage=storage))  # beside float64
-    with pytest.raises(CapabilityError, match="plain weights alone"):
-        Stage(eagle3(write_eagle3(tmp_path / "head"), storage="int8"))
-
-
 # ---- EAGLE-3
 
 
@@ -315,12 +250,6 @@ def write_eagle3(folder: Path, **changes: Any) -> Path:
 def eagle3(folder: Path, **options: Any) -> EagleDrafter:
     config = EagleConfig(**{"path": str(folder), "topk": 8, "nodes": 40, "depth": 3} | options)
     return EagleDrafter(config, load_head(folder), 3)
-
-
-def test_a_head_of_three_layers_cannot_learn_beside_an_engine(tmp_path: Path) -> None:
-    drafter = eagle3(write_eagle3(tmp_path / "head"))
-    with pytest.raises(CapabilityError, match="reads other states of the target than its last one"):
-        learned_part(drafter, "learn=there")
 
 
 def eagle3_logits(folder: Path, decoder: Decoder, tokens: list[int], path: list[int]) -> torch.Tensor:
@@ -368,15 +297,6 @@ def test_eagle_3_heads_draft_as_their_authors_do(tmp_path: Path) -> None:
         grow(v, [3, 8])
 
 
-def test_eagle_3_answers_are_those_of_plain_decoding(tmp_path: Path) -> None:
-    folder = write_eagle3(tmp_path / "head")
-    plain = [o.outputs[0].token_ids for o in run(assemble(), JOBS)]
-    engine = assemble(eagle3(folder), **TIGHT)
-    outs = run(engine, JOBS)
-    assert [o.outputs[0].token_ids for o in outs] == plain and engine.round.failure is None
-    assert sum(o.stats.accepted for o in outs) > 0
-
-
 def test_eagle_3_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = write_eagle3(tmp_path / "head")
     with pytest.raises(CapabilityError, match="the target is not known when it is built"):
@@ -422,60 +342,12 @@ def test_k_v_begins_where_states_do(make: Any) -> None:
     assert len(paths_of(stage.drafter.propose(want([v])))) > 0
 
 
-@pytest.mark.parametrize("make", [lyanna, eagle])
-def test_a_full_pool_costs_drafts_and_nothing_else(make: Any) -> None:
-    stage = Stage(make(), sequences=1, tokens=16)
-    long, short = view(text(120), key=1), view(text(20), key=2)
-    stage.show([long, short])
-    tree = stage.drafter.propose(want([long, short]))
-    assert not paths_of(tree, 0) and len(paths_of(tree, 1)) > 0
-    stage.drafter.release([1, 2])
-    assert stage.drafter.body.pool.idle
-
-
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=0.7, seed=4, max_tokens=20, ignore_eos=True, frequency_penalty=0.5),
 ]
 JOBS = [(text(n, n), PARAMS[i % 3]) for i, n in enumerate((5, 33, 21, 48, 33))]
-TIGHT = {"max_batch_rows": 29, "max_sequences": 3, "kv_tokens": 136, "block_size": 4}
-
-
-@pytest.mark.parametrize("kernels", ["float64", pytest.param("compiled", marks=needs_kernels)])
-@pytest.mark.parametrize("name", ["off", "top", "equal", "alone", "point", "eagle", "eagle chain"])
-def test_answers_are_those_of_plain_decoding(name: str, kernels: str) -> None:
-    """With preemption, chunks and prefix hits; fresh and re-sampled nodes are accepted."""
-    kind: dict[str, Any] = (
-        {"dtype": torch.float64} if kernels == "float64" else {"dtype": torch.float32, "compiled": True}
-    )
-    made = {
-        "eagle": lambda: eagle(depth=3),
-        "eagle chain": lambda: eagle(topk=1, depth=4, nodes=4),
-        "point": lambda: lyanna(proposes="point", extra=12),
-        "off": lambda: lyanna(resample="off"),
-        "top": lambda: lyanna(nodes=5, extra=30),
-        "equal": lambda: lyanna(resample="equal", nodes=35, extra=30),
-        "alone": lambda: lyanna(resample="alone", extra=30),
-    }[name]
-    drafter = made()
-    decoder = tiny_decoder(**kind)
-    assert (decoder.stack is not None) == (kernels == "compiled")
-    plain = [o.outputs[0].token_ids for o in run(assemble(decoder=decoder), JOBS)]
-    engine = assemble(drafter, decoder=decoder, **TIGHT)
-    outs = run(engine, JOBS)
-    assert [o.outputs[0].token_ids for o in outs] == plain
-    assert engine.round.failure is None and drafter.body.pool.idle and not drafter.body.texts
-    assert drafter.body.stack is not None or kernels == "float64"
-    accepted: dict[str, int] = {}
-    for o in outs:
-        for source, stats in o.stats.sources.items():
-            accepted[source] = accepted.get(source, 0) + stats.accepted
-    assert accepted[drafter.spec.name] > 3
-    assert accepted.get("re-sampled", 0) > 0 or name not in ("top", "equal", "alone")
-    assert sum(o.stats.preemptions for o in outs) > 0
-    if name in ("off", "top"):
-        assert (drafter.states_drafted > drafter.states_reused > 0) == (name == "top")
 
 
 def test_an_automatic_budget_asks_lyanna_once_and_learns_of_both_kinds_of_nodes() -> None:
@@ -556,66 +428,7 @@ def test_compiled_layers_draft_what_torchs_do() -> None:
     assert all(found[0][path] == pytest.approx(found[1][path], abs=1e-3) for path in found[0])
 
 
-@needs_kernels
-def test_compiled_growth_wants_a_state_for_every_pending_token() -> None:
-    body = Stage(eagle(), tiny_decoder(dtype=torch.float32, compiled=True)).drafter.body
-    fine = TreeStart([5, 6], 0, 0, slice(0, 2), 3, 1, 3, None, 1, torch.ones(2, 32))
-
-    def grown(states: torch.Tensor | None) -> int:
-        given = [fine._replace(states=states)], (1,), 4, -math.inf, body.pool, VOCAB, body.fuse
-        (tree,) = native_drafts.grow(body.stack, *given)
-        return len(tree.tokens)
-
-    assert grown(fine.states) == 3  # the best of four children
-    for wrong in (None, torch.ones(1, 32), torch.ones(2, 16), torch.ones(2, 32, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="no states|where"):
-            grown(wrong)
-
-
 # ---- what is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nodes": 0}, "nodes must be 1 or more"),
-        ({"threshold": 2}, "must be below the 2 levels"),
-        ({"depth": 1}, "must be below the 0 levels"),
-        ({"resample": "off", "threshold": 1}, "of no meaning without re-sampling"),
-        ({"resample": "equal", "extra": 40}, "must leave a fresh node"),
-        ({"sampling": "beam"}, "knows no re-sampling"),
-        ({"sampling": "beam", "resample": "off"}, "proposes=point"),
-        ({"resample": "often"}, "resample"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        lyanna(**options)
-
-
-def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
-    config = tiny_config(d_model=48, num_heads=6, num_kv_heads=2)
-    wide, other = tiny_decoder(config).info("wide"), tiny_decoder(tiny_config(vocab_size=80)).info("other")
-    for drafter in (lyanna(), eagle()):
-        with pytest.raises(CapabilityError, match="d_model=32, wide has 48"):
-            drafter.bind(wide, 1, 100, CPU)
-        with pytest.raises(CapabilityError, match="vocab_size=96, other has 80"):
-            drafter.bind(other, 1, 100, CPU)
-    marked = lyanna_model(tokenizer="0" * 64)
-    info = replace(tiny_decoder().info("tiny"), tokenizer=Pieces())
-    with pytest.raises(CapabilityError, match="its tokenizer differs from tiny's"):
-        lyanna(model=marked).bind(info, 1, 100, CPU)
-    strange = eagle_model()
-    strange.embedding = torch.zeros(VOCAB, 32)
-    with pytest.raises(CapabilityError, match="its embedding is not the one of tiny"):
-        eagle(model=strange).bind(tiny_decoder().info("tiny"), 1, 100, CPU)
-
-
-class Pieces:
-    """A tokenizer, as far as marks go."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {f"p{i}": i for i in range(VOCAB)}
 
 
 @pytest.mark.parametrize("kind", [LyannaConfig, EagleConfig])
@@ -639,21 +452,3 @@ def test_a_target_with_other_weights_is_refused_when_it_is_named(kind: Any, tmp_
     assert built.spec.taps == (-1,) and built.spec.network
     with pytest.raises(ConfigError, match="there is no such folder"):
         kind(path=str(tmp_path / "none")).build(context)
-
-
-def test_a_draft_by_naive_beam_sampling_ignores_what_tokens_say() -> None:
-    stage = Stage(lyanna(width=3, nodes=6, sampling="beam", resample="off", proposes="point"))
-    v = view(text(12), key=1)
-    stage.show([v])
-    tree: TokenTree = stage.drafter.propose(want([v]))
-    levels = stage.logits(stage.steps(v, 0, [0] * 3, 3)).log_softmax(-1)
-    for path, score in paths_of(tree).items():
-        assert score == pytest.approx(sum(float(levels[i, t]) for i, t in enumerate(path)), abs=1e-8)
-
-
-def test_a_saved_drafter_is_named_by_its_folder(tmp_path: Path) -> None:
-    lyanna_model().save(tmp_path, torch.float32)
-    drafter = LyannaConfig(path=str(tmp_path), depth=2, nodes=5).build(DrafterContext())
-    assert drafter.depth == 2 and drafter.spec.default_budget == 9 and drafter.spec.level_logits
-    assert isinstance(drafter.model, LyannaModel)
-    assert json.loads((tmp_path / "lyanna.json").read_text("utf-8"))["steps"] == 3

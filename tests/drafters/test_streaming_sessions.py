@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from kits.draft import text, view, want
+from kits.draft import text
 from kits.stream_sets import MODEL, save_set
 from kits.tiny import VOCAB, draft_model, streaming_model, tiny_decoder
 
-from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
@@ -115,57 +114,6 @@ def follow(grown: Grown, tip: int, chain: list[tuple[int, float]]) -> int:
         chain.append((grown.tokens[at], grown.log_q[at]))
         tip = grown.nodes[at]
     return tip
-
-
-def test_a_cut_keeps_what_was_guessed_below_nodes_that_stay() -> None:
-    served = drafters(True).sessions(64)
-    assert isinstance(served, StreamingSessions)
-    tokens = text(20, 3)
-    served.open(Opening(0, tokens, 20, GREEDY, seed=5, sample_index=0))
-    (grown,) = served.grow([Ask(0, [(ROOT, 12), (ROOT, 13)], most=[5, 5])])
-    left, right = grown.given
-    tips = [grown.nodes[grown.parents.index(node)] for node in (left, right)]
-    guessed = dict(served._guessed[0])
-    assert {*guessed} == {*tips}
-    served.reroot(0, left)
-    assert served._guessed[0] == {tips[0]: guessed[tips[0]]}
-    served.reroot(0, tips[0])
-    assert served._guessed[0] == {ROOT: guessed[tips[0]]}
-
-
-def test_serial_drafts_are_those_without_streams() -> None:
-    draw = random.Random(2)
-    plain, streaming = drafters(False), drafters(True)
-    views = {drafter: [view(text(n, n), key=n) for n in (3, 18)] for drafter in (plain, streaming)}
-    for _ in range(10):
-        budgets = [draw.randrange(7) for _ in range(2)]
-        extra = [[draw.randrange(10, VOCAB)] for _ in range(2)]
-        keep = draw.randrange(4)
-        drafted = {}
-        for drafter, own in views.items():
-            tree = drafter.propose(want(own, budgets, [8, 8]))
-            drafted[drafter] = [row[1:count] for row, count in zip(tree.tokens, tree.counts, strict=True)]
-        assert drafted[plain] == drafted[streaming]
-        for own in views.values():
-            for sequence, chain, more in zip(own, drafted[plain], extra, strict=True):
-                sequence.tokens += chain[:keep] + more
-                sequence.sampler.commit(chain[:keep] + more)
-    for drafter in views:
-        drafter.release([3, 18])
-    assert streaming.own_sessions is not None
-    streaming.own_sessions.pool.check_idle()
-
-
-def test_what_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="draft chains"):
-        draft_model(topk=2, streams="x")
-    with pytest.raises(ConfigError, match="draft chains"):
-        draft_model(proposes="sampled", streams="x")
-    shared = save_set(tmp_path / "shared", mode="shared")
-    with pytest.raises(ConfigError, match="shared mode"):
-        LLM("paceline-small", drafter=f"draft_model:{MODEL},streams={shared}")
-    with pytest.raises(CapabilityError, match="trained for"):
-        LLM("paceline-small", drafter=f"draft_model:paceline-small,streams={save_set(tmp_path / 'other')}")
 
 
 @pytest.mark.parametrize("round_", ["serial", "mirror", "mirror,rollout=process"])

@@ -18,8 +18,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.core.verify import lossy_stream_rejection
-from paceline.drafters import registry
-from paceline.drafters.base import STREAM_ROWS, StreamRules
+from paceline.drafters.base import STREAM_ROWS
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.proposal import best_nodes
 from paceline.drafters.registry import DrafterContext
@@ -27,10 +26,8 @@ from paceline.drafters.streams import StreamsConfig, StreamsDrafter
 from paceline.network.adapters import AdapterConfig
 from paceline.network.files import fingerprint
 from paceline.network.loader import read_config, resolve_folder
-from paceline.network.streams import StreamSet
-from paceline.rounds import default_round, make_round, stream_rows
+from paceline.rounds import make_round, stream_rows
 from paceline.rounds.pruning import surviving
-from paceline.rounds.verification import VERIFIERS, make_verifier
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPT = [*range(20, 50)]
@@ -63,19 +60,6 @@ def test_best_nodes_are_the_best_of_the_whole_tree(depth: int, k: int) -> None:
             assert score == pytest.approx(every[ranks])
 
 
-def test_best_nodes_stop_where_a_path_is_too_unlikely() -> None:
-    tokens, log_q = [[5, 6], [7, 8]], [[math.log(0.6), math.log(0.3)], [math.log(0.5), math.log(0.2)]]
-    scores = best_nodes(tokens, log_q, 9).log_scores
-    for floor in (0.9, 0.4, 0.2, 0.01):
-        made = best_nodes(tokens, log_q, 9, floor)
-        assert made.log_scores == scores[: max(1, sum(math.exp(s) >= floor for s in scores))]
-
-
-def test_forbidden_tokens_are_no_nodes() -> None:
-    made = best_nodes([[5, 6], [7, 8]], [[-0.1, -math.inf], [-math.inf, -math.inf]], 9)
-    assert (made.tokens, made.parents) == ([5], [0])
-
-
 # ---- pruning
 
 
@@ -87,72 +71,7 @@ def test_a_threshold_takes_whole_subtrees() -> None:
     assert surviving(parents, transitions, 0.6, None) == [0]
 
 
-def test_a_count_keeps_the_best_paths() -> None:
-    parents = [-1, 0, 0, 1, 2, 2]
-    transitions = [0.0, *map(math.log, (0.3, 0.6, 0.9, 0.9, 0.1))]
-    assert surviving(parents, transitions, None, 2) == [0, 2, 4]
-    assert surviving(parents, transitions, None, 3) == [0, 1, 2, 4]
-    assert surviving(parents, transitions, None, 9) == [0, 1, 2, 3, 4, 5]
-    assert surviving(parents, transitions, 0.2, 4) == [0, 1, 2, 3, 4]
-    assert surviving(parents, transitions, 0.5, 1) == [0, 2]
-
-
-def test_equal_scores_keep_a_tree() -> None:
-    assert surviving([-1, 0, 1, 2, 0], [0.0] * 5, None, 2) == [0, 1, 2]
-
-
 # ---- options
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("streams,prune_threshold=0", "above 0 and below 1"),
-        ("streams,prune_threshold=1.0", "above 0 and below 1"),
-        ("streams,prune_threshold=nan", "above 0 and below 1"),
-        ("streams,prune_count=0", "1 or more"),
-        ("streams,prune_layer=1", "means nothing without"),
-        ("streams,prune_exit=head", "means nothing without"),
-        ("streams,prune_exit=tail,prune_count=2", "prune_exit"),
-        ("streams,gamma=0", "1 or more"),
-        ("streams,k=0", "1 or more"),
-        ("streams,proposes=sampled,prune_count=4", "must not depend on the draw"),
-        ("streams,attention_limit=8", "at=nodes"),
-        ("streams,attention_limit=0,at=nodes", "1 or more"),
-        ("streams,at=top", "nodes or frontier"),
-        ("streams:", "no path after the colon"),
-        ("streams:x,path=y", "given twice"),
-        ("streams,model=y", "no option 'model'"),
-    ],
-)
-def test_options_that_cannot_be(spec: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        registry.parse(spec)
-
-
-def test_the_colon_names_the_set() -> None:
-    assert registry.parse("streams:some/folder,k=2") == StreamsConfig(path="some/folder", k=2)
-    assert any(row.name == "streams" and not row.error for row in registry.describe())
-
-
-@pytest.mark.parametrize(
-    ("options", "nodes"),
-    [({"k": 3}, 3 + 9 + 27), ({"k": 3, "nodes": 10}, 10), ({"chain": True}, 3), ({"k": 1}, 3), ({"k": 2}, 14)],
-)
-def test_the_default_budget_is_the_whole_draft(options: dict[str, Any], nodes: int) -> None:
-    assert streams(**options).spec.default_budget == nodes
-
-
-def test_a_tree_that_is_too_large_needs_a_cap() -> None:
-    with pytest.raises(ConfigError, match="tree of 4368 nodes"):
-        streams(k=16)
-    assert streams(k=16, nodes=20).spec.default_budget == 20
-
-
-def test_more_streams_than_were_trained() -> None:
-    with pytest.raises(ConfigError, match="more than the 3 streams"):
-        streams(gamma=4)
-    assert streams(gamma=2, chain=True).spec.default_budget == 2
 
 
 def test_fewer_streams_say_what_they_said() -> None:
@@ -168,11 +87,6 @@ def test_fewer_streams_say_what_they_said() -> None:
         run(assemble(drafter, decoder=decoder), [(PROMPT, GREEDY)])
         told.append(spy[0])
     assert torch.allclose(told[0][:2], told[1], atol=1e-9)
-
-
-def test_a_shared_set_is_an_application() -> None:
-    with pytest.raises(ConfigError, match="Load it as an application"):
-        streams(trained=tiny_streams(mode="shared"))
 
 
 def test_a_set_that_cannot_prune() -> None:
@@ -203,56 +117,7 @@ def test_trees_are_pruned_where_there_is_an_exit() -> None:
         assemble(streams(prune_count=3, prune_layer=3, prune_exit="head"), decoder=decoder)
 
 
-def test_in_batches_nothing_is_pruned() -> None:
-    """Appendix L: the best path alone; before that, and where one sequence drafts, trees that are pruned."""
-    pruned = []
-    for count, batch in ((1, 2), (3, 2), (3, 8)):
-        engine = assemble(streams(k=8, nodes=12, prune_count=3, at="nodes", best_path_batch=batch))
-        outputs = run(engine, [(PROMPT[i:], GREEDY) for i in range(count)])
-        pruned.append([o.stats.pruned for o in outputs])
-    assert all(pruned[0] + pruned[2]) and not all(pruned[1])
-    together = assemble(streams(k=8, nodes=12, prune_count=3, at="nodes", best_path_batch=1))
-    assert not run(together, [(PROMPT, GREEDY)])[0].stats.pruned
-
-
-def test_more_streams_than_an_application_has() -> None:
-    """Each application counts, whether the drafter has a set of its own or not."""
-    decoder = tiny_decoder()
-    apps = [tiny_application(f"of {n}", decoder, tiny_streams(mode="shared", gamma=n)) for n in (5, 3)]
-    for drafter in (StreamsConfig(gamma=4, k=2), streams(trained=tiny_streams(gamma=4), gamma=4, k=2)):
-        with pytest.raises(CapabilityError, match=r"gamma=4.*more than the 3 streams that were trained"):
-            assemble(drafter, decoder=decoder, applications=apps)
-        assemble(drafter, decoder=decoder, applications=apps[:1])
-    assemble(StreamsConfig(gamma=3, k=2), decoder=decoder, applications=apps)
-
-
-@pytest.mark.parametrize(
-    ("options", "applied", "nodes"), [({}, 3, 14), ({}, 5, 62), ({"gamma": 2}, 3, 6), ({}, 0, 30), ({"nodes": 9}, 5, 9)]
-)
-def test_the_default_tree_follows_the_applications(options: dict[str, Any], applied: int, nodes: int) -> None:
-    drafter = StreamsConfig(k=2, **options).build(DrafterContext(streams=applied))
-    assert drafter.spec.default_budget == nodes
-
-
 # ---- room for streams
-
-
-@pytest.mark.parametrize(
-    ("rules", "shared", "slots"),
-    [
-        ({"gamma": 4, "at": "frontier"}, 0, 4 * 8),
-        ({"gamma": 4, "at": "nodes"}, 0, 4 * 100),
-        ({"gamma": 4, "at": "frontier"}, 2, 2 * 100),
-        ({"gamma": 30, "at": "frontier"}, 2, 30 * 8),
-        ({"gamma": 4, "at": "nodes"}, 6, 6 * 100),
-        ({"gamma": 0, "at": "frontier"}, 3, 3 * 100),
-        ({"gamma": 0, "at": "nodes"}, 0, 0),
-    ],
-)
-def test_slots_for_streams(rules: dict[str, Any], shared: int, slots: int) -> None:
-    assert StreamRules(**rules).scratch_slots(shared, rows=100, sequences=8) == slots
-    assert StreamRules(gamma=4, at="frontier").scratch_slots(0, rows=3, sequences=8) == 12  # one row a sequence
-    assert StreamRules(gamma=4, at="frontier").scratch_slots(0, rows=99, sequences=1) == STREAM_ROWS
 
 
 def test_on_the_frontier_each_sequence_has_room_for_its_streams() -> None:
@@ -307,18 +172,7 @@ def test_a_set_of_other_weights(tmp_path: Path) -> None:
     assert isinstance(config.build(DrafterContext(dtype=torch.float64)), StreamsDrafter)
 
 
-def test_a_set_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        StreamsConfig(path=str(tmp_path / "none")).build(DrafterContext())
-
-
 # ---- the round
-
-
-def test_a_drafter_finds_its_round() -> None:
-    assert default_round(None).kind == "serial"
-    assert default_round(NgramConfig().build(DrafterContext()).spec).kind == "serial"
-    assert default_round(streams().spec).kind == "fused"
 
 
 def test_rounds_that_do_not_fit() -> None:
@@ -336,43 +190,6 @@ def test_rounds_that_do_not_fit() -> None:
         make_round("fused,kappa")
 
 
-def test_without_a_set_only_applications_draft() -> None:
-    drafter = StreamsDrafter(StreamsConfig())
-    stats = run(assemble(drafter), [(PROMPT, GREEDY)])[0].stats
-    assert stats.drafted == stats.upper_row_layers == 0
-
-
-def test_the_best_path_alone_in_large_batches() -> None:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    seen = []
-    for count in (2, 3):
-        outputs = run(assemble(streams(k=3, best_path_batch=3)), [(PROMPT[i:], params) for i in range(count)])
-        seen.append(max(o.stats.drafted / max(1, o.stats.passes) for o in outputs))
-    assert seen[0] > 20 and seen[1] < 9  # at the end two are left, and draft trees again
-
-
-def test_drafts_begin_with_the_first_decoding_step() -> None:
-    """The prompt's last row carries streams, so the second pass has a draft to check."""
-    stats = run(assemble(streams(chain=True)), [(PROMPT, GREEDY)])[0].stats
-    assert stats.drafted >= 3 * (stats.passes - 1) - 6
-
-
-def test_a_failing_drafter_costs_no_request() -> None:
-    decoder = tiny_decoder()
-    plain = run(assemble(decoder=decoder), [(PROMPT, GREEDY)])[0].outputs[0].token_ids
-    drafter = streams()
-    drafter.propose = lambda want: 1 / 0  # type: ignore[assignment,return-value]
-    engine = assemble(drafter, decoder=decoder)
-    assert run(engine, [(PROMPT, GREEDY)])[0].outputs[0].token_ids == plain
-    assert "ZeroDivisionError" in str(engine.round.failure)
-
-
-def test_released_sequences_are_forgotten() -> None:
-    drafter = streams()
-    run(assemble(drafter), [(PROMPT, GREEDY)])
-    assert not drafter._heard
-
-
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_drawn_chains_run_under_rejection(verifier: str) -> None:
     params = SamplingParams(temperature=1.5, seed=5, max_tokens=30, ignore_eos=True)
@@ -382,15 +199,6 @@ def test_drawn_chains_run_under_rejection(verifier: str) -> None:
 
 
 # ---- the lossy rule
-
-
-def test_the_lossy_verifier_wants_the_streams_own_probabilities() -> None:
-    kind = VERIFIERS["lossy_stream_rejection"]
-    assert kind.lossy and kind.ids_depend_on_drafter and not VERIFIERS["sample_and_match"].ids_depend_on_drafter
-    for spec in (None, streams().spec, NgramConfig().build(DrafterContext()).spec):
-        with pytest.raises(CapabilityError, match="streams' own probabilities"):
-            make_verifier("lossy_stream_rejection", spec)
-    make_verifier("lossy_stream_rejection", streams(proposes="point").spec)
 
 
 def _noise(b: int, node: int) -> torch.Tensor:
@@ -440,20 +248,6 @@ def test_the_lossy_rule_accepts_more_than_matching() -> None:
     assert accepted["lossy_stream_rejection"] > accepted["sample_and_match"]
 
 
-def test_greedy_lossy_acceptance_is_exact() -> None:
-    decoder = tiny_decoder()
-    plain = run(assemble(decoder=decoder), [(PROMPT, GREEDY)])[0].outputs[0].token_ids
-    engine = assemble(streams(proposes="point"), decoder=decoder, verifier="lossy_stream_rejection")
-    assert run(engine, [(PROMPT, GREEDY)])[0].outputs[0].token_ids == plain
-
-
-def test_sets_load_from_folders(tmp_path: Path) -> None:
-    tiny_streams().save(tmp_path)
-    drafter = StreamsConfig(path=str(tmp_path), k=8).build(DrafterContext(dtype=torch.float64))
-    assert isinstance(drafter.streams, StreamSet)
-    assert run(assemble(drafter), [(PROMPT, GREEDY)])[0].stats.drafted
-
-
 # ---- the Python entry
 
 
@@ -483,28 +277,3 @@ def test_a_set_drafts_by_its_folder_alone(folder: Path, options: dict[str, Any])
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
     assert drafting.engine.round.name == "fused" and drafting.engine.round.failure is None
     assert sum(o.stats.drafted for o in found) or "budget" not in options
-
-
-@pytest.mark.parametrize(("at", "slots"), [("frontier", STREAM_ROWS), ("nodes", 4 * 64)])
-def test_the_pool_has_room_for_the_streams_of_the_widest_pass(folder: Path, at: str, slots: int) -> None:
-    options: dict[str, Any] = {"max_model_len": 128, "max_sequences": 2, "max_batch_rows": 64}
-    llm = LLM("paceline-small", drafter=f"streams:{folder},nodes=12,at={at}", budget=12, **options)
-    assert llm.engine.pool.scratch_slots == slots
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    assert all(o.stats.drafted for o in llm.generate(["Once upon a time", "SELECT name FROM"], params))
-    assert llm.engine.round.failure is None
-
-
-def test_a_lossy_verifier_is_never_exact(folder: Path) -> None:
-    with pytest.raises(CapabilityError, match="ids depend on the drafter"):
-        LLM("paceline-small", drafter=f"streams:{folder},proposes=point", verifier="lossy_stream_rejection", exact=True)
-
-
-def test_refusals_come_before_the_first_request(folder: Path, tmp_path: Path) -> None:
-    made = StreamSet.load(folder)
-    made.config = replace(made.config, fingerprint="other")
-    made.save(tmp_path)
-    with pytest.raises(CapabilityError, match="whose weights differ"):
-        LLM("paceline-small", drafter=f"streams:{tmp_path}", max_model_len=64)
-    with pytest.raises(ConfigError, match="more than the 4 streams"):
-        LLM("paceline-small", drafter=f"streams:{folder},gamma=5", max_model_len=64)

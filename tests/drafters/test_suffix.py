@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.draft import requested
@@ -14,11 +13,9 @@ from kits.native import needs_kernels
 from kits.suffixes import suffix_config
 
 from paceline import native
-from paceline.core.errors import ConfigError
-from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
+from paceline.drafters.base import SequenceView, StepFeatures
 from paceline.drafters.ngram import log_trust
-from paceline.drafters.suffix import SuffixAutomaton, SuffixConfig, SuffixDrafter
-from paceline.native.lookup import SuffixTexts
+from paceline.drafters.suffix import SuffixAutomaton, SuffixDrafter
 
 words = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 # Loops are what models fall into, and where an automaton's cost would run away.
@@ -56,14 +53,6 @@ def view(tokens: list[int], key: int = 0, prompt_len: int = 0) -> SequenceView:
     return SequenceView(key=key, tokens=tokens, prompt_len=prompt_len, sampler=None)
 
 
-def paths_of(proposal) -> list[list[int]]:
-    paths: list[list[int]] = [[]]
-    for node, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True)):
-        assert parent <= node
-        paths.append([*paths[parent], token])
-    return paths[1:]
-
-
 @given(corpora, st.integers(1, 4))
 def test_counts_are_exact_for_every_run(corpus, max_match):
     built = automaton(corpus, max_match)
@@ -75,34 +64,6 @@ def test_counts_are_exact_for_every_run(corpus, max_match):
                 if state < 0:
                     break
             assert (built.count[state] if state >= 0 else 0) == occurrences(corpus, list(run))
-
-
-@given(corpora, text, st.integers(1, 5))
-def test_longest_suffix_is_brute_force(corpus, tokens, max_match):
-    state, matched = automaton(corpus, max_match).longest_suffix(tokens)
-    candidates = range(min(max_match, len(tokens)), 0, -1)
-    assert matched == next((n for n in candidates if occurrences(corpus, tokens[len(tokens) - n :])), 0)
-    assert (state == 0) == (matched == 0)
-
-
-@given(text, st.integers(1, 5))
-def test_own_match_is_the_longest_suffix_seen_before(tokens, max_match):
-    drafts = drafter(max_match=max_match)
-    live: list[int] = []
-    for token in tokens:
-        live.append(token)
-        drafts.draft_one(view(live), 1, 1)
-        own = drafts._sequences[0].own
-        assert own.matched == followers([live], live, max_match)[0]
-
-
-def test_repetitive_text_is_free():
-    built = automaton([[7] * 20_000, [1, 2, 3] * 5_000], max_match=16)
-    assert len(built.length) < 100
-    chain, state = 0, built._last
-    while state > 0:
-        chain, state = chain + 1, built.link[state]
-    assert chain <= 17
 
 
 @given(text, st.integers(1, 5), st.integers(1, 3), st.sampled_from([1e-6, 0.3, 0.6, 1.0]), st.integers(0, 8))
@@ -127,19 +88,6 @@ def test_chain_follows_the_most_frequent_continuation(tokens, max_match, min_mat
         assert length < min_match or chance * max(counts.values()) / sum(counts.values()) < min_prob * (1 + 1e-9)
 
 
-@given(st.lists(text, min_size=1, max_size=3), text, st.data())
-def test_growing_step_by_step_equals_starting_afresh(earlier, tokens, data):
-    drafts = drafter(max_match=4, max_tokens=60)
-    live: list[int] = []
-    fresh = itertools.count(1000)
-    while len(live) < len(tokens):
-        live += tokens[len(live) : len(live) + data.draw(st.integers(1, 6))]
-        if earlier and data.draw(st.booleans()):  # the shared memory changes in mid-sequence
-            finish(drafts, earlier.pop())
-        again = view(list(live), next(fresh))
-        assert drafts.draft_one(view(live), 9, 9) == drafts.draft_one(again, 9, 9)
-
-
 def finish(drafts: SuffixDrafter, output: list[int], prompt: tuple[int, ...] = (), key: int = -1) -> None:
     seq = view([*prompt, *output], key, len(prompt))
     drafts.observe(StepFeatures([seq], [output], [0], [[]]))
@@ -151,20 +99,6 @@ def test_earlier_outputs_are_drafted_from_but_not_their_prompts():
     finish(drafts, [10, 11, 12, 13], prompt=(20, 21, 22))
     assert drafts.draft_one(view([9, 10, 11], 1), 8, 8).tokens == [12, 13]
     assert drafts.draft_one(view([9, 20, 21], 2), 8, 8).tokens == []
-
-
-def test_the_better_scored_source_wins():
-    drafts = drafter(reach=1.0)
-    finish(drafts, [1, 2, 3, 4, 5, 6, 7, 8])
-    # Own text matches one token (3 -> 9), the earlier output matches three: more tokens expected there.
-    assert drafts.draft_one(view([3, 9, 1, 2, 3], 1), 8, 8).tokens == [4, 5, 6]
-    # Own text matches as much: it is asked first and ties go to it.
-    assert drafts.draft_one(view([1, 2, 3, 9, 8, 7, 1, 2, 3], 2), 8, 8).tokens == [9, 8, 7]
-
-
-def test_reach_limits_a_draft_by_its_match():
-    assert len(drafter(reach=0.5).draft_one(view([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), 16, 16)) == 2
-    assert len(drafter(reach=1.0).draft_one(view([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), 16, 16)) == 4
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=40), max_size=12), st.integers(0, 50))
@@ -187,35 +121,11 @@ def test_old_outputs_go_by_halves():
     assert drafts.draft_one(view([0, 1], 2), 8, 8).tokens == []
 
 
-def test_release_frees_the_sequence():
-    drafts = drafter()
-    drafts.propose(DraftRequest([view([1, 2, 1], 1), view([3, 4], 2)], [4, 4], [4, 4]))
-    drafts.release([1, 99])
-    assert list(drafts._sequences) == [2]
-    drafts.release([2])
-    assert not drafts._sequences
-    assert drafts.shared.size == 5
-
-
 def test_no_memory_of_other_requests_where_none_is_wanted():
     drafts = drafter(max_tokens=0)
     finish(drafts, [1, 2, 3, 4])
     assert drafts.shared.size == 0
     assert len(drafts.draft_one(view([1, 2], 1), 8, 8)) == 0
-
-
-def test_a_batch_becomes_valid_chains_within_each_budget():
-    views = [view([1, 2, 1, 3, 1], 1), view([4], 2), view([5, 6, 5, 6, 5, 7, 5], 3)]
-    tree = drafter().propose(DraftRequest(views, [8, 8, 3], [3, 8, 1]))
-    tree.check()
-    assert [row[0] for row in tree.tokens] == [1, 4, 5] and tree.is_chain
-    assert [max(row) for row in tree.depths()] == [3, 0, 1]
-
-
-@pytest.mark.parametrize("options", [{"depth": 0}, {"max_tokens": -1}])
-def test_bad_options_are_refused(options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        SuffixConfig(**options)
 
 
 def bound(**options) -> tuple[SuffixDrafter, SuffixDrafter]:
@@ -274,20 +184,3 @@ def test_compiled_look_ups_of_a_long_text_of_many_tokens():
 
 
 PHRASES = [[17, 23, 23, 99, 4], [4, 17, 23, 5, 6, 7, 8, 9], [*range(200, 240)], [3] * 6]
-
-
-@needs_kernels
-def test_draft_sessions_take_the_long_way():
-    fast, slow = bound()
-    grown = view([1, 2, 3, 1, 2], 0)
-    assert fast.continuations(grown, [3], 2) == slow.continuations(grown, [3], 2) != []
-    assert fast.draft(requested([(grown, 4, 4)])) == slow.draft(requested([(grown, 4, 4)]))
-
-
-@needs_kernels
-def test_compiled_look_ups_refuse_what_they_cannot_do():
-    native.library()
-    with pytest.raises(RuntimeError, match="runs of 3 to 2"):
-        SuffixTexts(3, 2, 1.0, 0.1, 0)
-    with pytest.raises(ValueError, match="no token"):
-        SuffixTexts(1, 2, 1.0, 0.1, 0).draft([(0, [1, 2, 3], 0, 4)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kits.suffixes import suffix_config
-from kits.tiny import assemble, run, tiny_decoder
+from kits.tiny import tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.ngram import NgramConfig, log_trust
@@ -107,24 +107,3 @@ def test_suffixes_are_those_of_a_search():
             assert any(log_q == pytest.approx(share + log_trust(n, 1)) for n in range(1, 9))
         deep += bool(said) and len(path) > 1
     assert deep > 10
-
-
-def test_a_node_that_is_not_there():
-    served = sessions(NgramConfig())
-    served.open(opening([1, 2, 3, 1, 2]))
-    with pytest.raises(KeyError):
-        served.grow([Ask(0, [(9, 1)], [])])
-    served.close(0)
-    with pytest.raises(KeyError):
-        served.grow([Ask(0, [], [ROOT])])
-    assert not served.look_ups._parts[0]._indices
-
-
-@pytest.mark.parametrize("config", [NgramConfig(depth=3), SuffixConfig(depth=3)], ids=["ngram", "suffix"])
-def test_in_the_mirror_round_nothing_but_speed_changes(config: Any):
-    prompts = [[10 + i % 5 for i in range(20 + k)] for k in range(3)]
-    jobs = [(prompt, GREEDY) for prompt in prompts]
-    outputs = run(assemble(config, round="mirror,kappa=6,exit=2", decoder=DECODER), jobs)
-    plain = [run(assemble(decoder=DECODER), [job])[0] for job in jobs]
-    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
-    assert sum(output.stats.accepted for output in outputs) > 0
