@@ -79,6 +79,14 @@ def test_head_j_is_the_formula(own: bool):
         assert torch.allclose(heads(x)[:, j], made)
 
 
+def test_two_narrow_matrices_are_one():
+    heads = random_heads(CONFIG, rank=5)
+    x = torch.randn(4, CONFIG.d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inner = (x @ heads.matrices().T).unflatten(1, (HEADS, -1)) + heads.bias
+    assert torch.allclose(heads(x), x[:, None] + inner * inner.sigmoid())
+    assert heads.down is not None and heads.matrices().shape == (HEADS * CONFIG.d_model, CONFIG.d_model)
+
+
 @needs_kernels
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

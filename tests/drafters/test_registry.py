@@ -118,6 +118,17 @@ def test_describe_shows_every_option_as_it_is_written(sample):
     ]
 
 
+def test_names_are_taken_once(sample):
+    assert register(SampleConfig) is SampleConfig  # again: no harm
+    other = type("Other", (DrafterConfig,), {"kind": "sample"})
+    with pytest.raises(ConfigError, match="taken"):
+        register(other)
+    with pytest.raises(ConfigError, match="taken"):
+        register(type("Other", (DrafterConfig,), {"kind": "ngram"}))
+    with pytest.raises(ConfigError, match="is no name"):
+        register(type("Other", (DrafterConfig,), {"kind": "a,b"}))
+
+
 def test_entry_points_are_found(installed):
     installed(
         "copycat = thirdparty_drafters:CopyConfig",

@@ -220,6 +220,17 @@ def test_eagles_trees_are_expanded_and_ranked_by_the_paper(topk: int, depth: int
     assert stage.drafter.body.pool.idle
 
 
+# ---- how weights are stored
+
+
+def test_weights_that_no_kernel_multiplies_are_refused(tmp_path: Path):
+    for storage in ("int8", "q4_0"):
+        with pytest.raises(CapabilityError):
+            Stage(eagle(storage=storage))  # beside float64
+    with pytest.raises(CapabilityError, match="plain weights alone"):
+        Stage(eagle3(write_eagle3(tmp_path / "head"), storage="int8"))
+
+
 # ---- EAGLE-3
 
 
@@ -429,6 +440,31 @@ def test_compiled_layers_draft_what_torchs_do() -> None:
 
 
 # ---- what is refused
+
+
+def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
+    config = tiny_config(d_model=48, num_heads=6, num_kv_heads=2)
+    wide, other = tiny_decoder(config).info("wide"), tiny_decoder(tiny_config(vocab_size=80)).info("other")
+    for drafter in (lyanna(), eagle()):
+        with pytest.raises(CapabilityError, match="d_model=32, wide has 48"):
+            drafter.bind(wide, 1, 100, CPU)
+        with pytest.raises(CapabilityError, match="vocab_size=96, other has 80"):
+            drafter.bind(other, 1, 100, CPU)
+    marked = lyanna_model(tokenizer="0" * 64)
+    info = replace(tiny_decoder().info("tiny"), tokenizer=Pieces())
+    with pytest.raises(CapabilityError, match="its tokenizer differs from tiny's"):
+        lyanna(model=marked).bind(info, 1, 100, CPU)
+    strange = eagle_model()
+    strange.embedding = torch.zeros(VOCAB, 32)
+    with pytest.raises(CapabilityError, match="its embedding is not the one of tiny"):
+        eagle(model=strange).bind(tiny_decoder().info("tiny"), 1, 100, CPU)
+
+
+class Pieces:
+    """A tokenizer, as far as marks go."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"p{i}": i for i in range(VOCAB)}
 
 
 @pytest.mark.parametrize("kind", [LyannaConfig, EagleConfig])

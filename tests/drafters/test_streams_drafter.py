@@ -28,6 +28,7 @@ from paceline.network.files import fingerprint
 from paceline.network.loader import read_config, resolve_folder
 from paceline.rounds import make_round, stream_rows
 from paceline.rounds.pruning import surviving
+from paceline.rounds.verification import VERIFIERS, make_verifier
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPT = [*range(20, 50)]
@@ -117,6 +118,17 @@ def test_trees_are_pruned_where_there_is_an_exit() -> None:
         assemble(streams(prune_count=3, prune_layer=3, prune_exit="head"), decoder=decoder)
 
 
+def test_more_streams_than_an_application_has() -> None:
+    """Each application counts, whether the drafter has a set of its own or not."""
+    decoder = tiny_decoder()
+    apps = [tiny_application(f"of {n}", decoder, tiny_streams(mode="shared", gamma=n)) for n in (5, 3)]
+    for drafter in (StreamsConfig(gamma=4, k=2), streams(trained=tiny_streams(gamma=4), gamma=4, k=2)):
+        with pytest.raises(CapabilityError, match=r"gamma=4.*more than the 3 streams that were trained"):
+            assemble(drafter, decoder=decoder, applications=apps)
+        assemble(drafter, decoder=decoder, applications=apps[:1])
+    assemble(StreamsConfig(gamma=3, k=2), decoder=decoder, applications=apps)
+
+
 # ---- room for streams
 
 
@@ -199,6 +211,15 @@ def test_drawn_chains_run_under_rejection(verifier: str) -> None:
 
 
 # ---- the lossy rule
+
+
+def test_the_lossy_verifier_wants_the_streams_own_probabilities() -> None:
+    kind = VERIFIERS["lossy_stream_rejection"]
+    assert kind.lossy and kind.ids_depend_on_drafter and not VERIFIERS["sample_and_match"].ids_depend_on_drafter
+    for spec in (None, streams().spec, NgramConfig().build(DrafterContext()).spec):
+        with pytest.raises(CapabilityError, match="streams' own probabilities"):
+            make_verifier("lossy_stream_rejection", spec)
+    make_verifier("lossy_stream_rejection", streams(proposes="point").spec)
 
 
 def _noise(b: int, node: int) -> torch.Tensor:
