@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,19 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from kits.tiny import assemble, run, tiny_adapters, tiny_application, tiny_config, tiny_decoder
+from kits.tiny import assemble, tiny_adapters, tiny_application, tiny_config, tiny_decoder
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams, zoo
+from paceline import LLM, CapabilityError, ConfigError, SamplingParams, zoo
 from paceline.cli import app
 from paceline.cli.chat import Conversation
 from paceline.config import LLMConfig
-from paceline.drafters.ngram import NgramConfig
-from paceline.engine.auto import AutoBudget
 from paceline.llm import drafters_of
 from paceline.network.adapters import linear_shapes
-from paceline.network.applications import Application, adapter_ranges, identity, load_applications
+from paceline.network.applications import Application, adapter_ranges, load_applications
 from paceline.network.decoder import Decoder
 from paceline.network.families import DecoderConfig
 from paceline.network.files import fingerprint
@@ -96,22 +93,6 @@ def test_ranges_are_disjoint_ordered_and_joined_where_they_meet(target: Decoder)
     assert adapter_ranges([None, None], [(0, 1), (1, 5)]) == ()
 
 
-# -- drafts
-
-
-def test_streams_draft_also_beside_applications_without_any(folders: dict[str, str]) -> None:
-    """Then the zoo's are meant. Beside applications with streams those are, and the others' answers say so."""
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    given = {"drafter": "streams", "budget": 4, **SMALL}
-    for found in LLM(MODEL, applications=folders, **given).generate(["SELECT"] * 2, params, application=[None, "sql"]):
-        assert found.stats.accepted and found.stats.off_reason is None
-    mixed = LLM(MODEL, applications={**folders, "own": "paceline-small-sql"}, **given)
-    named, base, own = mixed.generate(["SELECT"] * 3, params, application=["prose", None, "own"])
-    assert own.stats.accepted and own.stats.off_reason is None
-    for found, who in ((named, "application 'prose' has none"), (base, "the base model has none")):
-        assert not found.stats.drafted and str(found.stats.off_reason).endswith(who)
-
-
 # -- loading
 
 
@@ -119,23 +100,6 @@ def load(folder: Path, name: str = "sql", **names: Any) -> dict[str, Application
     place = resolve_folder(MODEL)
     decoder = SimpleNamespace(config=read_config(place), dtype=torch.float32, device="cpu", exact=False, stack=None)
     return load_applications({name: folder}, decoder, MODEL, place)  # type: ignore[arg-type]
-
-
-def test_a_set_is_loaded_with_its_identity(folders: dict[str, str], tmp_path: Path) -> None:
-    loaded = load(Path(folders["sql"]))["sql"]
-    assert loaded.name == "sql" and loaded.streams is None
-    stored = StreamSet.load(folders["sql"]).adapters
-    assert loaded.adapter is not None and stored is not None
-    assert all(torch.equal(v, stored.tensors()[k]) for k, v in loaded.adapter.tensors().items())
-    same = make_set(tmp_path / "same", seed=0)
-    assert load(same)["sql"].identity == loaded.identity == identity(same)
-    assert identity(Path(folders["prose"])) != loaded.identity
-
-
-@pytest.mark.parametrize("name", ["", "base", " sql"])
-def test_a_name_that_cannot_be(name: str, folders: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="cannot name an application"):
-        load(Path(folders["sql"]), name)
 
 
 @pytest.mark.parametrize(
@@ -182,20 +146,6 @@ def test_missing_and_broken_files_are_refused(folders: dict[str, str], tmp_path:
 # -- the engine
 
 
-def test_an_unknown_name_harms_nobody(target: Decoder) -> None:
-    engine = assemble(NgramConfig(), decoder=target, applications=[tiny_application("sql", target)])
-    expected = run(engine, [([11, 12, 13], GREEDY)], ["sql"])[0].outputs[0].token_ids
-    running = engine.submit([11, 12, 13], GREEDY, application="sql")
-    engine.step()
-    with pytest.raises(ConfigError, match="'prose': there is no such application. Name one of: sql"):
-        engine.submit([11, 12, 13], GREEDY, application="prose")
-    assert list(engine.live) == [running]
-    live = engine.live[running]
-    while engine.busy:
-        engine.step()
-    assert engine.output(live).outputs[0].token_ids == expected
-
-
 def test_the_serial_round_refuses_what_needs_streams(target: Decoder) -> None:
     made = random_streams(tiny_config())
     with pytest.raises(CapabilityError, match="'sql' in round 'serial'.*drafter='streams'"):
@@ -230,60 +180,11 @@ def test_an_unknown_application_is_refused_before_anything_runs(llm: LLM) -> Non
         LLM(MODEL, share=llm, exact=True, **SMALL).generate(PROMPT, GREEDY, application="sql")
 
 
-def test_streams_and_chats_name_theirs(llm: LLM) -> None:
-    whole = llm.generate(PROMPT, GREEDY, application="prose")[0]
-    chunks = list(llm.stream(PROMPT, GREEDY, "prose"))
-    assert [token for chunk in chunks for token in chunk.token_ids] == whole.outputs[0].token_ids
-    assert chunks[-1].output.application == "prose"
-    messages = [{"role": "user", "content": "Tell me"}]
-    answers = [llm.chat(messages, GREEDY, application=name)[0] for name in (None, "sql", "prose")]
-    assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 3
-    last = list(llm.chat(messages, GREEDY, stream=True, application="sql"))[-1].output
-    assert ids([last]) == ids(answers[1:2])
-
-
-def test_the_async_entry(llm: LLM, folders: dict[str, str]) -> None:
-    names = ["sql", None, "prose"]
-    expected = ids(llm.generate([PROMPT] * 3, GREEDY, application=names))
-
-    async def ask() -> list[Any]:
-        async with AsyncLLM(MODEL, applications=folders, exact=True, **SMALL) as model:
-            answers = asyncio.gather(*(model.generate(PROMPT, GREEDY, name) for name in names))
-            with pytest.raises(ConfigError, match="nosuch"):
-                await model.generate(PROMPT, GREEDY, "nosuch")
-            with pytest.raises(ConfigError, match="nosuch"):
-                model.chat([{"role": "user", "content": "hi"}], GREEDY, "nosuch")
-            return await answers
-
-    outputs = asyncio.run(ask())
-    assert ids(outputs) == expected and [output.application for output in outputs] == names
-
-
-@pytest.mark.parametrize("options", [{"kernels": "torch"}, {"kernels": "torch", "dtype": "float32"}, {"dtype": "int8"}])
-def test_other_kernels_and_dtypes(options: dict[str, Any], folders: dict[str, str]) -> None:
-    model = LLM(MODEL, applications=folders, exact=True, **options, **SMALL)
-    names = ["sql", None, "prose"]
-    together = model.generate([PROMPT] * 3, GREEDY, application=names)
-    alone = [model.generate(PROMPT, GREEDY, application=name)[0] for name in names]
-    assert ids(together) == ids(alone) and len({tuple(i) for i in ids(alone)}) == 3
-
-
 def test_k_and_v_stay_with_their_application(llm: LLM) -> None:
     prompt = {"prompt_token_ids": list(range(200, 240))}
     cached = [llm.generate(prompt, GREEDY, application=name)[0].stats.cached_prompt_tokens for name in ("sql", "prose")]
     again = llm.generate(prompt, GREEDY, application="sql")[0].stats.cached_prompt_tokens
     assert cached == [0, 0] and again == 32
-
-
-@pytest.mark.parametrize("applications", ["sql", ["sql"], {1: "folder"}, {"sql": 7}])
-def test_applications_are_folders_by_name(applications: Any) -> None:
-    with pytest.raises(ConfigError, match="folders by name"):
-        LLM(MODEL, applications=applications)
-
-
-def test_a_trained_set_is_no_model(folders: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="not a model"):
-        LLM(folders["sql"])
 
 
 @pytest.fixture(scope="module")
@@ -312,21 +213,6 @@ def test_streams_of_an_application_draft_for_it(options: dict[str, Any], folders
     fast_ids, sql_ids, plain_ids = ids(together)[:3]
     assert fast_ids == ids(base.generate([PROMPT], GREEDY, application="fast"))[0]
     assert sql_ids not in (fast_ids, plain_ids)  # the adapters of "sql" are its own
-
-
-def test_the_drafter_fits_the_streams_of_the_applications(fast: str, llm: LLM) -> None:
-    """Two streams: the budget is theirs, every row has room for them, and more of them cannot be had."""
-    asked: dict[str, Any] = {"share": llm, "applications": {"fast": fast}, "exact": True, **SMALL}
-    made = LLM(MODEL, drafter="streams,k=2", **asked)
-    assert isinstance(made.engine.budget, AutoBudget) and made.engine.budget.cap == 2 + 4
-    assert made.engine.pool.scratch_slots == 2 * made.config.max_batch_rows
-    with pytest.raises(CapabilityError, match=r"gamma=3.*more than the 2 streams.*[Ll]eave gamma out, give 2 or less"):
-        LLM(MODEL, drafter="streams,k=2,gamma=3", **asked)
-
-
-def test_streams_need_their_round(folders: dict[str, str], fast: str, llm: LLM) -> None:
-    with pytest.raises(CapabilityError, match="'fast' in round 'serial'.*drafter='streams'"):
-        LLM(MODEL, share=llm, applications={**folders, "fast": fast}, drafter="ngram", exact=True, **SMALL)
 
 
 # -- the command line
@@ -381,24 +267,6 @@ def test_an_application_with_streams_brings_its_drafter(
     assert row["application"] == "fast" and row["stats"]["row_layers"] > row["stats"]["passes"] * 12
 
 
-@pytest.mark.parametrize(
-    ("more", "wrong"),
-    [
-        ([], "which one answers"),
-        (["--as", "nosuch"], "no such application"),
-        (["--as", "sql", "--as", "prose", "--as", "base"], "3 times for 1 prompts"),
-        (["--application", "sql"], "NAME=VALUE"),
-        (["--application", "sql=elsewhere"], "there twice"),
-    ],
-)
-def test_mistakes_on_the_command_line(
-    cli: Callable[..., Any], folders: dict[str, str], more: list[str], wrong: str
-) -> None:
-    result = cli(*flags(folders), "-p", PROMPT, *more)
-    assert isinstance(result.exception, ConfigError) or result.exit_code == 2
-    assert wrong in result.output + str(result.exception)
-
-
 def test_a_conversation_changes_its_application(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Conversation(llm, GREEDY, Console(), show_figures=False, application="sql")
     talk.begin(None)
@@ -412,11 +280,6 @@ def test_a_conversation_changes_its_application(llm: LLM, capsys: pytest.Capture
     talk.answer("Tell me")
     expected = llm.chat([{"role": "user", "content": "Tell me"}], GREEDY, application="sql")[0].outputs[0].text
     assert talk.messages[-1]["content"] == expected
-
-
-def test_the_demo_has_no_use_for_applications(cli: Callable[..., Any]) -> None:
-    assert "--application" not in cli("demo", "--help").output
-    assert "--application" in cli("generate", "--help").output
 
 
 # -- the zoo
@@ -445,10 +308,3 @@ def test_a_set_of_the_zoo_is_listed_and_loaded_by_name(my_zoo: Path, llm: LLM, c
     assert ids(named.generate(PROMPT, GREEDY, application="sql")) == ids(
         llm.generate(PROMPT, GREEDY, application="sql")
     )
-
-
-@pytest.mark.parametrize("changes", [{"role": "nonsense"}, {"target": None}, {"role": "draft"}, {"target": 3}])
-def test_a_false_card_is_an_error(changes: dict[str, Any], my_zoo: Path) -> None:
-    (my_zoo / "small-sql" / zoo.CARD).write_text(card(**changes), encoding="utf-8")
-    with pytest.raises(ConfigError, match="zoo card"):
-        zoo.available()

@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kits.gguf_files import NAMES, NUMBERS, SHAPES, VOCABULARY, WIDTH, as_folder, write
+from kits.gguf_files import NAMES, NUMBERS, VOCABULARY, WIDTH, as_folder, write
 from kits.native import needs_kernels
 
 from paceline.attention import make_backend
 from paceline.attention.base import Segment
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.kv.pool import KVPool
-from paceline.network import loader
 from paceline.network.base import Batch
 from paceline.network.blocks import BY_NAME, TYPES, dequantise
 from paceline.network.decoder import Decoder
-from paceline.network.files import fingerprint
 from paceline.network.gguf import read_gguf
 from paceline.network.loader import load_model, parse_dtype, read_config, resolve_folder
 
@@ -86,20 +84,6 @@ def test_parts_of_one_product_may_be_of_several_types(tmp_path: Path) -> None:
     assert distance(decoder, load(file, "float32", native=False)) < 0.025
     for width in (1, 3, 8):  # the same bits at every width
         assert torch.equal(logits(decoder, TOKENS[:width]), logits(decoder)[:width])
-
-
-@needs_kernels
-def test_a_linear_that_is_partly_plain_is_made_plain_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = write(tmp_path / "m.gguf", {"attn_v": "f32", "token_embd": "f16"}, tied=False)
-    whole = load(file, "float32", native=False)
-    assert not caplog.messages
-    assert distance(load(file), whole) < 0.025
-    [said] = caplog.messages
-    assert said.startswith("2 weights in blocks become bfloat16, layers.0.qkv.weight the first")
-    caplog.clear()
-    assert load(write(tmp_path / "blocks.gguf", "q4_0")) and not caplog.messages
 
 
 @needs_kernels
@@ -169,41 +153,6 @@ def test_positions_are_scaled_as_llama_cpp_scales_them(keys: dict[str, Any], sca
     assert torch.equal(plain, theirs) == (scaling is None)
 
 
-def test_a_factor_scales_rope_factors_too(tmp_path: Path) -> None:
-    factors = {"rope_freqs.weight": np.linspace(1, 8, 32)}
-    file = write(tmp_path / "m.gguf", "f32", extra=factors, changed={"llama.rope.scaling.factor": 2.0})
-    wider = write(tmp_path / "n.gguf", "f32", extra={"rope_freqs.weight": np.linspace(2, 16, 32)})
-    assert torch.equal(logits(load(file, "float32", native=False)), logits(load(wider, "float32", native=False)))
-    with pytest.raises(CapabilityError, match=r"both 'rope_freqs.weight' and llama.rope.scaling.type 'yarn'"):
-        load(write(tmp_path / "o.gguf", extra=factors, changed={"llama.rope.scaling.type": "yarn"}))
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"attention.head_count": [4], "attention.head_count_kv": [2, 2]},
-        {"attention.key_length": 64, "attention.value_length": [64]},
-        {"block_count": [2], "context_length": [512], "embedding_length": [256], "feed_forward_length": [512, 512]},
-        {"attention.layer_norm_rms_epsilon": [1e-5], "rope.freq_base": [10000.0], "rope.dimension_count": [64]},
-        {"rope.freq_base": None, "rope.dimension_count": 64, "rope.scaling.attn_factor": 1.0, "expert_count": 0},
-    ],
-)
-def test_what_a_file_leaves_out_or_lists_is_the_same(keys: dict[str, Any], tmp_path: Path) -> None:
-    file = write(tmp_path / "m.gguf", "f32", changed={f"llama.{key}": value for key, value in keys.items()})
-    plain = write(tmp_path / "n.gguf", "f32")
-    assert torch.equal(logits(load(file, "float32", native=False)), logits(load(plain, "float32", native=False)))
-
-
-def test_without_a_count_there_are_as_many_heads_of_keys_as_of_queries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SHAPES, "attn_k", (WIDTH, WIDTH))
-    monkeypatch.setitem(SHAPES, "attn_v", (WIDTH, WIDTH))
-    counts = {"llama.attention.head_count_kv": 4}, {"llama.attention.head_count_kv": None}
-    told, untold = (write(tmp_path / f"{i}.gguf", "f32", changed=count) for i, count in enumerate(counts))
-    assert torch.equal(logits(load(told, "float32", native=False)), logits(load(untold, "float32", native=False)))
-
-
 @pytest.mark.parametrize(
     ("keys", "windows", "bases"),
     [
@@ -222,35 +171,6 @@ def test_windows_of_gemma_3_are_llama_cpps(keys: dict[str, Any], windows: Any, b
     assert bases is None or tuple(rope.theta for rope in config.ropes if rope is not None) == bases
 
 
-@needs_kernels
-def test_the_packed_copy_is_held_against_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write(tmp_path / "m.gguf")
-    blocks = sum(tensor.nbytes for tensor in read_gguf(file).tensors.values() if tensor.type.name == "q4_0")
-    monkeypatch.setattr(loader, "free_bytes", lambda device: blocks)
-    monkeypatch.setattr(Decoder, "allocate", lambda *_: pytest.fail("something was allocated"))
-    with pytest.raises(ConfigError, match=r"its 1,262,848 parameters take .* are free"):
-        load(file)
-
-
-def test_a_stretched_file_says_the_same(tmp_path: Path) -> None:
-    file = write(tmp_path / "m.gguf", {"attn_v": "q6_k"})
-    assert torch.equal(logits(load(file, stretch=3)), logits(load(file)))
-
-
-@needs_kernels
-def test_a_part_of_the_layers_is_that_part(tmp_path: Path) -> None:
-    file = write(tmp_path / "m.gguf")
-    part = load(file, layers=(1, 2))
-    assert part.num_layers == 1 and part.quant == "stored"
-    assert load(file, layers=(0, 1), ends=False).config.vocab_size == 1
-
-
-def test_stored_weights_need_compiled_layers(tmp_path: Path) -> None:
-    file = write(tmp_path / "m.gguf")
-    with pytest.raises(CapabilityError, match="compiled layers"):
-        load(file, native=False)
-
-
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf")
     assert resolve_folder(tmp_path) == resolve_folder(file) == file
@@ -262,15 +182,6 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("x")
     with pytest.raises(ConfigError, match="it is a file"):
         resolve_folder(tmp_path / "text.txt")
-
-
-def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
-    one = write(tmp_path / "m.gguf")
-    mark = fingerprint(one)
-    data = bytearray(one.read_bytes())
-    data[-1] ^= 1
-    one.write_bytes(data)
-    assert fingerprint(one) != mark
 
 
 @pytest.mark.parametrize(

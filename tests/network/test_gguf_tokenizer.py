@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from hypothesis import strategies as st
 from kits import weights
 from transformers import TokenizersBackend
 
-from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.errors import ConfigError
 from paceline.engine.tokens import chat_ids
 from paceline.network import gguf_tokenizer
 from paceline.network.gguf import GGUF, read_gguf
-from paceline.network.gguf_tokenizer import PRE_TOKENIZERS, load_gguf_tokenizer, load_gguf_vocabulary
+from paceline.network.gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
 
 # Of each string the ids that llama.cpp's tokenizer gives with special tokens parsed, on both files.
 KNOWN = json.loads((Path(__file__).parents[1] / "kits" / "llama_cpp_ids.json").read_text())
@@ -119,53 +118,6 @@ def test_a_vocabulary_is_read_from_the_cache_alike(tmp_path: Path, monkeypatch: 
         assert load(model).get_vocab() == load_gguf_vocabulary(model).get_vocab() and len(kept.read_text()) > 10
 
 
-@pytest.mark.parametrize("space", ["\u0120", " "])
-def test_what_is_kept_is_what_was_built(space: str, tmp_path: Path) -> None:
-    """As texts, which are read sooner, unless a piece has a space."""
-    model = by_score(tmp_path / "m.gguf", ggml__add_space_prefix=False)
-    tokens = [*model.metadata["tokenizer.ggml.tokens"]]
-    tokens[tokens.index("ba")] = f"{space}b"
-    tokens[tokens.index("\u2581")] = space
-    changed = by_score(tmp_path / "n.gguf", ggml__tokens=tokens)
-    built = gguf_tokenizer._Builder(changed).tokenizer().to_str()
-    assert load_gguf_vocabulary(changed).to_str() == built
-    [kept] = (Path(os.environ["XDG_CACHE_HOME"]) / "paceline" / "tokenizers").glob("*")
-    merge = json.loads(kept.read_text(encoding="utf-8"))["model"]["merges"][0]
-    assert isinstance(merge, list if space == " " else str)
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = by_score(tmp_path / "m.gguf")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "m.gguf"))  # a file where the folder should be
-    assert load_gguf_tokenizer(model).get_vocab() == load_gguf_vocabulary(model).get_vocab()
-
-
-def test_pairs_merge_by_rank(tmp_path: Path) -> None:
-    model = by_rank(tmp_path / "m.gguf")
-    assert pieces(model, "hello hell") == ["hello", "\u0120", "hell"]
-    assert pieces(model, "hello w123<end>") == ["hello", "\u0120w", "12", "3", "<end>"]
-    assert pieces(by_rank(tmp_path / "n.gguf", ggml__pre="smollm"), "w123") == ["w", "1", "2", "3"]  # digits apart
-    assert pieces(model, "<turn>h<turn") == ["<turn>", "h", "<", "t", "u", "r", "n"]
-
-
-def test_a_piece_that_is_a_token_needs_no_merges(tmp_path: Path) -> None:
-    """As Llama 3's pre-tokenizer has it."""
-    merges = ["l l"]
-    assert pieces(by_rank(tmp_path / "m.gguf", ggml__pre="smaug-bpe", ggml__merges=merges), "hello") != ["hello"]
-    named = by_rank(tmp_path / "n.gguf", ggml__pre="llama-bpe", ggml__merges=merges, ggml__add_bos_token=False)
-    assert pieces(named, "hello") == ["hello"]
-
-
-def test_characters_merge_by_score(tmp_path: Path) -> None:
-    model = by_score(tmp_path / "m.gguf")
-    assert pieces(model, "ab aba") == ["<s>", "\u2581ab", "\u2581ab", "a"]
-    assert pieces(model, "b\u00e9", add_special_tokens=False) == ["\u2581", "b", "<0xC3>", "<0xA9>"]
-    bare = by_score(tmp_path / "n.gguf", ggml__add_space_prefix=False, ggml__add_bos_token=False)
-    assert pieces(bare, "aba\n\nb") == ["aba", "\n\n", "b"]
-    tokenizer = load_gguf_tokenizer(model)
-    assert tokenizer.decode(tokenizer.encode("ab b\u00e9", add_special_tokens=False)) == "ab b\u00e9"
-
-
 def test_special_tokens_are_matched_whole(tmp_path: Path) -> None:
     model = by_score(tmp_path / "m.gguf", ggml__add_bos_token=False, ggml__add_space_prefix=False)
     assert pieces(model, "a<unk>  b</s> a") == ["a", "<unk>", "\u2581", "\u2581", "b", "</s>", "\u2581", "a"]
@@ -178,32 +130,6 @@ def test_special_tokens_are_matched_whole(tmp_path: Path) -> None:
     assert pieces(phi, "a</s> \na<s> a") == ["a", "</s>", "a", "<s>", "\u2581", "a"]
 
 
-def test_an_empty_token_is_never_matched(tmp_path: Path) -> None:
-    tokenizer = load_gguf_tokenizer(by_rank(tmp_path / "m.gguf", **_tokens(*BYTES, "", "")))
-    assert len(tokenizer) == 258 and tokenizer.convert_ids_to_tokens([256, 257]) == ["[EMPTY_256]", "[EMPTY_257]"]
-
-
-@pytest.mark.parametrize(
-    ("pre", "text", "cuts"),
-    [
-        ("gpt-2", "it's 123  x", ["it", "'s", "\u0120123", "\u0120", "\u0120x"]),
-        ("smollm", "w 12", ["w", "\u0120", "1", "2"]),
-        ("llama-bpe", "1234!\n\nx", ["123", "4", "!\u010a\u010a", "x"]),
-        ("qwen2", "12 I'LL", ["1", "2", "\u0120I", "'LL"]),
-        ("tekken", "camelCase/\n", ["camel", "Case", "/\u010a"]),
-        ("gpt-4o", "DON'T 1234", ["DON'T", "\u0120", "123", "4"]),
-        ("seed-coder", "x!!\ny", ["x", "!!", "\u010a", "y"]),
-        ("deepseek-llm", "ab 123\n.", ["ab", "\u0120", "123", "\u010a", "."]),
-        ("deepseek-coder", "ab 12", ["ab", "\u0120", "1", "2"]),
-        ("viking", "ab, 12", ["ab", ",", "\u0120", "1", "2"]),
-        ("default", "a+1234", ["a", "+", "123", "4"]),
-    ],
-)
-def test_pre_tokenizers_cut_where_they_should(pre: str, text: str, cuts: list[str], tmp_path: Path) -> None:
-    vocabulary = load_gguf_vocabulary(by_rank(tmp_path / "m.gguf", ggml__pre=pre))
-    assert [piece for piece, _ in vocabulary.pre_tokenizer.pre_tokenize_str(text)] == cuts
-
-
 @settings(max_examples=150, deadline=None)
 @given(text=st.text())
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o", "deepseek-v3", "falcon"])
@@ -214,20 +140,6 @@ def test_every_text_comes_back(text: str, pre: str, tmp_path_factory: pytest.Tem
 
 
 _MADE: dict[str, Any] = {}
-
-
-@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
-def test_every_pre_tokenizer_cuts(pre: str, tmp_path: Path) -> None:
-    vocabulary = load_gguf_vocabulary(by_rank(tmp_path / "m.gguf", ggml__pre=pre))
-    text = "hello w12 \u00c9t\u00e9's  \u4e2d\u6587\n\n  x"
-    assert vocabulary.decode(vocabulary.encode(text, add_special_tokens=False).ids) == text
-
-
-def test_ends_are_those_of_the_flags(tmp_path: Path) -> None:
-    both = {"ggml__add_bos_token": True, "ggml__add_eos_token": True}
-    assert pieces(by_score(tmp_path / "m.gguf", **both), "a") == ["<s>", "\u2581", "a", "</s>"]
-    assert pieces(by_rank(tmp_path / "n.gguf"), "h") == ["h"]
-    assert pieces(by_rank(tmp_path / "o.gguf", ggml__pre="tekken"), "h") == ["<end>", "h"]
 
 
 def test_a_chat_begins_with_one_bos(tmp_path: Path) -> None:
@@ -267,15 +179,6 @@ def test_template_and_roles_are_those_of_transformers_and_mostly_without_it(
     assert tokenizer.chat_template == "{{ eos_token }}" and tokenizer.special_tokens_map["eos_token"] == "a"
 
 
-def test_smollm2s_template_is_rendered() -> None:
-    text = load_gguf_tokenizer(read_gguf(weights.smollm2())).apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
-    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    turns = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert text == turns
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -299,31 +202,12 @@ def test_a_vocabulary_that_cannot_be_is_refused(changed: dict[str, Any], words: 
         load_gguf_tokenizer(by_rank(tmp_path / "m.gguf", **changed))
 
 
-def test_scores_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer.ggml.scores"):
-        load_gguf_tokenizer(by_score(tmp_path / "m.gguf", ggml__scores=None))
-    with pytest.raises(CapabilityError):
-        load_gguf_tokenizer(by_rank(tmp_path / "n.gguf", ggml__model="rwkv"))
-
-
-def test_no_tokens_is_no_tokenizer(tmp_path: Path) -> None:
-    assert load_gguf_tokenizer(write(tmp_path / "m.gguf", {"ggml.model": "gpt2"})) is None
-
-
 def test_chats_are_written_as_llama_cpp_writes_them() -> None:
     tokenizer = load_gguf_tokenizer(read_gguf(weights.smollm2()))
     written = [tokenizer.apply_chat_template(c["messages"], tokenize=False, add_generation_prompt=True) for c in CHATS]
     assert written == [chat["prompt"] for chat in CHATS] and len(CHATS) == 30
     plain = tokenizer.apply_chat_template(CHATS[0]["messages"], tokenize=False)
     assert plain != written[0]
-
-
-def test_chats_with_tools_are_written_as_llama_cpp_writes_them() -> None:
-    tokenizer = load_gguf_tokenizer(read_gguf(weights.smollm2()))
-    tokenizer.chat_template = WRITTEN["tool_template"]
-    chats = WRITTEN["tool_chats"]
-    written = [chat_ids(chat["messages"], tokenizer, "this model", tools=chat["tools"])[1] for chat in chats]
-    assert written == [chat["prompt"] for chat in chats] and len(chats) == 11
 
 
 def test_tools_that_a_template_ignores_are_refused_and_answers_of_tools_are_not() -> None:
@@ -357,13 +241,3 @@ def test_a_text_is_encoded_as_by_transformers_without_it(eos: int, tmp_path: Pat
     assert ids == [theirs.encode(text), theirs.encode(text, add_special_tokens=False)] and not imported
     assert said == [theirs.decode(ids[0], skip_special_tokens=skip) for skip in (True, False)]
     assert (count, vocabulary) == (len(theirs), theirs.get_vocab()) and said[0] != said[1]
-
-
-def test_what_else_is_asked_of_a_tokenizer_is_transformers_own(tmp_path: Path) -> None:
-    tokenizer = load_gguf_tokenizer(by_rank(tmp_path / "m.gguf", chat_template="{{ messages[0].content }}"))
-    assert tokenizer.eos_token == "<end>" and tokenizer(["he", "ll"])["input_ids"] == [[256], [257]]
-    assert tokenizer.encode("hello", max_length=1, truncation=True) == [259]
-    assert tokenizer.encode("hellohello", verbose=False) == [259, 259]  # nothing is left of that
-    with pytest.raises(AttributeError):
-        tokenizer._nonesuch  # noqa: B018
-    assert copy(tokenizer).get_vocab() == tokenizer.get_vocab()

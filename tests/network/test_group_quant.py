@@ -20,9 +20,8 @@ from paceline.core.errors import ConfigError
 from paceline.kv.pool import KVPool
 from paceline.network.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.network.base import Batch
-from paceline.network.blocks import BY_NAME, GROUPED, dequantise
+from paceline.network.blocks import GROUPED, dequantise
 from paceline.network.decoder import Decoder
-from paceline.network.files import fingerprint
 from paceline.network.loader import load_model, parse_dtype, read_config, read_layout
 
 TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
@@ -75,34 +74,6 @@ def test_numbers_are_those_that_were_packed(form: str, scale: torch.dtype, tmp_p
             assert tensor.nbytes == rows.rows.nbytes
 
 
-@pytest.mark.parametrize(("group", "bits"), [(32, 4.5), (64, 4.25), (128, 4.125), (256, 4.125)])
-def test_scales_and_zeros_are_stored_once_for_a_group(group: int, bits: float, tmp_path: Path) -> None:
-    for form, more in (("gptq_sym", 0), ("awq", 8 / min(group, 128))):
-        tensors = read_layout(folder := write(tmp_path / form, form, group), read_config(folder)).pieces
-        for tensor in [tensor for _, tensor in tensors if "_proj" in tensor.name]:
-            assert 8 * tensor.nbytes == (bits + more) * tensor.shape[0] * tensor.shape[1]
-            assert (tensor.type == BY_NAME["q4_0"]) == (group == 32 and form == "gptq_sym")
-
-
-def test_outputs_are_unpacked_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for form in FORMS:
-        folder = write(tmp_path / form, form)
-        tensors = [tensor for _, tensor in read_layout(folder, read_config(folder)).pieces if "_proj" in tensor.name]
-        whole = [(tensor.values(), tensor.stored().rows) for tensor in tensors]
-        with monkeypatch.context() as patch:
-            patch.setattr("paceline.network.group_quant._AT_ONCE", 24 * 256)
-            parts = [(tensor.values(), tensor.stored().rows) for tensor in tensors]
-        assert all(torch.equal(a[0], b[0]) and (a[1] == b[1]).all() for a, b in zip(whole, parts, strict=True))
-
-
-@EACH
-def test_plain_dtypes_are_those_of_the_numbers(form: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, form)
-    for dtype in ("float32", "bfloat16"):
-        mine, plain = (logits(load(place, dtype, native=False)) for place in (folder, folder / "plain"))
-        assert torch.equal(mine, plain) and mine.std() > 0.1
-
-
 @needs_kernels
 @EACH
 def test_products_are_those_of_the_numbers(form: str, tmp_path: Path) -> None:
@@ -140,32 +111,6 @@ def rounded(x: Tensor, order: Tensor | None) -> Tensor:
     most = blocks.abs().amax(-1, keepdim=True)
     wide = ((blocks * (torch.full_like(most, 127.0) / most)).round().double() * (most / 127).double()).view(len(x), -1)
     return wide if order is None else torch.empty_like(wide).index_copy_(1, order, wide)
-
-
-@needs_kernels
-@EACH
-def test_stored_weights_choose_the_tokens_of_their_numbers(form: str, tmp_path: Path) -> None:
-    """Greedy ids, but where the rounding of activations decides between two that are as likely."""
-    folder = write(tmp_path, form)
-    mine, plain = logits(load(folder)), logits(load(folder / "plain", "float32", native=False))
-    assert (mine - plain).abs().max() < 0.15 * plain.std()
-    best = plain.topk(2).values
-    sure = best[:, 0] - best[:, 1] > 0.3 * plain.std()
-    assert sure.any() and torch.equal(mine.argmax(1)[sure], plain.argmax(1)[sure])
-
-
-@needs_kernels
-def test_int8_and_parts_of_layers(tmp_path: Path) -> None:
-    folder = write(tmp_path, "awq")
-    assert torch.equal(logits(load(folder, "int8")), logits(load(folder / "plain", "int8")))
-    part = load(folder, layers=(1, 2), ends=False)
-    whole = load(folder)
-    x = torch.randn(3, 256).bfloat16()
-    assert torch.equal(part.stack.weights.linears[0].wide(x), whole.stack.weights.linears[4].wide(x))
-
-
-def test_the_fingerprint_is_that_of_the_files(tmp_path: Path) -> None:
-    assert fingerprint(write(tmp_path / "a", "awq")) != fingerprint(write(tmp_path / "b", "awq", seed=1))
 
 
 @needs_kernels
@@ -313,28 +258,6 @@ def test_other_tensors_are_refused(form: str, change: Callable[[Tensors], None],
     refused(folder, message)
 
 
-def test_linears_with_biases(tmp_path: Path) -> None:
-    folder = write(tmp_path, "gptq")
-    generator = torch.Generator().manual_seed(1)
-    biases = {
-        f"model.layers.{layer}.self_attn.{name}_proj.bias": torch.randn(rows, generator=generator)
-        for layer in range(2)
-        for name, rows in (("q", 256), ("k", 128), ("v", 128))
-    }
-    for place in (folder, folder / "plain"):
-        save_file(load_file(place / "model.safetensors") | biases, place / "model.safetensors")
-        said = json.loads((place / "config.json").read_text())
-        (place / "config.json").write_text(json.dumps(said | {"model_type": "qwen2"}))
-    assert torch.equal(logits(load(folder, "float32", native=False)), logits(load(folder / "plain", native=False)))
-
-
-def test_zero_biases_of_old_writers_are_none(tmp_path: Path) -> None:
-    folder = write(tmp_path, "gptq")
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {Q + "bias": torch.zeros(256)}, folder / "model.safetensors")
-    assert torch.equal(logits(load(folder, "float32", native=False)), logits(load(folder / "plain", native=False)))
-
-
 def test_packed_weights_without_a_configuration_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, "gptq")
     file = folder / "config.json"
@@ -352,21 +275,3 @@ def test_parts_of_a_fused_product_in_different_orders_are_refused_in_blocks_alon
     save_file(tensors, folder / "model.safetensors")
     refused(folder, "q_proj.weight and tensor .*k_proj.weight.*different orders", "auto")
     load(folder, "bfloat16")
-
-
-@needs_kernels
-def test_scales_beyond_16_bits_are_refused_in_blocks_alone(tmp_path: Path) -> None:
-    folder = write(tmp_path, "compressed", scale=torch.float32)
-    refused(folder, "layers.0.self_attn.q_proj.weight.*its scale .*is no float16.*dtype='bfloat16'", "auto")
-    assert load(folder, "bfloat16").quant is None
-
-
-@needs_kernels
-def test_a_plain_part_of_a_fused_product_is_refused_in_blocks_alone(tmp_path: Path) -> None:
-    folder = write(tmp_path, "awq")
-    tensors, packed = load_file(folder / "model.safetensors"), numbers(folder)
-    for last in ("qweight", "qzeros", "scales"):
-        tensors.pop(Q + last)
-    save_file(tensors | {Q + "weight": packed[Q + "weight"]}, folder / "model.safetensors")
-    refused(folder, "q_proj.weight, which is multiplied together with it, is not quantised", "auto")
-    assert torch.equal(logits(load(folder, "float32", native=False)), logits(load(folder / "plain", native=False)))

@@ -157,28 +157,6 @@ def test_what_is_written_while_it_is_read_is_not_kept(
     assert not hashing._found and not small.exists()
 
 
-@pytest.mark.parametrize("base", ["{file}", "{file}/below", "relative", "/proc/nowhere", "/dev/full"])
-def test_without_a_cache_folder_files_are_read_at_every_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str
-) -> None:
-    file, reads = written(tmp_path, b"x" * 100), Reads(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", base.format(file=file))
-    for count in (1, 2):
-        forget()
-        assert content_hash(file) == reference(b"x" * 100) and reads.count == count
-    assert [entry.name for entry in tmp_path.iterdir()] == ["weights"]
-
-
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(old: str, new: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(hashing.os, "replace", full)
-    assert content_hash(written(tmp_path, b"x" * 100)) == reference(b"x" * 100)
-    assert list(small.iterdir()) == []
-
-
 def damaged(record: dict[str, object], **values: object) -> bytes:
     return json.dumps(record | values).encode()
 

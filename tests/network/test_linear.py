@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.errors import CapabilityError
 from paceline.network.linear import (
     Int8Linear,
     LinearOp,
-    PackedLinear,
-    PlainLinear,
-    RowBlocks,
-    can_pack,
     cancelling_rows,
-    make_exact,
     make_linear,
 )
 
 WIDTHS = range(1, 65)
 SHAPES = [(64, 64), (200, 48), (768, 256), (256, 768)]  # out, in
-needs_packing = pytest.mark.skipif(not can_pack(), reason="this processor has no packed bf16 product")
 
 
 def weights(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -66,14 +57,6 @@ def test_exact_bits_are_the_same_at_every_width(shape: tuple[int, int], dtype: t
     assert_width_invariant(linear, sensitive_rows(weight, 64), rows_of(shape[0], 64, dtype))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_exact_plain_bf16(shape: tuple[int, int]):
-    """Where the packed product is missing, the plain one takes its place."""
-    weight, bias = weights(*shape, torch.bfloat16)
-    linear = make_exact(PlainLinear(weight, bias), "plain", weight)
-    assert_width_invariant(linear, sensitive_rows(weight, 64), rows_of(shape[0], 64, torch.bfloat16))
-
-
 @pytest.mark.parametrize("rows", [100, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_exact_bits_hold_in_long_prefills(rows: int, dtype: torch.dtype):
@@ -81,39 +64,6 @@ def test_exact_bits_hold_in_long_prefills(rows: int, dtype: torch.dtype):
     linear = make_linear(weight, None, exact=True)
     x = sensitive_rows(weight, rows)
     assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
-
-
-class _Fickle:
-    """A product that gives the last rows of a pass other bits: so many, by the number of all rows."""
-
-    def __init__(self, weight: Tensor, others: Callable[[int], int]) -> None:
-        self.weight, self.others = weight, others
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = torch.nn.functional.linear(x.double(), self.weight.double()).to(x.dtype)
-        last = slice(len(y) - self.others(len(y)), None)
-        y[last] = torch.nextafter(y[last], torch.full_like(y[last], torch.inf))
-        return y
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self(x) + residual
-
-
-KERNELS = {  # the last rows that differ, and the blocks that are enough
-    "never": (lambda rows: 0, 1, 32),
-    "one row alone, as oneDNN's": (lambda rows: int(rows == 1), 2, 32),
-    "behind the last four, as MKL's": (lambda rows: rows % 4 if rows < 12 else 0, 4, 32),
-    "all rows of narrow passes": (lambda rows: rows if rows < 16 else 0, 8, 8),
-}
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_cheapest_blocks_that_are_enough_are_taken(kernel: str):
-    others, step, limit = KERNELS[kernel]
-    weight, _ = weights(24, 16, torch.bfloat16)
-    linear = make_exact(_Fickle(weight, others), kernel, weight)
-    assert isinstance(linear, RowBlocks) and (linear.step, linear.limit) == (step, limit)
-    assert_width_invariant(linear, rows_of(16, 64, torch.bfloat16), rows_of(24, 64, torch.bfloat16))
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -135,11 +85,6 @@ def test_computes_the_product(rows: int, dtype: torch.dtype, bias: bool, exact: 
     assert torch.equal(residual, kept)  # the residual stream is tapped: it must not be written to
 
 
-@needs_packing
-def test_bf16_on_the_cpu_is_packed():
-    assert isinstance(make_linear(*weights(64, 64, torch.bfloat16)), PackedLinear)
-
-
 def test_int8_is_what_its_integers_say():
     weight, bias = weights(96, 64, torch.bfloat16)
     weight[3] = 0  # a row without a scale of its own
@@ -151,12 +96,6 @@ def test_int8_is_what_its_integers_say():
     assert ((stored - weight.double()).abs() <= 0.51 * step).all()
     x = rows_of(64, 5, torch.bfloat16)
     torch.testing.assert_close(linear(x).double(), x.double() @ stored.T + bias.double(), atol=3e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_int8_wants_bf16(dtype: torch.dtype):
-    with pytest.raises(CapabilityError, match="int8.*bfloat16"):
-        make_linear(*weights(8, 8, dtype), quant="int8")
 
 
 def test_cancelling_rows_show_what_random_rows_hide():

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from kits.gguf_files import write
 from kits.tiny import tiny_config
 from torch import Tensor
 
@@ -116,11 +115,6 @@ def test_options_that_ranks_cannot_have_are_refused_before_anything_is_loaded(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM("paceline-small", **options)
-
-
-def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CapabilityError, match="GGUF file.s weights are in blocks"):
-        LLM(str(write(tmp_path / "tiny.gguf")), tensor_parallel=2)
 
 
 def test_shapes_that_ranks_do_not_divide_are_refused() -> None:

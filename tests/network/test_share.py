@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kits.native import needs_kernels
-from kits.tiny import assemble, run, tiny_adapters, tiny_application, tiny_config, tiny_decoder
+from kits.tiny import assemble, run, tiny_config, tiny_decoder
 
 from paceline import LLM, SamplingParams
 from paceline.attention.rope import RopeConfig, RopeTable
@@ -106,17 +106,6 @@ def test_a_table_that_grows_under_many_threads_holds_the_angles_of_one() -> None
         assert all(torch.equal(a, b) for a, b in zip(shared.now.halves, halves, strict=True))
 
 
-def test_what_a_reader_took_stays_as_it_was() -> None:
-    """Cosines and sines come from one moment, however the table grows meanwhile."""
-    table = RopeTable(RopeConfig(dim=8), 4096, torch.float32, torch.device("cpu"))
-    first = table.reach(10)
-    kept = first.cos.clone(), first.sin.clone()
-    second = table.reach(3000)
-    assert second is table.now is table.reach(20) and second is not first
-    assert torch.equal(first.cos, kept[0]) and torch.equal(first.sin, kept[1])
-    assert torch.equal(second.cos[: len(first)], kept[0]) and len(first.halves[0]) == len(first)
-
-
 # ---- engines
 
 
@@ -131,20 +120,6 @@ def test_engines_over_one_target_answer_as_one_alone(compiled: bool) -> None:
         found = together(*(partial(answers, e, s) for e, s in zip(engines, (10, 20), strict=True)))
         assert found == wanted
         assert [answers(e, s) for e, s in zip(engines, (10, 20), strict=True)] == wanted, "nothing is left behind"
-
-
-@pytest.mark.usefixtures("slow_growth")
-@pytest.mark.parametrize("compiled", KERNELS)
-def test_applications_over_one_target_answer_as_one_alone(compiled: bool) -> None:
-    """Both engines have the same application, whose adapters the stack packs when they first come."""
-    decoder = new_decoder(compiled)
-    application = tiny_application("app", decoder, tiny_adapters(CONFIG, dtype=torch.float32))
-    wanted = [answers(new_engine(new_decoder(compiled), [application]), seed, ["app"]) for seed in (10, 20)]
-    plain = answers(new_engine(new_decoder(compiled)), 10)
-    assert plain != wanted[0], "the adapters change the answer"
-    engines = [new_engine(decoder, [application]) for _ in range(2)]
-    found = together(*(partial(answers, e, s, ["app"]) for e, s in zip(engines, (10, 20), strict=True)))
-    assert found == wanted
 
 
 @needs_kernels

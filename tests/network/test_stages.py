@@ -11,9 +11,8 @@ import torch
 from kits.native import needs_kernels
 from kits.tiny import full_logits, tiny_config, tiny_decoder
 
-from paceline.core.errors import ConfigError
 from paceline.kv.store import KVStore
-from paceline.network.stages import TEXT, Frame, Stage, StageRows, cut_layers, even_cuts
+from paceline.network.stages import TEXT, Frame, Stage, StageRows, cut_layers
 
 CONFIG = tiny_config(num_layers=5)
 SLOTS = 160
@@ -119,17 +118,3 @@ def test_cuts_are_the_best_of_all(seed: int) -> None:
     found = cut_layers(layers, count, cost)
     ways = [[0, *inner, layers] for inner in combinations(range(1, layers), count - 1)]
     assert found in ways and slowest(found) == min(map(slowest, ways))
-
-
-def test_even_cuts_and_what_is_refused() -> None:
-    assert max(b - a for a, b in pairwise(even_cuts(10, 4))) == 3 and even_cuts(4, 4) == [0, 1, 2, 3, 4]
-    decoder = tiny_decoder(CONFIG)
-    with pytest.raises(ConfigError, match="6 stages: the target has 5 layers"):
-        even_cuts(5, 6)
-    with pytest.raises(ConfigError, match="0 stages"):
-        even_cuts(5, 0)
-    with pytest.raises(ConfigError, match="layers 0 to 4"):
-        stages(decoder, [3, 6])
-    store = KVStore(3, 2, 8, SLOTS, decoder.dtype, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="2 layers over a store of 3"):
-        Stage(decoder, 0, 2, store)

@@ -73,15 +73,6 @@ def trained(network: TracksNetwork) -> Tensor:
     return (network(batch)[0] @ network.head_weight.T)[: len(IDS)]
 
 
-@pytest.mark.parametrize("tracks", [2, 4])
-@pytest.mark.parametrize("merge", MERGES)
-def test_what_is_loaded_computes_what_was_trained(merge: str, tracks: int, tmp_path: Path) -> None:
-    wanted = trained(draft(tmp_path, merge, tracks))
-    found = answer(load_tracks(tmp_path, **KINDS["float64"]))
-    assert wanted.std() > 0.5
-    assert torch.allclose(found.float(), wanted, rtol=0, atol=1e-4)
-
-
 @EACH
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_process_a_track_gives_the_bits_of_one_at_two_joins_and_a_choice(
