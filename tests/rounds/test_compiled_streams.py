@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kits.native import needs_kernels
-from kits.tiny import EOS, assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
+from kits.tiny import EOS, assemble, run, streams, tiny_config, tiny_decoder, tiny_streams
 
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import Levels, StepFeatures
@@ -20,7 +20,6 @@ from paceline.network.decoder import Decoder
 from paceline.network.native_streams import StreamCarrier, StreamRun
 from paceline.network.stream_prices import stream_prices
 from paceline.network.streams import StreamSet
-from paceline.rounds.compiled import choose_riders, frontier_chances
 
 pytestmark = needs_kernels
 # Heads of 8 and a feed-forward width of 45: the compiled layers pad both.
@@ -133,19 +132,6 @@ def same(one: Heard, parts: Heard, k: int, budgets_vary: bool = False, sampled: 
         assert all(torch.equal(a, b) for a, b in zip(one.kv, parts.kv, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_streams_on_every_node(kind: str) -> None:
-    decoder = decoder_of(kind)
-    found = {}
-    for compiled in (True, False):
-        drafter = streams(trained=trained(kind, adapter=None), k=K, nodes=7, at="nodes")
-        engine = assemble(drafter, decoder=decoder, max_model_len=200)
-        found[compiled] = play(engine, drafter, [(p, GREEDY) for p in PROMPTS], compiled)
-        assert all(s.rode == s.stream_drafts for s in found[compiled].stats)
-    same(found[True], found[False], K)
-    assert found[True].layers == found[False].layers
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("most", [1, 6, 400])
 def test_streams_that_see_few_keys(kind: str, most: int) -> None:
@@ -179,30 +165,6 @@ def test_streams_that_go_through_an_adapter_in_place_of_the_mlp(
     same(found[True], found[False], K)
 
 
-SAMPLED: dict[str, dict[str, Any]] = {
-    "hot": {"temperature": 0.9},
-    "top-k": {"temperature": 1.3, "top_k": 12},
-    "top-p": {"temperature": 0.7, "top_p": 0.8},
-    "min-p": {"temperature": 1.0, "min_p": 0.05},
-}
-
-
-@pytest.mark.parametrize("proposes", ["coupled", "point"])
-@pytest.mark.parametrize("rules", SAMPLED)
-def test_sampled_answers(rules: str, proposes: str) -> None:
-    """Choices and drafts by temperature, truncations and the keyed noise are made in the same call."""
-    params = SamplingParams(
-        seed=4, max_tokens=32, ignore_eos=True, logprobs=2 if rules == "hot" else None, **SAMPLED[rules]
-    )
-    decoder = decoder_of("bfloat16")
-    found = {}
-    for compiled in (True, False):
-        drafter = streams(trained=trained("bfloat16"), k=K, nodes=12, proposes=proposes)
-        engine = assemble(drafter, decoder=decoder, max_model_len=200)
-        found[compiled] = play(engine, drafter, [(p, params) for p in PROMPTS], compiled)
-    same(found[True], found[False], K, sampled=True)
-
-
 def test_requests_of_other_kinds_in_between() -> None:
     """A step with a sampled request takes the long way, and the drafts go on from what it said."""
     hot = SamplingParams(temperature=0.9, seed=4, max_tokens=7, ignore_eos=True)
@@ -215,21 +177,6 @@ def test_requests_of_other_kinds_in_between() -> None:
         engine = assemble(drafter, decoder=decoder, max_model_len=200)
         found.append(play(engine, drafter, requests, compiled))
     assert found[0].answers == found[1].answers
-
-
-def test_applications_with_adapters_alone() -> None:
-    """Main rows have an application's adapters, streams those of their set."""
-    decoder = decoder_of("bfloat16")
-    names = ["one", None, "one", None, "one"]
-    found = []
-    for compiled in (True, False):
-        app = tiny_application("one", decoder)
-        drafter = streams(trained=trained("bfloat16"), k=K, nodes=8)
-        engine = assemble(drafter, decoder=decoder, applications=[app], max_model_len=200)
-        engine.round.compiled = compiled  # type: ignore[attr-defined]
-        outputs = run(engine, [(p, GREEDY) for p in PROMPTS], names)
-        found.append([(o.outputs[0].token_ids, o.stats.accepted) for o in outputs])
-    assert found[0] == found[1]
 
 
 def test_no_draft_is_read_that_nobody_wants() -> None:
@@ -295,8 +242,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 # ---- who carries streams
 
-USUAL = 0.28, 0.09
-
 
 @pytest.mark.parametrize(("free", "first", "each"), [(4, 0.28, 0.09), (16, 0.1, 0.02), (16, 0.0, 0.0), (4, 1.5, 0.0)])
 def test_what_streams_cost_in_a_pass_is_measured(
@@ -319,32 +264,3 @@ def test_what_streams_cost_in_a_pass_is_measured(
     found = stream_prices(decoder, streams_)
     assert found == pytest.approx((min(first, 1.0), each), abs=1e-6)
     assert stream_prices(decoder, streams_) is found  # once for a set
-
-
-def test_it_is_measured_before_the_first_request() -> None:
-    decoder = decoder_of("bfloat16")
-    assemble(streams(trained=trained("bfloat16")), decoder=decoder)
-    assert decoder.stack is not None and len(decoder.stack.stream_prices) == 1
-
-
-def test_chances_of_the_last_accepted_node() -> None:
-    chances = frontier_chances([-1, 0, 0, 1], [0.0, -0.5, -2.0, -1.0])
-    e = [1.0, 0.6065306597, 0.1353352832, 0.3678794412]
-    assert chances == pytest.approx([1 - e[1] - e[2], e[1] - e[3], e[2], e[3]])
-    assert sum(chances) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("free", "room", "wanted"),
-    [(0, 99, []), (2, 99, []), (4, 99, [3]), (8, 7, [3]), (99, 99, [0, 1, 2, 3]), (99, 3, [])],
-)
-def test_riders_fill_the_free_rows(free: int, room: int, wanted: list[int]) -> None:
-    assert choose_riders([0.3, 0.2, 0.2, 0.3 + 1e-9], 4, free, room, *USUAL) == wanted
-
-
-def test_a_likely_node_carries_streams_whatever_is_free() -> None:
-    assert choose_riders([0.2, 0.8], 4, 0, 99, *USUAL) == [1]
-    assert choose_riders([0.5, 0.5], 1, 0, 99, *USUAL) == [
-        0,
-        1,
-    ]  # one stream costs less than the pass that it saves

@@ -6,16 +6,13 @@ import gc
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
 import torch
-from kit.mirror_watch import StepTimes, WindowVerdict, overlap, watch
+from kit.mirror_watch import StepTimes, WindowVerdict, watch
 from kits.native import needs_kernels
 from kits.tiny import (
     LOOKUP,
@@ -40,12 +37,10 @@ from paceline.drafters.sessions import Ask, Grown
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine
 from paceline.network.decoder import Decoder
-from paceline.network.exits import ExitHeads, ExitsConfig, exit_layer
+from paceline.network.exits import ExitHeads, ExitsConfig
 from paceline.network.files import fingerprint
 from paceline.network.loader import resolve_folder
 from paceline.rounds import parse_round
-from paceline.rounds.mirror.channel import outcome_chances, speak
-from paceline.rounds.mirror.rollout import share_rows
 from paceline.rounds.mirror.round import MirrorRound
 
 DECODER = tiny_decoder()
@@ -101,23 +96,6 @@ def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
     assert round_.sessions.inner.pool.idle  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("parts", [f"{LOOKUP}+{MODEL}", f"{LOOKUP}+ngram;depth=5"], ids=["model", "look-ups"])
-def test_several_drafters_at_once(parts: str) -> None:
-    """A text that repeats itself: look-ups draft, and the draft model, where there is one, does elsewhere."""
-    jobs = [(prompt * 2, PARAMS[name]) for prompt, name in zip(PROMPTS, [*PARAMS, "greedy"], strict=True)]
-    made = hybrid(parts, noise=0.05)
-    engine = assemble(made, round=MIRROR, decoder=DECODER, kv_tokens=128, block_size=4, max_batch_rows=20)
-    round_: Any = engine.round
-    verdicts: list[WindowVerdict] = []
-    watch(round_, verdicts.append)
-    outputs = run(engine, jobs)
-    assert ids(outputs) == plain(jobs) and round_.failure is None
-    accepted, longest = (5, 4) if "draft_model" in parts else (0, 2)  # look-ups hardly hit on a random target
-    assert sum(o.stats.accepted for o in outputs) > accepted and any(v.reused for v in verdicts)
-    assert max(len(v.window) for v in verdicts) >= longest
-    assert engine.pool.idle and (made._models == [] or round_.sessions.inner.pool.idle)
-
-
 class SerialTrace:
     """Windows and verdicts of serial speculation, taken where the round checks its drafts."""
 
@@ -150,86 +128,6 @@ def test_on_compiled_layers_ids_are_those_of_one_compiled_call(dtype: torch.dtyp
         assert sum(output.stats.accepted for output in outputs) > 5 and engine.round.failure is None
 
 
-@pytest.mark.parametrize("depth", [1, 4])
-@pytest.mark.parametrize("kappa", [1, 8])
-def test_windows_are_those_of_serial_speculation(kappa: int, depth: int) -> None:
-    """Greedy, policy wait: eq. 11 to 13 say that windows, accepted lengths and passes are equal, step by step."""
-    for prompt in PROMPTS:
-        serial = assemble(drafter(depth=depth), decoder=DECODER)
-        trace = SerialTrace(serial)
-        (expected,) = run(serial, [(prompt, GREEDY)])
-        engine, _, verdicts = mirrored(f"mirror,kappa={kappa},exit=2", depth=depth)
-        (found,) = run(engine, [(prompt, GREEDY)])
-        assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps
-        assert found.stats.passes == expected.stats.passes and found.stats.drafted == expected.stats.drafted
-        assert found.stats.accepted_histogram == expected.stats.accepted_histogram
-
-
-class Slow:
-    """Sessions whose levels outlast the target."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
-        sleep(0.03)
-        return self.inner.grow(asks)
-
-
-def test_a_verdict_ends_what_is_not_needed_any_more() -> None:
-    """Beside the target: branches of outcomes that did not come true end at the next level, the right one goes on."""
-    job, nodes, exposed = (PROMPTS[1], GREEDY), [], []
-    steps = []
-    for way in ("between", "beside"):
-        engine, round_, verdicts = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=4)
-        round_.sessions.inner = Slow(round_.sessions.inner)
-        times: list[StepTimes] = []
-        watch(round_, verdicts.append, times.append)
-        run(engine, [job])
-        steps.append([(v.window, v.accepted, v.said, v.reused) for v in verdicts])
-        nodes.append(sum(t.nodes for t in times))
-        exposed.append(sum(t.exposed for t in times))
-        assert all(t.draft > 30 for t in times if t.nodes) and any(v.reused for v in verdicts)
-    assert steps[0] == steps[1]
-    assert nodes[1] < nodes[0] / 2 and exposed[1] < exposed[0]
-
-
-class SlowAbove:
-    """A target whose layers behind the exit take 60 ms more."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def run_layers(self, state: Any, first: int, *rest: Any) -> None:
-        self.inner.run_layers(state, first, *rest)
-        sleep(0.06 if first else 0)
-
-
-def test_a_step_takes_the_longer_of_target_and_rollout_not_both() -> None:
-    """Eq. 14 by a clock around the engine's steps, with times that are given: 60 ms behind the exit, rollouts of 60."""
-    walls = {}
-    for way in ("between", "beside"):
-        engine, round_, verdicts = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=2)
-        round_.sessions.inner, round_.target = Slow(round_.sessions.inner), SlowAbove(round_.target)  # type: ignore[assignment]
-        times: list[StepTimes] = []
-        watch(round_, verdicts.append, times.append)
-        engine.submit(PROMPTS[1], replace(GREEDY, max_tokens=16))
-        found = []
-        while engine.live:
-            began = monotonic()
-            engine.step()
-            if times[-1].nodes and times[-1].fresh < 30:  # a rollout, and no window in series
-                found.append((monotonic() - began) * 1e3)
-        walls[way] = median(found)
-    assert walls["between"] > 120 and 60 < walls["beside"] < walls["between"] - 45
-
-
 def test_what_is_reused_is_what_a_fresh_rollout_would_have_drafted() -> None:
     """Coupled drafts at temperature 1: the windows of serial speculation, too, since noise goes by position alone."""
     job = (PROMPTS[2], PARAMS["warm"])
@@ -240,33 +138,6 @@ def test_what_is_reused_is_what_a_fresh_rollout_would_have_drafted() -> None:
     run(engine, [job])
     assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps
     assert sum(v.reused for v in verdicts) > 2
-
-
-def test_with_more_candidates_fewer_outcomes_are_missed() -> None:
-    misses = []
-    for kappa in (1, 4, VOCAB):
-        engine, _, verdicts = mirrored(f"mirror,kappa={kappa},exit=2")
-        run(engine, [(prompt, PARAMS["warm"]) for prompt in PROMPTS[: 1 if kappa == VOCAB else 4]])
-        told = [v for v in verdicts if v.told]
-        misses.append(sum(not v.reused for v in told) / len(told))
-    assert misses[0] > misses[1] > misses[2] == 0  # with the whole vocabulary nothing can be missed
-
-
-@pytest.mark.parametrize("policy", ["wait", "plain"])
-def test_outcomes_come_as_often_as_the_target_says(policy: str) -> None:
-    """Ranked by scores alone, reuse is a coin that falls by the overlap mass: after corrections, bonus tokens and
-    passes without a window alike. Requests have seeds of their own, so that no two share their noise."""
-    params = [SamplingParams(temperature=1, seed=100 + i, max_tokens=40, ignore_eos=True) for i in range(16)]
-    engine, _, verdicts = mirrored(f"{MIRROR},policy={policy},ranks=scores")
-    run(engine, [(PROMPTS[i % 4], one) for i, one in enumerate(params)])
-    kinds: dict[str, list[WindowVerdict]] = {"bonus": [], "correction": [], "root": []}
-    for v in verdicts:
-        if v.told:
-            kinds["root" if not v.window else "bonus" if v.accepted == len(v.window) else "correction"].append(v)
-    assert len(kinds["bonus"]) > 8 and len(kinds["correction"]) > 50 and bool(kinds["root"]) is (policy == "plain")
-    for own in kinds.values():
-        spread = sum(v.mass * (1 - v.mass) for v in own) ** 0.5
-        assert abs(sum(v.reused for v in own) - sum(v.mass for v in own)) <= 4 * spread
 
 
 @pytest.mark.parametrize("way", ["between", "beside"])
@@ -289,46 +160,6 @@ def test_branches_of_unequal_depth(way: str) -> None:
                 assert all((v.prepared > 0) is v.reused for v in verdicts)
         assert nodes[1] <= 12 + 2 * 4  # with what is left of the branch that is reused, and a fresh window
         assert way == "beside" or nodes[0] > 100
-
-
-def test_rows_go_to_the_likeliest_branches() -> None:
-    assert share_rows([0.5, 0.1, 0.3], [3, 3, 3], 4, 0.5) == [2, 0, 2]
-    assert share_rows([0.5, 0.1, 0.3], [3, 3, 3], 99, 0.5) == [3, 3, 3]
-    assert share_rows([0.2, 0.2], [2, 2], 1, 1.0) == [1, 0]
-    logs = [[-0.1, -3.0], [-1.0, -1.0], [-2.0]]
-    chances = outcome_chances(logs, [0.5, 0.25])
-    assert sum(map(sum, chances)) == pytest.approx(1)
-    assert [sum(row) for row in chances] == pytest.approx([0.5, 0.375, 0.125]) and chances[0][0] > chances[0][1]
-
-
-def test_without_waiting_a_short_branch_is_the_window() -> None:
-    engine, _, verdicts = mirrored("mirror,kappa=8,exit=2,policy=plain,rows=12", depth=4)
-    assert ids(run(engine, [(PROMPTS[2], GREEDY)])) == plain([(PROMPTS[2], GREEDY)])
-    assert {len(after.window) - before.prepared for before, after in pairwise(verdicts)} == {0}
-
-
-@torch.inference_mode()
-def test_the_message_leaves_out_the_windows_own_token() -> None:
-    engine, _, _ = mirrored()
-    engine.submit(PROMPTS[1], PARAMS["rules"])
-    engine.step()
-    view = next(iter(engine.live.values())).sequences[0].view
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    positions = [len(view.tokens) + i for i in range(3)]
-    first = int(view.sampler.scores(logits[:1], None, positions[:1]).argmax())
-    window = [first, 50]
-    message = speak(view, window, logits, 4)
-    assert message is not None and [len(row) for row in message[0]] == [4, 4, 4]
-    assert first not in message[0][0] and 50 not in message[0][1]
-    paths = torch.tensor([[-1, -1], [first, -1], [first, 50]])
-    silent = speak(view, window, logits, 4, noisy=False)
-    assert silent is not None and silent[0] != message[0]
-    assert silent[0][2] == view.sampler.process(logits, paths)[2].topk(4).indices.tolist()
-    scores = view.sampler.scores(logits, paths, positions)
-    assert message[0][2] == scores[2].topk(4).indices.tolist()
-    p = view.sampler.probs(logits[1:2], torch.tensor([[first]]))[0]
-    chances = overlap(view, window, 1, logits[1], message[0][1])
-    assert chances == pytest.approx((p[message[0][1]] / (1 - p[50])).tolist())
 
 
 class Dying:
@@ -365,34 +196,6 @@ def test_a_drafter_that_fails_costs_no_token(lies: bool, way: str) -> None:
     assert outputs[-1].stats.off_reason == round_.failure
 
 
-def test_wrong_drafts_are_only_slow() -> None:
-    """Other tokens than the draft said: verification refuses them."""
-
-    class Liar(Dying):
-        def grow(self, asks: Sequence[Ask]) -> list[Grown]:
-            grown = self.inner.grow(asks)
-            for answer in grown:
-                answer.tokens = [(token + 1) % VOCAB for token in answer.tokens]
-            return grown
-
-    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
-    engine, round_, _ = mirrored()
-    round_.sessions.inner = Liar(round_.sessions.inner, 0, True)
-    outputs = run(engine, jobs)
-    assert ids(outputs) == plain(jobs) and round_.failure is None
-    assert sum(o.stats.drafted for o in outputs) > 20 > 5 * sum(o.stats.accepted for o in outputs)
-
-
-def test_abort_and_a_second_request() -> None:
-    engine, round_, _ = mirrored()
-    first = engine.submit(PROMPTS[3], GREEDY)
-    for _ in range(3):
-        engine.step()
-    assert engine.abort(first) is not None
-    assert round_.sessions.inner.pool.idle  # type: ignore[attr-defined]
-    assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
-
-
 @pytest.mark.parametrize(
     ("round_", "drafter_", "wrong"),
     [
@@ -424,15 +227,6 @@ def test_drafters_that_need_last_states_are_refused_with_the_reason() -> None:
         assert reason is not None and "drafts from the target's states" in reason[0]
     reason = config.refusal(DrafterSpec(name="table"))
     assert reason is not None and "it has no draft sessions" in reason[0]
-
-
-def test_exit_layers() -> None:
-    assert [exit_layer(text, 12, "exit") for text in ("1/4", "1/2", "3/4", "5", " 11 ", "1/100")] == [3, 6, 9, 5, 11, 1]
-    for text in ("12", "0", "2/2", "3/2", "-1", "1/0", "", "1//2", "0.5"):
-        with pytest.raises(ConfigError):
-            exit_layer(text, 12, "exit")
-    with pytest.raises(ConfigError, match="serial"):
-        exit_layer("1/2", 1, "exit")
 
 
 def save_exits(folder: Path, decoder: Decoder = DECODER, **changes: Any) -> str:
@@ -564,9 +358,3 @@ def test_the_drafter_in_a_process_dies_and_comes_back(caplog: pytest.LogCaptureF
     gc.collect()
     with pytest.raises(ProcessLookupError):
         os.kill(last, 0)
-
-
-@pytest.mark.parametrize("name", ["cores=<1>", "threads=2", "level_ms=2.0"])
-def test_only_a_process_has_a_place(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"mirror,{name}: .* is for rollout=process"):
-        parse_round(f"mirror,rollout=beside,{name}")

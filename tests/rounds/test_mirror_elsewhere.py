@@ -162,14 +162,6 @@ def test_what_was_not_prepared_of_a_branch_is_drafted_after_the_verdict() -> Non
     assert any(v.reused and 0 < v.prepared < 4 for v in verdicts[1][:-4])
 
 
-def test_a_batch_with_preemption() -> None:
-    jobs = [(prompt, PARAMS["rules"]) for prompt in PROMPTS]
-    engine, going, verdicts, _ = elsewhere(1, kv_tokens=96, block_size=4, max_batch_rows=20)
-    outputs = run(engine, jobs)
-    assert ids(outputs) == plain(jobs) and sum(o.stats.preemptions for o in outputs)
-    assert any(v.reused for v in verdicts) and going.inner.pool.idle
-
-
 @pytest.mark.parametrize("lost", [3, 7])
 def test_what_is_lost_comes_back(lost: int) -> None:
     """No token changes, and drafting goes on."""

@@ -105,18 +105,6 @@ def test_row_layers_are_rows_times_layers(name: str, shared: bool, monkeypatch: 
     assert all(bool(s.rode) == (shared or "frontier" not in name) for s in stats)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_row_layers_of_a_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched, stats = play(SETTINGS[name], monkeypatch, None, max_batch_rows=30)
-    assert watched.row_layers == sum(s.row_layers for s in stats)
-
-
-def test_a_plain_pass_has_no_upper_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched, stats = play(TREE, monkeypatch, None, budget=0)
-    assert watched.row_layers == sum(s.row_layers for s in stats) == 5 * sum(s.passes for s in stats)
-    assert watched.upper == sum(s.upper_row_layers for s in stats) == 0
-
-
 @needs_kernels
 @pytest.mark.parametrize("ride", [(9.0, 0.0), (0.25, 0.07), (0.0, 0.0)], ids=["late", "some", "all"])
 @pytest.mark.parametrize("at", ["frontier", "nodes"])

@@ -15,11 +15,9 @@ from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
-from paceline.engine.budget import DraftBudget
 from paceline.kv.pool import KVPool
 from paceline.network.base import Batch, Taps
 from paceline.network.decoder import Decoder, TargetInfo
-from paceline.rounds.base import RunningSequence
 
 pytestmark = pytest.mark.timeout(60)
 LAYERS = (-1, 0)
@@ -147,47 +145,3 @@ def test_states_of_a_compiled_pass_are_those_of_the_long_way(kind: str):
         assert tokens == same and [*states] == [*right]
         for position, state in states.items():
             assert all(torch.equal(a, b) for a, b in zip(state, right[position], strict=True))
-
-
-def test_states_are_taken_only_where_a_draft_may_follow():
-    """None where the budget is always 0, and none towards the end of an answer, where no draft fits any more."""
-    target = tiny_decoder(CONFIG)
-    for budget in (0, 1):  # so that the last pass has room for two tokens at most
-        drafter = Watching("float64", None)
-        run(assemble(drafter, decoder=target, budget=budget), [([5, 6, 7], PARAMS[0]), ([5, 6, 7, 8], PARAMS[2])])
-        known = [(len(tokens), len(states)) for tokens, states in drafter.all if states]
-        assert known == ([] if budget == 0 else [(27, max(drafter.all[0][1]) + 1)])
-        assert budget == 0 or 20 < known[0][1] < 26
-
-
-class EveryFourth(DraftBudget):
-    """Drafts in every fourth step, and says of the others behind which of them nothing is drafted."""
-
-    steps = 0
-
-    @property
-    def rests(self) -> bool:  # type: ignore[override]
-        return self.steps % 4 in (1, 2)
-
-    def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
-        self.steps += 1
-        return [0 if self.steps % 4 else 5] * len(sequences)
-
-
-@pytest.mark.parametrize("kind", ["float64", pytest.param("compiled bf16", marks=needs_kernels)])
-def test_no_state_is_taken_while_the_budget_rests(kind: str):
-    """At rest states are taken in the step before a draft alone; who is asked for a draft has them."""
-    target = {"config": CONFIG, **KINDS[kind]}
-    drafter = Watching(kind, 0)
-    engine = assemble(drafter, decoder=tiny_decoder(**target))
-    engine.budget = engine.scheduler.budget = EveryFourth()  # type: ignore[assignment]
-    jobs = [([5, 6, 7, 8], PARAMS[0]), ([9, 8, 7], PARAMS[1]), ([1, 2, 3, 4, 5], PARAMS[0])]
-    outputs = run(engine, jobs)
-    assert engine.round.failure is None  # type: ignore[attr-defined]
-    plain = run(assemble(decoder=tiny_decoder(**target)), jobs)
-    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
-    assert sum(o.stats.drafted for o in outputs) > 30 and sum(o.stats.accepted for o in outputs) > 5
-    prompts, *steps = drafter.rows
-    assert prompts and not any(rows for step, rows in enumerate(steps) if step % 4 in (0, 1))
-    assert all(rows for step, rows in enumerate(steps[:-2]) if step % 4 in (2, 3))
-    assert not drafter.unseen

@@ -127,19 +127,6 @@ def test_trees_rows_and_late_stages_are_what_a_replay_finds(seed: int) -> None:
         assert stage.rows(version, [TEXT, *level]) == [0, *(row + 1 for row in left)]
 
 
-def test_the_property_test_meets_hits_misses_and_tokens_that_wait() -> None:
-    found = set()
-    for seed in range(60):
-        world = World(random.Random(seed))
-        for _ in range(60):
-            before = {**world.tree.nodes}
-            world.rng.choices([world.extend, world.enter, world.say], [3, 4, 3])[0]()
-            if world.events and world.events[-1][0] == "say":
-                root = world.tree.root
-                found.add((world.verdicts[-1].hit, root in before, len(world.tree.nodes) > 1))
-    assert found >= {(True, True, True), (True, True, False), (False, True, True), (False, False, False)}
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_papers_masks_keep_the_same_tokens(seed: int) -> None:
     """A matrix that grows by layers and is pruned by the column rule, and a cache by row OR column, beside the tree."""
@@ -172,15 +159,6 @@ def test_the_papers_masks_keep_the_same_tokens(seed: int) -> None:
         assert len(verdict.rows) == 1 + len(order)
         if len(order) == 1:
             order, mask = [tree.root], torch.ones(1, 1, dtype=torch.bool)
-
-
-def test_fixed_width_takes_the_likeliest_paths_in_the_order_of_their_parents() -> None:
-    tree = Flight(5, 9)
-    a, b = tree.extend([Offer(tree.root, 1, -0.1), Offer(tree.root, 2, -2.0)])
-    offers = [Offer(b, 7, -0.1), Offer(a, 7, -3.0), Offer(a, 8, -1.0), Offer(b, 9, -0.2), Offer(99, 1, 0.0)]
-    assert tree.best(offers, 3) == [Offer(a, 8, -1.0), Offer(b, 7, -0.1), Offer(b, 9, -0.2)]
-    assert tree.best(offers, 1) == [Offer(a, 8, -1.0)]
-    assert tree.best([Offer(a, t, -1.0) for t in (3, 2, 1)], 2) == [Offer(a, 3, -1.0), Offer(a, 2, -1.0)]
 
 
 def test_after_a_verdict_children_are_asked_for_where_a_level_is_left() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.synthetic import SyntheticConfig, write_answers
+from kit.synthetic import SyntheticConfig
 from kits.native import needs_kernels
 from kits.tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, tiny_config, tiny_decoder
 
@@ -19,13 +17,10 @@ from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec
 from paceline.drafters.local_sessions import LocalGrowing, LocalSessions
 from paceline.drafters.ngram import NgramConfig
-from paceline.drafters.none import NoneConfig
 from paceline.drafters.sessions import Ask, Grown
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
 from paceline.rounds import parse_round
-from paceline.rounds.pipeline.flight import Draft
-from paceline.rounds.pipeline.lossy import relaxed, within_top_p
 from paceline.rounds.pipeline.records import Tick
 from paceline.rounds.pipeline.round import PipelineRound
 
@@ -64,19 +59,6 @@ def plain(jobs: Sequence[Any], decoder: Any = DECODER) -> list[list[int]]:
     return ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name", [*PARAMS])
-def test_one_request_says_what_plain_decoding_says(name: str, stages: int) -> None:
-    hits = 0
-    for prompt in PROMPTS[1:2]:
-        jobs = [(prompt, PARAMS[name])]
-        engine, round_, ticks = piped(drafter(), stages)
-        assert ids(run(engine, jobs)) == plain(jobs)
-        hits += sum(tick.hits for tick in ticks)
-        assert engine.pool.idle and round_.failure is None and not round_.busy
-    assert hits > 5 or stages == 1
-
-
 def test_a_batch_with_chunks_preemption_and_ends_in_flight() -> None:
     """In a pool so small that sequences are preempted with levels in flight, and prompts are computed in chunks."""
     for name in ("eos", "rules"):
@@ -104,22 +86,6 @@ def test_on_compiled_layers_ids_and_probabilities_are_those_of_plain_decoding(dt
         assert said.outputs[0].logprobs == expected.outputs[0].logprobs  # to the last bit
         assert said.prompt_logprobs == expected.prompt_logprobs
         assert sum(tick.hits for tick in ticks) > 5
-
-
-def test_what_a_request_left_is_right_for_the_next_one() -> None:
-    """Its last moves of K/V were on their way when it ended, and a later prompt finds the text that they belong to."""
-    engine, _, ticks = piped(drafter(0.02), 8, block_size=4)
-    prompt, seen = PROMPTS[1], 0
-    for length in range(8, 20):
-        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=1)
-        (said,), (expected,) = run(engine, [(prompt, params)]), run(assemble(decoder=DECODER), [(prompt, params)])
-        assert said.outputs[0].token_ids == expected.outputs[0].token_ids
-        chances = [[entry.logprob for entry in place.values()] for place in said.outputs[0].logprobs]
-        wanted = [[entry.logprob for entry in place.values()] for place in expected.outputs[0].logprobs]
-        assert torch.allclose(torch.tensor(chances), torch.tensor(wanted), atol=1e-9)
-        prompt = [*prompt, *said.outputs[0].token_ids, 11]
-        seen += said.stats.cached_prompt_tokens
-    assert seen > 400 and sum(tick.hits for tick in ticks) > 40
 
 
 class Late(LocalSessions):
@@ -184,25 +150,6 @@ def test_a_draft_that_is_always_right_gives_a_token_a_tick() -> None:
         assert len(ticks) == stages + GREEDY.max_tokens - 1
 
 
-def test_without_a_source_a_token_takes_all_stages() -> None:
-    for stages in (1, 4):
-        engine, _, ticks = piped(None, stages)
-        assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
-        assert len(ticks) == stages * GREEDY.max_tokens
-
-
-def test_micro_batches_fill_the_stages_with_several_requests() -> None:
-    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
-    counts = []
-    for together in (None, 1):
-        engine, round_, ticks = piped(None, 4)
-        round_.config = replace(round_.config, texts=together)
-        assert ids(run(engine, jobs)) == plain(jobs)
-        counts.append(len(ticks))
-    assert counts[0] == 40 * 4  # all in one stage at any time
-    assert counts[1] <= 40 * 4 + 3  # as many ticks, each with a row or a prompt a stage in place of four in one
-
-
 def test_a_broken_source_is_left_alone() -> None:
     class Broken(LocalSessions):
         def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
@@ -216,21 +163,6 @@ def test_a_broken_source_is_left_alone() -> None:
     round_.source.sessions = Broken(round_.source.sessions)
     assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
     assert "vocabulary" in str(round_.failure)
-
-
-def test_sources_that_look_texts_up() -> None:
-    loop = PROMPTS[3] * 3
-    engine, round_, ticks = piped(NgramConfig(), 4)
-    assert ids(run(engine, [(loop, GREEDY)])) == plain([(loop, GREEDY)])
-    assert round_.failure is None and any(tick.entered > 1 for tick in ticks[1:]) | any(t.hits for t in ticks)
-
-
-@pytest.mark.parametrize("parts", [{"draft": drafter(), "budget": 0}, {"draft": NoneConfig()}])
-def test_nothing_is_drafted_where_that_is_asked_for(parts: dict[str, Any]) -> None:
-    engine, round_, ticks = piped(stages=4, **parts)
-    (output,) = run(engine, [(PROMPTS[0], GREEDY)])
-    assert ids([output]) == plain([(PROMPTS[0], GREEDY)]) and round_.failure is None
-    assert all(tick.entered <= 1 for tick in ticks[1:])
 
 
 def test_what_cannot_run_is_refused_with_the_reason() -> None:
@@ -290,57 +222,7 @@ def sources(answers: Path) -> dict[str, Any]:
     }
 
 
-LOOP = [(5 * j) % 40 + 10 for j in range(9)] * 3
-SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-SOURCES = ("model", "ngram", "suffix", "hybrid", "synthetic")
-
-
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A file of the plain answers to two prompts, and these."""
-    path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
-    said = plain([(prompt, GREEDY) for prompt in (LOOP, PROMPTS[1])])
-    write_answers(path, zip((LOOP, PROMPTS[1]), said, strict=True))
-    return path, said
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_source_in_every_number_of_stages(name: str, answered: tuple[Path, list[list[int]]]) -> None:
-    path, expected = answered
-    jobs, hits = [(LOOP, SHORT), (PROMPTS[1], SHORT)], 0
-    for stages in (1, 2, 3, 4, 8):
-        engine, round_, ticks = piped(sources(path)[name], stages, ",width=4,children=3")
-        assert ids(run(engine, jobs)) == [said[:20] for said in expected], stages
-        assert round_.failure is None and engine.pool.idle
-        hits += sum(tick.hits for tick in ticks)
-    assert hits >= (20 if name in ("model", "synthetic", "hybrid") else 1)
-
-
-def test_a_synthetic_source_hits_as_often_as_it_is_told(answered: tuple[Path, list[list[int]]]) -> None:
-    path, expected = answered
-    for accept, stages in ((1.0, 8), (0.0, 4)):
-        source = SyntheticConfig(answers=str(path), accept=accept)
-        engine, _, ticks = piped(source, stages, ",width=1,children=1")
-        assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == expected[1:]
-        assert len(ticks) == (stages + 39 if accept else stages * 40)
-
-
 # -- what is refilled, and when
-
-
-def test_levels_that_are_pruned_away_are_refilled_from_an_older_one() -> None:
-    """Partial refills and late siblings change no token, and cost fewer ticks than flushes would."""
-    jobs = [(prompt, GREEDY) for prompt in PROMPTS[1:3]]
-    refills = late = flushes = 0
-    for job in jobs:
-        engine, _, ticks = piped(drafter(0.15), 8, ",width=2,children=4")
-        assert ids(run(engine, [job])) == plain([job])
-        refills += sum(tick.refills for tick in ticks)
-        late += sum(tick.late for tick in ticks)
-        missed = sum(not verdict.alive for tick in ticks for verdict in tick.verdicts)
-        flushes += missed
-        assert len(ticks) < 8 * 40 and len(ticks) >= 8 + 39 + 7 * missed
-    assert refills and late and flushes
 
 
 def test_aborts_and_ends_with_levels_in_flight() -> None:
@@ -374,13 +256,6 @@ def test_requests_share_the_rows_of_a_level(rows: int) -> None:
     assert all(output.stats.accepted > (0 if rows == 1 else 5) for output in outputs)
 
 
-def test_fewer_rows_than_requests_go_round() -> None:
-    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
-    engine, _, _ = piped(drafter(0.0), 2, ",width=4,children=2,rows=2")
-    accepted = [output.stats.accepted for output in run(engine, jobs)]
-    assert min(accepted) > 5 and max(accepted) <= 2 * min(accepted) + 4
-
-
 def test_a_static_tree_enters_whole_and_the_next_is_drafted_meanwhile() -> None:
     """SpecInfer in the same stages: a tree goes through all stages before the next one enters."""
     jobs = [(PROMPTS[1], GREEDY)]
@@ -398,18 +273,6 @@ def test_a_static_tree_enters_whole_and_the_next_is_drafted_meanwhile() -> None:
 # -- lossy rules
 
 
-def test_lossy_rules_choose_among_drafts() -> None:
-    scores = torch.tensor([0.0, 3.0, 2.0, -math.inf, 1.0])
-    drafts = {2: Draft(-3.0, (5, -1.0)), 4: Draft(-0.1, (5, -1.0)), 3: Draft(-0.1, (7, -1.0))}
-    assert relaxed(scores, drafts) == 2 and relaxed(scores, {3: drafts[3]}) is None
-    assert relaxed(scores, {**drafts, 1: Draft(-0.1, (4, 0.0))}) == 2  # nothing of the newest level is below 1
-    assert relaxed(scores, {**drafts, 1: Draft(-0.1, (5, -2.0))}) == 2  # a late sibling
-    assert within_top_p(scores, drafts, 0.5) is None  # the likeliest token alone is half of it
-    assert within_top_p(scores, drafts, 0.8) == 2
-    assert within_top_p(scores, drafts, 0.95) == 4 and within_top_p(scores, {}, 0.9) is None
-    assert within_top_p(scores, {3: drafts[3]}, 1.0) is None
-
-
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_the_relaxed_rule_never_stalls_and_top_p_stalls_less(stages: int) -> None:
     ticks_of = {}
@@ -420,11 +283,3 @@ def test_the_relaxed_rule_never_stalls_and_top_p_stalls_less(stages: int) -> Non
         ticks_of[accept] = len(ticks)
     assert ticks_of["lossy_relaxed"] == stages + GREEDY.max_tokens - 1  # a token a tick, no bubble
     assert ticks_of["lossy_relaxed"] < ticks_of["lossy_top_p"] < ticks_of["strict"]
-
-
-def test_options_without_an_effect_are_refused() -> None:
-    for options, name in (("rows=4", "rows"), ("tree=1x2", "tree"), ("accept=lossy_relaxed", "accept")):
-        with pytest.raises(CapabilityError, match=f"{name} is for drafts"):
-            piped(None, 2, f",{options}")
-    with pytest.raises(ConfigError):
-        parse_round("pipeline,tree=1x2,rows=4")
