@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,7 +23,7 @@ from paceline.cli import app
 from paceline.core.errors import ConfigError
 from paceline.network.loader import load_tokenizer
 from paceline.training import answers
-from paceline.training.answers import AnswerConfig, making, prompt_seed, sidecar
+from paceline.training.answers import AnswerConfig, making, sidecar
 from paceline.training.data import Encoder, SourceSpec, load_source
 from paceline.training.trainer import CHECKPOINT
 
@@ -39,7 +37,6 @@ def flags(values: dict[str, Any]) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
 
-SHORT = flags({"length": 40, "text-prompt": 16})
 SMALL, RUN, LONG = flags(SHAPE), flags(STEPS), flags(STEPS | ENDLESS)
 
 
@@ -156,17 +153,6 @@ def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path
     assert (refused.exit_code, "which are what a cache holds" in said(refused)) == (2, True)
 
 
-def test_the_cache_is_announced(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
-    args = ["draft_model", "--target", target, "--data", data, *SMALL, *RUN, "--out", tmp_path / "out"]
-    done = run(*args, "--cache", tmp_path / "cache", "--top", "8", "--stop-after", "0")  # scores, and trains nothing
-    assert done.exit_code == 0, done.output
-    assert "stopped after step 0 of 8" in said(done)
-    assert re.search(r"cache \S+: [\d,]+ tokens to score, [\d,]+ bytes", said(done))
-    again = run(*args[:-1], tmp_path / "again", "--cache", tmp_path / "cache", "--top", "8", "--seed", "5")
-    assert again.exit_code == 0, again.output
-    assert "tokens to score" not in said(again)  # another order of the same documents
-
-
 # ---- mistakes
 
 
@@ -211,53 +197,6 @@ def test_a_mistake_ends_in_one_line(
     assert done.output.startswith("error: ")
     assert message in said(done)
     assert not (tmp_path / "out" / CHECKPOINT).exists()
-
-
-def test_a_checkpoint_of_another_recipe_is_left_alone(
-    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    args = ["--data", data, "--out", out, *SMALL, *RUN]
-    assert run("target", *args, "--stop-after", "1").exit_code == 0
-    kept = (out / CHECKPOINT).read_bytes()
-    done = run("draft_model", "--target", target, *args)
-    assert (done.exit_code, "its recipe is 'target', this run's 'draft_model'" in said(done)) == (2, True)
-    assert (out / CHECKPOINT).read_bytes() == kept
-
-
-def test_a_result_that_cannot_be_written_is_written_by_the_same_command(
-    run: Callable[..., Result], data: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "result").write_text("in the way")
-    args = ["target", "--data", data, "--out", out, *SMALL, *RUN]
-    done = run(*args)
-    assert (done.exit_code, "the same command writes it from the checkpoint" in said(done)) == (2, True)
-    (out / "result").unlink()
-    again = run(*args)
-    assert (again.exit_code, "going on from step 8" in said(again)) == (0, True)
-    assert (out / "result" / "model.safetensors").is_file()
-    assert len(losses_with_steps(out)) == 8
-
-
-def test_without_accelerate_it_says_what_to_install(
-    run: Callable[..., Result], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.training.trainer.find_spec", lambda name: None)
-    done = run("target", "--data", data, "--out", tmp_path / "out", *SMALL)
-    assert (done.exit_code, 'pip install "paceline[train]"' in said(done)) == (2, True)
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_tensorboard_it_says_so_and_trains(
-    run: Callable[..., Result], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    done = run("target", "--data", data, "--out", tmp_path / "out", *SMALL, *RUN)
-    assert done.exit_code == 0, done.output
-    assert said(done).count("no TensorBoard log") == 1
-    assert len(losses_with_steps(tmp_path / "out")) == 8
 
 
 def losses_with_steps(out: Path) -> dict[int, float]:
@@ -353,67 +292,6 @@ def test_answers_are_the_targets_own_and_train_a_draft(
     assert done.exit_code == 0, done.output
 
 
-def test_answers_of_another_model_are_noted(
-    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
-) -> None:
-    """What learns to say what the target says is told; a compressed file is known by the same sidecar."""
-    other = write_target(tmp_path / "other", data, seed=5)
-    own, strange = tmp_path / "own.jsonl", tmp_path / "strange.jsonl"
-    for who, out in ((target, own), (other, strange)):
-        made = run("answers", "--target", who, "--data", data, "--out", out, "--limit", "6", *SHORT)
-        assert made.exit_code == 0, made.output
-    squeezed = tmp_path / "strange.jsonl.gz"
-    squeezed.write_bytes(gzip.compress(strange.read_bytes()))
-    small = ["--gamma", 2, "--layers", 1, "--rank", 2, *RUN]
-    kinds = {
-        "draft_model": [*SMALL, *RUN],
-        "streams": small,
-        "streams --mode shared": ["--mode", "shared", *small],
-    }
-    for name, options in kinds.items():
-        asked = [name.split()[0], "--target", target, "--data", own, "--data", data, *options, "--stop-after", 1]
-        plain = run(*asked, "--out", tmp_path / name / "a")
-        mixed = run(*asked, "--data", squeezed, "--data", strange, "--out", tmp_path / name / "b")
-        assert plain.exit_code == mixed.exit_code == 0, plain.output + mixed.output
-        words = "holds the answers of another model"
-        assert words not in said(plain)
-        told = said(mixed).replace(" ", "")  # a long path is broken over lines
-        for file in (squeezed, strange):
-            assert (f"{file}{words}".replace(" ", "") in told) == ("shared" not in name), name
-        assert f"{own}{words}".replace(" ", "") not in told
-
-
-def test_drawn_answers_have_a_seed_of_their_own(
-    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
-) -> None:
-    """The same question twice gets two answers; stopping and the batch change none."""
-    same = tmp_path / "same.jsonl"
-    same.write_text((data.read_text("utf-8").splitlines()[0] + "\n") * 6, encoding="utf-8")
-    args = [
-        "answers",
-        "--target",
-        target,
-        "--data",
-        same,
-        "--length",
-        "40",
-        "--text-prompt",
-        "16",
-        "--temperature",
-        "1.5",
-        "--seed",
-        "3",
-    ]
-    assert run(*args, "--out", tmp_path / "a.jsonl").exit_code == 0
-    made = [r["completion_tokens"] for r in records(tmp_path / "a.jsonl")]
-    assert len({tuple(ids) for ids in made}) == 6
-    assert run(*args, "--out", tmp_path / "b.jsonl", "--limit", "4").exit_code == 0
-    assert run(*args, "--out", tmp_path / "b.jsonl").exit_code == 0
-    assert (tmp_path / "b.jsonl").read_bytes() == (tmp_path / "a.jsonl").read_bytes()
-    seeds = [prompt_seed(seed, index) for seed in (0, 1) for index in range(500)]
-    assert len(set(seeds)) == 1000
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -504,23 +382,3 @@ def test_ctrl_c_keeps_the_answers_and_says_how_to_go_on(
     assert run(*args, "--out", out, "--limit", *whole).exit_code == 0
     assert run(*args, "--out", tmp_path / "b.jsonl", "--limit", *whole).exit_code == 0
     assert out.read_bytes() == (tmp_path / "b.jsonl").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--out", "{tmp}/a.txt"], "name a file that ends in .jsonl"),
-        (
-            ["--out", "{tmp}/a.jsonl", "--length", "20", "--text-prompt", "20"],
-            "a prompt must leave room for its answer",
-        ),
-        (["--out", "{tmp}/a.jsonl", "--length", "8", "--text-prompt", "4"], "it has no usable record"),
-    ],
-)
-def test_answers_that_cannot_be_are_refused(
-    args: list[str], message: str, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
-) -> None:
-    placed = [arg.replace("{tmp}", str(tmp_path)) for arg in args]
-    done = run("answers", "--target", target, "--data", data, *placed)
-    assert done.exit_code == 2
-    assert message in said(done).replace("Name", "name")

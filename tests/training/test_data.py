@@ -22,12 +22,10 @@ from paceline.core.errors import ConfigError
 from paceline.network.loader import load_tokenizer
 from paceline.training.data import (
     OPEN_ROWS,
-    STDLIB,
     Encoder,
     Example,
     Mixture,
     SourceSpec,
-    collate,
     load_source,
     read_documents,
 )
@@ -93,12 +91,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         list(read_documents(tmp_path / "latin.txt"))
 
 
-def test_the_standard_library_is_a_corpus() -> None:
-    first = list(islice(read_documents(Path(STDLIB)), 3))
-    assert all(isinstance(record["text"], str) for record in first)
-    assert first == list(islice(read_documents(Path(STDLIB)), 3))
-
-
 # ---- tokens
 
 
@@ -108,16 +100,6 @@ def test_a_dialogue_is_what_the_chat_template_says(encoder: Encoder) -> None:
     text = tokenizer.decode(made.tokens.tolist())
     assert text == "<|bos|><|user|>Hello?<|assistant|>Yes.<|eos|>"
     assert tokenizer.decode(made.tokens[: made.prompt].tolist()) == "<|bos|><|user|>Hello?<|assistant|>"
-
-
-def test_texts_are_cut_into_pieces_and_long_dialogues_left_out(encoder: Encoder) -> None:
-    text = "The red box stands beside the other boxes. " * 40
-    long = {"prompt": "p", "completion": text}
-    made = encoder.encode([long, {"text": text}])
-    assert len(made) > 2
-    assert all(len(e.tokens) <= CONTEXT and e.prompt == 0 for e in made)
-    ids = [i for e in made for i in e.tokens.tolist()]
-    assert encoder.tokenizer.decode(ids) == f"<|bos|>{text}<|eos|>"
 
 
 def answered(encoder: Encoder, prompt: list[int], said: list[int]) -> dict[str, Any]:
@@ -162,16 +144,6 @@ def test_a_source_without_a_usable_record_is_refused(encoder: Encoder, tmp_path:
         Mixture([(1.0, examples(2)), (1.0, [])], 0)
     with pytest.raises(ConfigError, match="not shares"):
         Mixture([(0.0, examples(2))], 0)
-
-
-def test_a_cap_reads_a_prefix(encoder: Encoder, data: Path) -> None:
-    whole = load_source(SourceSpec(file=str(data)), encoder, batch=5)
-    some = load_source(SourceSpec(file=str(data), max_tokens=100), encoder, batch=5)
-    assert 1 < len(some) < len(whole)
-    assert sum(len(e.tokens) for e in some) <= 100
-    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(some, whole, strict=False))
-    one = load_source(SourceSpec(file=str(data), max_tokens=1), encoder)
-    assert len(one) == 1
 
 
 def test_answers_are_learned_as_far_as_is_said(encoder: Encoder, data: Path) -> None:
@@ -221,33 +193,6 @@ def test_every_token_is_placed_once_and_no_document_is_split(
     )
 
 
-@given(documents, st.integers(30, 70), st.sampled_from([0.0, 0.25]))
-def test_rows_become_tensors_token_by_token(shapes: list[tuple[int, int]], length: int, prompt_weight: float) -> None:
-    rows = list(islice(Mixture([(1.0, numbered(shapes))], 0).rows(length), 3))
-    batch = collate(rows, length, prompt_weight)
-    for b, row in enumerate(rows):
-        column = 0
-        for index, example in enumerate(row):
-            last = len(example.tokens) - 1
-            for place, token in enumerate(example.tokens.tolist()):
-                found = [int(x[b, column]) for x in (batch.tokens, batch.positions, batch.documents, batch.prompts)]
-                assert found == [token, place, index, example.prompt]
-                assert int(batch.targets[b, column]) == (int(example.tokens[place + 1]) if place < last else 0)
-                said = place + 1 >= example.prompt or not example.prompt  # the token that follows is an answer's
-                assert float(batch.weights[b, column]) == (0.0 if place == last else 1.0 if said else prompt_weight)
-                column += 1
-        assert bool((batch.documents[b, column:] == -1).all())
-        assert not bool(batch.weights[b, column:].any())
-    assert batch.num_tokens == sum(len(e.tokens) for row in rows for e in row)
-
-
-def test_an_epoch_takes_every_document_once() -> None:
-    mixture = Mixture([(1.0, numbered([(5, 0)] * 9))], 2)
-    epochs = [[int(mixture.draw().tokens[0]) for _ in range(9)] for _ in range(3)]
-    assert all(sorted(epoch) == list(range(0, 45, 5)) for epoch in epochs)
-    assert epochs[0] != epochs[1]
-
-
 def test_sources_are_drawn_by_their_shares() -> None:
     shares = (0.6, 0.3, 0.1)
     mixture = Mixture([(5 * s, examples(20, seed=i, longest=20 + 20 * i)) for i, s in enumerate(shares)], 0)
@@ -265,9 +210,3 @@ def test_the_order_is_a_function_of_the_seed() -> None:
     first, again, other = take(4), take(4), take(5)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-def test_a_document_longer_than_a_row_gives_its_beginning() -> None:
-    (row,) = islice(Mixture([(1.0, numbered([(50, 10)]))], 0).rows(20), 1)
-    assert row[0].tokens.tolist() == list(range(20))
-    assert row[0].prompt == 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,14 @@ from safetensors.torch import load_file, save_file
 from toolkit import network
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.network.exits import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load, shares
+from paceline.network.exits import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load
 from paceline.network.files import fingerprint
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
-from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe, build
+from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe
 from paceline.training.job import TrainingJob, finish, prepare
-from paceline.training.recipe import fill, read_recipe
-from paceline.training.registry import BuildContext, kind
 from paceline.training.trainer import Phase, TrainConfig
 
 LAYERS = (1, 2)
-RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
 
 
 def example(length: int, prompt: int, seed: int) -> Example:
@@ -63,24 +59,6 @@ def logits_at(recipe: ExitRecipe, batch: TokenBatch, layer: int) -> torch.Tensor
         place = LAYERS.index(layer)
         hidden = (hidden @ heads.down[place].T).relu() @ heads.up[place].T
     return target.logits(target.final(hidden))
-
-
-def test_with_the_state_added_an_exit_begins_as_the_untrained_one(tmp_path: Path) -> None:
-    heads = ExitHeads.fresh(make_config(skip=True), torch.Generator().manual_seed(5))
-    hidden = torch.randn(3, heads.config.d_model)
-    assert torch.equal(heads.adapt(1, hidden), hidden)
-    with torch.no_grad():
-        heads.up.normal_()
-    made = (hidden @ heads.down[1].T).relu() @ heads.up[1].T
-    torch.testing.assert_close(heads.adapt(1, hidden), hidden + made)
-    heads.save(tmp_path, torch.float32)
-    again = load(tmp_path, torch.float32)
-    assert again.config.skip and torch.equal(again.adapt(1, hidden), heads.adapt(1, hidden))
-    recipe = make_recipe()
-    recipe.module = ExitHeads.fresh(make_config(skip=True)).requires_grad_(True)
-    loss, _ = recipe.loss(make_batch(0.0), context())
-    loss.backward()
-    assert recipe.module.up.grad is not None and recipe.module.up.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("distill", [0.0, 0.4, 1.0])
@@ -138,34 +116,6 @@ def test_a_trained_exit_says_in_the_target_what_it_said_in_training(tmp_path: Pa
             exit_of(tmp_path / "other", decoder, 1, "tiny")
 
 
-def damaged(folder: Path, change: Any) -> None:
-    file = folder / CONFIG_FILE
-    values = json.loads(file.read_text())
-    change(values)
-    file.write_text(json.dumps(values))
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda v: v.update(format=9), "format 1"),
-        (lambda v: v.update(more=1), "unknown entries: more"),
-        (lambda v: v.pop("d_model"), "not the configuration"),
-        (lambda v: v.update(layers=[2, 1]), "must rise"),
-        (lambda v: v.update(layers=[0]), "must rise"),
-        (lambda v: v.update(layers=[]), "must be 1 to"),
-        (lambda v: v.update(layers=["1"]), "layers"),
-        (lambda v: v.update(d_model=7), "must be even"),
-        (lambda v: v.update(d_model=8), "wanted"),
-    ],
-)
-def test_broken_files_are_refused(tmp_path: Path, change: Any, why: str) -> None:
-    ExitHeads.fresh(make_config()).save(tmp_path)
-    damaged(tmp_path, change)
-    with pytest.raises(ConfigError, match=why):
-        load(tmp_path, torch.float32)
-
-
 def test_tensors_that_are_missing_or_hold_nan_are_refused(tmp_path: Path) -> None:
     ExitHeads.fresh(make_config()).save(tmp_path)
     values = load_file(tmp_path / WEIGHTS_FILE)
@@ -209,18 +159,3 @@ def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Pat
     again = prepare(job(data, target, tmp_path / "again", init=result))
     assert torch.equal(again.trained["down"].data, heads.down.data)
     assert not any(p.requires_grad for p in trainer.recipe.target.parameters())
-
-
-def test_what_cannot_be_trained() -> None:
-    with pytest.raises(ConfigError, match="no target"):
-        build(ExitOptions(), BuildContext(target=None, target_folder=None, tokenizer=None))
-    for depths in ((), (0.0,), (1.0,)):
-        with pytest.raises(ConfigError, match="shares between 0 and 1"):
-            ExitOptions(depths=depths)
-    assert shares(12) == (3, 6, 9) and shares(2) == (1,) and shares(7, (0.5, 0.9)) == (3, 6)
-
-
-def test_the_recipe_of_the_zoo() -> None:
-    recipe = read_recipe(RECIPES / "exits.toml")
-    options = fill(kind(recipe.kind).Options, recipe.options, recipe.where)
-    assert options == ExitOptions(skip=True, distill=0.8)

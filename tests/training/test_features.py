@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.training import cache as caching
 from paceline.training.cache import RECORDS, SCORED, record
 from paceline.training.data import SourceSpec, collate
-from paceline.training.features import OnlineFeatures, likeliest, needed_states
+from paceline.training.features import OnlineFeatures, needed_states
 from paceline.training.job import TrainingJob, prepare
 from paceline.training.losses import TargetHidden, TargetTop
 from paceline.training.network import Network
@@ -75,15 +74,6 @@ def test_online_gives_states_or_the_likeliest_tokens() -> None:
     torch.testing.assert_close(found.log_probs.double(), wanted, rtol=2**-11, atol=1e-6)  # float16
 
 
-def test_a_sure_target_leaves_the_others_a_little() -> None:
-    """Also where all of its probability is in the tokens kept, log p of the others is finite."""
-    target = network(frozen=True)
-    hidden = 1e4 * torch.randn(7, target.config.d_model, generator=torch.Generator().manual_seed(0))
-    found = likeliest(target, hidden, 2)
-    assert bool(found.log_probs[:, -1].isfinite().all())
-    assert likeliest(target, hidden[:0], 2).ids.shape == (0, 2)
-
-
 # ---- the cache
 
 
@@ -101,43 +91,6 @@ def test_losses_with_a_cache_are_those_without(precision: str, data: Path, targe
     assert all(torch.equal(value, same[name]) for name, value in weights.items())
     assert "bytes" in said[0] and "are free" in said[0]
     assert again == []
-
-
-def test_answers_that_are_cut_read_the_cache_of_whole_ones(data: Path, target: Path, tmp_path: Path) -> None:
-    cache, whole = tmp_path / "cache", job(data, target, tmp_path / "whole")
-    cut = replace(whole, sources=[replace(spec, answer_tokens=2) for spec in whole.sources])
-    first, _, _ = train(replace(whole, cache=cache))
-    read, _, _ = train(replace(cut, out=tmp_path / "read", cache=cache))
-    online, _, _ = train(replace(cut, out=tmp_path / "online"))
-    assert read == pytest.approx(online, rel=1e-5) and read != pytest.approx(first, rel=1e-3)
-
-
-def test_a_step_with_a_cache_runs_no_target(data: Path, target: Path, tmp_path: Path) -> None:
-    run = prepare(job(data, target, tmp_path / "out", cache=tmp_path / "cache"))
-    run.recipe.target.forward = None  # type: ignore[attr-defined, assignment]
-    run.run()
-    assert run.step == 4
-
-
-def test_what_is_said_is_what_is_needed(data: Path, target: Path, tmp_path: Path) -> None:
-    """Every token that carries weight in some batch is scored, and of each document nothing behind the last of them."""
-    made = job(data, target, tmp_path / "out", cache=tmp_path / "cache", config={"steps": 2})
-    said: list[str] = []
-    run = prepare(made, (), said.append)
-    cache = run.recipe.features  # type: ignore[attr-defined]
-    batches = list(run._batches())
-    seen = {int(i) for batch in batches for i in batch.places[batch.weights > 0].tolist()}
-    scored = {int(a) + i for p in cache.parts for a, n in zip(p.starts, p.scored, strict=False) for i in range(n)}
-    ends = {int(a) + int(n) - 1 for p in cache.parts for a, n in zip(p.starts, p.scored, strict=False) if n}
-    assert ends <= seen <= scored
-    assert len(scored) < sum(len(e.tokens) for source in cache.examples for e in source)
-    size = len(scored) * record(8, 300).itemsize
-    assert f"{len(scored):,} tokens to score, {size:,} bytes" in said[0]
-    online = OnlineFeatures(run.recipe.target, 8)  # type: ignore[attr-defined]
-    for batch in batches:
-        found, wanted = cache.said(batch), online.said(batch)
-        assert torch.equal(found.ids, wanted.ids)  # type: ignore[union-attr]
-        torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=2**-10, atol=1e-6)  # type: ignore[union-attr]
 
 
 def test_states_are_kept_where_a_recipe_reads_them(
@@ -169,19 +122,6 @@ def test_states_are_kept_where_a_recipe_reads_them(
         lost.states(collate([examples(2)], 96))
 
 
-def test_a_run_without_states_reads_a_cache_that_has_them(
-    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it is the only one: nothing is scored, and the losses are those of a cache of its own."""
-    own, _, _ = train(job(data, target, tmp_path / "own", cache=tmp_path / "plain"))
-    with monkeypatch.context() as patched:
-        patched.setitem(KINDS, "draft_model", replace(KINDS["draft_model"], states=True))
-        prepare(job(data, target, tmp_path / "first", cache=tmp_path / "states"))
-    before = contents(tmp_path / "states")
-    read, said, _ = train(job(data, target, tmp_path / "read", cache=tmp_path / "states"))
-    assert (read, said, contents(tmp_path / "states")) == (own, [], before)
-
-
 def test_the_layers_that_serve_score_as_the_network_does(target: Path) -> None:
     """To bfloat16's rounding; and a document's scores, bit for bit, are its own whatever is scored beside it."""
     network = Network.load(target, frozen=True)
@@ -199,17 +139,6 @@ def test_the_layers_that_serve_score_as_the_network_does(target: Path) -> None:
     alone = [compiled([tokens], 5) for tokens in documents]
     assert torch.equal(states, torch.cat([own for own, _ in alone]))
     assert torch.equal(said.ids, torch.cat([own.ids for _, own in alone]))
-
-
-def test_states_are_needed_up_to_the_last_weight_of_a_document() -> None:
-    batch = collate([examples(3), examples(2)], 96)
-    batch.weights[:] = (torch.rand(batch.weights.shape, generator=torch.Generator().manual_seed(1)) < 0.02).float()
-    found = needed_states(batch)
-    assert bool(found.any())
-    for b, t in product(*map(range, found.shape)):
-        document = int(batch.documents[b, t])
-        behind = (batch.documents[b, t:] == document) & (batch.weights[b, t:] > 0)
-        assert bool(found[b, t]) == (document >= 0 and bool(behind.any()))
 
 
 def test_another_run_scores_what_is_missing_alone(data: Path, target: Path, tmp_path: Path) -> None:
@@ -289,16 +218,6 @@ def test_a_killed_run_leaves_a_cache_to_go_on_with(
     assert found == pytest.approx(whole, rel=1e-5)
 
 
-def test_a_resumed_run_reads_the_cache_where_it_stopped(data: Path, target: Path, tmp_path: Path) -> None:
-    whole, _, _ = train(job(data, target, tmp_path / "whole", cache=tmp_path / "cache"))
-    parts = job(data, target, tmp_path / "parts", cache=tmp_path / "cache")
-    prepare(parts).run(stop_after=3)
-    run = prepare(parts)
-    assert run.resume()
-    run.run()
-    assert losses(tmp_path / "parts") == whole
-
-
 def test_damage_is_told(data: Path, target: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     made = job(data, target, tmp_path / "out", cache=cache)
@@ -342,28 +261,3 @@ def test_a_disk_that_fills_up_is_told_and_gone_on_from(data: Path, target: Path,
     said: list[str] = []
     prepare(made, (), said.append)  # with room again
     assert "tokens to score" in said[0]
-
-
-def test_a_cache_of_no_tokens_is_none(data: Path, target: Path, tmp_path: Path) -> None:
-    for change in ({"kind": "streams", "options": {}}, {"options": DRAFT | {"top": 0}}):
-        with pytest.raises(ConfigError, match="no likeliest tokens, which are what a cache holds"):
-            prepare(job(data, target, tmp_path / "out", cache=tmp_path / "cache", **change))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"top": 300}, "there are 300 tokens")],
-)
-def test_counts_that_cannot_be_are_refused(
-    options: dict[str, Any], message: str, data: Path, target: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        prepare(job(data, target, tmp_path / "out", options=DRAFT | options))
-
-
-def test_a_large_vocabulary_takes_wider_numbers() -> None:
-    assert (record(32, 2**16).itemsize, record(32, 2**16 + 1).itemsize) == (32 * 2 + 33 * 2, 32 * 4 + 33 * 2)
-
-
-def test_what_lies_in_no_cache_has_no_place() -> None:
-    assert bool((collate([examples(2), []], 96).places == -1).all())

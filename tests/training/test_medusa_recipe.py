@@ -19,12 +19,9 @@ from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures
 from paceline.training.job import TrainingJob, finish, prepare
 from paceline.training.multistream import generated
-from paceline.training.recipe import fill, read_recipe
-from paceline.training.registry import BuildContext, kind
 from paceline.training.trainer import Phase, TrainConfig
 
 K = 3
-RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
 
 
 def example(length: int, prompt: int, seed: int) -> Example:
@@ -90,22 +87,6 @@ def test_the_loss_is_its_formula(options: dict[str, Any], prompt_weight: float) 
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_likeliest_tokens_alone_and_a_share_of_the_positions_are_learned_from() -> None:
-    batch = make_batch()
-    whole, top = (make_recipe(top=top).loss(batch, context())[0] for top in (0, VOCAB - 1))
-    assert torch.allclose(whole, top, rtol=0.02) and not torch.equal(whole, top)
-    half = [make_recipe(positions=0.5).loss(batch, context(seed))[0] for seed in (1, 1, 2)]
-    assert half[0] == half[1] != half[2]
-
-
-def test_a_batch_without_answers_teaches_nothing() -> None:
-    batch = collate([[example(9, 9, 0)]], 16)
-    recipe = make_recipe()
-    loss, _ = recipe.loss(batch, context())
-    loss.backward()
-    assert loss == 0 and all(p.grad is None or not p.grad.any() for p in recipe.module.parameters())
-
-
 def test_hit_rates_are_those_of_the_held_out_answers() -> None:
     batch = make_batch()
     recipe = make_recipe(held_out={"all": [batch]})
@@ -159,18 +140,3 @@ def test_a_run_gives_heads_for_its_target(data: Path, target: Path, tmp_path: Pa
     for changes, words in (({"heads": 3}, "heads is 2"), ({"heads": 2, "rank": 4}, "rank is 0")):
         with pytest.raises(ConfigError, match=words):
             prepare(job(data, target, tmp_path / "other", init=result, options=changes))
-
-
-def test_a_kind_without_a_target_is_refused() -> None:
-    made = kind("medusa")
-    assert made.imitates(MedusaOptions()) and made.states and made.cached
-    with pytest.raises(ConfigError, match="no target"):
-        made.build(MedusaOptions(), BuildContext(target=None, target_folder=None, tokenizer=None))
-
-
-def test_the_recipe_of_the_zoo_makes_heads_of_two_megabytes_at_most() -> None:
-    recipe = read_recipe(RECIPES / "medusa.toml")
-    options = fill(kind(recipe.kind).Options, recipe.options, recipe.where)
-    shape = {"heads": options.heads, "d_model": 384, "vocab_size": 8192, "rank": options.rank}
-    parameters = sum(p.numel() for p in Heads(HeadsConfig(**shape), device="meta").parameters())
-    assert 2 * parameters <= 2_000_000 and options.heads >= 3

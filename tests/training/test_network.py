@@ -16,9 +16,8 @@ from kits.tiny import VOCAB
 from toolkit import SHAPE, examples, network
 
 from paceline import LLM, SamplingParams
-from paceline.core.errors import ConfigError
 from paceline.training.data import Example, TokenBatch, collate
-from paceline.training.network import Network, visible
+from paceline.training.network import Network
 from paceline.training.target import TargetRecipe, grow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
@@ -68,26 +67,6 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
     assert bool(together[55:].isfinite().all())
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_the_mask_by_hand(window: int | None) -> None:
-    batch = collate([[row(6), row(5)], [row(9)]], 14)
-    mask = visible(batch, window)
-    for b in range(2):
-        for query in range(14):
-            for key in range(14):
-                near = key <= query and (window is None or query - key < window)
-                same = int(batch.documents[b, query]) == int(batch.documents[b, key])
-                assert bool(mask[b, 0, query, key]) == (near and same)
-
-
-def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
-    made = network(windows=(None,) * 3)
-    made.save(tmp_path, hugging_face(), torch.float32)
-    again = Network.load(tmp_path)
-    for name, value in made.named_parameters():
-        assert torch.equal(value, dict(again.named_parameters())[name]), name
-
-
 def hugging_face(layers: int = 3) -> dict[str, Any]:
     """The tiny configuration as a config.json, without its window."""
     shape = dataclasses.replace(SHAPE, layers=layers, vocab_size=VOCAB, context=512)
@@ -102,13 +81,6 @@ def test_growing_keeps_the_function(tmp_path: Path) -> None:
     grow(deep, tmp_path, (0, 1, 1, 2, 2))
     same = Network.load(tmp_path)
     torch.testing.assert_close(deep(batch), same(batch), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("keep", [(0, 1, 2, 2), (0, 1, 1, 1, 1), (0, 2, 1, 1, 1)])
-def test_growing_names_each_layer_in_order(keep: tuple[int, ...], tmp_path: Path) -> None:
-    network(windows=(None,) * 3).save(tmp_path, hugging_face(), torch.float32)
-    with pytest.raises(ConfigError, match="must name each of the 3 layers, in order"):
-        grow(network(num_layers=5, windows=(None,) * 5), tmp_path, keep)
 
 
 def test_what_is_exported_answers_as_what_was_trained(target: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from kits.spire import drafts_by_hand, memory_of
-from kits.tiny import VOCAB, tiny_config
+from kits.tiny import VOCAB
 from safetensors import safe_open
-from toolkit import examples, network, trainer, write_data, write_target
+from toolkit import examples, network, write_data, write_target
 
 from paceline import native
-from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
-from paceline.drafters.fit import check_rotary
 from paceline.drafters.spire.model import SpireShape, read_memory, read_shape
-from paceline.drafters.spire.prefixes import Blocks, Groups, mask_of, run_blocks
+from paceline.drafters.spire.prefixes import Blocks, run_blocks
 from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, _start, load_draft
 from paceline.llm import LLM
 from paceline.network.loader import read_config
@@ -29,7 +26,6 @@ from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.job import TrainingJob, prepare, run
 from paceline.training.job import finish as write
 from paceline.training.network import Network
-from paceline.training.registry import kind
 from paceline.training.trainer import TrainConfig, products
 
 WHOLE = (None, None, None)
@@ -118,27 +114,6 @@ def test_passes_are_drafts_row_by_row(variant: str) -> None:
         assert checked >= 20 and shape.depth in depths
 
 
-@pytest.mark.parametrize("variant", ["spire", "no sinks", "narrow", "no feedback", "deep"])
-def test_groups_attend_as_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks in small groups, over a band and their sinks, against one group over the whole row."""
-    shape, data = shape_of(**VARIANTS[variant]), batch()
-    draft = network(4, num_layers=2, windows=WHOLE[:2]).double()
-    past = [torch.randn(*data.tokens.shape, draft.config.d_model, dtype=torch.float64) for _ in range(2)]
-    w = memory_of(shape)
-    found, widths = [], []
-    for size in (3, 1000):
-        monkeypatch.setattr("paceline.drafters.spire.prefixes.GROUP", size)
-        blocks = Blocks.of(data, shape.depth, 1)
-        widths.append(Groups.of(data, blocks, shape).places.shape[2])
-        with torch.no_grad():
-            found.append(run_blocks(draft, None if w is None else w.double(), shape, data, blocks, past))
-    assert 2 * widths[0] < widths[1] == data.tokens.shape[1]
-    for step, (few, all_) in enumerate(zip(*found, strict=True)):
-        there = blocks.there[:, :, step]
-        assert int(there.sum()) > 10
-        torch.testing.assert_close(few[there], all_[there], rtol=1e-10, atol=1e-12)
-
-
 def test_activations_are_those_of_the_layers_that_serve(places: tuple[Path, Path], tmp_path: Path) -> None:
     """Under products in bfloat16, to its rounding; in float32 the training network's own."""
     if native.library() is None:
@@ -158,19 +133,6 @@ def test_activations_are_those_of_the_layers_that_serve(places: tuple[Path, Path
         torch.testing.assert_close(own[there], wanted[there], rtol=0.05, atol=0.05)
     last = serving.activations(data, (1, 1))
     assert torch.equal(*last) and not last[0][~there].any()
-
-
-def test_the_mask_is_figure_2() -> None:
-    """One text of 12 tokens, k = 4, dense: the first and the last pass as they are drawn."""
-    data = collate([[Example(torch.arange(8, 20).numpy().astype("int32"))]], 12)
-    shape = shape_of(window=12, sinks=0)
-    blocks = Blocks.of(data, 4)
-    first, fourth = (mask_of(data, blocks, shape, step)[0, 0].long() for step in (0, 3))
-    assert first.tolist() == [[0] * 12, [1] * 4 + [0] * 8, [1] * 8 + [0] * 4]
-    assert torch.equal(fourth[:, :12], first)  # verified tokens: those in front of the block, in every pass
-    assert torch.equal(fourth[:, 12:], torch.eye(3).long().repeat(1, 3))  # and of its own the three before
-    narrow = mask_of(data, blocks, shape_of(window=2, sinks=1), 3)[0, 0].long()
-    assert narrow[2].tolist() == [1] + [0] * 11 + [0, 0, 0] + [0, 0, 1] + [0, 0, 1]
 
 
 @pytest.mark.parametrize("options", [{}, {"omega": 1.0}, {"omega": 0.0}, {"loss": "text"}])
@@ -217,24 +179,6 @@ def test_the_loss_over_hot_tokens_is_its_formula() -> None:
     assert abs(loss - float(recipe().loss(data, context())[0].detach())) > 0.1
 
 
-def test_held_out_figures_count_hot_tokens_alone() -> None:
-    data, hot = batch(), torch.arange(0, VOCAB, 3)
-    made = recipe(hot=hot)
-    chances, alphas = made.judge(data)
-    past, final = made.know(data)
-    cold = 0
-    for step, part in enumerate(made._rows(data, 0, past)):
-        q = made.module.network.logits(part.hidden)[:, hot].softmax(-1)
-        p = made.target.logits(final.flatten(0, 1)[part.places]).softmax(-1)
-        at = part.kept.flatten()
-        torch.testing.assert_close(alphas[at, step], torch.minimum(p[:, hot], q).sum(-1))
-        outside = ~torch.isin(part.targets, hot)
-        assert not chances[at, step][outside].any() and bool((chances[at, step][~outside] > 0).all())
-        cold += int(outside.sum())
-    assert cold > 10
-    torch.testing.assert_close(recipe(hot=torch.arange(VOCAB)).judge(data)[0], recipe().judge(data)[0], equal_nan=True)
-
-
 def test_gradients_reach_all_of_the_draft_and_none_of_the_target() -> None:
     made = recipe()
     made.loss(batch(), context())[0].backward()
@@ -250,18 +194,6 @@ def test_gradients_reach_all_of_the_draft_and_none_of_the_target() -> None:
     loss, figures = recipe().loss(nothing, context())
     loss.backward()
     assert float(loss.detach()) == 0 and not figures
-
-
-def test_a_pruned_start_is_the_target_cut_short() -> None:
-    made = recipe()
-    target, draft = (dict(n.decoder.named_parameters()) for n in (made.target, made.module.network))
-    for name, value in draft.items():
-        parts = name.split(".")
-        if parts[0] == "layers":
-            parts[1] = str(int(parts[1]) + 1)
-        assert torch.equal(value, target[".".join(parts)])
-    random = recipe(start="random").module.network
-    assert not torch.equal(random.decoder.embedding, made.target.decoder.embedding)
 
 
 def test_held_out_figures_by_hand() -> None:
@@ -291,18 +223,6 @@ def test_held_out_figures_by_hand() -> None:
         mean = sum(alphas[b, number, step] for b, number in whole) / len(whole)
         assert found[f"alpha/x/{step + 1}"] == pytest.approx(mean, rel=1e-5)
     assert F.relu(torch.tensor(found["tau/x"] - 5)) == 0
-
-
-def test_a_draft_learns_to_be_accepted(tmp_path: Path) -> None:
-    target = network(2, frozen=True, windows=WHOLE)
-    for name, parameter in target.named_parameters():
-        if "norm" not in name:
-            parameter.data.mul_(6.0)
-    own = recipe(target, held_out={"x": [batch()]}, start="random")
-    before = own.evaluate()
-    trainer(tmp_path, own, steps=40, learning_rate=3e-3).run()
-    after = own.evaluate()
-    assert after["alpha/x/1"] > before["alpha/x/1"] + 0.05 and after["alpha/x/4"] > before["alpha/x/4"]
 
 
 # -- from a command to a draft at work
@@ -368,66 +288,3 @@ def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Pat
     if lent:
         with pytest.raises(ConfigError, match="its ends is 'target', this run's 'own'"):
             prepare(job(data, target, tmp_path / "other", options={**options, "ends": "own"}, init=folder))
-
-
-def test_another_target_is_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
-    data, target = places
-    one = job(data, target, tmp_path / "out")
-    trained = run(one)
-    folder = write(one, trained)
-    other = write_target(tmp_path / "other", data, seed=1)
-    with pytest.raises(CapabilityError, match="whose weights differ"):
-        LLM(str(other), dtype="float32", drafter=f"spire:{folder}")
-    facts = json.loads((folder / "spire.json").read_text("utf-8"))
-    (folder / "spire.json").write_text(json.dumps(facts | {"feedback": False}))
-    with pytest.raises(ConfigError, match="memory"):
-        LLM(str(target), dtype="float32", drafter=f"spire:{folder}")
-
-
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ({"layers": 2}, "the target has 2 in all"),
-        ({"shared": True}, "needs a past that is one vector"),
-        ({"window": 0}, "window"),
-        ({"depth": 0}, "depth"),
-        ({"omega": 1.5}, "omega"),
-        ({"start": "middle"}, "start"),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], wrong: str, places: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=wrong):
-        prepare(job(*places, tmp_path / "out", options=options))
-
-
-def test_targets_that_cannot_be(places: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="for a target"):
-        prepare(job(places[0], None, tmp_path / "out"))
-    for config, wrong in (
-        (tiny_config(), "sliding windows"),
-        (tiny_config(windows=WHOLE, ropes=(None,) * 3), "rotate keys in different ways"),
-    ):
-        with pytest.raises(CapabilityError, match=wrong):
-            check_rotary("training spire", config, "tiny", "train another")
-    made = kind("spire")
-    assert made.imitates(SpireOptions()) and not made.imitates(SpireOptions(loss="text"))
-    assert not made.cached and not made.states
-
-
-def test_the_vanilla_draft_learns_from_the_text_alone() -> None:
-    """`distill=0`: cross-entropy, and the target is not run."""
-    options = DraftModelOptions(distill=0.0, vocab_size=VOCAB)
-    draft, data = network(3), batch()
-
-    class Nobody:
-        def said(self, batch: TokenBatch) -> Any:
-            raise AssertionError("the target was asked")
-
-    made = DraftModelRecipe(draft, network(2, frozen=True), options, {}, {}, Nobody())  # type: ignore[arg-type]
-    loss, figures = made.loss(data, context())
-    rows = data.weights > 0
-    each = F.cross_entropy(draft.logits(draft(data))[rows], data.targets[rows], reduction="none")
-    wanted = float((each.detach() * data.weights[rows]).sum() / data.weights[rows].sum())
-    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5)
-    assert figures == pytest.approx({"ce": float(loss.detach())})
-    assert not kind("draft_model").imitates(options) and kind("draft_model").imitates(DraftModelOptions())

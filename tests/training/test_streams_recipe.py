@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,10 @@ from paceline.training.multistream import (
     shared_pass,
 )
 from paceline.training.network import Network
-from paceline.training.recipe import fill, read_recipe
 from paceline.training.registry import BuildContext
 from paceline.training.trainer import Phase, TrainConfig, Trainer
 
 GAMMA = 3
-RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
 
 
 def make_network(dtype: torch.dtype = torch.float64, **changes: Any) -> Network:
@@ -113,15 +109,6 @@ def test_carriers_are_the_rows_whose_next_token_is_generated() -> None:
     assert max(map(len, cut)) == 4
 
 
-def test_a_share_of_the_positions_is_drawn_by_the_steps_generator() -> None:
-    batch = make_batch()
-    one, again, other = (choose_carriers(batch, 0.5, torch.Generator().manual_seed(s)).index for s in (1, 1, 2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert len(one) == round(0.5 * int(generated(batch).sum()))
-    assert set(one.tolist()) < set(choose_carriers(batch).index.tolist())
-
-
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_streams_equal_the_dense_reference(form: dict[str, Any]) -> None:
     recipe, batch = make_recipe(make_network(), **form), make_batch()
@@ -144,20 +131,6 @@ def test_streams_equal_the_dense_reference(form: dict[str, Any]) -> None:
         assert torch.allclose(
             eager_streams(network, trained, batch, carriers, 99)[1], eager_streams(network, trained, batch, carriers)[1]
         )
-
-
-@pytest.mark.parametrize("segment", [1, 4, 7, 1000])
-@pytest.mark.parametrize(
-    "form", [*FORMS, {"mode": "lossless", "distill": 0.4}, {"mode": "lossless", "distill": 0.4, "top": 5}], ids=str
-)
-def test_segments_change_neither_loss_nor_gradients(form: dict[str, Any], segment: int) -> None:
-    network, batch = make_network(), make_batch()
-    whole_loss, whole = gradients(make_recipe(network, **form), batch)
-    loss, parts = gradients(make_recipe(network, **form, segment=segment), batch)
-    torch.testing.assert_close(loss, whole_loss, rtol=1e-12, atol=1e-12)
-    assert parts.keys() == whole.keys()
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -214,33 +187,6 @@ def dense_loss(recipe: StreamRecipe, batch: TokenBatch) -> Tensor:
 # ---- where gradients go
 
 
-def test_a_frozen_target_gets_no_gradient_and_keeps_its_bits() -> None:
-    network, batch = make_network(torch.float32), make_batch()
-    before = network(batch)
-    for mode in ("lossless", "shared"):
-        recipe = make_recipe(network, mode=mode)
-        loss, found = gradients(recipe, batch)
-        assert found.keys() == dict(recipe.module.named_parameters()).keys()
-        assert all(p.grad is None for p in network.parameters())
-        assert loss.isfinite()
-    assert torch.equal(network(batch), before)
-    main = main_pass(network, batch, 2)
-    assert torch.equal(main.final, before.flatten(0, 1))  # the very rows of plain decoding
-
-
-@pytest.mark.parametrize("mode", ["lossless", "shared"])
-def test_the_early_exit_pulls_on_its_own_map_alone(mode: Any) -> None:
-    """Without weight on streams the exit's loss is left, and in shared mode that of main rows, which see streams."""
-    recipe = make_recipe(make_network(), mode=mode, alpha_j=0.0)
-    _, found = gradients(recipe, make_batch())
-    moved = {name.partition(".")[0] for name, value in found.items() if value.abs().max() > 0}
-    assert moved == ({"prune_map"} if mode == "lossless" else {"prune_map", "adapters", "embeddings"})
-    without = make_recipe(make_network(), mode=mode, prune_rank=0)
-    _, others = gradients(without, make_batch())
-    _, all_of_them = gradients(make_recipe(make_network(), mode=mode), make_batch())
-    assert others.keys() == {n for n in all_of_them if not n.startswith("prune_map")}
-
-
 @pytest.mark.parametrize("options", [{"distill": 1.0}, {"distill": 0.4}, {"distill": 0.4, "top": 5}], ids=str)
 def test_distillation_is_the_divergence_from_the_main_row_ahead(options: dict[str, Any]) -> None:
     """By hand: w KL(p at t + j || q_j at t) + (1 - w) CE, also of the likeliest tokens alone (rounded to float16)."""
@@ -291,28 +237,7 @@ def test_adapters_alone_are_plain_fine_tuning() -> None:
     assert figures == {"main": pytest.approx(loss.item())}
 
 
-@pytest.mark.parametrize("mode", ["lossless", "shared"])
-def test_a_batch_without_answers_is_no_error(mode: Any) -> None:
-    batch = collate([[example(9, 9, 0)]], 12)
-    loss, found = gradients(make_recipe(make_network(), mode=mode), batch)
-    assert float(loss) == 0.0
-    assert all(not value.any() for value in found.values())
-
-
 # ---- parameters, files, settings
-
-
-def test_parameters_follow_the_papers_formula() -> None:
-    """gamma d + 2 r d beside the adapters (Table 3's surplus over plain adapters)."""
-    network = make_network()
-    d, gamma, r = network.config.d_model, 4, 8
-    with_streams = make_recipe(network, mode="shared", gamma=gamma, prune_rank=r).module
-    alone = make_recipe(network, mode="shared", gamma=0, layers=4, prune_rank=0).module
-    count = {m: sum(p.numel() for p in m.parameters()) for m in (with_streams, alone)}
-    assert count[with_streams] - count[alone] == gamma * d + 2 * r * d
-    rotated = make_recipe(network, identity="rotation").module
-    assert rotated.embeddings is None
-    assert rotated.config.value_rotation == pytest.approx(math.pi / (2 * (512 + GAMMA)))
 
 
 def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
@@ -324,57 +249,6 @@ def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
         assert torch.equal(loaded.tensors()[name], value.to(torch.bfloat16))
     assert facts["application"] == "sql"
     assert facts["parameters"] == recipe.module.parameters_by_part()
-
-
-ADAPTERS_ALONE = {
-    "attention_limit": 64,
-    "layers": 2,
-    "identity": "rotation",
-    "prune_rank": 4,
-    "exits": (1,),
-    "alpha_j": 0.5,
-    "segment": 64,
-}
-
-
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ({"positions": 0.0}, "above 0"),
-        ({"positions": 0.5, "mode": "shared"}, "shared mode"),
-        ({"distill": 0.5, "mode": "shared"}, "frozen target"),
-        ({"top": 5}, "nothing is distilled"),
-        ({"segment": 0}, "1 or more"),
-        ({"rank": 0}, "1 or more"),
-        ({"attention_limit": 0}, "1 or more"),
-        ({"mode": "lossy"}, "lossless or shared"),
-        ({"identity": "name"}, "embedding or rotation"),
-        ({"alpha_j": -1.0}, "0 or more"),
-        ({"gamma": 0, "mode": "shared", "start_rank": 2}, "no streams to start"),
-        ({"mode": "shared", "linears": ("mlp",)}, "main rows, which share the adapters, keep their MLP"),
-        ({"application": "sql"}, "a lossless set is for no application. Leave it out"),
-        *(
-            ({"gamma": 0, "mode": "shared"} | {name: value}, f"{name}=.*there are no streams")
-            for name, value in ADAPTERS_ALONE.items()
-        ),
-        ({"gamma": 0, "positions": 0.5}, "positions=.*there are no streams"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(ConfigError, match=wrong):
-        StreamsOptions(**options)
-
-
-def test_adapters_alone_may_say_what_they_are() -> None:
-    said = StreamsOptions(mode="shared", gamma=0, layers=4, prune_rank=0, application="sql")
-    assert said.config(make_network()).prune_rank == 0
-    StreamsOptions(mode="shared", **ADAPTERS_ALONE)  # with streams all of it means something
-
-
-@pytest.mark.parametrize(("options", "wrong"), [({"layers": 4}, "msa_layers"), ({"gamma": 0}, "gamma")])
-def test_options_that_do_not_fit_the_target_are_refused(options: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(ConfigError, match=wrong):
-        StreamsOptions(**options).config(make_network())
 
 
 # ---- held-out figures
@@ -434,33 +308,6 @@ def trainer(out: Path, steps: int, mode: str = "lossless", **options: Any) -> Tr
     return Trainer(recipe, Mixture([(1.0, examples)], 0), [Phase(rows=4, length=40)], config, out)
 
 
-@pytest.mark.parametrize(("mode", "most"), [("lossless", 1.2), ("shared", 1.2)])
-def test_streams_learn_a_few_rows_by_heart(mode: str, most: float, tmp_path: Path) -> None:
-    run = trainer(tmp_path, 120, mode, rank=8, alpha_j=1.0, prune_rank=8)
-    run.run()
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text("utf-8").splitlines()]
-    first, last = lines[0], lines[-1]
-    for part in ["stream_1", "stream_2", "stream_3"]:
-        assert first[part] > 4.0, part
-        assert last[part] < most, part
-    assert last["exit"] < 0.8 * first["exit"]
-
-
-@pytest.mark.parametrize("options", [{"positions": 0.5, "segment": 5}, {"mode": "shared", "segment": 20}], ids=str)
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(options: dict[str, Any], tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole", 6, **options)
-    whole.run()
-    trainer(tmp_path / "parts", 6, **options).run(stop_after=3)
-    resumed = trainer(tmp_path / "parts", 6, **options)
-    assert resumed.resume()
-    resumed.run()
-    for name, value in whole.trained.items():
-        assert torch.equal(value, resumed.trained[name]), name
-    logs = [(tmp_path / n / "log.jsonl").read_text("utf-8").splitlines() for n in ("whole", "parts")]
-    losses = [[json.loads(line)["loss"] for line in log] for log in logs]
-    assert losses[0] == losses[1]
-
-
 # ---- how the command builds it
 
 
@@ -497,14 +344,3 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
     build(shared, replace(build_context(tmp_path / "toy", network), prompt_weight=0.5))
     with pytest.raises(ConfigError, match="no target"):
         build(options, build_context(tmp_path, None))
-
-
-@pytest.mark.parametrize("file", sorted(p.name for p in RECIPES.glob("*.toml") if p.name[:7] in ("streams", "adapter")))
-def test_recipe_files_describe_sets(file: str) -> None:
-    recipe = read_recipe(RECIPES / file)
-    assert recipe.kind == "streams"
-    options = fill(StreamsOptions, dict(recipe.options), recipe.where)
-    config = options.config(Network(tiny_config(num_layers=12, windows=(None,) * 12), frozen=True))
-    assert config.mode == ("shared" if any(task in file for task in ("sql", "e2e", "dialogsum")) else "lossless")
-    assert (config.gamma == 0) == file.startswith("adapter")
-    assert recipe.sources and recipe.held_out

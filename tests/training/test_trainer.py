@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
-from paceline.training import trainer as loop
-from paceline.training.data import Mixture, TokenBatch, collate
+from paceline.training.data import TokenBatch, collate
 from paceline.training.losses import SoftTarget, TargetHidden, TargetTop
-from paceline.training.target import TargetRecipe
-from paceline.training.trainer import CHECKPOINT, Phase, TrainConfig, plan
+from paceline.training.trainer import CHECKPOINT, Phase, plan
 
 
 def draft(seed: int = 1, **options: Any) -> DraftModelRecipe:
@@ -33,17 +30,6 @@ def draft(seed: int = 1, **options: Any) -> DraftModelRecipe:
 
 
 # ---- what a step computes
-
-
-def test_a_tiny_model_learns_four_rows_by_heart(tmp_path: Path) -> None:
-    run = trainer(
-        tmp_path, steps=150, learning_rate=2e-2, warmup=10, weight_decay=0.0, phases=[Phase(rows=4, length=40)]
-    )
-    run.mixture = Mixture([(1.0, [e for e in examples(30) if len(e.tokens) > 20][:4])], 0, 0.0)
-    run.run()
-    first, last = losses(tmp_path)[0], losses(tmp_path)[-1]
-    assert first > 4.0
-    assert last < 0.05
 
 
 def test_the_step_is_adamw_on_the_weighted_mean(tmp_path: Path) -> None:
@@ -125,18 +111,6 @@ def test_of_hot_tokens_a_draft_learns_these_alone(options: dict[str, Any]) -> No
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-3 if o.top else 1e-6)
 
 
-def test_a_draft_of_hot_tokens_is_judged_by_what_it_drafts() -> None:
-    text, target = collate([examples(3)], 96, 0.5), network(2, frozen=True)
-    says = target.logits(target(text)).argmax(-1)[text.weights > 0]
-    hot, given = says.unique()[::2], (target, DraftModelOptions(), {}, {"a": [text]})
-    made = DraftModelRecipe(network(2), *given, hot=hot)
-    agree = made._likeliest(made.module(text)[text.weights > 0]) == says
-    assert torch.equal(agree, torch.isin(says, hot)) and bool(agree.any()) and not bool(agree.all())
-    with torch.no_grad():
-        accepted = [one.evaluate()["accepted/a"] for one in (made, DraftModelRecipe(network(2), *given))]
-    assert accepted[0] < accepted[1]
-
-
 def test_held_out_figures_are_those_of_chains_that_agree() -> None:
     """By hand, also after the draft has changed; the target, which does not change, is asked once."""
     held = {"a": [collate([examples(3)], 96, 0.5)], "b": [collate([examples(2, seed=5)], 96, 0.5)] * 2}
@@ -156,16 +130,6 @@ def test_held_out_figures_are_those_of_chains_that_agree() -> None:
             assert figures[f"accepted/{name}"] == pytest.approx(sum(runs) / len(runs))
     assert first.keys() == {"loss/a", "accepted/a", "loss/b", "accepted/b"}
     assert 0.1 < second["accepted/a"] < first["accepted/a"]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "last"), [("constant", 1.0), ("linear", 0.1 + 0.9 / 90), ("cosine", 0.1 + 0.9 * 2.9e-4)]
-)
-def test_the_learning_rate_rises_and_falls(schedule: Any, last: float) -> None:
-    config = TrainConfig(steps=100, learning_rate=1e-3, warmup=10, schedule=schedule, final_ratio=0.1)
-    assert config.rate(0) == pytest.approx(1e-4)
-    assert config.rate(9) == config.rate(10) == pytest.approx(1e-3)
-    assert config.rate(99) == pytest.approx(1e-3 * last, rel=0.01)
 
 
 # ---- stopped and resumed
@@ -207,20 +171,6 @@ def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path: Path) -> 
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_of_several_processes_the_first_alone_trims_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer(tmp_path).run(stop_after=3)
-    log = tmp_path / "log.jsonl"
-    left = log.read_text("utf-8") + '{"step": 4}\n{"ste'
-    log.write_text(left, encoding="utf-8")
-    second = trainer(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(type(second.accelerator), "is_main_process", False)
-        assert second.resume()
-        assert log.read_text("utf-8") == left
-    assert trainer(tmp_path).resume()
-    assert log.read_text("utf-8") == left[: left.index('{"step": 4}')]
-
-
 @pytest.mark.parametrize("signalled", [True, False])
 def test_a_stop_ends_the_run_after_the_step_under_way(signalled: bool, tmp_path: Path) -> None:
     """A signal's is an interruption, a watcher's is none."""
@@ -237,38 +187,6 @@ def test_a_stop_ends_the_run_after_the_step_under_way(signalled: bool, tmp_path:
     run.run()
     assert (run.step, run.finished, run.interrupted) == (2, False, signalled)
     assert (tmp_path / CHECKPOINT).is_file()
-
-
-def test_a_run_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None:
-    run = trainer(tmp_path, steps=1)
-    thread = threading.Thread(target=run.run)
-    thread.start()
-    thread.join(60)
-    assert run.step == 1
-
-
-def test_a_process_may_train_in_one_precision_after_the_other(tmp_path: Path) -> None:
-    found = {}
-    for precision in ("fp32", "bf16"):
-        trainer(tmp_path / precision, steps=2, precision=precision).run()
-        found[precision] = losses(tmp_path / precision)
-    assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
-    assert found["bf16"] != found["fp32"]
-
-
-@pytest.mark.parametrize(("has_products", "wanted"), [(True, "bf16"), (False, "fp32")])
-def test_the_processor_chooses_the_precision_and_the_log_names_it(
-    has_products: bool, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The losses are those of a run that asks for this precision."""
-    monkeypatch.setattr(loop, "can_pack", lambda: has_products)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    run = trainer(tmp_path / "auto", steps=2, precision="auto")
-    run.run()
-    trainer(tmp_path / "named", steps=2, precision=wanted).run()
-    lines = (tmp_path / "auto" / "log.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(line)["precision"] for line in lines] == [wanted] * 2
-    assert run.facts["precision"] == wanted and losses(tmp_path / "auto") == losses(tmp_path / "named")
 
 
 def test_a_run_goes_on_in_another_precision(tmp_path: Path) -> None:
@@ -301,39 +219,11 @@ def test_a_checkpoint_of_another_run_is_refused(change: dict[str, Any], message:
     assert more.resume()
 
 
-def test_an_older_checkpoint_that_names_accumulate_goes_on(tmp_path: Path) -> None:
-    trainer(tmp_path).run(stop_after=1)
-    state = torch.load(tmp_path / CHECKPOINT, weights_only=True)
-    facts = json.loads(state["facts"]) | {"accumulate": 1}
-    torch.save({**state, "facts": json.dumps(facts)}, tmp_path / CHECKPOINT)
-    again = trainer(tmp_path)
-    assert again.resume() and again.step == 1
-
-
 def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / CHECKPOINT).write_bytes(b"PK no archive")
     with pytest.raises(ConfigError, match="cannot be read"):
         trainer(tmp_path).resume()
     assert not trainer(tmp_path / "empty").resume()
-
-
-@pytest.mark.parametrize(
-    ("phases", "message"),
-    [
-        ([Phase(rows=4, length=1)], "at least two tokens long"),
-        ([Phase(until=0.5, rows=4, length=48)], "must rise to 1.0"),
-        ([Phase(until=0.9, rows=4, length=48), Phase(until=0.5, rows=4, length=48)], "must rise to 1.0"),
-    ],
-)
-def test_phases_that_cannot_be_are_refused(phases: list[Phase], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        trainer(tmp_path, phases=phases)
-
-
-@pytest.mark.parametrize("values", [{"steps": 0}, {"learning_rate": 1.0}, {"warmup": -1}, {"save_every": 0}])
-def test_settings_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        TrainConfig(**values)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(tmp_path: Path) -> None:
@@ -353,14 +243,6 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
     full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(ConfigError, match="a checkpoint takes .* MB, and 0.0 MB are free"):
-        run.run()
-    assert run.step == 0
-
-
-def test_an_out_that_is_a_file_is_told_before_the_first_step(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    run = trainer(tmp_path / "file")
-    with pytest.raises(ConfigError, match="no folder to write to"):
         run.run()
     assert run.step == 0
 
@@ -428,13 +310,3 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     for name, value in one.trained.items():
         assert torch.equal(ranks[0][name], ranks[1][name]), name
         torch.testing.assert_close(ranks[0][name], value.data, rtol=0, atol=2e-4, msg=name)
-
-
-def test_the_vocabulary_of_a_draft_is_its_targets() -> None:
-    with pytest.raises(ConfigError, match=f"the target has {VOCAB} tokens"):
-        DraftModelRecipe(network(1, vocab_size=64), network(2, frozen=True), DraftModelOptions(), {}, {})
-
-
-def test_nothing_to_train_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing in it is trainable"):
-        trainer(tmp_path, TargetRecipe(network(frozen=True), {}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,20 @@ from kits.eager_losses import TargetLogits, eager_mse_cross_entropy
 from kits.state import steps_by_hand
 from kits.tiny import VOCAB, tiny_config
 from safetensors.torch import load_file
-from toolkit import examples, network, trainer
+from toolkit import examples, network
 from torch import Tensor
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters.eagle.model import EagleFacts, EagleModel
 from paceline.drafters.fit import tokenizer_mark
 from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
-from paceline.drafters.lyanna.recipe import LyannaOptions
 from paceline.drafters.lyanna.token_info import TokenInfo
 from paceline.drafters.states.head import layer_json
 from paceline.drafters.states.start import start_from_target
 from paceline.drafters.states.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
-from paceline.network.hot import load_hot
 from paceline.network.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
-from paceline.training.features import OnlineFeatures, last_states, likeliest
+from paceline.training.features import last_states
 from paceline.training.job import TrainingJob, occurrences, prepare
 from paceline.training.trainer import TrainConfig
 
@@ -94,24 +91,6 @@ def test_steps_equal_drafting_row_by_row(name: str) -> None:
             for step in range(min(3, ends - 1)):
                 torch.testing.assert_close(states[step][number], wanted[step], rtol=1e-9, atol=1e-10)
     assert len({int(p) for p in anchors.positions}) > 10
-
-
-def test_anchors_have_something_ahead() -> None:
-    data = batch(prompt_weight=0.5)
-    length, anchors = data.tokens.shape[1], choose_anchors(data)
-    flat, found = data.documents.flatten(), set(anchors.index.tolist())
-    for at in range(2 * length):
-        ahead = at % length + 1 < length and flat[at] == flat[at + 1] >= 0 and data.weights.flatten()[at + 1] > 0
-        assert (at in found) == ahead
-    for step in (1, 2, 3):
-        rows = Ahead.of(data, anchors.index, step)
-        for place, row, token, weight in zip(anchors.index, rows.rows, rows.tokens, rows.weights, strict=True):
-            inside = place % length + step < length and flat[place + step] == flat[place]
-            assert row == (place + step if inside else place)
-            assert token == data.tokens.flatten()[row]
-            assert weight == (data.weights.flatten()[place + step] if inside else 0)
-    some = choose_anchors(data, 0.25, torch.Generator().manual_seed(0))
-    assert len(some) == round(len(anchors) / 4) and set(some.index.tolist()) < found
 
 
 # ---- token-info
@@ -207,92 +186,6 @@ def test_the_loss_is_its_formula(form: str) -> None:
     assert all(p.grad is None for p in target.parameters())
 
 
-@pytest.mark.parametrize("form", [lyanna, eagle])
-def test_the_loss_over_hot_tokens_is_its_formula(form: Any) -> None:
-    """The cross-entropy of the target's likeliest tokens that are hot, and of all others, with the draft over hot ones;
-    value and gradients."""
-    few, alive = torch.arange(0, VOCAB, 3), torch.zeros(VOCAB, dtype=torch.bool)
-    alive[few] = True
-    model, target, data = wide(form()), network(2, frozen=True).double(), batch(0.3)
-    known = OnlineFeatures(target, 12)
-    given = target, UnrollOptions(alpha=0.0, top=12, hot_head=0.3), {}, known
-    own = UnrolledRecipe("states", model, *given, save=lambda folder: None, hot=few)
-    loss, _ = own.loss(data, context())
-    loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-
-    true, anchors = target.final(last_states(target, data)), choose_anchors(data)
-    total = 0.0
-    for step, state in enumerate(unroll(model, true, data, anchors, 3, own.embed), 1):
-        ahead = Ahead.of(data, anchors.index, step)
-        logits = state @ target.head_weight.t()
-        if getattr(model, "info", None) is not None:
-            logits = logits + eager(model.info, own.embed(ahead.tokens), ahead.tokens)
-        q = logits.masked_fill(~alive, -torch.inf).softmax(-1)
-        said = likeliest(target, true.flatten(0, 1)[ahead.rows], 12)
-        summed, count = 0.0, ahead.weights.sum()
-        for row, weight in enumerate(ahead.weights.tolist()):
-            ids, p = said.ids[row], said.log_probs[row].double().exp()
-            hot = alive[ids]
-            p = torch.cat((p[:-1][hot], p[-1:]))
-            rest = q[row].clone()
-            rest[ids] = 0.0
-            outcomes = torch.cat((q[row, ids[hot]], rest.sum()[None]))
-            summed = summed - weight * (p / p.sum() * outcomes.log()).sum()
-        total = total + summed / count / 3
-    torch.testing.assert_close(loss, total, rtol=1e-6, atol=0)
-    total.backward()
-    for name, grad in grads.items():
-        wanted = model.get_parameter(name).grad
-        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_held_out_figures_count_hot_tokens_alone() -> None:
-    target, data, model = network(2, frozen=True), batch(0.3), eagle()
-    held = {"x": [data]}
-    counted = []
-    for hot in (None, torch.arange(VOCAB), torch.tensor([0])):
-        given = target, UnrollOptions(top=8), held, None
-        figures = UnrolledRecipe("states", model, *given, save=lambda folder: None, hot=hot).evaluate()
-        counted.append(figures["acceptance_top4/x/1"])
-    assert counted[0] == counted[1] > counted[2]
-
-
-def test_hot_tokens_need_likeliest_ones() -> None:
-    with pytest.raises(ConfigError, match="hot_head=0.25, top=0: .* of which there are none"):
-        UnrollOptions(hot_head=0.25)
-
-
-def test_noise_is_drawn_by_the_step_and_moves_features_alone() -> None:
-    target, data = network(2, frozen=True), batch()
-    plain, noisy = recipe(eagle(), target), recipe(eagle(), target, noise=0.5)
-    values = [
-        float(r.loss(data, context(seed))[0].detach()) for r, seed in ((plain, 0), (noisy, 0), (noisy, 0), (noisy, 1))
-    ]
-    assert values[1] == values[2] and len({*values}) == 3
-    true = torch.randn(3, 4, 32)
-    moved = noisy._noised(true, torch.Generator().manual_seed(1)) - true
-    assert 0.4 < float(moved.abs().max()) <= 0.5 + 1e-6 and float(moved.min()) < -0.4
-
-
-def test_likeliest_tokens_alone_are_asked_for_their_rows() -> None:
-    """With all but one of the tokens known the loss is the whole distribution's."""
-    target, data, model = network(2, frozen=True), batch(0.3), lyanna()
-    whole = recipe(model, target).loss(data, context())[0]
-    top = recipe(model, target, features=OnlineFeatures(target, VOCAB - 2)).loss(data, context())[0]
-    torch.testing.assert_close(whole, top, rtol=5e-3, atol=0)  # log p is kept in float16
-
-
-def test_a_batch_without_anything_ahead_is_no_error() -> None:
-    model = lyanna()
-    data = collate([[Example(torch.tensor([9, 9]).numpy())]], 8)
-    loss, figures = recipe(model).loss(data, context())
-    loss.backward()
-    assert float(loss.detach()) == 0 and not figures
-    assert recipe(model, held_out={"none": [data]}).evaluate() == {}
-
-
 # ---- held-out figures
 
 
@@ -340,25 +233,6 @@ def test_held_out_figures_by_hand(hot: Tensor | None) -> None:
             assert math.isclose(found.get(f"{name}/x/{step + 1}", 0.0), held / max(1, tried), rel_tol=1e-6), (step, k)
         assert math.isclose(found[f"ce/x/{step + 1}"], sum(losses[step]) / len(losses[step]), rel_tol=1e-4)
     assert counts[BRANCHES][0][0] > counts[1][0][0] > 0 and counts[BRANCHES][1][0] > 0
-
-
-# ---- learning
-
-
-@pytest.mark.parametrize("made", [lyanna, eagle])
-def test_drafters_learn_what_their_target_says(made: Any, tmp_path: Path) -> None:
-    target = network(2, frozen=True)
-    for name, parameter in target.named_parameters():
-        if "norm" not in name:
-            parameter.data.mul_(8.0)
-    own = recipe(made(), target, held_out={"x": [batch()]}, alpha=0.1)
-    before = own.evaluate()
-    run = trainer(tmp_path, own, steps=25)
-    run.run()
-    after = own.evaluate()
-    assert after["acceptance_top4/x/1"] > before["acceptance_top4/x/1"] + 0.1
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text("utf-8").splitlines()]
-    assert lines[-1]["ce_1"] < lines[0]["ce_1"] - 0.3 and lines[-1]["mse_3"] < lines[0]["mse_3"]
 
 
 # ---- files
@@ -451,27 +325,6 @@ def test_broken_weights_are_refused(change: Any, message: str, tmp_path: Path) -
         LyannaModel.load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": 2}, "not written in format 1"),
-        ({"colour": 1}, "unknown entries: colour"),
-        ({"rank": -1}, "must be 0 or more"),
-        ({"rank": 0}, "of no meaning without token-info"),
-        ({"rank": "5"}, "rank='5'"),
-        ({"fusion": "product"}, "fusion='product'"),
-        ({"layer": LAYER | {"num_hidden_layers": 2}}, "a state head has one"),
-        ({"layer": {}}, "model_type"),
-    ],
-)
-def test_broken_configurations_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    lyanna(hot=HOT).save(tmp_path)
-    file = tmp_path / "lyanna.json"
-    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | change))
-    with pytest.raises(ConfigError, match=message):
-        LyannaModel.load(tmp_path)
-
-
 # ---- kinds
 
 
@@ -540,23 +393,6 @@ def test_a_start_that_cannot_be_is_refused(data: Path, target: Path, tmp_path: P
     assert torch.equal(model.head.tensors()["layers.0.mlp.gate_proj.weight"], gates[max(gates)].float())
 
 
-@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa", "spire", "draft_model"])
-def test_a_result_names_its_hot_tokens(kind: str, data: Path, target: Path, tmp_path: Path) -> None:
-    from paceline.training.job import finish as write
-    from paceline.training.job import run
-
-    made = job(data, target, tmp_path / "out", kind)
-    own = {
-        "draft_model": {"vocab_size": 300, "layers": 1, "d_model": 16, "heads": 2, "kv_heads": 2, "d_ff": 16},
-        "medusa": {"heads": 2},
-    }
-    options = own.get(kind) or {"depth": 2} | ({"top": 8} if kind != "spire" else {})
-    made = replace(made, options={**options, "hot_head": 0.2})
-    trained = run(made)
-    hot = load_hot(write(made, trained), 300)
-    assert hot is not None and len(hot) == 60 and made.hot is not None and torch.equal(hot, made.hot)
-
-
 @pytest.mark.parametrize("inside", [True, False])
 def test_hot_tokens_are_the_frequent_ones(inside: bool, data: Path, target: Path, tmp_path: Path) -> None:
     options = {"hot": 0.1, "hot_in_training": inside}
@@ -573,13 +409,3 @@ def test_hot_tokens_are_the_frequent_ones(inside: bool, data: Path, target: Path
     ]
     shares = occurrences(specs, given, 6)
     assert shares.tolist() == pytest.approx([0, 0.5 / 4, (0.25 + 0.75) / 4, (0.25 + 1.5) / 4, 0.75 / 4, 0])
-
-
-def test_a_drafter_of_another_shape_is_not_gone_on_from(data: Path, target: Path, tmp_path: Path) -> None:
-    lyanna().save(tmp_path / "other")
-    with pytest.raises(ConfigError, match="its layer is .* this run's"):
-        prepare(job(data, target, tmp_path / "out", "lyanna", init=tmp_path / "other"))
-    with pytest.raises(ConfigError, match="hot=1"):
-        LyannaOptions(hot=1.0)
-    with pytest.raises(ConfigError, match="nothing to learn"):
-        UnrollOptions(alpha=0, beta=0)

@@ -20,7 +20,6 @@ from kits.stream_sets import MODEL, save_set
 from safetensors.torch import load_file, save_file
 from toolkit import trainer, write_data, write_target
 
-from paceline.network.files import fingerprint
 from paceline.network.loader import load_tokenizer, resolve_folder
 from paceline.network.streams import StreamSet
 from paceline.training.answers import AnswerConfig, write
@@ -64,13 +63,6 @@ def test_the_mean_has_the_later_ones_share_and_files(tmp_path: Path) -> None:
     assert (out / "config.json").read_text() == '"b"'
 
 
-def test_models_of_another_shape_and_shares_beyond_one_are_refused(tmp_path: Path) -> None:
-    earlier, later, out = model(tmp_path / "a", 1.0), model(tmp_path / "b", 2.0, rows=4), tmp_path / "out"
-    assert "average models of one shape" in run(earlier, later, "--out", out).stderr
-    assert "give 0 to 1" in run(earlier, later, "--share", 2, "--out", out).stderr
-    assert not out.exists()
-
-
 def test_a_stopped_run_becomes_a_model(tmp_path: Path) -> None:
     init, folder, out = tmp_path / "init", tmp_path / "run", tmp_path / "out"
     init.mkdir()
@@ -89,16 +81,6 @@ def test_a_stopped_run_becomes_a_model(tmp_path: Path) -> None:
     for key, value in network.named_parameters():
         assert torch.equal(told[key].float(), value.detach().to(torch.bfloat16).float())
     assert (out / "tokenizer.json").read_bytes() == (init / "tokenizer.json").read_bytes()
-
-
-def test_a_run_of_another_shape_is_not_exported(tmp_path: Path) -> None:
-    init = tmp_path / "init"
-    init.mkdir()
-    write_target(init, write_data(tmp_path))
-    trainer(tmp_path / "run").run(stop_after=1)
-    done = run(tmp_path / "run", "--init", init, "--out", tmp_path / "out", tool="export_checkpoint")
-    assert "of another shape" in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_deeper_set_keeps_what_was_trained_and_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,28 +102,6 @@ def test_a_deeper_set_keeps_what_was_trained_and_adds_nothing(tmp_path: Path, mo
         elif name.endswith("up"):
             assert not value.any()
     assert len(made.tensors()) > len(kept)
-
-
-def test_sets_that_cannot_be_made_deeper_are_refused(tmp_path: Path) -> None:
-    folder = save_set(tmp_path / "set")
-    for layers in (1, 2):
-        done = run(folder, "--layers", layers, "--target", resolve_folder(MODEL), "--out", "x", tool="deepen_streams")
-        assert "can be made deeper" in done.stderr
-
-
-def test_fingerprints_of_earlier_versions_are_renewed_and_others_stay(tmp_path: Path) -> None:
-    target, tool = model(tmp_path / "target", 1.0), runpy.run_path(str(TOOLS / "renew_fingerprints.py"))
-    old, new = tool["sampled"](target), fingerprint(target)
-    assert old != new
-    made, other = tmp_path / "sets" / "made.json", tmp_path / "sets" / "other.json"
-    made.parent.mkdir()
-    made.write_text(f'{{\n "target": "here",  "fingerprint": "{old}"}}')
-    other.write_text(f'{{"fingerprint": "{"0" * 64}"}}')
-    done = run(target, tmp_path / "sets", tool="renew_fingerprints")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"renewed {made}\n", "")
-    assert made.read_text() == f'{{\n "target": "here",  "fingerprint": "{new}"}}'
-    assert other.read_text() == f'{{"fingerprint": "{"0" * 64}"}}'
-    assert run(target, made, other, tool="renew_fingerprints").stdout == ""
 
 
 def test_answers_come_back_from_their_ids(tmp_path: Path) -> None:
@@ -173,11 +133,3 @@ def test_answers_come_back_from_their_ids(tmp_path: Path) -> None:
         assert (tmp_path / "again" / name).read_bytes() == (file.parent / name).read_bytes()
     (data / "some.jsonl").write_text('{"prompt": "say 1", "completion": "1"}\n')
     assert "give the same data" in run(*unpack, tool="answer_ids").stderr
-
-
-def test_answers_that_go_in_circles_are_counted(tmp_path: Path) -> None:
-    file = tmp_path / "said.jsonl"
-    file.write_text(json.dumps({"completion_tokens": [*range(64), *range(60, 64), 99]}) + "\n")
-    # Of the 61 first fours none is new twice; of the five behind them one ends 60, 61, 62, 63 again.
-    assert run("circles", file, tool="answer_ids").stdout == "said.jsonl: from 0 on 0%, from 64 on 20%\n"
-    assert "wants --out" in run("pack", file, tool="answer_ids").stderr
