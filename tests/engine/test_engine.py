@@ -14,10 +14,8 @@ from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 from paceline.core.errors import ConfigError
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
-from paceline.core.stats import SpecStats
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
-from paceline.drafters.ngram import NgramConfig
 from paceline.engine.engine import Engine
 from paceline.network.decoder import Decoder
 
@@ -112,45 +110,6 @@ def test_requests_that_come_later_join_the_batch(target: Decoder):
     assert ids([done[i] for i in order]) == plain(target, jobs)
 
 
-def test_a_prompt_that_comes_again_is_not_computed_again(target: Decoder):
-    engine = assemble(decoder=target)
-    prompt = prompts(1, low=40)[0]
-    first, second = (run(engine, [(prompt, GREEDY)])[0] for _ in range(2))
-    assert ids([first]) == ids([second])
-    assert first.stats.cached_prompt_tokens == 0 and second.stats.cached_prompt_tokens == 32
-    third = run(engine, [(prompt, replace(GREEDY, prompt_logprobs=0))])[0]
-    assert third.stats.cached_prompt_tokens == 0 and len(third.prompt_logprobs or ()) == len(prompt)
-    assert ids([third]) == ids([first])
-
-
-def test_samples_share_the_prompt_and_differ(target: Decoder):
-    prompt = prompts(1, low=40)[0]
-    (output,) = run(assemble(draft_model(depth=3), decoder=target), [(prompt, replace(WARM, n=3))])
-    assert [sample.index for sample in output.outputs] == [0, 1, 2]
-    assert output.stats.cached_prompt_tokens == 64  # two samples, two blocks each
-    assert len({tuple(sample.token_ids) for sample in output.outputs}) == 3
-    consistent(output)
-    (alone,) = run(assemble(decoder=target), [(prompt, WARM)])
-    assert alone.outputs[0].token_ids == output.outputs[0].token_ids
-
-
-def test_a_drawn_seed_is_returned_and_repeats_the_answer(target: Decoder):
-    prompt = prompts(1)[0]
-    engine = assemble(decoder=target)
-    (first,), (other,) = (run(engine, [(prompt, replace(WARM, seed=None))]) for _ in range(2))
-    assert ids([first]) != ids([other])
-    (again,) = run(engine, [(prompt, replace(WARM, seed=first.outputs[0].seed))])
-    assert ids([again]) == ids([first])
-
-
-def test_an_answer_ends_where_the_context_does(target: Decoder):
-    engine = assemble(draft_model(depth=4), decoder=target, max_model_len=32)
-    prompt = prompts(1, low=20, high=20)[0]
-    (output,) = run(engine, [(prompt, replace(GREEDY, max_tokens=None))])
-    assert len(output.outputs[0].token_ids) == 12 and output.outputs[0].finish_reason == "length"
-    assert ids([output]) == plain(target, [(prompt, replace(GREEDY, max_tokens=12))])
-
-
 # -- ending early, and bad requests
 
 
@@ -174,15 +133,6 @@ def test_abort_in_flight_disturbs_nobody(target: Decoder):
     while engine.busy:
         done += [engine.output(live) for live in engine.step() if live.finished]
     assert ids(done) == [expected[1]]
-    engine.pool.check_idle()
-
-
-def test_abort_of_the_last_request_leaves_an_idle_engine(target: Decoder):
-    engine = assemble(decoder=target)
-    request = engine.submit(prompts(1)[0], replace(WARM, n=3))
-    engine.step()
-    engine.abort(request)
-    assert not engine.busy and engine.step() == []
     engine.pool.check_idle()
 
 
@@ -233,13 +183,6 @@ def test_a_request_that_can_never_fit_the_pool_is_refused(target: Decoder):
         engine.submit([5] * 10, GREEDY)  # 10 + 24 tokens: 33 rows
     (output,) = run(engine, [([5] * 9, GREEDY)])
     assert len(output.outputs[0].token_ids) == 24
-
-
-def test_stop_strings_need_text(target: Decoder):
-    engine = assemble(decoder=target, texts=None)
-    with pytest.raises(ConfigError, match="stop strings are found in text"):
-        engine.submit([5], replace(GREEDY, stop="a"))
-    assert not engine.busy
 
 
 # -- guests that misbehave
@@ -449,46 +392,3 @@ def test_a_drafter_that_does_not_observe_is_not_asked_to(target: Decoder):
         assert guest.proposals > 1
         failures.append(getattr(engine.round, "failure", None))
     assert failures[0] is None and "KeyError" in str(failures[1])
-
-
-class NonNumbers(Guest):
-    def propose_tree(self, want: DraftRequest) -> TokenTree:
-        return TokenTree.from_parents(want.roots(), [[0]] * len(want.budgets), [[50.5]] * len(want.budgets))  # type: ignore[list-item]
-
-
-class NonNumberSources(Guest):
-    def propose_tree(self, want: DraftRequest) -> TokenTree:
-        count = len(want.budgets)
-        return TokenTree.from_parents(want.roots(), [[0]] * count, [[50]] * count, [["me"]] * count)  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("kind", [NonNumbers, NonNumberSources], ids=lambda kind: kind.__name__)
-def test_lists_that_hold_no_numbers_cost_no_request(target: Decoder, kind: type[Guest]):
-    jobs = [(prompt, WARM) for prompt in prompts(3)]
-    engine = assemble(kind(), decoder=target)
-    assert ids(run(engine, jobs)) == plain(target, jobs)
-    assert "TypeError" in str(getattr(engine.round, "failure", None))
-
-
-# -- off must be free, and said
-
-
-def test_without_a_drafter_the_reason_is_said(target: Decoder):
-    (output,) = run(assemble(decoder=target), [([5, 6, 7], GREEDY)])
-    assert output.stats.off_reason == "no drafter was named"
-    assert output.stats.passes == output.stats.emitted == 24 and output.stats.drafted == 0
-
-
-def test_a_budget_of_zero_never_asks_the_drafter(target: Decoder):
-    guest = Guest()
-    (output,) = run(assemble(guest, decoder=target, budget=0), [([5, 6, 7], GREEDY)])
-    assert guest.proposals == 0 and output.stats.off_reason == "budget=0"
-
-
-def test_statistics_add_up_over_requests(target: Decoder):
-    outputs = run(assemble(NgramConfig(), decoder=target), [([5, 6, 5, 6, 5], GREEDY), ([8, 9, 8], GREEDY)])
-    total = SpecStats()
-    for output in outputs:
-        consistent(output)
-        total = total.merge(output.stats)
-    assert total.emitted == 48 and sum(total.accepted_histogram) == total.passes

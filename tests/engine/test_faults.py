@@ -187,22 +187,6 @@ def test_log_probabilities_that_fail_end_their_own_request(target: Decoder, aske
     check_alone(finish(engine, order), plain(target, jobs), "log-probabilities")
 
 
-def test_other_samples_of_the_request_go_on(target: Decoder):
-    job = (prompts()[0], replace(WARM, n=3))
-    (whole,) = plain(target, [job])
-    engine = assemble(decoder=target)
-    request = engine.submit(*job)
-
-    def rule(logits: torch.Tensor, paths: torch.Tensor | None) -> None:
-        raise Fault("one of three")
-
-    engine.live[request].sequences[1].view.sampler._steps.append(rule)
-    (output,) = finish(engine, [request])
-    assert [sample.finish_reason for sample in output.outputs] == ["length", "error", "length"]
-    assert [output.outputs[i].token_ids for i in (0, 2)] == [whole.outputs[i].token_ids for i in (0, 2)]
-    assert output.error == "Fault: one of three"
-
-
 # -- calls that end in their middle
 
 FOLDER = str(Path(paceline.__file__).parent)

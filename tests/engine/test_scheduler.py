@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.core.errors import ConfigError
 from paceline.core.request import Request, SequenceState, StopChecker
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.drafters.base import SequenceView
@@ -88,16 +87,6 @@ def rows(works: list[Work], *sequences: RunningSequence) -> list[int]:
     return [found.get(id(s), 0) for s in sequences]
 
 
-def test_each_step_catches_up_with_what_is_known():
-    bench = Bench()
-    (one,) = bench.add(10)
-    assert rows(bench.step(), one) == [10]
-    (two,) = bench.add(3)
-    assert rows(bench.step(), one, two) == [1, 3]
-    assert rows(bench.step(), one, two) == [1, 1]
-    assert one.pending == two.pending == 1
-
-
 def test_long_prompts_are_computed_in_chunks_and_decoding_goes_first():
     bench = Bench(max_batch_rows=8)
     (early,) = bench.add(5)
@@ -106,27 +95,6 @@ def test_long_prompts_are_computed_in_chunks_and_decoding_goes_first():
     chunks = [rows(bench.step(), early, late) for _ in range(4)]
     assert chunks == [[1, 7], [1, 7], [1, 4], [1, 1]]
     assert len(late.state.token_ids) == 2  # the chunk that reaches the prompt's end brings the first token
-
-
-def test_prompts_share_a_step_while_rows_are_left():
-    bench = Bench(max_batch_rows=8)
-    a, b, c = (bench.add(size)[0] for size in (3, 4, 4))
-    assert rows(bench.step(), a, b, c) == [3, 4, 1]
-    assert rows(bench.step(), a, b, c) == [1, 1, 3]
-
-
-def test_a_step_admits_no_more_sequences_than_it_has_rows():
-    bench = Bench(max_batch_rows=3)
-    sequences = [bench.add(1, max_tokens=2)[0] for _ in range(5)]
-    assert [len(bench.step()) for _ in range(4)] == [3, 3, 2, 2]
-    assert all(s.finished for s in sequences)
-
-
-def test_first_come_first_served_up_to_max_sequences():
-    bench = Bench(max_sequences=2)
-    a, b, c = (bench.add(3, max_tokens=tokens)[0] for tokens in (3, 1, 1))
-    assert rows(bench.step(), a, b, c) == [3, 3, 0]
-    assert rows(bench.step(), a, b, c) == [1, 0, 3]
 
 
 def test_a_newcomer_waits_until_running_sequences_have_a_block_each_to_grow():
@@ -141,26 +109,6 @@ def test_a_newcomer_waits_until_running_sequences_have_a_block_each_to_grow():
         bench.step()
     assert a.finished
     assert rows(bench.step(), b, c) == [12, 1]
-
-
-def test_a_newcomer_that_has_to_wait_copies_nothing_meanwhile(monkeypatch: pytest.MonkeyPatch):
-    copied: list[int] = []
-    monkeypatch.setattr(KVPool, "_copy_blocks", lambda pool, source, target: copied.extend(source))
-    bench = Bench(blocks=40)
-    prompt = [*range(17)]
-    bench.add(prompt, max_tokens=60)  # its four published blocks cannot be shared and grown behind
-    bench.step()
-    for tokens in range(3, 16):
-        bench.add(1, max_tokens=tokens)
-    bench.step()
-    (late,) = bench.add(prompt + [500] * 40, max_tokens=2)
-    assert bench.pool._copies([0, 1, 2, 3])
-    waited = 0
-    while late.cache is None:
-        bench.step()
-        waited += 1
-        assert not copied
-    assert waited > 3 and late.cache.reused == 16  # there is less empty room by now: it shares
 
 
 @pytest.mark.parametrize("blocks", [13, 60])
@@ -268,16 +216,6 @@ def test_no_draft_is_deeper_than_max_tokens_can_use():
     assert work.max_depth == 0 and work.budget == 0 and b.finished
 
 
-def test_samples_of_one_request_share_the_prompt_once_it_is_computed():
-    bench = Bench(max_batch_rows=16)
-    samples = bench.add(list(range(1, 31)), n=3)
-    (other,) = bench.add(2)
-    assert rows(bench.step(), *samples, other) == [16, 0, 0, 0]
-    assert rows(bench.step(), *samples, other) == [14, 0, 0, 2]  # no one waits for siblings but siblings
-    assert rows(bench.step(), *samples, other) == [1, 2, 2, 1]  # the two wait for the prompt, not for each other
-    assert [s.state.stats.cached_prompt_tokens for s in samples] == [0, 28, 28]
-
-
 def test_samples_that_report_the_prompt_compute_it_themselves():
     bench = Bench()
     samples = bench.add(list(range(1, 31)), n=2, prompt_logprobs=1)
@@ -292,24 +230,6 @@ def test_removed_sequences_leave_the_queue_and_the_pool():
     assert a.cache is None and not bench.scheduler.running and list(bench.scheduler.waiting) == [c]
     bench.pool.check_idle()
     assert rows(bench.step(), c) == [5]
-
-
-@pytest.mark.parametrize("name", ["max_sequences", "max_batch_rows"])
-def test_limits_below_one_are_refused(name: str):
-    with pytest.raises(ConfigError, match=f"{name}=0"):
-        SchedulerConfig(**{name: 0})
-
-
-@pytest.mark.parametrize("size", [-1, 1025])
-def test_budgets_out_of_range_are_refused(size: int):
-    with pytest.raises(ConfigError, match="a draft budget is 0 to 1024"):
-        FixedBudget(size=size)
-
-
-def test_a_budget_of_zero_says_why():
-    assert FixedBudget(size=0, why="it rains").reason() == "it rains"
-    assert FixedBudget(size=0).reason() == "the draft budget is 0"
-    assert FixedBudget(size=3, why="it rains").reason() is None
 
 
 def random_load(seed: int) -> list[RunningSequence]:

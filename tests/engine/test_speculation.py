@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
-from kits.tiny import VOCAB, assemble, draft_model, hybrid, run, streams, tiny_decoder
+from kits.tiny import VOCAB, assemble, draft_model, hybrid, run, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.core.speculation import Speculation
-from paceline.drafters.ngram import NgramConfig
 from paceline.engine.engine import Engine
 
 pytestmark = pytest.mark.timeout(120)
 TARGET = tiny_decoder()
 WARM = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
-GREEDY = SamplingParams(temperature=0, seed=1, max_tokens=24, ignore_eos=True)
 SEEDS = [torch.Generator().manual_seed(i) for i in range(4)]
 PROMPTS = [torch.randint(10, VOCAB, (9 + i,), generator=seed).tolist() * 2 for i, seed in enumerate(SEEDS)]
 PLAIN = [run(assemble(decoder=TARGET), [(prompt, WARM)])[0].outputs[0].token_ids for prompt in PROMPTS]
@@ -41,24 +38,6 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 OFF, FEW = Speculation(enabled=False), Speculation(max_nodes=2)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"drafter": draft_model(depth=5)},
-        {"drafter": NgramConfig()},
-        {"drafter": hybrid()},
-        {"drafter": streams()},
-        {"drafter": draft_model(depth=4), "round": "mirror"},
-        {"drafter": draft_model(depth=4), "round": "pipeline,stages=2"},
-    ],
-    ids=["model", "ngram", "hybrid", "streams", "mirror", "pipeline"],
-)
-def test_a_request_without_drafts_beside_others_with_them(options: dict[str, Any]):
-    outputs = answers(assemble(decoder=TARGET, **options), [OFF, None, OFF, None])
-    assert ids(outputs) == PLAIN
-    assert [output.stats.drafted > 0 for output in outputs] == [False, True, False, True]
 
 
 ROUNDS = pytest.mark.parametrize("round_", ["auto", "mirror", "pipeline,stages=2"])
@@ -101,16 +80,6 @@ def test_what_is_not_there_is_refused():
     outputs = answers(alone, [Speculation(sources=["draft_model"]), None, None, None])
     assert ids(outputs) == PLAIN and outputs[0].stats.drafted
     assert not engine.busy
-
-
-def test_a_choice_outlives_a_fault():
-    engine = assemble(draft_model(depth=4), decoder=TARGET)
-    live = engine.live[engine.submit(PROMPTS[0], WARM, speculation=OFF)]
-    engine.step()
-    engine._torn = True  # as after Ctrl-C
-    while engine.busy:
-        engine.step()
-    assert engine.output(live).stats.drafted == 0
 
 
 # -- counters

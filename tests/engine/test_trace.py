@@ -8,10 +8,8 @@ import pytest
 import torch
 from kits.tiny import VOCAB, assemble, draft_model, hybrid, streams, tiny_decoder
 
-from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.core.speculation import Speculation
-from paceline.core.trace import StepTrace
 from paceline.drafters.ngram import NgramConfig
 from paceline.engine.engine import Engine
 
@@ -78,18 +76,3 @@ def test_a_trace_goes_on_behind_an_interrupted_step() -> None:
     assert trace is not None
     origins = [origin for step in trace for origin in step.origins()]
     assert len(origins) == len(live.sequences[0].state.token_ids) == 24
-
-
-def test_origins_end_where_the_stop_rules_cut() -> None:
-    def origins(path: list[int], emitted: int) -> list[tuple[str | None, int]]:
-        step = StepTrace(0, emitted, [1, 2, 3], [-1, 0, 1], ["", "a", "b"], None, path, 2)
-        return step.origins()
-
-    assert origins([1, 2], 3) == [("a", 1), ("b", 2), (None, 0)]
-    assert origins([1, 2], 2) == [("a", 1), ("b", 2)]
-    assert origins([], 1) == [(None, 0)]
-
-
-def test_trace_is_true_or_false() -> None:
-    with pytest.raises(ConfigError, match="trace=1"):
-        Speculation(trace=1)  # type: ignore[arg-type]
