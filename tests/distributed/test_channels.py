@@ -12,18 +12,14 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
-from kit.clock import VirtualClock
-from kit.links import Link
-from kits.channels import LinkedChannel, RealTime, local_pair
+from kits.channels import RealTime, local_pair
 
 from paceline.core.errors import ConfigError
 from paceline.distributed import channels, groups, shared
@@ -99,22 +95,6 @@ def test_frames_arrive_whole_and_in_order(pair: Pair):
         pair[0].send([data[:3], data[3:]], LONG)
         assert pair[0].receive(LONG) == data[::-1]
     thread.join()
-
-
-def test_many_frames_at_once(pair: Pair):
-    sent = [bytes([number % 251]) * (number % 700) for number in range(300)]
-    thread = threading.Thread(target=lambda: [pair[0].send([data], LONG) for data in sent])
-    thread.start()
-    assert [bytes(pair[1].receive(LONG)) for _ in sent] == sent
-    thread.join()
-
-
-def test_nothing_comes(pair: Pair):
-    for timeout in (0, 0.01):
-        with pytest.raises(Late):
-            pair[0].receive(timeout)
-    pair[1].send([b"late"])
-    assert pair[0].receive(LONG) == b"late"
 
 
 def test_what_was_sent_before_the_end_is_received(pair: Pair):
@@ -277,16 +257,6 @@ def test_a_group_that_does_not_come_together(monkeypatch):
         Store("192.0.2.250")
 
 
-def test_groups_of_one_process_do_not_hear_each_other():
-    pairs = [by_group() for _ in range(2)]
-    for number, (one, _) in enumerate(pairs):
-        one.send([bytes([number])])
-    assert [bytes(other.receive(LONG)) for _, other in pairs] == [b"\0", b"\1"]
-    for end in (end for pair in pairs for end in pair):
-        end.close()
-    assert all(end.ended(LONG) for pair in pairs for end in pair if isinstance(end, GroupChannel))
-
-
 def test_frames_that_are_too_large_are_not_sent(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(channels, "MOST_BYTES", 1000)
     for one, other in (by_sockets(), by_memory(), by_group()):
@@ -296,21 +266,6 @@ def test_frames_that_are_too_large_are_not_sent(monkeypatch: pytest.MonkeyPatch)
         assert len(other.receive(LONG)) == 1000
         one.close()
         other.close()
-
-
-@pytest.mark.parametrize("capacity", [0, 4095, 5000, 2**31])
-def test_a_ring_of_no_such_size(capacity: int):
-    with pytest.raises(ConfigError, match="a power of two"):
-        shared_pair(capacity)
-
-
-def test_memory_that_is_not_what_the_end_says():
-    one, other = shared_pair(shared.LEAST)
-    larger = SharedEnd(2**20, one.own, one.memory, one.events, one.life)
-    with pytest.raises(ConfigError, match="open the end that was made|Open the end that was made"):
-        SharedChannel(larger)
-    for end in (one, other):
-        end.drop()
 
 
 CHILD = """
@@ -357,41 +312,3 @@ def test_a_signal_is_handled_while_a_channel_is_waited_for():
         assert one.receive(LONG) == b"now" and seen == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def linked(clock: Any, link: Link) -> tuple[LinkedChannel, LinkedChannel]:
-    one, other = local_pair(clock)
-    return LinkedChannel(one, link, clock), LinkedChannel(other, link, clock)
-
-
-def test_a_link_takes_its_time():
-    """2 ms to travel, 1 Gbit/s: 1,000,000 bits occupy it for 1 ms, and a second frame waits for the first."""
-    link = Link(latency_ms=2.0, gbit_per_s=1.0)
-    with VirtualClock() as clock:
-        one, other = linked(clock, link)
-        for _ in range(2):
-            one.send([bytes(125_000)])
-        with pytest.raises(Late):
-            other.receive(timeout=0.0025)
-        assert clock.now() == pytest.approx(0.0025)
-        assert len(other.receive()) == 125_000 and clock.now() == pytest.approx(0.003)
-        assert len(other.receive(timeout=1.0)) == 125_000 and clock.now() == pytest.approx(0.004)
-        one.send([b"x"])
-        with pytest.raises(Late):
-            other.receive(timeout=0)
-        clock.sleep_until(1.0)
-        assert other.receive(timeout=0) == b"x" and clock.now() == 1.0
-
-
-def test_a_link_in_real_time_and_one_that_cannot_be():
-    one, other = linked(RealTime(), Link(latency_ms=5.0))
-    began = time.perf_counter()
-    one.send([b"x"])
-    assert other.receive(LONG) == b"x" and time.perf_counter() - began >= 0.005
-    for bad in ({"latency_ms": -1.0}, {"gbit_per_s": 0.0}):
-        with pytest.raises(ConfigError, match="link "):
-            Link(**bad)
-    ends = local_pair(RealTime())
-    ends[0].send([b"bare"])
-    with pytest.raises(FrameError, match="both ends must be linked"):
-        LinkedChannel(ends[1], Link(), RealTime()).receive(0)

@@ -22,7 +22,6 @@ import pytest
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
 from paceline.config import LLMConfig
-from paceline.distributed.placement import ClusterConfig, parse_cluster
 from paceline.distributed.worker import HOST_LEFT, WorkerFailed
 
 if find_spec("ray") is None:
@@ -206,12 +205,6 @@ def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
 
 
 # -- without a cluster
-
-
-def test_how_a_cluster_is_written() -> None:
-    assert parse_cluster("auto") == ClusterConfig()
-    asked = parse_cluster("10.0.0.1:6379,place=pack,cores=8,gpus=0")
-    assert asked == ClusterConfig(address="10.0.0.1:6379", place="pack", cores=8, gpus=0)
 
 
 @pytest.mark.parametrize(

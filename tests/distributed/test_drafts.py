@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,6 @@ def beside() -> tuple[Any, RemoteSessions, InProcess]:
     """Sessions here, and the same ones behind a channel."""
     served = InProcess(DraftService(bound(), Facts()), RealTime())
     return bound(), RemoteSessions(served, LONG), served
-
-
-def test_an_opening_comes_back():
-    for params in (WARM, SamplingParams()):
-        for wishes in ({"prediction": []}, {"prediction": [4, 5], "sources": frozenset({2})}):
-            sent = replace(opening(params=params), **wishes)
-            assert Open.of(sent).opening(None) == sent
 
 
 def test_a_worker_drafts_within_a_grammar():
@@ -172,16 +164,6 @@ def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Ti
     assert again.done and sessions.ready()
 
 
-def test_other_sequences_go_on_after_a_verdict(timed: Timed):
-    sessions = timed.sessions
-    sessions.open(opening(1))
-    growing = sessions.begin([Ask(0, [], [ROOT]), Ask(1, [], [ROOT])], [[3], [5]])
-    sessions.commit(0, [40, 41])
-    sessions.wait(growing)
-    assert [sorted(level) for level in growing.levels] in ([[0, 1], *[[1]] * 4], [[1]] * 5)
-    assert sum(1 in level for level in growing.levels) == 5
-
-
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
@@ -214,17 +196,6 @@ def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
     assert why in served.faults[0] and not sessions.ready()
     with pytest.raises(DraftsLost, match="is not there"):
         sessions.open(opening())
-
-
-@pytest.mark.parametrize("virtual", [False, True])
-def test_one_that_fails_is_given_up(virtual: bool):
-    with VirtualClock() as computed:
-        clock = computed if virtual else RealTime()
-        served = InProcess(DraftService(bound(), Facts(), clock), clock)
-        sessions = RemoteSessions(served, LONG)
-        with pytest.raises(DraftsLost, match="failed: KeyError"):
-            sessions.grow([Ask(5, [], [ROOT])])
-        assert not sessions.ready()
 
 
 def test_one_that_is_late_is_given_up():
@@ -264,13 +235,6 @@ def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[WindowVerdi
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
     return ids([run(assemble(decoder=TARGET), [job])[0] for job in JOBS])
-
-
-def test_the_mirror_round_over_a_channel(plain: list[list[int]]):
-    _, there, served = beside()
-    said, verdicts = mirrored(there)
-    assert said == plain and not served.faults
-    assert any(v.reused for v in verdicts) and sum(v.accepted for v in verdicts) > 2
 
 
 def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain: list[list[int]]):

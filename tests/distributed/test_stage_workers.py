@@ -18,7 +18,6 @@ from paceline.core.sampling import SamplingParams
 from paceline.distributed.frames import Codec
 from paceline.distributed.groups import Store
 from paceline.distributed.handshake import GREETINGS
-from paceline.distributed.hanging import HANG_S, SLACK
 from paceline.distributed.messages import KINDS, frame_of, message_of
 from paceline.distributed.worker import WorkerFailed
 from paceline.network.stages import Frame, StageRows
@@ -59,15 +58,6 @@ def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int, frames:
         assert output.stats.row_layers % LAYERS == 0
         hits += sum(tick.hits for tick in ticks)
     assert hits > 5 or stages == 1
-
-
-@WAYS
-def test_a_batch_with_chunks_and_preemption(frames: str) -> None:
-    jobs = [(prompt, SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)) for prompt in PROMPTS]
-    engine, _, ticks = over_threads(4, drafter(), tokens=96, block_size=4, max_batch_rows=20, frames=frames)
-    outputs = run(engine, jobs)
-    assert ids(outputs) == plain(jobs)
-    assert sum(o.stats.preemptions for o in outputs) and sum(tick.hits for tick in ticks) > 5
 
 
 @needs_kernels
@@ -218,41 +208,12 @@ def test_a_stage_that_hangs_is_named(frames: str, monkeypatch: pytest.MonkeyPatc
     assert said is not None and 0.2 <= float(said[1]) < 2.5
 
 
-@WAYS
-def test_what_the_last_stage_takes_is_not_charged_to_the_others(frames: str) -> None:
-    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
-    whole = stage_line.last.run
-
-    def slow(frame: Frame) -> Frame:
-        time.sleep(0.05)
-        return whole(frame)
-
-    stage_line.last.run = slow  # type: ignore[method-assign]
-    assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
-    assert len(ticks) > 10 and stage_line._limits[0].seconds(1) < HANG_S + SLACK * 0.05
-
-
 # -- messages
 
 
 def sent(frame: Frame) -> Any:
     codec = Codec(*GREETINGS, *KINDS)
     return codec.decode(bytearray().join(codec.encode(message_of(frame))))
-
-
-def test_a_frame_comes_out_as_it_went_in() -> None:
-    visible = torch.tensor([[True, False, True], [True, True, False]])
-    tree = StageRows(7, 3, [1, 2], [4, 5], [9, 9], torch.tensor([3, 4, 8, 9, 17]), 5, 2, visible, [8, 9, 9])
-    text = StageRows(8, 0, [5, 6, 7], [-1, -1, 0], [0, 1, 2], slice(32, 35), 3, 0)
-    frame = Frame(2, [tree, text], torch.randn(5, 4), [([3], [4])])
-    found = frame_of(sent(frame), torch.device("cpu"))
-    assert found.epoch == 2 and torch.equal(found.hidden, frame.hidden) and found.moves == [([3], [4])]  # type: ignore[arg-type]
-    for made, part in zip(found.parts, frame.parts, strict=True):
-        for name in ("request", "version", "nodes", "num_keys", "prefix", "block_positions"):
-            assert getattr(made, name) == getattr(part, name)
-        assert [*made.positions] == [*part.positions]
-    assert torch.equal(found.parts[0].keys, tree.keys) and torch.equal(found.parts[0].visible, visible)  # type: ignore[arg-type]
-    assert found.parts[1].keys == text.keys and found.parts[1].visible is None
 
 
 def test_frames_that_do_not_fit_are_refused() -> None:

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed_services import KINDS, About, Count, Echo, Say
+from distributed_services import KINDS, About, Count, Say
 from kit.clock import VirtualClock
-from kits.channels import RealTime, local_pair
+from kits.channels import local_pair
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.distributed.channels import Channel, ChannelClosed, Line
+from paceline.distributed.channels import ChannelClosed, Line
 from paceline.distributed.clock import Late
 from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS, LIFE, Beat, Facts, Fault, Hello, Refused
 from paceline.distributed.placement import Placement, cores
-from paceline.distributed.serving import Progress, serve
-from paceline.distributed.worker import HOST_LEFT, Launched, Patience, Spare, Worker, WorkerFailed, WorkerSpec, ended
+from paceline.distributed.worker import HOST_LEFT, Launched, Patience, Spare, Worker, WorkerFailed, WorkerSpec
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 LAZY = Patience(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01)
@@ -282,34 +281,6 @@ def test_a_silent_worker_is_named_in_time_and_rests_grow(hand: Hand):
     assert rests == sorted(rests)
 
 
-def test_who_was_held_up_himself_does_not_call_a_worker_silent(hand: Hand):
-    worker = watched(hand)
-    hand.hello()
-    hand.pass_time(worker, 1.0)
-    for _ in range(3):
-        hand.clock.sleep_until(hand.clock.now() + 100.0)
-        worker.poll()
-        assert worker.faults == []
-    hand.pass_time(worker, 1.4, beats=False)
-    assert worker.faults == []
-    hand.pass_time(worker, 0.3, beats=False)
-    assert "no sign of life for 3." in worker.faults[0]
-
-
-def test_failures_of_long_ago_are_forgotten(hand: Hand):
-    worker, rests = watched(hand), []
-    for seconds in (1.0, 1.0, 1.0, 11.0):
-        while worker.pid is None:
-            hand.pass_time(worker, 0.1)
-        hand.hello()
-        hand.pass_time(worker, seconds)
-        hand.status = 3
-        hand.pass_time(worker, 0.1)
-        rests.append(worker._next - hand.clock.now())
-    assert rests == pytest.approx([0.1, 0.2, 0.4, 0.1], abs=0.05)
-    assert worker.faults == ["worker echo (pid 7) ended with status 3"] * 4
-
-
 def test_a_worker_at_one_piece_of_work_hangs(hand: Hand):
     worker = watched(hand)
     hand.hello()
@@ -348,18 +319,6 @@ def test_a_stranger_is_not_believed(hand: Hand):
     assert worker.line is None and worker.faults == []
     with pytest.raises(ChannelClosed):
         hand.lines[-1][1].receive(0)
-
-
-@pytest.mark.parametrize("fact", ["weights", "vocabulary", "dtype", "torch", "instructions", "version"])
-def test_every_fact_is_compared(hand: Hand, fact: str):
-    worker = watched(hand, **{fact: "one"})
-    hand.hello(**{fact: "other"})
-    with pytest.raises(CapabilityError, match=f"its {fact} is other, and one is asked for"):
-        hand.pass_time(worker, 1.0)
-    fits = watched(hand, **{fact: "one"})
-    hand.hello(**{fact: "one"})
-    hand.pass_time(fits, 0.1)
-    assert fits.line is not None
 
 
 def test_one_on_another_host_is_named_with_it(hand: Hand):
@@ -419,50 +378,6 @@ def test_a_refusal_after_a_restart_is_final(hand: Hand):
     assert len(hand.began) == 1
 
 
-def served(clock: Any, service: Echo) -> tuple[Line, list[BaseException]]:
-    own, other = local_pair(clock)
-    raised: list[BaseException] = []
-
-    def run(channel: Channel) -> None:
-        try:
-            serve(service, Line(channel, Codec(*GREETINGS, *KINDS)), Progress())
-        except ValueError as error:
-            raised.append(error)
-            channel.close()
-
-    clock.start("service", lambda: run(other))
-    return Line(own, Codec(*GREETINGS, *KINDS)), raised
-
-
-def test_the_same_loop_in_virtual_time_and_a_message_calls_off_what_is_left():
-    class Slow(Echo):
-        def work(self) -> Any:
-            said = super().work()
-            if said is not None:
-                clock.sleep_until(clock.now() + 2.0)
-            return said
-
-    with VirtualClock() as clock:
-        line, _ = served(clock, Slow())
-        line.send(Count(100))
-        clock.sleep_until(7.0)  # three pieces are done, the fourth is under way
-        line.send(Say("enough"))
-        line.send(Count(0))
-        clock.sleep_until(50.0)
-        said = [line.receive(0) for _ in range(5)]
-        assert said == [Say("1"), Say("2"), Say("3"), Say("4"), Say("ENOUGH")]
-        with pytest.raises(Late):
-            line.receive(0)
-
-
-def test_a_service_that_fails_says_so_last():
-    line, raised = served(RealTime(), Echo())
-    assert say(line, "fail") == Fault("ValueError: no such thing")
-    with pytest.raises(ChannelClosed):
-        line.receive(LONG)
-    assert "no such thing" in str(raised[0])
-
-
 # -- placement
 
 
@@ -475,16 +390,3 @@ def test_cores_that_are_not_there():
         Placement(cores=(usable[0],), threads=2)
     with pytest.raises(ConfigError, match="threads"):
         Placement(threads=0)
-
-
-def test_threads_are_as_many_as_cores():
-    assert Placement(cores=(cores()[0],)).environment() == {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    assert Placement().environment() == {} and Placement(threads=3).num_threads == 3
-
-
-def test_an_exit_status_in_words():
-    assert (ended(-9), ended(-11), ended(2)) == (
-        "died: killed by SIGKILL",
-        "died: killed by SIGSEGV",
-        "ended with status 2",
-    )
