@@ -37,15 +37,3 @@ def test_the_base_and_every_application_are_scored_with_the_streams_that_they_ha
     base, mine = found["losses"]
     assert base["domain"] == "words" and 0 < base["loss"] != mine["loss"] > 0
     assert "float32" in (tmp_path / "out" / "scores.md").read_text()
-
-
-def test_what_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for given, message in [
-        (("--data", tmp_path), "has no app_wikisql_test.jsonl"),
-        (("--tasks", "poems"), "poems"),
-        (("--prompts", 0), "1 or more"),
-        (("--application", "sql"), "not a name and a value"),
-        (("--loss", tmp_path / "gone.txt"), "no such file"),  # before any of 600 prompts is answered
-    ]:
-        assert run(*given, "--out", tmp_path / "out") == 2
-        assert message in capsys.readouterr().err

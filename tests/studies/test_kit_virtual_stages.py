@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 from kit.clock import VirtualClock
-from kit.links import Link
-from kit.virtual_stages import ROW_BYTES, VirtualSessions, VirtualStages
+from kit.virtual_stages import VirtualSessions, VirtualStages
 from kits.tiny import TOY_TEXTS, VOCAB, assemble, run, tiny_config, tiny_decoder
 
-from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec, SequenceView
 from paceline.drafters.text_sessions import LookUps, TextSessions
@@ -109,43 +107,6 @@ def test_a_hit_rate_gives_the_formulas_time(answer: list[int], measured: float) 
     assert plain / seconds == pytest.approx(STAGES / tbt, rel=0.03)
 
 
-def test_without_a_source_every_token_takes_all_stages(answer: list[int]) -> None:
-    with VirtualClock() as clock:
-        said, seconds, _, stage_line = decode(clock, None)
-    assert said == answer[len(PROMPT) :][:FEW] and seconds == STAGES * FEW
-    assert len([span for span in stage_line.timeline.spans if span.what == "compute"]) == STAGES * FEW
-
-
-def test_a_link_lengthens_every_tick_by_its_way(answer: list[int]) -> None:
-    """A star: in every tick one frame behind the other to the far stages, and back from them."""
-    link, hosts = Link(latency_ms=100.0, gbit_per_s=1e-5), [*range(STAGES)]
-    with VirtualClock() as clock:
-        said, seconds, ticks, stage_line = decode(clock, Synthetic(answer, lambda place: False), link=link, hosts=hosts)
-    assert said == answer[len(PROMPT) :][:FEW] and len(ticks) == STAGES + FEW - 1
-    row = link.transfer_s(CONFIG.d_model * 8 + ROW_BYTES)
-    spans = [span for span in stage_line.timeline.spans if span.what == "transmit"]
-    assert len({span.who for span in spans}) == STAGES - 1 and all(span.ended > span.began for span in spans)
-    full = 1 + 2 * 0.1 + STAGES * row  # of a tick in which all stages hold a row
-    began = [span.began for span in stage_line.timeline.spans if (span.who, span.what) == ("stage 7", "compute")]
-    assert began[-10] - began[-11] == pytest.approx(full)
-    assert {span.what for span in stage_line.timeline.spans} == {"compute", "transmit", "draft"}
-
-
-def test_one_row_crosses_the_link_twice_for_each_far_stage(answer: list[int]) -> None:
-    with VirtualClock() as clock:
-        said, seconds, _, stage_line = decode(
-            clock, None, tokens=4, link=Link(latency_ms=250.0), hosts=[1] * 3 + [0] * 5
-        )
-    assert said == answer[len(PROMPT) :][:4] and seconds == 4 * (STAGES + 3 * 0.5)
-    assert {s.who for s in stage_line.timeline.spans if s.what == "transmit"} == {"stage 0", "stage 1", "stage 2"}
-
-
-def test_the_coordinators_work_is_part_of_every_tick(answer: list[int]) -> None:
-    with VirtualClock() as clock:
-        said, seconds, ticks, _ = decode(clock, Synthetic(answer, lambda place: False), coordinator_s=lambda rows: 0.25)
-    assert said == answer[len(PROMPT) :][:FEW] and seconds == 1.25 * len(ticks)
-
-
 def test_a_level_that_takes_longer_than_a_tick_costs_stalls_and_no_token(answer: list[int]) -> None:
     times = []
     for seconds in (1.0, 1.5, 3.0, 100.0):
@@ -157,11 +118,3 @@ def test_a_level_that_takes_longer_than_a_tick_costs_stalls_and_no_token(answer:
         times.append(took)
     late = [STAGES + ticks * (FEW - 1) for ticks in (1, 2, 3)]  # one that takes as long as a tick is in time
     assert times == [*late, STAGES * FEW]
-
-
-def test_times_must_be_as_many_as_stages() -> None:
-    pool = KVPool(*DECODER.cache_shape, 64, DECODER.dtype, DECODER.device)
-    with VirtualClock() as clock, pytest.raises(ConfigError, match="times of 3 stages"):
-        VirtualStages(clock, PipelineConfig(stages=2).cut(DECODER, pool), [lambda rows: 1.0] * 3)
-    with VirtualClock() as clock, pytest.raises(ConfigError, match="hosts of 1 stages"):
-        VirtualStages(clock, PipelineConfig(stages=2).cut(DECODER, pool), [lambda rows: 1.0] * 2, hosts=(1,))

@@ -8,9 +8,7 @@ from pathlib import Path
 import micro
 import pytest
 from kits.native import needs_kernels
-from micro_parts.step_parts import Stopwatch, measure
 
-from paceline import LLM, SamplingParams, native
 from paceline.distributed.placement import cores
 
 two_cores = pytest.mark.skipif(len(cores()) < 2, reason="two processes want a core each")
@@ -38,27 +36,6 @@ def test_joins(tmp_path: Path):
     assert all(0 < c["low_us"] <= c["median_us"] <= c["high_us"] for c in costs)
 
 
-def test_decoding_of_a_stretched_model_is_called_so(tmp_path: Path):
-    model, label = "stretch:random:2x64x40x64,times=2", "random:2x64x40x64, stretched 2x"
-    asked = ["--batch", "1", "--max-new-tokens", "4", "--repeats", "1", "--threads", "1", "--out", str(tmp_path)]
-    assert micro.study.run(["decode", "--model", model, *asked]) == 0
-    assert json.loads((tmp_path / "decode.json").read_text())["model"] == label
-
-
-def test_linear_layers_alone(tmp_path: Path):
-    asked = ["--rows", "1,3", "--repeats", "2", "--threads", "1", "--out", str(tmp_path)]
-    assert micro.study.run(["linear", "--model", "random:2x64x40x64", *asked]) == 0
-    made = json.loads((tmp_path / "linear.json").read_text())
-    assert list(made["linear_ms"]) == ["1", "3"] and all(ms > 0 for ms in made["linear_ms"].values())
-
-
-@pytest.mark.parametrize(
-    "asked", [["hops", "--sizes", "none"], ["decode", "--model", "stretch:paceline-small,times=2", "--transformers"]]
-)
-def test_what_cannot_be_measured(tmp_path: Path, asked: list[str]):
-    assert micro.study.run([*asked, "--out", str(tmp_path)]) == 2
-
-
 @needs_kernels
 @pytest.mark.parametrize("drafter", ["none", "ngram", "streams:paceline-small-streams"])
 def test_the_parts_of_a_step_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafter: str) -> None:
@@ -78,16 +55,3 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path, capsys: pytest.CaptureFixtur
         names = {part["part"] for part in one["parts"] if part["host_ms"] + part["native_ms"] > 0}
         assert {"schedule", "emit", "keep"} <= names
         assert ("streams" in names) == drafter.startswith("streams") and ("budget" in names) == (drafter != "none")
-
-
-@needs_kernels
-def test_after_its_parts_were_timed_an_engine_is_as_before() -> None:
-    watch = Stopwatch()
-    library = native.library()
-    before = library.pl_run_layers
-    llm = LLM("paceline-small", drafter="ngram", budget=4, threads=1)
-    engine = llm.engine
-    measure(llm, watch, [[[5, 6, 7, 5, 6, 7, 5, 6]]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    for owner in (engine.scheduler, engine.round.guard, engine.round.emitter, engine.budget):  # type: ignore[attr-defined]
-        assert not any(callable(value) and getattr(value, "__name__", "") == "run" for value in vars(owner).values())
-    assert watch.steps and not watch.running and library.pl_run_layers is before

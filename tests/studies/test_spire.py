@@ -38,18 +38,3 @@ def test_all_figures_hold_the_papers_numbers(tmp_path: Path) -> None:
     assert round(lines[("spire-8-layer", "MagicDec")]["net"], 2) == 5.13  # 5.12 in the paper, from a rounded 2.05
     assert lines[("spire-8-layer", "MagicDec")]["due"] == 0 < found["due"] < 0.4
     assert not {"table_1", "figure_5", "cells"} & {file.stem for file in tmp_path.iterdir()}  # they need trained drafts
-
-
-def test_another_intensity_moves_the_compute_bound_corner_alone(tmp_path: Path) -> None:
-    for hoi in ("50", "400"):
-        assert spire.study.run(["figure_4", "--hoi", hoi, "--out", str(tmp_path / hoi)]) == 0
-    low, high = (values(tmp_path / hoi, "figure_4")["multipliers"]["MagicDec"] for hoi in ("50", "400"))
-    assert low[-1][0] < high[-1][0] and low[0] == high[0]
-
-
-@pytest.mark.parametrize(("figure", "hoi", "wrong"), [("figure_1", "-3", "above 0"), ("figure_3", "1e9", "no context")])
-def test_intensities_that_cannot_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], figure: str, hoi: str, wrong: str
-) -> None:
-    assert spire.study.run([figure, "--hoi", hoi, "--out", str(tmp_path)]) == 2
-    assert wrong in capsys.readouterr().err
