@@ -152,56 +152,6 @@ def test_an_output_one_token_short_is_caught(plant: Any, dtype: str):
     assert [failure["what"] for failure in verdict(report).failures] == ["one token short"] * 2
 
 
-def changed(change: Callable[[Trial], None]) -> Callable[..., Trial]:
-    """A fault that shows in the trial alone."""
-
-    def run(right: Any, runner: EngineRunner, group: Group, repeat: int) -> Trial:
-        trial = right(runner, group, repeat)
-        change(trial)
-        return trial
-
-    return run
-
-
-def one_too_many(trial: Trial) -> None:
-    trial.outputs[1].append(trial.outputs[1][-1])
-
-
-def another_reason(trial: Trial) -> None:
-    trial.finish[0] = "stop"
-
-
-def lost(trial: Trial) -> None:
-    del trial.outputs[1]
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        (one_too_many, ["one token long"]),
-        (another_reason, ["finish reason 'stop', plain decoding's is 'length'"]),
-        (lost, [f"{FAST} has 1 outputs for 2 prompts"] * 2),
-    ],
-)
-def test_a_wrong_record_is_caught(plant: Any, change: Callable[[Trial], None], names: list[str]):
-    plant(changed(change), "run")
-    assert [failure["what"] for failure in verdict(bench("bfloat16")).failures] == names
-
-
-def test_a_reordered_prompt_list_is_caught(plant: Any):
-    """Every output is right for its prompt, and yet the two methods did not do the same."""
-
-    def run(right: Any, runner: EngineRunner, group: Group, repeat: int) -> Trial:
-        return right(runner, replace(group, prompts=group.prompts[::-1]), repeat)
-
-    plant(run, "run")
-    report = bench("float32")
-    assert output_of(report, FAST) == output_of(report, "plain")[::-1]
-    found = verdict(report)
-    assert all(failure["what"].endswith("or in another order") for failure in found.failures)
-    assert len(found.failures) == 2
-
-
 def test_reordered_outputs_are_caught(plant: Any):
     """The prompts are named in order, and the answers belong to each other's."""
 
@@ -212,11 +162,3 @@ def test_reordered_outputs_are_caught(plant: Any):
     found = verdict(bench("float32"))
     assert all(failure["what"] == "wrong token" for failure in found.failures)
     assert len(found.failures) == 2
-
-
-def test_a_fault_reaches_the_report_that_people_read(plant: Any, tmp_path: Path):
-    plant(changed(one_too_many), "run")
-    bench("float32", out=tmp_path / "out")
-    texts = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()}
-    assert len(texts) == 2
-    assert all("one token long" in text for text in texts.values())

@@ -8,43 +8,10 @@ from paceline.bench.methods import (
     default_methods,
     parse_method,
     parse_methods,
-    with_plain,
 )
-from paceline.bench.records import Method
 from paceline.core.errors import ConfigError
 
 DRAFT = "paceline-small-draft"
-PEER = Method(name="vllm/plain", engine="vllm", drafter="plain")
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("plain", Method(name="plain", drafter="none")),
-        ("none", Method(name="plain", drafter="none")),
-        ("ngram", Method(name="ngram", drafter="ngram")),
-        ("ngram,depth=4", Method(name="ngram,depth=4", drafter="ngram,depth=4")),
-        ("fast=ngram,depth=4;budget=8", Method(name="fast", drafter="ngram,depth=4", settings={"budget": 8})),
-        (
-            "ngram ; exact=true; dtype=float32",
-            Method(name="ngram;exact=true;dtype=float32", drafter="ngram", settings={"exact": True}, dtype="float32"),
-        ),  # noqa: E501
-        (f"hybrid:{DRAFT},dtype=int8", Method(name="hybrid,dtype=int8", drafter=f"hybrid:{DRAFT},dtype=int8")),
-        (
-            f"both=hybrid:suffix;depth=9;max_tokens=0+draft_model:{DRAFT};topk=2,nodes=8;budget=6",
-            Method(
-                name="both",
-                drafter=f"hybrid:suffix;depth=9;max_tokens=0+draft_model:{DRAFT};topk=2,nodes=8",
-                settings={"budget": 6},
-            ),
-        ),
-        (f"x=draft_model:{DRAFT},depth=3", Method(name="x", drafter=f"draft_model:{DRAFT},depth=3")),
-        ("ngram;round=serial", Method(name="ngram;round=serial", drafter="ngram", round="serial")),
-        ("ngram;budget=none", Method(name="ngram;budget=none", drafter="ngram", settings={"budget": None})),
-    ],
-)
-def test_a_method_is_read(text: str, wanted: Method) -> None:
-    assert parse_method(text) == wanted
 
 
 @pytest.mark.parametrize(
@@ -88,17 +55,3 @@ def test_default_methods_are_what_fits_the_model() -> None:
     assert {m.dtype for m in default_methods("paceline-small", "float32")} == {"float32"}
     assert default_methods("stretch:paceline-small,times=8") == default_methods("paceline-small")
     assert [m.name for m in default_methods("some/folder")] == ["plain", "ngram", "suffix"]
-
-
-def test_plain_decoding_is_added_where_it_is_missing() -> None:
-    assert [m.name for m in with_plain(parse_methods(["ngram"]))] == ["plain", "ngram"]
-    assert [m.name for m in with_plain(parse_methods(["ngram", "plain"]))] == ["ngram", "plain"]
-    mixed = with_plain(parse_methods(["ngram", "suffix;dtype=float32"]))
-    assert [(m.name, m.dtype) for m in mixed[:2]] == [("plain dtype=auto", "auto"), ("plain dtype=float32", "float32")]
-    assert [m.name for m in with_plain([PEER])] == ["plain", "vllm/plain"]
-
-
-def test_settings_are_checked_without_a_model() -> None:
-    parse_method("ngram;budget=4")
-    with pytest.raises(ConfigError, match="budget"):
-        parse_method("ngram;budget=-1")

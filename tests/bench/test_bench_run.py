@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +10,15 @@ import pytest
 import torch
 from kits.tiny import tiny_config, tiny_decoder
 
-from paceline import LLM, zoo
 from paceline.bench import measure
-from paceline.bench import run as bench
 from paceline.bench.measure import Builder, Group, kv_bytes
 from paceline.bench.methods import parse_method, parse_methods
-from paceline.bench.models import materialised
 from paceline.bench.records import Cell, PromptIds, Trial
-from paceline.bench.report import load_report
 from paceline.bench.run import BenchConfig, Run, cells_of, groups_of, interleaved
 from paceline.bench.workloads import load
 from paceline.core.errors import ConfigError
-from paceline.core.model_spec import parse_model
-from paceline.network.loader import read_config
 
 MODEL = "paceline-small"
-RANDOM = "random:1x64x64x64"
 
 
 def config(**changes: Any) -> BenchConfig:
@@ -64,23 +50,6 @@ class Seen:
         if trials is not None:
             self.trials.append(text)
             self.counts.append(trials)
-
-
-class CutShort(Seen):
-    """Presses Ctrl-C when so many trials are behind, or lets another error happen."""
-
-    def __init__(self, after: int, error: type[BaseException] = KeyboardInterrupt) -> None:
-        super().__init__()
-        self.after, self.error = after, error
-
-    def __call__(self, text: str, trials: tuple[int, int] | None) -> None:
-        super().__call__(text, trials)
-        if trials and trials[0] == self.after:
-            raise self.error
-
-
-def key(trial: Trial) -> tuple[str, str, int, int]:
-    return trial.method, trial.cell.workload, trial.group, trial.repeat
 
 
 class TestOrder:
@@ -136,42 +105,6 @@ def trials() -> list[Trial]:
     report = Run(asked).execute()
     assert all(e.passed for e in report.exactness) and report.exactness
     return report.trials
-
-
-class TestTrials:
-    def test_each_method_runs_each_group_once_a_repeat(self, trials: list[Trial]) -> None:
-        counts = Counter((t.method, t.cell, t.group, t.repeat) for t in trials)
-        assert set(counts.values()) == {1}
-        assert len(trials) == 2 * 2 * 2 * (2 + 1)  # methods, repeats, temperatures; two groups and one
-
-    def test_tokens_arrivals_and_passes_add_up(self, trials: list[Trial]) -> None:
-        for t in trials:
-            assert t.error is None and len(t.outputs) == len(t.prompts) == len(t.ttft_ms) == t.cell.batch
-            assert len(t.waits_ms) == len(t.arrivals) and all(w >= 0 for w in t.waits_ms)
-            # The pass over a prompt gives one token; every later one is in an arrival.
-            assert sum(t.arrivals) + len(t.outputs) == t.tokens
-            assert t.passes + t.accepted == t.tokens
-            assert len(t.arrivals) + len(t.outputs) == t.passes
-            assert max(t.ttft_ms) <= t.wall_ms and t.steps <= t.passes
-            assert sum(t.depth_accepted) == t.accepted <= t.drafted
-            assert t.prompt_tokens and all(len(o) <= t.cell.max_new_tokens for o in t.outputs)
-            assert t.draft_ms + t.verify_ms + t.host_ms <= t.wall_ms * 1.01
-
-    def test_plain_decoding_drafts_nothing(self, trials: list[Trial]) -> None:
-        plain = [t for t in trials if t.method == "plain"]
-        assert all(t.drafted == 0 and t.draft_ms < 0.2 * t.wall_ms and t.off_reason is None for t in plain)
-        assert any(t.accepted for t in trials if t.method == "suffix")
-
-    def test_repeats_give_the_same_ids(self, trials: list[Trial]) -> None:
-        said: dict[Any, set[str]] = {}
-        for t in trials:
-            said.setdefault((t.cell, t.group), set()).add(json.dumps(t.outputs))
-        assert all(len(found) == 1 for found in said.values())
-
-    def test_bytes_are_those_of_the_passes(self, trials: list[Trial]) -> None:
-        for t in trials:
-            weights = t.steps * 34_603_008  # of paceline-small in bf16: 8 layers and the head
-            assert weights < t.bytes_read < 1.5 * weights
 
 
 class TestMeasure:
@@ -264,78 +197,6 @@ class TestMeasure:
         assert kv_bytes(decoder, full) == a_key * (full * (shape.num_layers - len(windows)) + sum(windows))
 
 
-class TestConversations:
-    def test_second_turns_follow_on_plain_answers_and_are_the_same_for_all(self, tmp_path: Path) -> None:
-        turns = [["Say something about ships.", "And now shorter."], ["One turn only."]]
-        lines = [json.dumps({"id": f"c{i}", "category": "x", "turns": t}) for i, t in enumerate(turns)]
-        (tmp_path / "talk.jsonl").write_text("\n".join(lines))
-        asked = config(workloads=(str(tmp_path / "talk.jsonl"),), repeats=1)
-        report = Run(asked).execute()
-        plain = {t.prompts[0]: t for t in report.trials if t.method == "plain"}
-        assert sorted(plain) == ["c0", "c0/2", "c1"]
-        assert plain["c0/2"].prompt_tokens[0] > plain["c0"].prompt_tokens[0] + 8  # the first turn, its answer, and more
-        assert all(e.identical == e.sequences == 3 for e in report.exactness)
-
-
-class TestCutShort:
-    def test_an_interrupted_run_reports_what_it_measured(self, tmp_path: Path) -> None:
-        report = Run(config(), out=tmp_path, progress=CutShort(5)).execute()
-        assert report.interrupted and len(report.trials) == 5
-        assert any("interrupted after 5 of 12" in note for note in report.notes)
-        assert [key(t) for t in load_report(tmp_path).trials] == [key(t) for t in report.trials]
-
-    def test_so_does_one_that_an_error_ends(self, tmp_path: Path) -> None:
-        with pytest.raises(MemoryError):
-            Run(config(), out=tmp_path, progress=CutShort(4, MemoryError)).execute()
-        kept = load_report(tmp_path)
-        assert kept.interrupted and len(kept.trials) == 4 and not kept.exactness
-
-    def test_ctrl_c_ends_with_a_report_and_status_130(self, tmp_path: Path) -> None:
-        often = "from paceline.bench import config; config.LINE_EVERY_S = 0.5; from paceline.cli import main; main()"
-        command = [sys.executable, "-c", often, "bench", "--workload", "wikisql", "--method", "ngram"]
-        command += ["--prompts", "8", "--repeats", "40", "--threads", "1", "--out", str(tmp_path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stderr is not None
-        said = ""
-        for line in process.stderr:
-            said += line
-            if re.search(r"\b[1-9]\d* of \d+ trials, wikisql, ", line):
-                process.send_signal(signal.SIGINT)
-                break
-        stdout, stderr = process.communicate(timeout=120)
-        assert process.returncode == 130, said + stderr
-        assert "measured so far" in stderr and "report.html" in stdout
-        report = load_report(tmp_path)
-        assert 1 <= len(report.trials) < 640 and report.interrupted
-
-    def test_what_is_there_is_not_spoilt(self, tmp_path: Path) -> None:
-        Run(config(prompts=1, repeats=1), out=tmp_path).execute()
-        with pytest.raises(ConfigError, match="it holds the report"):
-            Run(config(prompts=1, repeats=1), out=tmp_path).execute()
-        again = Run(config(prompts=1, repeats=2), out=tmp_path, overwrite=True).execute()
-        assert len(again.trials) == len(load_report(tmp_path).trials) == 6
-
-    def test_a_time_limit_ends_a_run_between_comparisons(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = iter(range(0, 100_000, 10))
-        monkeypatch.setattr(bench, "perf_counter", lambda: float(next(clock)))
-        report = Run(config(time_limit_s=25.0)).execute()
-        assert 0 < len(report.trials) < 12 and len(report.trials) % 3 == 0
-        assert any("stopped after 25 s" in note for note in report.notes)
-
-
-class TestRandom:
-    def test_a_random_model_goes_on_to_the_full_length(self) -> None:
-        report = Run(config(model=RANDOM, workloads=(), batches=(1, 2), max_new_tokens=21)).execute()
-        assert all(t.cell.ignore_eos and set(map(len, t.outputs)) == {21} for t in report.trials)
-        assert report.exactness and all(e.passed for e in report.exactness)
-        assert report.workloads["random"]["prompts"] == 2
-
-    def test_text_is_refused_for_it(self) -> None:
-        with pytest.raises(ConfigError, match="no tokenizer"):
-            config(model=RANDOM)
-
-
 class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -376,53 +237,3 @@ class TestRefusals:
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="cannot be written"):
             Run(config(), out=tmp_path / "file").execute()
-
-
-def test_the_report_says_what_is_needed_to_repeat_it() -> None:
-    report = Run(config(prompts=1, repeats=1), command=["paceline", "bench"]).execute()
-    card = next(e for e in zoo.available() if e.name == MODEL)
-    assert report.model["parameters"] == pytest.approx(card.parameters, rel=1e-3)  # norms are not counted
-    assert report.machine["threads"] == 1 and report.machine["read_bandwidth_bytes_per_s"] > 1e8
-    assert {"paceline", "torch", "transformers"} <= report.versions.keys()
-    assert report.command == ["paceline", "bench"] and report.settings["seed"] == 0
-    assert report.workloads["wikisql"]["licence"] and report.workloads["wikisql"]["prompts"] == 1
-    assert json.loads(report.as_json())
-
-
-class TestRandomModels:
-    def test_heads_may_be_of_any_number(self) -> None:
-        for spec, heads, kv_heads, head_dim in ((RANDOM, 1, 1, 64), ("random:1x24x10x32x3x1", 3, 1, 8)):
-            with materialised(spec) as folder:
-                found = read_config(Path(folder))
-            assert (found.num_heads, found.num_kv_heads, found.head_dim) == (heads, kv_heads, head_dim)
-
-    @pytest.mark.parametrize(
-        "spec", ["1x24x10x32", "1x24x10x32x3", "1x24x10x32x5x5", "1x24x10x32x4x3", "1x24x10x0x3x1"]
-    )
-    def test_shapes_that_cannot_be(self, spec: str) -> None:
-        with pytest.raises(ConfigError, match="Write random:12x768"), materialised(f"random:{spec}"):
-            pass
-
-    def test_they_may_be_stretched(self) -> None:
-        with materialised(f"stretch:{RANDOM},times=3") as folder:
-            spec = parse_model(folder)
-            assert spec.stretch == 3 and read_config(Path(spec.name)).num_layers == 1
-            assert LLM(folder, max_model_len=64).decoder.config.depth == 3
-        assert BenchConfig(model=f"stretch:{RANDOM},times=3", methods=tuple(parse_methods(["plain"]))).random
-
-
-class TestStretched:
-    LABEL = "paceline-small, stretched 2x"
-
-    def test_a_report_says_so_wherever_it_names_the_model(self, tmp_path: Path) -> None:
-        methods = tuple(parse_methods(["plain", "ngram;budget=4"]))
-        asked = config(model="stretch:paceline-small,times=2", methods=methods, prompts=1, repeats=1)
-        report = Run(asked, out=tmp_path).execute()
-        assert report.model["name"] == self.LABEL and report.model["stretched"] == 2
-        assert report.model["layers"] == 12 and report.title.startswith(self.LABEL)
-        plain = Builder(MODEL, "cpu", 1).llm(methods[0]).decoder
-        assert report.model["pass_bytes"] > 1.5 * plain.pass_bytes
-        assert report.model["kv_bytes_per_token"] == 2 * kv_bytes(plain, 1)
-        assert report.exactness[0].passed and report.exactness[0].sequences == 1
-        assert load_report(tmp_path).model == report.model
-        assert (tmp_path / "report.html").read_text().count(self.LABEL) >= 2
