@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import LLM, CapabilityError, SamplingParams, zoo
+from paceline import LLM, SamplingParams, zoo
 from paceline.config import LLMConfig
 from paceline.engine_worker import SERVED
 from paceline.llm import drafters_of
@@ -59,14 +59,6 @@ def test_a_server_s_own_drafters_stand_beside_the_one_that_is_chosen(
 
 
 @pytest.mark.parametrize("round_", ["mirror", "pipeline"])
-def test_a_server_s_own_drafters_draft_ahead(round_: str) -> None:
-    llm = LLM(MODEL, drafter="auto", beside=SERVED, round=round_, threads=1, max_model_len=128, max_sequences=2)
-    assert llm.engine.round.sources == ("grammar", "prediction", "suffix", "draft_model")
-    stats = llm.generate("SELECT", GREEDY)[0].stats
-    assert stats.accepted and stats.off_reason is None
-
-
-@pytest.mark.parametrize("round_", ["mirror", "pipeline"])
 def test_the_round_chooses_among_those_that_it_can_run_and_says_so(
     round_: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,11 +70,3 @@ def test_the_round_chooses_among_those_that_it_can_run_and_says_so(
     assert "The drafter 'suffix' is used instead." in caplog.text
     stats = llm.generate(REPEATS, GREEDY)[0].stats
     assert stats.accepted > 0 and stats.off_reason is None
-
-
-def test_one_that_is_named_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CapabilityError, match="hybrid drafts from the target's states"):
-        LLM(MODEL, drafter=STATES, round="mirror", threads=1)
-    monkeypatch.setattr(zoo, "default_drafter", lambda *asked: STATES)
-    with pytest.raises(CapabilityError, match="hybrid.*proposes coupled"):  # of several the first one's reason
-        LLM(MODEL, drafter="auto", verifier="rejection", threads=1)

@@ -14,7 +14,6 @@ from paceline.assembly.models import draft_device, open_source, stage_devices
 from paceline.config import LLMConfig
 from paceline.core.errors import ConfigError
 from paceline.network.devices import share_devices
-from paceline.rounds import parse_round
 from paceline.rounds.base import Place
 from paceline.rounds.pipeline.split import Split
 from paceline.stage_worker import place, stage_spec
@@ -45,11 +44,6 @@ def test_processes_are_shared_evenly_and_neighbours_apart(count: int, available:
     assert found[0] == "cuda:0" and (available == 1 or all(a != b for a, b in zip(found, found[1:], strict=False)))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:2"])
-def test_a_device_that_is_named_is_for_all(device: str) -> None:
-    assert share_devices(device, 3, 4) == [device] * 3
-
-
 def test_stages_and_their_coordinator(gpus: Any, caplog: pytest.LogCaptureFixture) -> None:
     gpus(8)
     with caplog.at_level(logging.WARNING):
@@ -65,16 +59,6 @@ def test_stages_and_their_coordinator(gpus: Any, caplog: pytest.LogCaptureFixtur
     assert stage_devices(split(device="cuda:5")) == ["cuda:5"] * 4
 
 
-def test_more_stages_than_gpus_share_them_and_it_is_said(gpus: Any, caplog: pytest.LogCaptureFixture) -> None:
-    gpus(3)
-    with caplog.at_level(logging.WARNING):
-        found = [p.device for p in place(Split(stages=4), "cuda")]
-    assert found == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
-    assert [record.getMessage() for record in caplog.records] == [
-        "4 stages share 3 GPUs: those on the same one wait for each other"
-    ]
-
-
 def test_a_drafter_has_a_device_of_its_own_where_there_is_one(gpus: Any) -> None:
     alone = LLMConfig(model=MODEL, device="cuda")
     for count, beside_one, beside_four in ((1, 0, 0), (2, 1, 0), (4, 1, 0), (5, 1, 4), (8, 1, 4)):
@@ -85,14 +69,6 @@ def test_a_drafter_has_a_device_of_its_own_where_there_is_one(gpus: Any) -> None
     assert draft_device(replace(alone, device="cuda:3"), Place()) == "cuda:3"
     assert draft_device(replace(alone, device="cpu"), Place()) == "cpu"
     assert draft_device(replace(alone, device="cpu"), Place(device="cuda:2")) == "cuda:2"
-
-
-@pytest.mark.parametrize("round_", ["pipeline,source=process,device=cuda:1", "mirror,rollout=process,device=cuda:1"])
-def test_the_place_of_a_round_says_the_device(round_: str) -> None:
-    chosen = parse_round(round_)
-    assert chosen is not None and chosen.place is not None and chosen.place.device == "cuda:1"
-    with pytest.raises(ConfigError, match="is for (source|rollout)=process"):
-        parse_round(round_.replace("=process", "=here" if "source" in round_ else "=between"))
 
 
 @pytest.mark.parametrize(

@@ -138,20 +138,6 @@ def test_models_that_cannot_be_are_refused(model: Any, words: str):
         raise error
 
 
-def test_what_can_be_is_taken(checkpoint: str):
-    """The checks refuse nothing that is right, and take Python's own words for a path, a dtype or a device."""
-    words = {"dtype": torch.float64, "device": torch.device("cpu"), "kv_memory": "64 KiB", "budget": {"1": 0}}
-    llm = LLM(Path(checkpoint), drafter="ngram", **words)
-    assert (llm.config.model, llm.config.dtype, llm.config.device) == (checkpoint, "float64", "cpu")
-    assert LLMConfig(model="x", threads=MAX_THREADS, max_sequences=2**16, max_batch_rows=2**20).threads == MAX_THREADS
-    assert start(checkpoint, drafter="ngram", budget="1:8,4:4", kv_memory=10**6, revision=None) is None
-
-
-def test_only_an_llm_can_be_shared(checkpoint: str):
-    with pytest.raises(ConfigError, match="share=7.*it is no LLM"):
-        LLM(checkpoint, share=7)  # type: ignore[arg-type]
-
-
 NAMES = [f.name for f in fields(LLMConfig) if f.name != "model"]
 
 

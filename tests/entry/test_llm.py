@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams
-from paceline.chunks import Chunk
-from paceline.config import parse_bytes
-from paceline.network.loader import read_config, resolve_folder
+from paceline.network.loader import resolve_folder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,15 +72,6 @@ def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM):
     assert ids(llm.generate(PROMPT, GREEDY)) == [ids(outputs)[0]]
 
 
-def test_drafts_change_nothing_but_the_passes(llm: LLM):
-    plain = LLM(MODEL, exact=True, **SMALL)
-    prompts = [PROMPT, "def add(a, b):", "The capital of"]
-    fast, slow = llm.generate(prompts, GREEDY), plain.generate(prompts, GREEDY)
-    assert ids(fast) == ids(slow)
-    assert sum(o.stats.passes for o in fast) < sum(o.stats.passes for o in slow) == 48
-    assert ids(llm.generate(prompts, WARM)) == ids(plain.generate(prompts, WARM))
-
-
 def test_parameters_are_one_for_all_or_one_a_prompt(llm: LLM):
     done: list[int] = []
     each = [replace(GREEDY, max_tokens=n) for n in (2, 5, 3)]
@@ -124,19 +113,6 @@ def test_a_stream_is_the_answer_in_pieces(llm: LLM, params: SamplingParams):
         assert [o for chunk in own for o in chunk.origins] == chunks[-1].output.outputs[sample.index].origins
         assert [chunk.finished for chunk in own] == [False] * (len(own) - 1) + [True]
     assert chunks[-1].output.finished and chunks[-1].output.stats.emitted == 16 * params.n
-
-
-def test_leaving_a_stream_ends_its_request(llm: LLM):
-    stream = llm.stream(PROMPT, replace(GREEDY, max_tokens=200))
-    next(stream)
-    assert llm.engine.busy
-    stream.close()  # type: ignore[attr-defined]
-    assert not llm.engine.busy
-
-
-def test_a_stream_that_nobody_reads_is_no_burden(llm: LLM):
-    llm.stream(PROMPT, replace(GREEDY, max_tokens=200))
-    assert not llm.engine.busy
 
 
 def test_generate_amid_a_stream_takes_nothing_from_it(llm: LLM):
@@ -199,12 +175,6 @@ def test_chat_refuses_what_is_no_conversation(llm: LLM, messages: Any):
         llm.chat(messages, GREEDY)
 
 
-def test_a_model_without_a_template_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    with pytest.raises(ConfigError, match="no chat template"):
-        llm.chat([{"role": "user", "content": "hello"}])
-
-
 # -- log-probabilities
 
 
@@ -247,47 +217,6 @@ def test_logprobs_are_the_same_under_drafts(llm: LLM):
 # -- refusals
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"speed": 9}, r"speed=.*there is no such option.*Known options: .*kv_memory"),
-        ({"trust_remote_code": True}, "Paceline never runs code"),
-        ({"threads": 0}, "threads must be 1 or more"),
-        ({"dtype": "float12"}, "float12"),
-        ({"device": "tpu"}, "tpu"),
-        ({"attention": "flash"}, "there is no such attention backend"),
-        ({"attention": "reference", "exact": True}, "does not keep a row's order of summation"),
-        ({"round": "mirror!"}, "there is no such round"),
-        ({"round": "mirror:kappa=3"}, "options follow a comma. Write 'mirror,kappa=3'"),
-        ({"verifier": "hope"}, "there is no such verifier"),
-        ({"verifier": "rejection"}, "no drafter"),
-        ({"drafter": "ngram", "verifier": "block"}, "which proposes point drafts"),
-        ({"drafter": "n-gram"}, "there is no such drafter"),
-        ({"budget": 4}, "without a drafter"),
-        ({"budget": -1}, "a draft budget is 0 to 1024"),
-        ({"drafter": "ngram", "budget": 5000}, "a draft budget is 0 to 1024"),
-        ({"drafter": "ngram", "costs": "h1000"}, "machine 'h1000': it is not known. Did you mean 'h100'"),
-        ({"costs": "h100"}, "there is no automatic budget that would read it"),
-        ({"drafter": "ngram", "budget": 4, "costs": "h100"}, "there is no automatic budget that would read it"),
-        ({"kv_memory": "lots"}, "not a size"),
-        ({"kv_memory": "1MiB"}, r"kv_memory=1MiB: it holds \d+ tokens"),
-        ({"kv_memory": 0}, "it holds 0 tokens"),
-        ({"max_model_len": 1}, "max_model_len must be 2 or more"),
-        ({"max_model_len": 4096}, "has 2048 positions"),
-        ({"max_sequences": 0}, "max_sequences=0"),
-        ({"max_batch_rows": 0}, "max_batch_rows=0"),
-        (
-            {"exact": True, "verifier": "rejection", "drafter": f"draft_model:{DRAFT},proposes=sampled"},
-            "its ids depend on the drafter by design",
-        ),
-    ],
-    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
-)
-def test_options_that_cannot_be_are_refused_at_start(options: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
-        LLM(MODEL, **options)
-
-
 def test_the_budget_begins_with_the_costs_of_a_machine_that_is_named():
     """The planner's prediction, in the place of what is measured here."""
     budgets = [LLM(MODEL, drafter="ngram", costs=name).engine.budget for name in ("h100", "cpu")]
@@ -296,28 +225,6 @@ def test_the_budget_begins_with_the_costs_of_a_machine_that_is_named():
     assert tables[0].chain_ms(1) < tables[1].chain_ms(1) / 20
     steeper = [table.chain_ms(64) / table.chain_ms(1) for table in tables]
     assert steeper[0] < 1.01 and steeper[1] > 3  # 295 FLOPs a byte, and 11
-
-
-def test_an_unknown_model_is_refused():
-    with pytest.raises(ConfigError, match="paceline-smal"):
-        LLM("paceline-smal", offline=True)
-
-
-@pytest.mark.parametrize(
-    ("value", "size"), [(5, 5), ("7", 7), ("2k", 2000), ("1KiB", 1024), ("1.5 MiB", 3 << 19), ("2GB", 2 * 10**9)]
-)
-def test_sizes(value: str | int, size: int):
-    assert parse_bytes(value) == size
-
-
-def test_kv_memory_that_fits_one_request_is_enough():
-    shape = read_config(resolve_folder(MODEL))
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2
-    small = LLM(MODEL, kv_memory=per_token * 80, max_model_len=64)
-    assert small.engine.pool.num_tokens == 80
-    outputs = small.generate([PROMPT] * 5, replace(GREEDY, max_tokens=None))
-    assert all(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == 64 for o in outputs)
-    assert len({tuple(i) for i in ids(outputs)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -338,21 +245,10 @@ def test_one_bad_prompt_and_nothing_is_begun(llm: LLM, prompt: Any, message: str
     assert not llm.engine.busy
 
 
-def test_an_empty_text_is_its_bos_token(llm: LLM):
-    (output,) = llm.generate("", GREEDY)
-    assert output.prompt_token_ids == [llm.tokenizer.bos_token_id] and len(output.outputs[0].token_ids) == 16
-
-
 def test_parameters_that_do_not_fit_are_refused_for_all(llm: LLM):
     with pytest.raises(ConfigError, match="logit_bias"):
         llm.generate([PROMPT] * 2, [GREEDY, replace(GREEDY, logit_bias={9000: 1.0})])
     assert not llm.engine.busy
-
-
-def test_why_speculation_is_off_is_said(wide: LLM):
-    assert wide.generate(PROMPT, GREEDY)[0].stats.off_reason == "no drafter was named"
-    off = LLM(MODEL, drafter="ngram", budget=0, **SMALL)
-    assert off.generate(PROMPT, GREEDY)[0].stats.off_reason == "budget=0"
 
 
 def swapped_draft(folder: Path, change: Callable[[dict[str, int]], None]) -> Path:
@@ -419,20 +315,6 @@ def test_many_tasks_at_once_get_what_generate_gives(llm: LLM, served: AsyncLLM):
     outputs = asyncio.run(ask())
     assert ids(outputs) == ids(llm.generate([p for p in PROMPTS for _ in range(2)], WARM))
     assert all(output.finished for output in outputs)
-
-
-def test_async_streams_and_chat(llm: LLM, served: AsyncLLM):
-    async def collect(stream: Any) -> list[Chunk]:
-        return [chunk async for chunk in stream]
-
-    params = replace(WARM, n=2)
-    chunks = asyncio.run(collect(served.stream(PROMPT, params)))
-    (whole,) = llm.generate(PROMPT, params)
-    for sample in whole.outputs:
-        assert "".join(c.text for c in chunks if c.index == sample.index) == sample.text
-    messages = [{"role": "user", "content": "Tell me a story."}]
-    answer = asyncio.run(collect(served.chat(messages, GREEDY)))
-    assert "".join(c.text for c in answer) == llm.chat(messages, GREEDY)[0].outputs[0].text
 
 
 def test_one_bad_request_fails_alone(llm: LLM, served: AsyncLLM):

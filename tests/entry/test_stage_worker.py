@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import LLM, CapabilityError, ConfigError, SamplingParams
+from paceline import LLM, ConfigError, SamplingParams
 from paceline.assembly.engine import load_target
 from paceline.assembly.models import open_source
 from paceline.config import LLMConfig
 from paceline.distributed.messages import message_of
-from paceline.distributed.placement import Placement, cores
+from paceline.distributed.placement import Placement
 from paceline.kv.pool import KVPool
 from paceline.network.stages import Frame, Stage, StageRows
-from paceline.rounds import parse_round
-from paceline.rounds.pipeline.split import Split, parse_split
-from paceline.stage_worker import place, service, stage_spec, with_cut
+from paceline.stage_worker import service, stage_spec
 
 MODEL = "paceline-small"
 LAYERS = 12
@@ -60,11 +58,6 @@ def test_layers_in_two_parts_compute_what_they_compute_together(dtype: str) -> N
         assert torch.equal(own.decoder.read(found), whole.read(expected))
 
 
-def test_how_a_split_is_written() -> None:
-    assert parse_split(4) == parse_split("4") == Split(stages=4)
-    assert parse_split("2,cores=<0,1>,threads=1") == Split(stages=2, cores=(0, 1), threads=1)
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -95,24 +88,6 @@ def test_what_does_not_fit_a_split(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLMConfig(model=MODEL, **options)
     assert LLMConfig(model=MODEL, pipeline=3, round="pipeline,width=4").round == "pipeline,width=4,stages=3"
-
-
-def test_streams_are_refused_for_what_they_are() -> None:
-    """And not because their layers are in other processes."""
-    with pytest.raises(CapabilityError, match="drafts with streams in the target's own pass"):
-        LLM(MODEL, pipeline=2, drafter="streams:paceline-small-streams", **SMALL)
-
-
-def test_places() -> None:
-    usable = cores()
-    assert place(Split(stages=1, cores=(usable[0],)), "cpu") == [Placement(cores=(usable[0],))]
-    assert [p.num_threads for p in place(Split(stages=3), "cpu")] == [max(1, len(usable) // 3)] * 3
-    with pytest.raises(ConfigError, match="1 cores cannot be shared evenly by 2 stages"):
-        place(Split(stages=2, cores=(usable[0],)), "cpu")
-    with pytest.raises(ConfigError, match="it has layers 0 to 11"):
-        service("cpu", {"model": MODEL}, 4, 13, 64)
-    with pytest.raises(ConfigError, match="core 4096 is none"):
-        place(Split(stages=2, cores=(usable[0], 4096)), "cpu")
 
 
 def ids(outputs: list[Any]) -> list[list[int]]:
@@ -171,15 +146,3 @@ def test_stages_of_ranks_give_the_answers_of_one_process() -> None:
     (fault,) = stage_line.faults
     assert fault.startswith("worker stage 0: worker rank 1 ") and "killed by SIGKILL" in fault
     assert stage_line.workers[0].starts == 1
-
-
-def test_a_cut_is_measured_where_it_is_asked_for() -> None:
-    config = LLMConfig(model=MODEL, pipeline=3, round="pipeline,layers=auto,width=4")
-    layers = parse_round(with_cut(config).round).layers
-    sizes = [int(part) for part in layers.split("x")]
-    assert len(sizes) == 3 and sum(sizes) == LAYERS and min(sizes) > 0
-    assert with_cut(LLMConfig(model=MODEL, pipeline=3)).round == "pipeline,stages=3"
-    with pytest.raises(ConfigError, match="other hosts"):
-        with_cut(replace(config, cluster="auto"))
-    with pytest.raises(ConfigError, match="times are measured where stages start"):
-        LLM(MODEL, round="pipeline,layers=auto", drafter="ngram")

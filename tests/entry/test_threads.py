@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -55,16 +55,6 @@ def test_a_callback_may_generate(llm: LLM):
     )
     assert told(outer) == [ids[: 4 + 4 * i] for i, ids in enumerate(expected)]
     assert len(inner) == 4 and all(ids[:16] == expected[0] for ids in inner)
-
-
-def test_a_callback_may_abort(llm: LLM):
-    def abort_all(done: int) -> None:
-        for request_id in list(llm.engine.live):
-            llm.abort(request_id)
-
-    params = [replace(GREEDY, max_tokens=3), *[replace(GREEDY, max_tokens=300)] * 3]
-    outputs = llm.generate(PROMPTS, params, progress=abort_all)
-    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "abort", "abort", "abort"]
 
 
 def test_a_callback_that_fails_ends_its_own_call_alone(llm: LLM):
@@ -130,23 +120,6 @@ def test_nobody_waits_long_while_another_thread_steps(llm: LLM):
         worker.join()
 
 
-def test_a_call_from_within_a_step_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    step = llm.engine.round.step
-
-    def calls_back(works: Any, rule: Any) -> Any:
-        for call in (lambda: llm.abort("request"), lambda: llm.generate("x"), lambda: next(llm.stream("x"))):
-            with pytest.raises(RuntimeError) as raised:
-                call()
-            said.append(str(raised.value))
-            assert not llm.engine.lock.take_if_free()  # the step that is under way still has it
-        return step(works, rule)
-
-    monkeypatch.setattr(llm.engine.round, "step", calls_back)
-    (output,) = llm.generate(PROMPTS[0], replace(GREEDY, ignore_eos=True))
-    assert len(output.outputs[0].token_ids) == 16 and "from within a step" in said[0]
-
-
 def test_a_stream_may_be_collected_in_the_middle_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     step = llm.engine.round.step
     forgotten: list[Any] = [llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=100))]
@@ -210,23 +183,6 @@ def test_the_lock_serves_in_order():
     lock.free_mine()  # nothing is held any more
     with lock:
         assert not lock.take_if_free()
-
-
-def test_the_lock_lets_one_in_at_a_time():
-    lock, inside, most = FairLock(), 0, 0
-
-    def work(_: int) -> None:
-        nonlocal inside, most
-        for _ in range(300):
-            with lock:
-                inside += 1
-                most = max(most, inside)
-                time.sleep(0)
-                inside -= 1
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(work, range(8)))
-    assert (inside, most) == (0, 1)
 
 
 class Signals:
@@ -372,15 +328,3 @@ def test_the_program_may_end_with_requests_in_flight(leave: str):
     assert done.stdout.strip() == "leaving", done.stderr
     assert done.returncode == (3 if leave else 0), done.stderr
     assert "Fatal" not in done.stderr and "terminate" not in done.stderr
-
-
-def test_closing_twice_and_from_threads_is_fine():
-    model = AsyncLLM("paceline-small", max_model_len=512)
-    calls: list[Callable[[], None]] = [model.close] * 4
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    model.close()
-    assert not any(thread.name == "paceline-engine" and thread.is_alive() for thread in threading.enumerate())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from paceline.bench.methods import parse_method
 from paceline.config import LLMConfig
 from paceline.core.errors import ConfigError
 from paceline.drafters import registry
-from paceline.drafters.draft_model import DraftModelConfig
 from paceline.drafters.registry import DrafterConfig
 
 MODEL, DRAFT = "paceline-small", "paceline-small-draft"
@@ -56,18 +54,6 @@ def llm() -> LLM:
 @pytest.mark.parametrize("model", [MODEL, "stretch:paceline-small,times=2", str(zoo.find(MODEL))])
 def test_it_means_the_one_of_the_model(text: str, model: str) -> None:
     assert parts(meant(model, text)) == parts(registry.parse(NAMED[text]))
-
-
-def test_a_config_object_means_it_too() -> None:
-    assert meant(MODEL, DraftModelConfig(depth=2)) == DraftModelConfig(model=DRAFT, depth=2)
-
-
-@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa", "spire", "streams", "draft_model"])
-def test_an_engine_runs_with_it(kind: str, llm: LLM) -> None:
-    drafting = LLM(MODEL, drafter=kind, budget=4, share=llm, threads=1, max_model_len=256)
-    prompt = "CREATE TABLE players (name, team)\nQuestion: Who wears number 7?\nSQL:"
-    [drafted], [plain] = drafting.generate(prompt, GREEDY), llm.generate(prompt, GREEDY)
-    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids and drafted.stats.drafted > 0
 
 
 def test_everywhere(llm: LLM) -> None:
@@ -112,16 +98,6 @@ def test_where_the_zoo_has_none_the_error_says_what_fits(text: str) -> None:
     )
     with pytest.raises(ConfigError, match="the zoo has no exits"):
         LLM(DRAFT, drafter="ngram", round="mirror,heads=zoo")
-
-
-def test_a_copy_elsewhere_is_not_taken_for_the_zoo_s(tmp_path: Path) -> None:
-    copy = shutil.copytree(str(zoo.find(DRAFT)), tmp_path / "copy")
-    with pytest.raises(ConfigError, match=r"fits this model as it is: ngram, suffix, prediction, grammar, magicdec\.$"):
-        meant(str(copy), "streams")
-
-
-def test_without_weights_is_what_any_model_can_be_drafted_with() -> None:
-    assert registry.without_weights() == ["ngram", "suffix", "prediction", "grammar", "magicdec"]
 
 
 @pytest.fixture
