@@ -13,12 +13,11 @@ import transformers  # noqa: F401  (first loaded in a command, its log would go 
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline import native, zoo
+from paceline import zoo
 from paceline.bench.config import LINE_EVERY_S, log_lines
 from paceline.bench.report import load_report
 from paceline.cli import app
 from paceline.core.errors import ConfigError
-from paceline.network.padding import SCALE_ROOM
 
 SMALL = ("--workload", "wikisql", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "8", "--threads", "1")
 
@@ -32,15 +31,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda *args: CliRunner().invoke(app, ["bench", *map(str, args)])
 
 
-def test_help_names_options_and_subcommands(run: Any) -> None:
-    output = run("--help").output
-    for word in ("--method", "--workload", "--batch", "--quick", "--overwrite", "--out", "--check"):
-        assert word in output
-    for command in ("calibrate", "workloads", "step"):
-        assert command in output
-        assert run(command, "--help").exit_code == 0
-
-
 def test_a_run_shows_a_table_and_writes_its_files(run: Any, tmp_path: Path) -> None:
     result = run(*SMALL, "--method", "fast=ngram,depth=3;budget=3", "--title", "a trial run", "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -50,12 +40,6 @@ def test_a_run_shows_a_table_and_writes_its_files(run: Any, tmp_path: Path) -> N
     report = load_report(tmp_path)
     assert report.title == "a trial run" and [m.name for m in report.methods] == ["plain", "fast"]
     assert [e.method for e in report.exactness] == ["fast"] and report.exactness[0].passed
-
-
-def test_without_out_nothing_is_written(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = run(*SMALL, "--method", "plain", "--no-check")
-    assert result.exit_code == 0 and not list(tmp_path.iterdir())
 
 
 def test_quick_runs_are_small_where_the_user_does_not_say(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,15 +76,6 @@ def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) 
     result = run(*SMALL, "--method", "ngram")
     assert result.exit_code == 1 and "wrong token" in result.stdout
     assert run(*SMALL, "--method", "ngram", "--no-check").exit_code == 0
-
-
-def test_workloads_are_listed(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = run("workloads").stdout
-    assert "gsm8k" in shown and "packaged sample" in shown and "needs --data" in shown
-    (tmp_path / "bench_drop.jsonl").write_text('{"prompt": "x", "completion": "y"}\n')
-    monkeypatch.chdir(tmp_path)
-    [row] = [line for line in run("workloads", "--data", ".").stdout.splitlines() if line.strip().startswith("drop")]
-    assert "bench_drop.jsonl" in row and "needs --data" not in row
 
 
 def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
@@ -155,24 +130,3 @@ def test_a_log_gets_lines_now_and_then() -> None:
     assert said[0] == "10 of 60 trials, books, ngram"
     tell("and now this", None)
     assert text.getvalue().splitlines()[-1] == "and now this"
-
-
-def test_stretched_models_are_called_so(run: Any, tmp_path: Path) -> None:
-    model, label = ("--model", "stretch:random:2x64x40x64,times=2"), "random:2x64x40x64, stretched 2x"
-    sizes, out = ("--rows", "1", "--context", "8", "--repeats", "1"), tmp_path / "step.json"
-    result = run("step", *model, *sizes, "--threads", "1", "--out", out)
-    assert result.exit_code == 0, result.output
-    assert label in result.stdout and json.loads(out.read_text())["model"] == label
-
-
-@pytest.mark.skipif(native.library() is None, reason="no compiled kernels")
-def test_steps_read_keys_and_values_in_bytes(run: Any, tmp_path: Path) -> None:
-    sizes, out, read = ("--rows", "2", "--context", "30", "--repeats", "1"), tmp_path / "step.json", []
-    for dtype in ("auto", "int8"):
-        asked = ("--model", "random:2x64x64x64x1x1", "--dtype", "bfloat16", "--kv-cache-dtype", dtype)
-        result = run("step", *asked, *sizes, "--threads", "1", "--out", out)
-        assert result.exit_code == 0 and ("K/V in int8" in result.stdout) == (dtype == "int8"), result.output
-        read.append(json.loads(out.read_text())["rows"][0]["kv_bytes"])
-    assert read == [32 * 2 * 2 * 64 * 2, 32 * 2 * 2 * (64 + SCALE_ROOM)]
-    refused = run("step", *asked, *sizes, "--kernels", "torch")
-    assert refused.exit_code == 2 and "--kv-cache-dtype int8" in refused.output

@@ -48,16 +48,6 @@ def test_a_table_with_reasons_assumptions_and_commands(run: Any) -> None:
         assert words in result.stdout
 
 
-def test_what_nobody_measured_is_said(run: Any) -> None:
-    other, own = run(*LARGE), run(*SMALL)
-    assert (
-        "SPIRe, table 1" in other.stdout.partition("nobody measured this pair")[2] and "very pair" not in other.stdout
-    )
-    assert own.exit_code == 0 and "nobody measured" not in own.stdout and "docs/spire.md" in own.stdout
-    narrow = run(*SMALL, "--window", "32").stdout.partition("nobody measured this pair")
-    assert "spire  " not in narrow[0].partition("very pair")[2] and narrow[2].count("SPIRe, table 1") == 2
-
-
 def test_commands_are_what_the_benchmark_reads(run: Any) -> None:
     """Every drafter of the planner is registered, and what is not trained is named as missing."""
     assert {PLAIN, *DRAFTERS} <= {*registry.names()}
@@ -73,53 +63,6 @@ def test_commands_are_what_the_benchmark_reads(run: Any) -> None:
     assert "magicdec,window=64,sinks=1,depth=3" in found["magicdec"]["command"]
     assert "branching=2x1x1;budget=6" in found["draft_model"]["command"]
     assert "streams:paceline-small-streams,chain=true;budget=3" in found["streams"]["command"]
-
-
-@pytest.mark.parametrize(
-    ("more", "drafter", "missing"),
-    [
-        ((), "draft_model", "memory: 24 devices"),
-        (("--devices", "32"), "ngram", "several devices"),
-        (("--kv", "int8"), "ngram", "keys and values as activations"),
-        (("--weights", "int4"), "ngram", "weights are float32"),
-        (("--target", "mixtral-8x7b", "--context", "512"), "ngram", "mixtures of experts"),
-        (("--target", "spire-8-layer", "--context", "512"), "ngram", "no weights"),
-        (("--target", "opt-6.7b", "--context", "512", "--batch", "1"), "draft_model", "--draft"),
-        (("--target", "opt-6.7b", "--context", "512", "--batch", "1"), "streams", "train a set"),
-        (("--machine", "m2-ultra", "--target", "opt-6.7b", "--context", "512"), "none", "CPUs and CUDA GPUs"),
-    ],
-)
-def test_what_is_missing_is_said(run: Any, more: tuple[str, ...], drafter: str, missing: str) -> None:
-    row = ranked(run(*LARGE, *more, "--json"))[drafter]
-    assert row["command"] is None and missing in row["missing"]
-
-
-def test_options_reach_the_model(run: Any) -> None:
-    base = ranked(run(*LARGE, "--json"))
-    assert ranked(run(*LARGE, "--devices", "8", "--json"))["none"]["plain_s"] < base["none"]["plain_s"] / 4
-    assert ranked(run(*LARGE, "--stages", "4", "--json"))["none"]["plain_s"] < base["none"]["plain_s"] / 3
-    assert ranked(run(*LARGE, "--kv", "1", "--json"))["none"]["plain_s"] < base["none"]["plain_s"] * 0.6
-    named = ranked(run(*LARGE, "--tau", "ngram=4@4", "--depth", "4", "--window", "64", "--json"))
-    assert named["ngram"]["tau"] == pytest.approx(4) and named["ngram"]["acceptance"]["source"] == "--tau ngram=4@4"
-    assert named["spire"]["reason"].startswith("KV-bound: sparse draft of 65 keys")
-    pair = ranked(run(*LARGE, "--draft", "llama-3-8b", "--depth", "4", "--json"))
-    assert pair["draft_model"]["acceptance"]["accept"] == 0.81
-    small = ("--target", "qwen3-8b", "--draft", "qwen3-0.6b", "--machine", "h100", "--depth", "4", "--width", "1")
-    assert "--model Qwen/Qwen3-8B" in (command := ranked(run(*small, "--json"))["draft_model"]["command"])
-    assert "draft_model:Qwen/Qwen3-0.6B,depth=4" in command and "--device cuda" in command
-
-
-def test_a_config_file_is_a_model(run: Any, tmp_path: Path) -> None:
-    small = ranked(run(*SMALL, "--json"))
-    stretched = ranked(run("--target", "stretch:paceline-small,times=8", *SMALL[2:], "--json"))
-    assert 6 < stretched["none"]["plain_s"] / small["none"]["plain_s"] < 8  # the head is not stretched
-    assert "stretch:paceline-small,times=8" in stretched["ngram"]["command"]
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    more = {"num_attention_heads": 4, "vocab_size": 50, "max_position_embeddings": 512, "rms_norm_eps": 1e-5}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
-    for path in (tmp_path, tmp_path / "config.json"):
-        found = ranked(run("--target", str(path), *SMALL[2:], "--json"))
-        assert f"--model {tmp_path} " in found["ngram"]["command"]
 
 
 def test_a_gguf_file_is_planned_as_it_is_stored(run: Any, tmp_path: Path) -> None:
@@ -171,9 +114,3 @@ def test_mistakes_end_in_one_line(run: Any, args: tuple[str, ...], wrong: str) -
     result = run(*LARGE, *args)
     assert result.exit_code == 2, result.output
     assert wrong in result.stderr and len(result.stderr.strip().splitlines()) == 1
-
-
-def test_a_config_without_fields_names_the_first(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}')
-    result = run(*LARGE, "--target", str(tmp_path))
-    assert result.exit_code == 2 and "'max_position_embeddings' is missing" in result.stderr
