@@ -87,10 +87,3 @@ def test_systemd_reads_the_unit(tmp_path: Path) -> None:
     copy.write_text(UNIT.read_text(encoding="utf-8").replace(command, "/bin/true"), encoding="utf-8")
     done = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True, timeout=60)
     assert UNIT.name not in done.stderr, done.stderr
-
-
-def test_the_page_on_operations_names_options_that_exist() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`(--[a-z-]+)", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)))
-    known = {name for option in load("serve").params for name in option.opts}
-    assert len(named) > 15 and named - known == {"--build-arg"}  # which is docker's

@@ -9,14 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "zoo").rglob("*.md")])
-SOURCES = sorted(
-    file
-    for folder in ("src", "studies", "tests", "tools", "zoo")
-    for file in (ROOT / folder).rglob("*")
-    if file.suffix in (".py", ".toml", ".cpp", ".h") and file != Path(__file__)
-)
 LINK = re.compile(r"\]\(([^()\s]*)\)")
-NAMED = re.compile(r"\bdocs/[\w/.-]+\.md(?:#[\w-]+)?")
 
 
 def prose(text: str) -> str:
@@ -43,22 +36,6 @@ def dead(target: str, page: Path) -> bool:
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(prose(page.read_text(encoding="utf-8"))) if "://" not in link]
     assert [link for link in links if dead(link, page)] == []
-
-
-@pytest.mark.parametrize("diary", sorted((ROOT / "docs" / "measured").glob("*.md")), ids=lambda page: page.name)
-def test_both_shelves_lead_to_each_other(diary: Path) -> None:
-    reader = ROOT / "docs" / diary.name
-    if reader.exists():
-        assert f"](../{diary.name})" in diary.read_text(encoding="utf-8")
-        assert f"](measured/{diary.name})" in reader.read_text(encoding="utf-8")
-    else:
-        assert f"](measured/{diary.name})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-
-
-def test_pages_that_code_names_exist() -> None:
-    named = {(file, page) for file in SOURCES for page in NAMED.findall(file.read_text(encoding="utf-8"))}
-    assert len(named) > 10
-    assert [f"{file}: {page}" for file, page in sorted(named) if dead(page, ROOT / "README.md")] == []
 
 
 def test_the_checker_sees_what_is_dead(tmp_path: Path) -> None:

@@ -59,18 +59,6 @@ def test_pages_name_what_exists(page: Path) -> None:
     assert missing(page.read_text(encoding="utf-8")) == []
 
 
-def test_the_map_names_the_parts() -> None:
-    """Every package but the command line, every attention backend, every built-in drafter."""
-    named = paths((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
-    package = ROOT / "src" / "paceline"
-    packages = {path.name for path in package.iterdir() if (path / "__init__.py").exists()}
-    assert len(packages) > 8 and {path.split("/")[0] for path in named} >= packages - {"cli"}
-    backends = {f"attention/{path.name}" for path in (package / "attention").glob("[a-z]*.py")}
-    assert named >= backends - {"attention/base.py"}
-    drafters = ("ngram", "suffix", "draft_model", "hybrid", "none", "streams/drafter")
-    assert named >= {f"drafters/{name}.py" for name in drafters}
-
-
 def test_the_checker_sees_what_is_missing() -> None:
     table = "| `core/tree.py`: `TokenTree`, `Gone` | `rounds/gone.py` |\n"
     code = "```\n| `rounds/code.py` |\n```\n"
