@@ -10,7 +10,7 @@ import pytest
 
 from paceline import zoo
 from paceline.core.errors import ConfigError
-from paceline.planning import machines, models
+from paceline.planning import models
 
 BILLIONS = {  # parameters that the publishers state: all, embeddings included
     "llama-2-7b": 6.74,
@@ -51,19 +51,6 @@ def test_named_models_have_the_published_sizes(name: str) -> None:
     assert (shape.experts is not None) == (name in ACTIVE)
 
 
-def test_aliases_are_the_same_model() -> None:
-    assert models.named("llama-3.3-70b") == models.named("llama-3-70b")
-    assert models.named("llama-9") is None
-
-
-def test_machines_have_sources_and_sound_figures() -> None:
-    found = {name: machines.machine(name) for name in machines.machines()}
-    assert {"a100", "h100", "h200", "b200", "l40", "rtx-3090", "rtx-4090", "m2-ultra", "cpu"} == {*found}
-    assert all(machine.source and machine.about for machine in found.values())
-    assert found["h100"].hoi == pytest.approx(295, abs=1) and found["a100"].hoi == pytest.approx(153, abs=1)
-    assert all(10 < machine.hoi < 400 for machine in found.values())
-
-
 def test_embedded_models_are_read_from_their_configs() -> None:
     for entry in zoo.available():
         if entry.role in ("target", "draft") and entry.path is not None and not entry.published:
@@ -90,12 +77,6 @@ def write(folder: Path, **changes: Any) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(values))
     return file
-
-
-def test_a_config_file_and_its_folder_are_the_same(tmp_path: Path) -> None:
-    file, folder = models.read_shape(write(tmp_path)), models.read_shape(tmp_path)
-    assert file.body_parameters == folder.body_parameters == 4 * (4 * 64 * 64 + 3 * 64 * 128)
-    assert file.num_kv_heads == 4 and file.head_dim == 16
 
 
 @pytest.mark.parametrize(
@@ -145,10 +126,3 @@ def test_layers_before_a_mixture_are_dense() -> None:
 def test_configs_that_the_engine_does_not_read(tmp_path: Path, changes: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         models.read_shape(write(tmp_path, **changes))
-
-
-@pytest.mark.parametrize("text", ["", "[1]", '{"a": '])
-def test_files_that_are_no_configs(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="config.json"):
-        models.read_shape(tmp_path)
