@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.adapt.answering import tokens_in
 from paceline.adapt.prompts import JUDGED_OF_MIX, LEAST, MIX, collect, write_prompts
 from paceline.bench.workloads import load
 from paceline.core.errors import ConfigError
 from paceline.network.loader import load_tokenizer
-from paceline.training.answers import answer_line
 from paceline.training.data import Encoder, SourceSpec, load_source
 
 
@@ -25,16 +23,6 @@ def test_the_mix_has_every_kind_and_judges_on_the_benchs_own_choice(target: Path
         assert all(0 < len(ids) <= 80 for ids in (*question.learned, *question.judged))
         chosen = {p.id for p in load(question.workload, limit=JUDGED_OF_MIX, seed=3).prompts}
         assert len(chosen) == JUDGED_OF_MIX
-
-
-def test_answers_are_counted_whatever_they_say(target: Path, tmp_path: Path) -> None:
-    """A text may hold what Python takes for the end of a line."""
-    tokenizer, file = load_tokenizer(target), tmp_path / "answers.jsonl"
-    line = answer_line(Encoder(tokenizer, 40), [5, 6, 7], [8, 9])
-    text = json.loads(line) | {"completion": "one\u2028two\x85three"}
-    file.write_text(json.dumps(text, ensure_ascii=False) + "\n" + line, encoding="utf-8")
-    assert tokens_in(file) == (4, 10)
-    assert tokens_in(tmp_path / "none.jsonl") == (0, 0)
 
 
 def test_a_users_prompts_are_split(target: Path, prompts: Path) -> None:
@@ -65,13 +53,3 @@ def test_prompts_are_data_by_their_ids(target: Path, tmp_path: Path) -> None:
     write_prompts(tmp_path / "asked.jsonl", given, tokenizer)
     read = load_source(SourceSpec(file=str(tmp_path / "asked.jsonl")), Encoder(tokenizer, 64))
     assert [tuple(e.tokens[: e.prompt].tolist()) for e in read] == given
-
-
-def test_records_of_ids_alone_are_data(target: Path, tmp_path: Path) -> None:
-    file = tmp_path / "ids.jsonl"
-    file.write_text('{"prompt_tokens": [5, 6], "completion_tokens": [7]}\n', encoding="utf-8")
-    (example,) = load_source(SourceSpec(file=str(file)), Encoder(load_tokenizer(target), 64))
-    assert (example.tokens.tolist(), example.prompt) == ([5, 6, 7], 2)
-    file.write_text('{"prompt_tokens": [5, 6], "completion_tokens": [7], "text": 1}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match="neither prompt and completion"):
-        load_source(SourceSpec(file=str(file)), Encoder(load_tokenizer(target), 64))
