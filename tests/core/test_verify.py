@@ -89,14 +89,6 @@ def test_match_meets_every_accepted_length_and_later_siblings():
     assert lengths >= {0, 1, 2, 3} and later_sibling
 
 
-def test_bare_roots():
-    tree = TokenTree.roots([1, 2])
-    assert sample_and_match(tree, [[5], [6]]) == [([], 5), ([], 6)]
-    p = torch.tensor([[[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]])
-    for verifier in (rejection, block):
-        assert verifier(tree, p, torch.zeros(2, 1), lambda b, n: torch.zeros(3)) == [([], 1), ([], 2)]
-
-
 # ---- rejection and block
 
 
