@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -14,31 +16,42 @@ from paceline.drafters import registry
 from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "write-a-drafter.md"
-NETWORK_PAGE = ROOT / "docs" / "write-a-network-drafter.md"
+PAGE = ROOT / "docs" / "extending.md"
 EXAMPLE = ROOT / "examples" / "custom_drafter.py"
+NETWORK_EXAMPLE = ROOT / "examples" / "network_drafter.py"
 
 
-def blocks(language: str, page: Path = PAGE) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import an example, as if nothing were registered."""
+    monkeypatch.setattr(registry, "_registered", {})
+    spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
 def example(monkeypatch) -> ModuleType:
-    monkeypatch.setattr(registry, "_registered", {})
-    spec = spec_from_file_location("custom_drafter", EXAMPLE)
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "custom_drafter", module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return run(EXAMPLE, monkeypatch)
 
 
 def view(tokens: list[int], key: int = 0) -> SequenceView:
     return SequenceView(key=key, tokens=tokens, prompt_len=len(tokens), sampler=None)
 
 
-def test_page_shows_the_example():
-    assert blocks("python")[0] == EXAMPLE.read_text(encoding="utf-8")
+def test_page_shows_part_of_the_example():
+    first, _ = blocks("python")  # the second is a study: tests/studies runs it
+    assert first in EXAMPLE.read_text(encoding="utf-8")
+
+
+def test_the_drafter_takes_40_lines():
+    body = EXAMPLE.read_text(encoding="utf-8").partition("@register")[2].partition("def main")[0]
+    assert 20 < sum(1 for line in body.splitlines() if line.strip()) <= 40
 
 
 def test_the_drafter_learns_and_keeps_to_its_limits(example):
@@ -53,28 +66,25 @@ def test_the_drafter_learns_and_keeps_to_its_limits(example):
     assert not drafter.learned
 
 
-@pytest.fixture
-def run_page(monkeypatch):
-    """Run all blocks of a page in order, as a stranger would paste them into one file."""
-
-    def run(path: Path) -> ModuleType:
-        monkeypatch.setattr(registry, "_registered", {})
-        page = ModuleType("page")
-        monkeypatch.setitem(sys.modules, "page", page)  # dataclasses look their module up
-        for block in blocks("python", path):
-            exec(compile(block, path.name, "exec", dont_inherit=True), vars(page))
-        return page
-
-    return run
-
-
-def test_the_code_of_the_page_runs_as_it_stands(run_page):
-    assert run_page(PAGE).alternatives.parents == [0, 1, 0]
-
-
-def test_the_code_of_the_page_on_networks_runs_as_it_stands(run_page, capsys):
-    page = run_page(NETWORK_PAGE)  # it compares answers itself
-    assert "tokens" in capsys.readouterr().out
-    llm = page.LLM("paceline-small", drafter="head", budget=1)
-    (answer,) = llm.generate([{"prompt_token_ids": [5]}], page.params)  # nothing in front of the first root
+def test_the_network_drafts_for_a_prompt_of_one_token(monkeypatch):
+    example = run(NETWORK_EXAMPLE, monkeypatch)
+    llm = example.LLM("paceline-small", drafter="head", budget=1)
+    (answer,) = llm.generate([{"prompt_token_ids": [5]}], example.PARAMS)  # nothing before the first root
     assert answer.stats.off_reason is None and answer.stats.drafted > 0
+
+
+def test_the_picture_shows_the_figures_of_the_page():
+    """The README's picture, and the first table of docs/measured/benchmarks.md, have the same figures."""
+    figures = json.loads((ROOT / "docs/measured/benchmarks/peers/speed.json").read_text("utf-8"))
+    page = (ROOT / "docs/measured/benchmarks.md").read_text("utf-8")
+    shown = {name: float(speed) for name, speed in reversed(re.findall(r"^\| ([\w ,.-]+) \| ([\d.]+) \|", page, re.M))}
+    plain = ["plain", "llama.cpp, plain", "vLLM, plain", "transformers, plain"]
+    fastest = ["hybrid", "llama.cpp, ngram-mod", "vLLM, n-gram", "transformers, prompt look-up"]
+    for engine, slow, fast in zip(figures.values(), plain, fastest, strict=True):
+        assert engine["plain"] == pytest.approx(shown[slow], abs=0.51)
+        assert engine["fastest"] == pytest.approx(shown[fast], abs=0.51)
+
+
+def test_the_entry_point_is_in_the_group_that_is_read():
+    declared = tomllib.loads(blocks("toml")[0])["project"]["entry-points"]
+    assert list(declared) == [registry.ENTRY_POINT_GROUP]
