@@ -24,8 +24,6 @@ from micro_parts import step_parts
 
 from paceline.bench import encoding, machine, workloads
 from paceline.bench.models import materialised
-from paceline.core.errors import ConfigError
-from paceline.core.model_spec import parse_model
 from paceline.core.sampling import SamplingParams
 from paceline.llm import LLM
 from paceline.network.decoder import Decoder
@@ -59,10 +57,8 @@ study = Study("Single operations, timed.", MicroFlags, quick={"prompts": 2, "max
 @study.table(takes=("batch", "prompt_tokens", "transformers", "exact", "torch"), batch="1,16", repeats=5)
 def decode(ask: MicroFlags) -> Iterator[Table | None]:
     """Plain decoding, one request and many at once; repeats in turns with transformers on the same weights."""
-    batches, label = numbers("--batch", ask.batch), parse_model(ask.model).label
+    batches, label = numbers("--batch", ask.batch), ask.model
     new_tokens = ask.max_new_tokens or 128
-    if ask.transformers and label != ask.model:
-        raise ConfigError(f"--model {ask.model}", "transformers cannot stretch a model", "leave --transformers out")
     yield None
     with materialised(ask.model) as folder:
         options: dict[str, Any] = {**ask.llm, "max_sequences": max(batches)}
@@ -120,7 +116,7 @@ def parts(ask: MicroFlags) -> Iterator[Table | None]:
             made.append(step_parts.measure(llm, watch, groups, params))
         tables[drafter] = _parts_rows(drafter, made)
         found += [{"drafter": drafter, **asdict(one)} for one in made]
-    label = parse_model(ask.model).label
+    label = ask.model
     yield Table(
         title=f"The parts of a step of {label}",
         head=("drafter", "part, ms", *(f"{kind}, batch {size}" for size in batches for kind in ("host", "compiled"))),
@@ -152,7 +148,7 @@ def _parts_rows(drafter: str, found: Sequence[step_parts.StepParts]) -> list[lis
 @study.table(takes=("rows",), repeats=30, quick={"repeats": 3})
 def linear(ask: MicroFlags) -> Iterator[Table | None]:
     """The linear layers and the head of a pass alone, by rows: what `paceline bench step` times is the whole pass."""
-    counts, label = numbers("--rows", ask.rows), parse_model(ask.model).label
+    counts, label = numbers("--rows", ask.rows), ask.model
     yield None
     with materialised(ask.model) as folder:
         decoder, bandwidth = LLM(folder, **ask.llm).decoder, machine.read_bandwidth(ask.device)

@@ -21,8 +21,8 @@ from kit.study import Entry, Grid, Options, Study, Table, asked, measure
 
 from paceline.bench import report as say
 from paceline.bench.methods import default_methods
+from paceline.bench.models import RANDOM
 from paceline.bench.summary import Summary
-from paceline.core.model_spec import parse_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,13 @@ def beside(ask: PeerFlags, engines: list[str]) -> Grid:
     """Methods of this engine and of others."""
     ours = read_methods(ask.method, ask.dtype) if ask.method else default_methods(ask.model, ask.dtype)
     cells: dict[str, Any] = {"batches": (ask.batch,)}
-    if parse_model(ask.model).random:
+    if ask.model.startswith(RANDOM):
         cells |= {"workloads": (), "prompt_tokens": ask.prompt_tokens}
     known = {method.name for method in ours}
     theirs = [m for m in peer_methods(engines, ask.dtype) if m.name not in known]
     methods = [*ours, *theirs]
     return Grid(
-        title=f"{parse_model(ask.model).label}, method by method",
+        title=f"{ask.model}, method by method",
         entries=[Entry(method, series=method.name) for method in methods],
         cells=cells,
         prompts=ask.batch,

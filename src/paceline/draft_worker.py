@@ -18,7 +18,6 @@ from .assembly.drafting import drafter_context, drafter_of
 from .assembly.models import Source, draft_device, open_source
 from .config import LLMConfig
 from .core.errors import CapabilityError, ConfigError
-from .core.model_spec import parse_model
 from .core.options import written
 from .distributed.drafts import KINDS, DraftService, RemoteSessions
 from .distributed.handshake import Facts
@@ -31,7 +30,7 @@ from .drafters.registry import DrafterConfig
 from .grammar import Grammars
 from .network.decoder import TargetInfo
 from .network.files import fingerprint
-from .network.loader import parse_device, resolve_folder
+from .network.loader import parse_device, read_config, resolve_folder
 from .rank_worker import start_tracks
 from .rounds.base import Place
 
@@ -160,9 +159,9 @@ def _chosen(config: LLMConfig) -> DrafterConfig:
 def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
     """The draft's weights, where it has any, and the target's vocabulary and dtype."""
     draft = getattr(chosen, "model", None)
-    folder = None if draft is None else resolve_folder(parse_model(draft).name, offline=config.offline)
+    folder = None if draft is None else resolve_folder(draft, offline=config.offline)
     return Facts(
-        weights="" if folder is None else fingerprint(folder),
+        weights="" if folder is None else f"{fingerprint(folder)} ({read_config(folder).num_layers} layers)",
         vocabulary=tokenizer_mark(source.tokenizer(texts=False)),
         dtype=str(source.dtype).removeprefix("torch."),
         torch=torch.__version__,

@@ -19,7 +19,6 @@ from .config import LLMConfig
 from .core.errors import CapabilityError, ConfigError, QueueFull
 from .core.grammar import Grammar
 from .core.inference import inference
-from .core.model_spec import parse_model
 from .core.request import Logprob
 from .core.sampling import SamplingParams
 from .core.speculation import Speculation
@@ -73,9 +72,7 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
 def prepare(device: str, options: Mapping[str, Any]) -> None:
     """Import what `service` will need with these options, ahead of it; errors are left to that."""
     registry.parse(drafters_of(LLMConfig(**{**options, "device": device}), SERVED)[0])
-    folder = resolve_folder(
-        parse_model(options["model"]).name, revision=options["revision"], offline=options["offline"]
-    )
+    folder = resolve_folder(options["model"], revision=options["revision"], offline=options["offline"])
     if not is_gguf(folder):
         load_tokenizer(folder)  # transformers takes a second
 

@@ -18,7 +18,6 @@ from .assembly.models import LoadedModel, Source, TargetPart
 from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .core.errors import CapabilityError, ConfigError
-from .core.model_spec import parse_model
 from .core.options import shown
 from .core.request import RequestOutput
 from .core.sampling import SamplingParams
@@ -390,7 +389,7 @@ def drafters_of(config: LLMConfig, beside: Sequence[str] = ()) -> list[str | Dra
         return [config.drafter]
     if any(read_config(folder).gamma for folder in locate(config.applications or {}, config.offline).values()):
         return ["streams"]
-    name = parse_model(config.model).name
+    name = config.model
     try:
         folder = resolve_folder(name, offline=True)
     except ConfigError:  # loading it reports this

@@ -159,4 +159,5 @@ def service(
 
 def facts_of(source: Source) -> Facts:
     """The checkpoint's."""
-    return Facts(weights=fingerprint(source.folder), dtype=str(source.dtype).removeprefix("torch."))
+    weights = f"{fingerprint(source.folder)} ({source.shape.num_layers} layers)"  # more may add zero
+    return Facts(weights=weights, dtype=str(source.dtype).removeprefix("torch."))

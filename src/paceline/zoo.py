@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .core.errors import ConfigError
-from .core.model_spec import parse_model
 from .core.options import check
 from .published import Published
 
@@ -78,14 +77,14 @@ def default_drafter(name: str, dtype: str = "auto") -> str | None:
     """Return the drafter, as ``--drafter`` takes it, of a target in ``dtype``, or None where the zoo has none.
 
     Args:
-        name: the target's name, its folder or its file; stretched, too.
+        name: the target's name, its folder or its file.
     """
     entry = _entry(name)
     return entry.drafter_in.get(dtype, entry.drafter) if entry else None
 
 
 def trained_for(model: str) -> list[ZooEntry]:
-    """What the zoo has for a model, given by name or by its folder (stretched, too): its draft and its trained sets."""
+    """What the zoo has for a model, given by name or by its folder: its draft and its trained sets."""
     own = _entry(model)
     return [e for e in _entries().values() if own and (e.target == own.name or e.name == own.draft)]
 
@@ -105,7 +104,7 @@ def readable(kind: str) -> dict[str, str]:
 
 
 def _entry(model: str) -> ZooEntry | None:
-    return next((entry for entry in _entries().values() if _is(entry, parse_model(model).name)), None)
+    return next((entry for entry in _entries().values() if _is(entry, model)), None)
 
 
 def _is(entry: ZooEntry, name: str) -> bool:

@@ -23,7 +23,6 @@ from paceline.bench.run import Run
 from paceline.bench.summary import Interval, Summary, best, overall_ratio
 from paceline.bench.workloads import Workload
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.model_spec import parse_model
 from paceline.core.options import named_values, read, suggest
 from paceline.core.sampling import SamplingParams
 from paceline.llm import LLM
@@ -32,7 +31,7 @@ from paceline.network.loader import resolve_folder
 from . import near_ties
 from .filled import encoded
 from .peers import IN_BLOCKS, PEERS, Peer, PeerError, PeerResult, available, check, kind_of
-from .stretched import write_stretched
+from .stretched import write_untied
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +102,8 @@ class PeerRun(Run):
     """A run in which modes of peers take their turns.
 
     Their draft model is the embedded target's own, or the one that a method of ours names. A peer that is not there, or
-    that fails on the way, is named in the report and stops nothing. A stretched target, and weights in blocks, are
-    written anew for them (`stretched.write_stretched`), so that they have our weights.
+    that fails on the way, is named in the report and stops nothing. Weights in blocks are written anew for them
+    (`stretched.write_untied`), so that they have our weights.
     """
 
     peers: dict[str, PeerRunner]
@@ -117,7 +116,7 @@ class PeerRun(Run):
 
     def build(self, folder: Path, stack: ExitStack) -> None:
         self.peers = {}
-        entry = next((e for e in zoo.available() if e.name == parse_model(self.config.model).name), None)
+        entry = next((e for e in zoo.available() if e.name == self.config.model), None)
         names = [entry.draft if entry is not None else None]
         names += [getattr(drafter_config(method), "model", None) for method in self.config.methods if method.own]
         name = next(filter(None, names), None)
@@ -139,12 +138,11 @@ class PeerRun(Run):
 
     def _written(self, method: Method, folder: Path, draft: Path | None, scratch: Path) -> tuple[Path, Path | None]:
         """The checkpoints that a peer gets for a target and a draft."""
-        times = parse_model(self.config.model).stretch
-        if times == 1 and method.dtype not in IN_BLOCKS:
+        if method.dtype not in IN_BLOCKS:
             return folder, draft
-        for place, written, of in ((folder, scratch / "target", times), (draft, scratch / "draft", 1)):
+        for place, written in ((folder, scratch / "target"), (draft, scratch / "draft")):
             if place is not None and not written.exists():
-                write_stretched(place, of, written)
+                write_untied(place, written)
         return scratch / "target", None if draft is None else scratch / "draft"
 
     def llm(self, method: Method) -> LLM:

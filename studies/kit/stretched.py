@@ -1,34 +1,46 @@
-"""A checkpoint as other engines can run it: with a stretched model's layers, its head stored on its own."""
+"""Checkpoints that studies write: a model whose added layers add zero, and a Llama whose head is stored on its own."""
 
 from __future__ import annotations
 
+import atexit
 import json
-import re
+import runpy
 import shutil
-from collections.abc import Iterator
+import tempfile
+from functools import cache
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from paceline.core.errors import CapabilityError
+from paceline.network.gguf import is_gguf
+from paceline.network.loader import resolve_folder
 
 WEIGHTS, HEAD = "model.safetensors", "lm_head.weight"
-_LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
-_ADDING = (
-    ".o_proj.weight",
-    ".o_proj.bias",
-    ".down_proj.weight",
-    ".down_proj.bias",
-)  # what a layer adds comes from these
+_TOOL = Path(__file__).resolve().parents[2] / "tools" / "stretch.py"
 
 
-def write_stretched(folder: Path, times: int, out: Path) -> None:
-    """A Llama with ``times`` layers for each of its own, of which all but the first add zero, as `Decoder` has them.
+@cache
+def stretched(model: str, times: int) -> str:
+    """Return a model with ``times`` layers for each of its own (tools/stretch.py); its folder goes with the process.
 
-    Its head is no longer tied: a quantiser can then give it the type of a product and leave the table of embeddings as
-    it is, which is how Paceline quantises a plain checkpoint.
+    Raises:
+        ConfigError, CapabilityError: a model that cannot be stretched.
+    """
+    if times == 1:
+        return model
+    scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    suffix = ".gguf" if is_gguf(resolve_folder(model)) else ""
+    name = f"{Path(model).name.removesuffix(suffix)}-{times}x{suffix}"
+    return str(runpy.run_path(str(_TOOL))["write_stretched"](model, scratch / name, times))
+
+
+def write_untied(folder: Path, out: Path) -> None:
+    """Write a Llama whose head is no longer tied, for other engines.
+
+    A quantiser can then give it the type of a product and leave the table of embeddings as it is, which is how Paceline
+    quantises a plain checkpoint.
 
     Raises:
         CapabilityError: a checkpoint of another family, or in several files.
@@ -41,19 +53,7 @@ def write_stretched(folder: Path, times: int, out: Path) -> None:
     for file in folder.iterdir():
         if file.suffix in (".json", ".jinja", ".model"):
             shutil.copy(file, out)
-    changed = {"num_hidden_layers": config["num_hidden_layers"] * times, "tie_word_embeddings": False}
-    (out / "config.json").write_text(json.dumps(config | changed), encoding="utf-8")
+    (out / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}), encoding="utf-8")
     stored = load_file(folder / WEIGHTS)
     stored.setdefault(HEAD, stored["model.embed_tokens.weight"].clone())
-    save_file(dict(_stretched(stored, times)), out / WEIGHTS, metadata={"format": "pt"})
-
-
-def _stretched(stored: dict[str, Tensor], times: int) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in stored.items():
-        match = _LAYER.fullmatch(name)
-        if match is None:
-            yield name, tensor
-            continue
-        first, more = int(match[2]) * times, torch.zeros_like if name.endswith(_ADDING) else torch.clone
-        for i in range(times):
-            yield f"{match[1]}{first + i}{match[3]}", tensor if i == 0 else more(tensor)
+    save_file(stored, out / WEIGHTS, metadata={"format": "pt"})

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, get_origin, get_type_hints
+from typing import Any, NoReturn, Self, get_origin, get_type_hints
 
 from paceline.bench.figures import require_matplotlib
 from paceline.core.errors import CapabilityError, ConfigError, PacelineError
-from paceline.core.model_spec import parse_model
 from paceline.core.options import alternatives, named_values
 
 from .grid import Entry, Grid, GridLine, Table, measure, table_of
+from .stretched import stretched
 
 __all__ = ["Entry", "Grid", "GridLine", "Options", "Study", "Table", "asked", "measure", "numbers"]
 
@@ -57,7 +57,8 @@ class Options:
     """
 
     out: Path = asked(Path(), "Tables, figures and raw reports go there.", "DIR")
-    model: str = asked("paceline-small", "Embedded model, folder or hub name, or stretch:MODEL,times=N: the target.")
+    model: str = asked("paceline-small", "Embedded model, folder or hub name: the target.")
+    times: int = asked(1, "Layers for each of the target's own; more add zero (tools/stretch.py).", "N")
     data: Path | None = asked(None, "Folder of workloads that do not come along.", "DIR")
     tasks: str = asked("sql", "sql, e2e, gsm8k, dialogsum, or any workload's name.", "NAME,..")
     prompts: int = asked(4, "Prompts of each task.", "N")
@@ -70,6 +71,10 @@ class Options:
     overwrite: bool = asked(False, "Measure again where --out holds a report.")
     quick: bool = asked(False, "A small version of everything, with the models and prompts that come along.")
     command: tuple[str, ...] = ()  # that was given, for reports
+
+    def resolved(self) -> Self:
+        """Return the options with models in the place of those that are to be stretched."""
+        return replace(self, model=stretched(self.model, self.times))
 
     @property
     def names(self) -> list[str]:
@@ -187,8 +192,7 @@ class Study:
         found = []
         for name, item in items.items():
             quick = self.quick | item.quick if given.get("quick") else {}
-            options = self.options(**{**item.defaults, **quick, **given})
-            parse_model(options.model)
+            options = self.options(**{**item.defaults, **quick, **given}).resolved()
             try:
                 _require(item, name, options)
                 made = item.make(options)
@@ -221,10 +225,10 @@ class Study:
         """Measure, show and write. Returns whether ids equal plain decoding's."""
         table = table_of(made, measure(made, options, options.out / name)) if isinstance(made, Grid) else next(made)
         assert table is not None
-        spec = parse_model(options.model)
-        if spec.stretch > 1:  # a table shows no more of a model than its title says
-            values = {**table.values, "target": spec.label, "stretched": spec.stretch}
-            table = replace(table, title=f"{table.title} ({spec.label})", values=values)
+        if options.times > 1:  # a table shows no more of a model than its title says
+            label = Path(options.model).name
+            values = {**table.values, "target": label, "stretched": options.times}
+            table = replace(table, title=f"{table.title} ({label})", values=values)
         table.show()
         for file in table.write(options.out, name, options.command):
             print(file, flush=True)

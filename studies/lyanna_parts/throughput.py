@@ -11,6 +11,7 @@ from kit import figures
 from kit.figures import Panel, Series
 from kit.grid import ALL, GridLine, how, lines_of, whole
 from kit.halves import conversations, halves
+from kit.stretched import stretched
 from kit.study import Entry, Grid, Table, measure, numbers
 
 from lyanna_parts import extra_pass
@@ -31,7 +32,6 @@ from paceline import zoo
 from paceline.bench import report as say
 from paceline.bench.records import PLAIN, Cell, Method, Report
 from paceline.bench.summary import Summary, overall_ratio
-from paceline.core.model_spec import STRETCH, parse_model
 
 AUTO = ", auto"
 LYANNA, EAGLE = "Lyanna", "EAGLE-2"
@@ -243,8 +243,8 @@ def fusion_arms(folder: str | None) -> list[Method]:
 
 
 def targets_of(model: str, times: int) -> list[str]:
-    """The target, and the same stretched so many times; one that is stretched already stands alone."""
-    return [model] if times == 1 or parse_model(model).stretch > 1 else [model, f"{STRETCH}{model},times={times}"]
+    """The target, and the same stretched so many times; 1: it stands alone."""
+    return [model] if times == 1 else [model, stretched(model, times)]
 
 
 @study.figure(needs=("lyanna",), takes=("stretched",), prompts=8, repeats=3)
@@ -253,7 +253,7 @@ def figure_12(ask: LyannaFlags) -> Iterator[Table | None]:
     shape_of(ask.lyanna)
     entries = [Entry(method, method.name) for method in fusion_arms(ask.lyanna)]
     grid = Grid(title="Fusion", entries=entries, cells={"batches": (BATCH,)}, prompts=BATCH, over=OFF)
-    asks = {model: replace(ask, model=model) for model in targets_of(ask.model, ask.stretched)}
+    asks = {model: replace(ask, model=model) for model in targets_of(ask.model, ask.stretched if ask.times == 1 else 1)}
     with extra_pass.known():
         for one in asks.values():
             grid.config(one)
@@ -261,7 +261,7 @@ def figure_12(ask: LyannaFlags) -> Iterator[Table | None]:
     places = {model: f"target-{n}" for n, model in enumerate(asks)}
     with extra_pass.known():
         reports = {m: measure(grid, one, ask.out / "figure_12" / places[m]) for m, one in asks.items()}
-    found = [arm for model, report in reports.items() for arm in arms_of(parse_model(model).label, grid, report)]
+    found = [arm for model, report in reports.items() for arm in arms_of(Path(model).name, grid, report)]
     yield Table(
         title=f"Re-sampling and verification fusion, batch {BATCH}",
         head=(

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 from kit.mirror_watch import StepTimes, WindowVerdict, watch
 from kit.scores import encoded_prompts, workload_of
+from kit.stretched import stretched
 from kit.study import Options, Study, asked
 
 from paceline import LLM, SamplingParams
@@ -28,6 +29,7 @@ class MirrorFlags(Options):
     """The options of this study."""
 
     draft: str = asked("paceline-small-draft", "Draft model.", "MODEL")
+    draft_times: int = asked(1, "Layers for each of the draft's own; more add zero (tools/stretch.py).", "N")
     streams: str | None = asked(None, "Streams of the draft model; none: it drafts a token a pass.", "FOLDER")
     gamma: int = asked(3, "Tokens of a window.", "N")
     heads: str | None = asked(None, "Trained early exits; none: the target's own norm and head.", "FOLDER")
@@ -39,6 +41,15 @@ class MirrorFlags(Options):
     rows: int | None = asked(None, "Drafted tokens of a request's rollout at most; none: the whole grid.", "N")
     level_ms: float | None = asked(None, "What a level is given, as on another device; none: what it takes.", "MS")
     core: int = asked(1, "Core of the drafter's process; the target keeps to the first other one.", "N")
+
+    def resolved(self) -> Self:
+        """Return the options with models in the place of those that are to be stretched."""
+        return replace(
+            super().resolved(),
+            draft=stretched(self.draft, self.draft_times),
+            streams=self.streams and stretched(self.streams, self.draft_times),
+            heads=self.heads and stretched(self.heads, self.times),
+        )
 
     @property
     def depths(self) -> list[str]:
@@ -60,6 +71,8 @@ study = Study(
     "Mirror Speculative Decoding: tables and figures.",
     MirrorFlags,
     quick={
+        "times": 1,
+        "draft_times": 1,
         "tasks": "sql",
         "max_new_tokens": 8,
         "prompts": 1,

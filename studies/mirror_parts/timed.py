@@ -25,7 +25,7 @@ from paceline.distributed.clock import Pace, RealClock
 from paceline.distributed.placement import cores, pin
 from paceline.drafters.streaming_sessions import StreamingSessions
 
-STRETCHED, DRAFT = "stretch:paceline-small,times=8", "stretch:paceline-small-draft,times=4"
+STRETCHED: dict[str, Any] = {"times": 8, "draft_times": 4}
 GAMMAS = (1, 2, 3, 4, 6, 8)
 BATCHES = (1, 2, 4, 8)
 MOST_LATE, MOST_EXPOSED, LEAST_SAVED, LEAST_RATIO = 0.05, 0.03, 0.8, 1.2  # what is wanted of the law
@@ -159,9 +159,8 @@ def _two_cores(ask: MirrorFlags) -> None:
 
 
 @study.table(
-    takes=("draft", "streams", "gamma", "heads", "candidates", "core", "rows", "level_ms"),
-    model=STRETCHED,
-    draft=DRAFT,
+    takes=("draft", "draft_times", "streams", "gamma", "heads", "candidates", "core", "rows", "level_ms"),
+    **STRETCHED,
     tasks="sql",
     prompts=8,
     max_new_tokens=64,
@@ -269,9 +268,8 @@ def _said(facts: dict[str, Any]) -> list[str]:
 
 
 @study.figure(
-    takes=("draft", "streams", "heads", "candidates", "core", "rows", "level_ms"),
-    model=STRETCHED,
-    draft=DRAFT,
+    takes=("draft", "draft_times", "streams", "heads", "candidates", "core", "rows", "level_ms"),
+    **STRETCHED,
     tasks="sql",
     prompts=4,
     max_new_tokens=32,
@@ -323,9 +321,8 @@ def _drafts(ask: MirrorFlags) -> dict[str, MirrorFlags]:
 
 
 @study.table(
-    takes=("draft", "streams", "gamma", "core"),
-    model=STRETCHED,
-    draft=DRAFT,
+    takes=("draft", "draft_times", "streams", "gamma", "core"),
+    **STRETCHED,
     tasks=SIX,
     prompts=2,
     max_new_tokens=48,
@@ -393,17 +390,17 @@ def _both(ask: MirrorFlags) -> list[Entry]:
     return entries
 
 
-BOTH = ("draft", "streams", "candidates", "gamma", "heads", "rows")
+BOTH = ("draft", "draft_times", "streams", "candidates", "gamma", "heads", "rows")
 
 
-@study.figure(takes=BOTH, model=STRETCHED, draft=DRAFT, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)
+@study.figure(takes=BOTH, **STRETCHED, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)
 def figure_4(ask: MirrorFlags) -> Grid:
     """Speed-up over the target alone: serial and mirror, a plain draft and one with streams, greedy and at T = 1."""
     cells = {"temperatures": (0.0, 1.0)}
     return Grid(title="Serial and mirror", entries=_both(ask), x_label="temperature", cell="temperature", cells=cells)
 
 
-@study.figure(takes=BOTH, model=STRETCHED, draft=DRAFT, tasks="sql", prompts=8, max_new_tokens=48, threads=1)
+@study.figure(takes=BOTH, **STRETCHED, tasks="sql", prompts=8, max_new_tokens=48, threads=1)
 def figure_5(ask: MirrorFlags) -> Grid:
     """Speed-up by batch size, serial and mirror."""
     batches = BATCHES[:2] if ask.quick else BATCHES

@@ -32,7 +32,7 @@ from paceline.rounds.pipeline import PipelineConfig
 from paceline.stage_worker import service
 from specpipe_parts.common import PipeFlags, prompts, study, target
 
-STRETCHED = "stretch:paceline-small,times=16"
+STRETCHED = 16  # times
 RATE = 0.95
 KEYS = 128  # that a row sees where a stage is timed by itself
 TIMED_S = 2.0
@@ -204,7 +204,7 @@ def figure_9(ask: PipeFlags) -> Iterator[Table | None]:
     )
 
 
-@study.table(model=STRETCHED, tasks="sql", prompts=2, max_new_tokens=64)
+@study.table(times=STRETCHED, tasks="sql", prompts=2, max_new_tokens=64)
 def real(ask: PipeFlags) -> Iterator[Table | None]:
     """Real time, on an idle machine: two stages on two cores against the ceiling, the plain pipeline, two threads."""
     if len(cores()) < 2:

@@ -110,7 +110,7 @@ def measure_law(
     """
     decoder = llm.decoder
     quarter, room = max(1, decoder.num_layers // 4), decoder.config.max_position
-    lower = replace(network, shape=network.shape.last_layers(quarter * decoder.config.stretch))
+    lower = replace(network, shape=network.shape.last_layers(quarter))
     sizes = [(b, c, r, quarter if part else None) for b, c, r, part in (*fitted, *held_out)]
     times = time_passes(decoder, [size for size in sizes if size[1] + size[2] <= room], repeats, progress)
     parts = [

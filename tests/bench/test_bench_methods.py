@@ -53,5 +53,4 @@ def test_default_methods_are_what_fits_the_model() -> None:
     assert names == ["plain", "ngram", "suffix", *heads, "hybrid"]
     assert [m.name for m in default_methods("smollm2-135m")] == ["plain", "ngram", "suffix", "eagle", "medusa"]
     assert {m.dtype for m in default_methods("paceline-small", "float32")} == {"float32"}
-    assert default_methods("stretch:paceline-small,times=8") == default_methods("paceline-small")
     assert [m.name for m in default_methods("some/folder")] == ["plain", "ngram", "suffix"]

@@ -183,7 +183,6 @@ class TestMeasure:
         assert other.decoder is not plain.decoder and other.decoder.dtype == torch.float32
 
     def test_shared_weights_must_be_of_the_same_target(self) -> None:
-        from paceline import LLM
 
         llm = LLM(MODEL, kv_memory="64MiB")
         with pytest.raises(ConfigError, match="dtype='float32'"):

@@ -107,9 +107,6 @@ def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
         (["--overwrite"], "--out DIR"),
         (["--out", "/dev/null"], "/dev/null"),
         (["calibrate", "--model", "random:1x64x64x64"], "a model that stays"),
-        (["calibrate", "--model", "stretch:random:1x64x64x64,times=2"], "a model that stays"),
-        (["--model", "stretch:paceline-small"], "Write stretch:MODEL,times=8"),
-        (["step", "--model", "stretch:paceline-small,times=1"], "times=1 is not 2 to"),
     ],
 )
 def test_mistakes_end_in_one_line_before_anything_runs(run: Any, args: list[str], message: str) -> None:

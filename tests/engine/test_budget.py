@@ -639,7 +639,7 @@ def test_ids_do_not_depend_on_the_automatic_budget() -> None:
 def _fingerprint(**changes: Any) -> Fingerprint:
     base = Fingerprint(
         processor="p", cores=2, threads=2, torch="2", device="cpu", dtype="bfloat16", exact=False, quant=None,
-        kernels="torch", stretch=1,
+        kernels="torch",
     )  # fmt: skip
     return replace(base, **changes)
 
@@ -654,8 +654,8 @@ def test_a_calibration_is_found_again(tmp_path: Path) -> None:
     assert path == tmp_path / calibration.FILE
     calibration.save(tmp_path, _calibration(9.0, exact=True))
     calibration.save(tmp_path, _calibration(6.0))  # replaces the first
-    calibration.save(tmp_path, _calibration(40.0, stretch=8))
-    for ms, changes in ((6.0, {}), (9.0, {"exact": True}), (40.0, {"stretch": 8})):
+    calibration.save(tmp_path, _calibration(40.0, threads=8))
+    for ms, changes in ((6.0, {}), (9.0, {"exact": True}), (40.0, {"threads": 8})):
         found, where = calibration.find(tmp_path, _fingerprint(**changes))
         assert found is not None and where == str(path)
         assert found.table.chain == ((1, ms), (8, ms + 1)) and found.table.context_ms == 0.5

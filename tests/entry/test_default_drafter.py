@@ -20,7 +20,7 @@ REPEATS = "def add(a, b):\n    return a + b\n\n\n" * 4
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
-@pytest.mark.parametrize("model", [MODEL, str(zoo.find(MODEL)), f"stretch:{MODEL},times=2"])
+@pytest.mark.parametrize("model", [MODEL, str(zoo.find(MODEL))])
 def test_the_zoo_chooses_by_name_and_by_folder(model: str) -> None:
     wanted = ["hybrid:paceline-small-draft,dtype=int8", "suffix"]
     assert drafters_of(LLMConfig(model=model, drafter="auto")) == wanted

@@ -51,7 +51,7 @@ def llm() -> LLM:
 
 
 @pytest.mark.parametrize("text", NAMED)
-@pytest.mark.parametrize("model", [MODEL, "stretch:paceline-small,times=2", str(zoo.find(MODEL))])
+@pytest.mark.parametrize("model", [MODEL, str(zoo.find(MODEL))])
 def test_it_means_the_one_of_the_model(text: str, model: str) -> None:
     assert parts(meant(model, text)) == parts(registry.parse(NAMED[text]))
 

@@ -1,286 +1,110 @@
-"""Stretched models: the tokens of the model that they are made of, at the price of more layers."""
+"""tools/stretch.py: checkpoints with more layers, the tokens of the original, and drafters of the original that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache, partial
+import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from kits.native import MISSING
-from kits.tiny import (
-    assemble,
-    draft_model,
-    full_logits,
-    run,
-    streams,
-    tiny_adapters,
-    tiny_application,
-    tiny_config,
-    tiny_decoder,
-    tiny_streams,
-)
-from torch import Tensor
+from kits.gguf_files import NUMBERS, write
+from kits.native import needs_kernels
 
-from paceline import LLM, ConfigError, SamplingParams, zoo
-from paceline.core.model_spec import ModelSpec, parse_model
-from paceline.drafters.ngram import NgramConfig
-from paceline.engine import calibration
-from paceline.network.adapters import LINEARS, AdapterConfig
-from paceline.network.base import Taps
-from paceline.network.decoder import Decoder
-from paceline.network.loader import load_model, resolve_folder
-from paceline.network.native_linear import NativeLinear
-from paceline.network.streams import StreamSet
+from paceline import LLM, CapabilityError, ConfigError, SamplingParams
+from paceline.assembly.models import open_source
+from paceline.config import LLMConfig
+from paceline.network.files import FINGERPRINT, fingerprint
+from paceline.network.loader import read_config, resolve_folder
+from paceline.rank_worker import facts_of
 
-TIMES = 3
-KINDS: dict[str, dict[str, Any]] = {
-    "float64": {"dtype": torch.float64},
-    "float32": {"dtype": torch.float32},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "int8": {"dtype": torch.bfloat16, "quant": "int8"},
-    "compiled float32": {"dtype": torch.float32, "compiled": True},
-    "compiled bfloat16": {"dtype": torch.bfloat16, "compiled": True},
-    "compiled int8": {"dtype": torch.bfloat16, "quant": "int8", "compiled": True, "exact": True},
-}
-each_kind = pytest.mark.parametrize("kind", KINDS)
-SHAPES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "norms and biases": {"qk_norm": True, **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)},
-}
-PROMPTS = [[*range(20, 62)], [*range(30, 41)], [8], [*range(20, 54), 3, 9], [*range(9, 90)]]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
+write_stretched = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "stretch.py"))["write_stretched"]
+PROMPTS = ["Once upon a time", "def add(a, b):"]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+Answer = tuple[list[int], int, int, int]
+SAMPLED = SamplingParams(temperature=0.9, top_k=20, seed=5, max_tokens=16, ignore_eos=True)
 
 
-@cache
-def decoder_of(kind: str, times: int = 1, shape: str = "plain") -> Decoder:
-    if KINDS[kind].get("compiled") and MISSING:
-        pytest.skip(MISSING)
-    return tiny_decoder(replace(tiny_config(**SHAPES[shape]), stretch=times), **KINDS[kind])
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(write_stretched("paceline-small", tmp_path_factory.mktemp("stretched") / "twice", 2))
 
 
-def answers(decoder: Decoder, drafter: Any = None, **options: Any) -> list[tuple[list[int], int, int, int]]:
+def answers(model: Path | str, drafter: str, round_: str = "auto", prompts: Any = PROMPTS) -> list[Answer]:
     """Ids, passes, drafted and accepted tokens of every prompt, greedy and sampled."""
-    names = options.pop("named", None)
-    engine = assemble(drafter, decoder=decoder, max_model_len=200, **options)
-    asked = [(prompt, params) for params in (GREEDY, SAMPLED) for prompt in PROMPTS]
-    outputs = run(engine, asked, names and [names[i % len(names)] for i in range(len(asked))])
-    assert engine.round.failure is None
+    llm = LLM(str(model), drafter=drafter, round=round_, budget=4, max_model_len=256, max_sequences=2, threads=1)
+    outputs = [o for params in (GREEDY, SAMPLED) for o in llm.generate(prompts, params)]
+    assert llm.engine.round.failure is None
     return [(o.outputs[0].token_ids, o.stats.passes, o.stats.drafted, o.stats.accepted) for o in outputs]
 
 
-# -- the same tokens
+@needs_kernels
+def test_drafters_of_the_original_draft_the_same(twice: Path, tmp_path: Path) -> None:
+    own = read_config(resolve_folder("paceline-small"))
+    assert read_config(twice).num_layers == 2 * own.num_layers == 24
+    streams = write_stretched("paceline-small-streams", tmp_path / "streams", 2)
+    for drafter, there in {
+        "eagle:paceline-small-eagle": "eagle:paceline-small-eagle",
+        "streams:paceline-small-streams": f"streams:{streams}",
+    }.items():
+        found = answers("paceline-small", drafter)
+        assert answers(twice, there) == found
+        assert sum(accepted for *_, accepted in found) > 10
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@each_kind
-def test_the_logits_are_the_model_s(kind: str, shape: str) -> None:
-    tokens = [*range(5, 60)]
-    own, stretched = (full_logits(decoder_of(kind, times, shape), tokens) for times in (1, TIMES))
-    assert torch.equal(own, stretched) and own.std() > 0.1
-
-
-@each_kind
-def test_greedy_and_sampled_ids_are_the_model_s(kind: str) -> None:
-    own, stretched = (answers(decoder_of(kind, times), NgramConfig(), budget=4) for times in (1, TIMES))
-    assert own == stretched
-    assert len({tuple(ids) for ids, *_ in own}) > len(PROMPTS) and sum(accepted for *_, accepted in own) > 0
-
-
-@each_kind
-def test_layers_that_add_something_would_show(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparisons above can fail."""
-    fill = Decoder._fill_added
-
-    def wrong(decoder: Decoder) -> None:
-        fill(decoder)
-        for layer in decoder.added:
-            layer.out.weight.data[0] = 0.1
-
-    monkeypatch.setattr(Decoder, "_fill_added", wrong)
-    if KINDS[kind].get("compiled") and MISSING:
-        pytest.skip(MISSING)
-    other = tiny_decoder(replace(tiny_config(), stretch=2), **KINDS[kind])
-    assert not torch.equal(full_logits(other, [*range(5, 60)]), full_logits(decoder_of(kind), [*range(5, 60)]))
-
-
-# -- at the price of more layers
-
-
-@each_kind
-def test_added_layers_have_weights_and_keys_of_their_own(kind: str) -> None:
-    own, stretched = decoder_of(kind), decoder_of(kind, TIMES)
-    assert stretched.num_layers == own.num_layers == 3 and stretched.config.depth == 9
-    head = own.config.vocab_size * own.config.d_model * (1 if own.quant else own.dtype.itemsize)
-    assert stretched.pass_bytes - head == TIMES * (own.pass_bytes - head)
-    layers = [getattr(layer, name, None) for layer in stretched.in_order() for name in LINEARS]
-    products = [*layers, stretched.head_product] if stretched.stack is None else stretched.stack.weights.products
-    assert len(products) == 9 * 4 + 1 and len({_address(product) for product in products}) == len(products)
-    keys = _cache(stretched, [*range(5, 60)])
-    assert len(keys) == 9
-    for index in range(3):
-        first, *added = keys[index * TIMES : (index + 1) * TIMES]
-        assert torch.equal(added[0], added[1])  # they read the same state with the same weights
-        assert not torch.equal(first, added[0]) and (added[0] != 0).any()
-
-
-def _address(product: Any) -> int:
-    """Where a product's weight lies."""
-    inner = getattr(product, "inner", product)
-    if isinstance(inner, NativeLinear):
-        return inner.packed.data_ptr()
-    weight = inner.packed if hasattr(inner, "packed") else inner.weight
-    return id(weight) if weight.is_mkldnn else weight.data_ptr()
-
-
-@torch.inference_mode()
-def _cache(decoder: Decoder, tokens: Sequence[int]) -> list[Tensor]:
-    """K of every layer after a pass over the tokens."""
-    engine = assemble(decoder=decoder, max_model_len=200)
-    run(engine, [(tokens, replace(GREEDY, max_tokens=1))])
-    return [part[:, 16 : len(tokens)] for part in engine.pool.k]
-
-
-def test_the_pool_and_its_memory_count_every_layer() -> None:
-    own, stretched = decoder_of("float32"), decoder_of("float32", TIMES)
-    assert stretched.cache_shape == (9, *own.cache_shape[1:])
-    assert len(assemble(decoder=stretched).pool.k) == 9
-
-
-def test_costs_that_were_measured_for_the_model_are_not_taken() -> None:
-    mine, theirs = (calibration.fingerprint(decoder_of("float32", times), "torch") for times in (1, TIMES))
-    assert mine != theirs and any("stretch" in said for said in mine.differs(theirs))
-
-
-# -- what belongs to the model's layers
-
-
-@each_kind
-@pytest.mark.parametrize("layer", [0, 1, 2, -1])
-def test_a_tap_names_a_layer_of_the_model(kind: str, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for times in (1, TIMES):
-        decoder, taps = decoder_of(kind, times), Taps((layer,))
-        monkeypatch.setattr(decoder, "run_layers", partial(_tapped, decoder.run_layers, taps))
-        full_logits(decoder, [*range(5, 40)])
-        found.append(taps.hidden[layer])
-    assert torch.equal(*found)
-
-
-def _tapped(run_layers: Any, taps: Taps, *given: Any) -> Any:
-    return run_layers(*given, taps)
-
-
-def trained(kind: str, **options: Any) -> StreamSet:
-    dtype = KINDS[kind]["dtype"]
-    return tiny_streams(dtype=dtype, layers=2, adapter=AdapterConfig(rank=4, layers=(1, 2)), **options)
-
-
-@each_kind
-@pytest.mark.parametrize("at", ["frontier", "nodes"])
-def test_streams_draft_what_they_draft_on_the_model(kind: str, at: str) -> None:
-    found = []
-    for times in (1, TIMES):
-        drafter = streams(trained=trained(kind), k=8, nodes=8, at=at)
-        found.append(answers(decoder_of(kind, times), drafter, budget=8))
-    assert found[0] == found[1] and sum(accepted for *_, accepted in found[0]) > 5
-    assert [ids for ids, *_ in found[0]] == [ids for ids, *_ in answers(decoder_of(kind))]
-
-
-@pytest.mark.parametrize("kind", ["float32", "compiled float32"])
-def test_pruned_trees_are_those_of_the_model(kind: str) -> None:
-    options = {"k": 3, "nodes": 12, "prune_count": 4}
+@needs_kernels
+def test_exits_of_the_original_serve_the_mirror_round(twice: Path, tmp_path: Path) -> None:
+    exits = write_stretched("paceline-small-exits", tmp_path / "exits", 2)
+    draft = "draft_model:paceline-small-draft"
     found = [
-        answers(decoder_of(kind, times), streams(trained=trained(kind), **options), budget=12) for times in (1, TIMES)
+        answers(model, draft, f"mirror,heads={heads}")
+        for model, heads in (("paceline-small", "paceline-small-exits"), (twice, exits))
     ]
-    assert found[0] == found[1] and sum(accepted for *_, accepted in found[0]) > 0
+    assert found[0] == found[1] and sum(accepted for *_, accepted in found[0]) > 10
 
 
-@each_kind
-def test_applications_answer_as_on_the_model(kind: str) -> None:
-    """Adapters alone, and a shared set whose main rows attend to their streams."""
-    found, dtype = [], KINDS[kind]["dtype"]
-    for times in (1, TIMES):
-        decoder = decoder_of(kind, times)
-        sets = {"adapters": tiny_adapters(dtype=dtype), "shared": trained(kind, mode="shared")}
-        applications = [tiny_application(name, decoder, made) for name, made in sets.items()]
-        drafter = streams(trained=trained(kind), k=3, nodes=6)
-        named = [None, "adapters", "shared"]
-        found.append(answers(decoder, drafter, budget=6, applications=applications, named=named))
-    assert found[0] == found[1]
-    assert [ids for ids, *_ in found[0]] != [ids for ids, *_ in answers(decoder_of(kind))]
+def test_what_was_trained_for_layers_by_number_is_refused(twice: Path) -> None:
+    with pytest.raises(CapabilityError, match="it has num_layers=12, .* has 24"):
+        LLM(str(twice), drafter="streams:paceline-small-streams")
 
 
-def test_a_draft_model_drafts_for_it() -> None:
-    found = [answers(decoder_of("float32", times), draft_model(target={"dtype": torch.float32})) for times in (1, 2)]
-    assert found[0] == found[1] and sum(accepted for *_, accepted in found[0]) > 20
+def test_the_fingerprint_is_what_lets_drafters_fit(twice: Path, tmp_path: Path) -> None:
+    assert fingerprint(twice) == fingerprint(resolve_folder("paceline-small"))
+    for file in twice.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((twice / "config.json").read_text())
+    del config[FINGERPRINT]
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CapabilityError, match="whose weights differ"):
+        LLM(str(tmp_path), drafter="eagle:paceline-small-eagle")
 
 
-# -- by name
+@needs_kernels
+def test_a_draft_process_with_another_number_of_layers_is_refused(twice: Path) -> None:
+    mine, theirs = (
+        facts_of(open_source(LLMConfig(model=model), model, "auto")) for model in ("paceline-small", str(twice))
+    )
+    assert mine.weights != theirs.weights and mine.weights.split()[0] == theirs.weights.split()[0]
 
 
-def test_a_name_says_how_far() -> None:
-    assert parse_model("paceline-small") == ModelSpec("paceline-small")
-    spec = parse_model("stretch:a/b, c,times=12")
-    assert spec == ModelSpec("a/b, c", 12) and parse_model(spec.text) == spec
-    assert spec.label == "a/b, c, stretched 12x" and ModelSpec("x").label == ModelSpec("x").text == "x"
+@needs_kernels
+def test_a_gguf_file_says_the_same(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", {"attn_v": "q6_k"})
+    out = write_stretched(file, tmp_path / "out.gguf", 3)
+    assert read_config(out).num_layers == 3 * read_config(file).num_layers
+    assert fingerprint(out) == fingerprint(file)
+    prompts = [{"prompt_token_ids": [3, 4, 5] * 9}, {"prompt_token_ids": [*range(9, 40)]}]
+    found = [answers(model, "ngram", prompts=prompts) for model in (file, out)]
+    assert found[0] == found[1] and sum(drafted for _, _, drafted, _ in found[0]) > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("stretch:paceline-small", "does not end in ,times=N"),
-        ("stretch:paceline-small;times=8", "does not end in ,times=N"),
-        ("stretch:paceline-small,8", "does not end in ,times=N"),
-        ("stretch:paceline-small,time=8", "does not end in ,times=N"),
-        ("stretch:,times=8", "names no model"),
-        ("stretch:paceline-small,times=", "is no whole number"),
-        ("stretch:paceline-small,times=2.5", "is no whole number"),
-        ("stretch:paceline-small,times=-2", "is no whole number"),
-        ("stretch:paceline-small,times=٣", "is no whole number"),
-        ("stretch:paceline-small,times=99999999999", "is no whole number"),
-        ("stretch:paceline-small,times=1", "times=1 is not 2 to 1024"),
-        ("stretch:paceline-small,times=0", "times=0 is not 2 to 1024"),
-        ("stretch:paceline-small,times=4096", "times=4096 is not 2 to 1024"),
-        ("stretch:stretch:paceline-small,times=2,times=4", "is stretched already"),
-        ("stretch:no-such-model-here,times=2", "no-such-model-here"),
-    ],
-)
-def test_names_that_cannot_be_say_what_to_do(name: str, wrong: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        LLM(name, offline=True)
-    assert wrong in str(error.value) and (name in str(error.value) or wrong in name) and error.value.remedy
-
-
-def test_it_is_no_folder() -> None:
-    with pytest.raises(ConfigError, match="a stretched model is no folder"):
-        resolve_folder("stretch:paceline-small,times=2")
-    with pytest.raises(ConfigError, match="a stretched model is no folder"):
-        LLM("paceline-small", drafter="streams:stretch:paceline-small-streams", offline=True)
-
-
-def test_one_that_is_too_deep_for_the_memory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="parameters take .* GiB"):
-        load_model(zoo.find("paceline-small") or tmp_path, attention=None, stretch=10**6)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="of 110592 bytes"):
-        LLM("stretch:paceline-small,times=6", dtype="bfloat16", kv_memory="1MiB")
-
-
-def test_an_embedded_model_with_its_own_drafter() -> None:
-    name = "stretch:paceline-small,times=2"
-    assert zoo.default_drafter(name) == zoo.default_drafter("paceline-small") is not None
-    prompts = ["Once upon a time", "def add(a, b):"]
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    found = {}
-    for model in ("paceline-small", name):
-        for drafter in (zoo.default_drafter(name), "streams:paceline-small-streams"):
-            llm = LLM(model, drafter=drafter, budget=4, dtype="bfloat16", max_model_len=256, max_sequences=2)
-            outputs = llm.generate(prompts, params)
-            found[model, drafter] = [(o.outputs[0].token_ids, o.stats.drafted, o.stats.accepted) for o in outputs]
-    for drafter in (zoo.default_drafter(name), "streams:paceline-small-streams"):
-        assert found["paceline-small", drafter] == found[name, drafter]
-    assert llm.decoder.config.stretch == 2 and len(llm.engine.pool.k) == 2 * llm.decoder.num_layers
+def test_layers_that_differ_by_a_rule_are_refused(tmp_path: Path) -> None:
+    shape = {key.removeprefix("llama."): value for key, value in NUMBERS.items() if key.startswith("llama.")}
+    shape |= {"block_count": 7, "attention.layer_norm_rms_epsilon": 1e-6, "attention.sliding_window": 128}
+    changed = {"general.architecture": "gemma3"} | {f"gemma3.{key}": value for key, value in shape.items()}
+    file = write(tmp_path / "m.gguf", changed=changed)
+    with pytest.raises(CapabilityError, match="does not say layer by layer"):
+        write_stretched(file, tmp_path / "out.gguf", 2)
+    with pytest.raises(ConfigError, match="is not a number of layers"):
+        write_stretched(file, tmp_path / "out.gguf", 0)

@@ -73,7 +73,7 @@ SHAPES: list[dict[str, Any]] = [
     {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_kv_heads": 1, "head_dim": 256, "vocab_size": 37},
     {"d_model": 8, "d_ff": 16, "num_heads": 3, "num_kv_heads": 1, "head_dim": 32, "vocab_size": 31, "mlp_bias": True},
     {"d_model": 20, "d_ff": 43, "num_heads": 2, "num_kv_heads": 1, "head_dim": 24, "vocab_size": 19, "qk_norm": True},
-    {"d_model": 24, "d_ff": 5, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 33, "stretch": 2},
+    {"d_model": 24, "d_ff": 5, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 33},
     {"d_model": 40, "d_ff": 35, "num_heads": 2, "num_kv_heads": 1, "head_dim": 48, "vocab_size": 29, **NORMS},
 ]
 GAMMA = 3  # streams of a row
@@ -300,7 +300,7 @@ def one_growth(decoder: Decoder, draw: random.Random) -> None:
 def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
     """Lyanna's drafts and EAGLE's trees over a layer that borrows the decoder's ends, up to the cache's end."""
     d, vocab, dtype = decoder.config.d_model, decoder.config.vocab_size, decoder.dtype
-    shape = replace(decoder.config, num_layers=1, windows=(None,), ropes=(), stretch=1, first_norm=draw.random() < 0.5)
+    shape = replace(decoder.config, num_layers=1, windows=(None,), ropes=(), first_norm=draw.random() < 0.5)
     body = Decoder(shape, decoder.attention, dtype=dtype, native=True, lender=decoder.handle(), normed=True)
     tiny_weights(body)
     stack: Any = body.finish().stack

@@ -34,7 +34,7 @@ def test_the_papers_hit_rates_give_its_times_over_the_plain_pipeline(tmp_path: P
 @pytest.mark.full
 @pytest.mark.skipif(len(cores()) < 2, reason="two stages on two cores")
 def test_real_stages_in_small(tmp_path: Path) -> None:
-    small = ["--model", "paceline-small", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "12"]
+    small = ["--model", "paceline-small", "--times", "1", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "12"]
     assert specpipe.study.run(["real", *small, "--out", str(tmp_path)]) == 0
     found = values(tmp_path, "real")
     assert found["rates"]["synthetic, P = 0.95"] > 0.5 > found["rates"]["plain pipeline"] == 0

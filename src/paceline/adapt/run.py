@@ -28,7 +28,6 @@ import torch
 from ..bench.config import BenchConfig
 from ..bench.methods import parse_methods, with_plain
 from ..core.errors import CapabilityError, ConfigError, StorageError
-from ..core.model_spec import parse_model
 from ..llm import LLM
 from ..network.files import fingerprint, free_bytes
 from ..network.loader import load_tokenizer, read_config, resolve_folder
@@ -89,7 +88,7 @@ class Adaptation:
     def __init__(self, config: AdaptConfig, work: RunFolder, show: Say, command: str, dry: bool = False) -> None:
         self.config, self.work, self._show, self.command, self.dry = config, work, show, command, dry
         self.part = DRY_PARTS if dry else 1
-        self.target = resolve_folder(parse_model(config.model).name)
+        self.target = resolve_folder(config.model)
         self.shape = read_config(self.target)
         self.room = min(ROOM, self.shape.max_position - 8)
         self.answer = min(ANSWER, self.room // 3)
@@ -371,7 +370,7 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
         KeyboardInterrupt: it was interrupted. What was made is kept.
     """
     require_accelerate()
-    target = resolve_folder(parse_model(config.model).name)
+    target = resolve_folder(config.model)
     check_memory(config, target)
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -79,7 +79,7 @@ def make_pool(config: LLMConfig, target: LoadedModel, max_model_len: int, scratc
     decoder = target.decoder
     kept, kind = kv_layout(config, decoder.own, decoder.dtype)
     whole, _ = kv_layout(config, decoder.config, decoder.dtype)
-    all_layers = target.layers * decoder.config.stretch, *whole[1:]
+    all_layers = target.layers, *whole[1:]
     tokens = pool_tokens(config, all_layers, kind, max_model_len, scratch)
     try:
         pool = KVPool(*kept, tokens, kind, decoder.device, scratch_slots=scratch)

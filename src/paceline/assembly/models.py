@@ -13,7 +13,6 @@ from ..attention import make_backend
 from ..attention.base import AttentionBackend
 from ..config import LLMConfig
 from ..core.errors import CapabilityError, ConfigError
-from ..core.model_spec import parse_model
 from ..drafters.fit import MODEL, reader_of
 from ..network.decoder import Decoder
 from ..network.devices import share_devices
@@ -114,7 +113,7 @@ def _decoder(
     }
     if source.shape.tracks > 1:
         return load_tracks(source.folder, **given)
-    given |= {"stretch": source.shape.stretch, "layers": part.layers, "ends": part.ends}
+    given |= {"layers": part.layers, "ends": part.ends}
     return load_model(source.folder, exact=exact, **given)
 
 
@@ -182,15 +181,14 @@ def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
         ConfigError: it is none that can be used.
     """
     revision = config.revision if name == config.model else None
-    spec = parse_model(name)
-    folder = resolve_folder(spec.name, revision=revision, offline=config.offline)
+    folder = resolve_folder(name, revision=revision, offline=config.offline)
     if (reader := reader_of(folder)) not in (None, MODEL):
         also = ", or give it as an application" if reader == "streams" else ""
         wrong = f"{folder} holds weights of the drafter {reader!r}, not a model"
         raise ConfigError(f"model {name!r}", wrong, f"write drafter='{reader}:{name}'{also}")
-    shape = replace(read_config(folder), stretch=spec.stretch)
+    shape = read_config(folder)
     kind, quant = parse_dtype(dtype, shape)
-    return Source(spec.label, folder, shape, kind, quant)
+    return Source(name, folder, shape, kind, quant)
 
 
 def load_source(

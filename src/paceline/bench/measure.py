@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any
 
 from ..config import TARGET_OPTIONS, LLMConfig
-from ..core.model_spec import parse_model
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
@@ -83,7 +82,7 @@ def kv_bytes(decoder: Decoder, tokens: int) -> int:
     """Bytes of K and V that one row's attention reads over ``tokens`` committed tokens, all layers."""
     _, heads, width = decoder.cache_shape
     keys = sum(tokens if window is None else min(tokens, window) for window in decoder.config.windows)
-    return 2 * keys * decoder.config.stretch * heads * width * decoder.dtype.itemsize
+    return 2 * keys * heads * width * decoder.dtype.itemsize
 
 
 def ask(
@@ -228,13 +227,12 @@ class Builder:
 
 
 def model_facts(llm: LLM, name: str) -> dict[str, Any]:
-    """What a report says about the target; of a stretched one, counts of layers and parameters are the model's own."""
+    """What a report says about the target."""
     decoder, shape = llm.decoder, llm.decoder.config
-    sizes = shape_of(replace(shape, stretch=1))
+    sizes = shape_of(shape)
     names = ("family", "d_model", "vocab_size", "max_position")
     return {
-        "name": parse_model(name).label,
-        **({"stretched": shape.stretch} if shape.stretch > 1 else {}),
+        "name": name,
         **{name: getattr(shape, name) for name in names},
         # Norms and biases, some thousands, are left out.
         "parameters": int(sizes.body_parameters + sizes.head_parameters * (1 if shape.tied else 2)),

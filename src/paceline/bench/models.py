@@ -6,13 +6,12 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..core.model_spec import parse_model
 
+RANDOM = "random:"
 SHAPE = re.compile(r"random:(\d+)x(\d+)x(\d+)x(\d+)(?:x(\d+)x(\d+))?")
 HEAD_DIM = 64
 
@@ -22,19 +21,18 @@ def materialised(model: str) -> Iterator[str]:
     """A model's name as it is, or the folder of a random Llama ``random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS]``.
 
     The random one has heads of 64 unless it says how many, a tied head and bf16 weights, made from a fixed seed; its
-    folder is removed afterwards. Either may be stretched (`core.model_spec`).
+    folder is removed afterwards.
 
     Raises:
         ConfigError: a shape that cannot be.
     """
-    spec = parse_model(model)
-    if not spec.random:
+    if not model.startswith(RANDOM):
         yield model
         return
-    sizes = _sizes(spec.name)
+    sizes = _sizes(model)
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         _save_random(Path(folder), sizes)
-        yield replace(spec, name=folder).text
+        yield folder
 
 
 def _sizes(model: str) -> dict[str, Any]:

@@ -33,7 +33,6 @@ import torch
 
 from .. import __version__
 from ..core.errors import ConfigError
-from ..core.model_spec import parse_model
 from ..llm import LLM
 from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
@@ -110,7 +109,7 @@ class Run:
             self._prepare(cells, {workload.name: workload for workload in loaded})
             groups = [group for of in self.groups.values() for group in of]
             self.lengths = [group.lengths for group in groups]
-            self.build(Path(resolve_folder(parse_model(folder).name)), stack)
+            self.build(Path(resolve_folder(folder)), stack)
             points = interleaved(self.groups, config.repeats)
             total = sum(self.wanted(m, group) for point in points for group, _ in point for m in config.methods)
             try:
@@ -213,7 +212,7 @@ class Run:
         cached = machine.read_bandwidth(config.device, target.decoder.pass_bytes)
         bandwidth = max(machine.read_bandwidth(config.device), cached)
         return Report(
-            title=config.title or f"{parse_model(config.model).label}: what speculation is worth",
+            title=config.title or f"{config.model}: what speculation is worth",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=self.command,
             model=model_facts(target, config.model),

@@ -18,14 +18,13 @@ from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps
 from ..bench.config import BenchConfig, StepConfig, log_lines
-from ..bench.models import materialised
+from ..bench.models import RANDOM, materialised
 from ..bench.report import FILES, figures_table, render, write_text
 from ..bench.run import Run
 from ..bench.summary import Summary
 from ..bench.workloads import available
 from ..config import LLMConfig
 from ..core.errors import ConfigError
-from ..core.model_spec import parse_model
 from ..engine.costs import CostTable
 from ..llm import LLM, drafters_of
 from . import INTERRUPTED
@@ -125,15 +124,14 @@ def calibrate(
     Passes of the drafter's draft model are measured, too.
     """
     model, drafter = llm["model"], llm.pop("drafter")
-    spec = parse_model(model)
-    if spec.random:
+    if model.startswith(RANDOM):
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
     config = LLMConfig(model=model, drafter=drafter, dtype=llm["dtype"])
     chosen = drafter_of(replace(config, drafter=drafters_of(config)[0]))
     with steps() as progress:
         made, file = measure_costs(LLM(**llm), chosen, progress, repeats=repeats)
     console = stdout()
-    console.print(_cost_table({spec.label: made.table, **made.drafts}))
+    console.print(_cost_table({model: made.table, **made.drafts}))
     console.print(f"written to {file}", markup=False)
 
 
@@ -155,7 +153,7 @@ def step(
 
     The model may be a random one: random:LAYERSxWIDTHxFFxVOCAB, or with xHEADSxKVHEADS behind it.
     """
-    passes, device, label = StepConfig(**asked), llm["device"], parse_model(llm["model"]).label
+    passes, device, label = StepConfig(**asked), llm["device"], llm["model"]
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):  # said before minutes of measuring
         raise ConfigError(f"--out {out}", "no file can be there", "name a file in a folder that exists")
     with materialised(llm["model"]) as folder:

@@ -22,7 +22,6 @@ from .. import zoo
 from ..bench.measure import ask
 from ..config import LLMConfig
 from ..core.errors import CapabilityError, ConfigError
-from ..core.model_spec import parse_model
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
@@ -110,8 +109,6 @@ def demo(
             done.append(_compare(engines, prompt, repeats))
             progress(len(done))
     _show_answer(console, engines, done)
-    if (spec := parse_model(llm["model"])).stretch > 1:
-        console.print(spec.label, markup=False, highlight=False)
     console.print(_table(sides, done))
     if not _verdict(console, sides, done):
         raise typer.Exit(1)
@@ -126,7 +123,7 @@ def _model() -> str:
 
 def _load(model: str, count: int | None) -> list[DemoPrompt]:
     """The first prompts of those that suit the model: a chat model's, or those of the embedded model's five domains."""
-    name = "demo_prompts" if parse_model(model).name == DEFAULT_MODEL else "chat_prompts"
+    name = "demo_prompts" if model == DEFAULT_MODEL else "chat_prompts"
     lines = resources.files("paceline").joinpath(f"data/{name}.jsonl").read_text(encoding="utf-8").splitlines()
     if count is not None and not 1 <= count <= len(lines):
         raise ConfigError(

@@ -11,7 +11,6 @@ import typer
 
 from .. import zoo
 from ..core.errors import ConfigError
-from ..core.model_spec import parse_model
 from ..core.options import named_values, shown, suggest
 from ..network.gguf import is_gguf
 from ..network.hub import local
@@ -135,13 +134,12 @@ def resolve(text: str) -> ModelSizes:
     Raises:
         ConfigError: no such model (it lists those that there are), or a config that cannot be used.
     """
-    spec = parse_model(text)
-    shape = models.named(spec.name) or _from_files(spec.name)
+    shape = models.named(text) or _from_files(text)
     if shape is None:
         embedded = [entry.name for entry in zoo.available() if entry.role in ("target", "draft")]
-        remedy = suggest(spec.name, [*models.names(), *embedded], "model")
-        raise ConfigError(f"model {shown(spec.name)}", "there is no such model, folder or config.json", remedy)
-    return shape.stretched(spec.stretch)
+        remedy = suggest(text, [*models.names(), *embedded], "model")
+        raise ConfigError(f"model {shown(text)}", "there is no such model, folder or config.json", remedy)
+    return shape
 
 
 def _from_files(name: str) -> ModelSizes | None:
@@ -160,12 +158,10 @@ def _draft_name(target: str, draft: str | None) -> str | None:
 
 def _runnable(text: str) -> str | None:
     """What ``--model`` takes for this model; None: there are no weights of it."""
-    spec = parse_model(text)
-    known = models.named(spec.name)
+    known, path = models.named(text), Path(text)
     if known is not None:
-        return replace(spec, name=known.hub).text if known.hub else None
-    path = Path(spec.name)
-    return replace(spec, name=str(path.parent)).text if path.is_file() and not is_gguf(path) else text
+        return known.hub or None
+    return str(path.parent) if path.is_file() and not is_gguf(path) else text
 
 
 def _bytes(flag: str, text: str) -> float:

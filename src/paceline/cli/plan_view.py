@@ -19,7 +19,6 @@ from .. import zoo
 from ..bench import figures
 from ..bench.methods import default_methods
 from ..core.errors import ConfigError
-from ..core.model_spec import parse_model
 from ..planning.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter, rank
 from ..planning.throughput import ServedModel, link_seconds, pass_cost
 from .console import note, stdout
@@ -223,7 +222,7 @@ def _weights(made: RankedDrafter, target: str | None, draft: str | None) -> str 
     """The draft model's name, or the zoo's trained weights; None: there are none; empty: it needs none."""
     if made.drafter == "draft_model":
         return draft
-    return zoo.weights(made.drafter, parse_model(target or "").name) if made.drafter in ADVICE else ""
+    return zoo.weights(made.drafter, target or "") if made.drafter in ADVICE else ""
 
 
 def draw(question: PlanRequest, file: Path) -> Path:

@@ -17,7 +17,7 @@ from ..core.errors import CapabilityError
 class Facts:
     """What both sides must agree in. Empty: it does not matter here."""
 
-    weights: str = ""  # fingerprint of the checkpoint (`target.files.fingerprint`)
+    weights: str = ""  # fingerprint of the checkpoint (`network.files.fingerprint`), and its layers
     vocabulary: str = ""  # of token ids and their pieces
     dtype: str = ""
     torch: str = ""  # its version: lines between hosts are torch's

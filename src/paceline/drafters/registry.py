@@ -190,7 +190,7 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
     Args:
         spec: a config object (returned as it is), None (no drafter), or
             ``name[:model][,option=value]...``; a tuple is written ``<1,1,3>``, text with a comma in it
-            ``<stretch:MODEL,times=8>``, an absent value ``none``.
+            ``<folder, one>``, an absent value ``none``.
 
     Raises:
         ConfigError: an unknown drafter or option, a value of the wrong type or out of bounds.

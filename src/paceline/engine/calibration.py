@@ -31,7 +31,7 @@ from ..network.parallel import BEST
 from .costs import CostTable
 
 FILE = "paceline-costs.json"
-SCHEMA = 2
+SCHEMA = 3
 QUICK_ROWS = (1, 2, 4, 8, 16, 32)  # of one sequence, in the quick estimate
 QUICK_BATCHES = (8,)  # sequences of one row each, beside the single one
 QUICK_CONTEXT = 64
@@ -53,7 +53,6 @@ class Fingerprint:
     exact: bool
     quant: str | None
     kernels: str
-    stretch: int  # layers of a pass for each of the model's own
 
     def differs(self, other: Fingerprint) -> list[str]:
         """Say in words where two fingerprints differ."""
@@ -73,7 +72,6 @@ def fingerprint(decoder: Decoder, kernels: str) -> Fingerprint:
         exact=decoder.exact,
         quant=decoder.quant,
         kernels=kernels,
-        stretch=decoder.config.stretch,
     )
 
 

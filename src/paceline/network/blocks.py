@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
@@ -47,20 +46,15 @@ class StoredRows(NamedTuple):
 
     type: BlockType
     rows: np.ndarray  # [n, bytes of a row] uint8
-    order: Tensor  # [n] int64 which of these rows comes first, second, ...; -1: zeros instead
+    order: Tensor  # [n] int64 which of these rows comes first, second, ...
     source: str = "a weight"  # what they are, for errors
     release: Callable[[], None] = lambda: None  # frees memory that can be read again from the file
     inputs: Tensor | None = None  # [k] int32 which input comes first, second, ...; None: they are in order
 
     @property
     def addresses(self) -> Tensor:
-        """[n] int64 where each row lies, in order; 0: nowhere, it is zeros."""
-        places = self.order * self.rows.strides[0] + self.rows.ctypes.data
-        return places.masked_fill(self.order < 0, 0)
-
-    def zeros(self) -> StoredRows:
-        """As many rows of zeros."""
-        return self._replace(order=torch.full_like(self.order, -1))
+        """[n] int64 where each row lies, in order."""
+        return self.order * self.rows.strides[0] + self.rows.ctypes.data
 
 
 # By the decoder's parameter: tensors that follow each other, whose ``stored()`` gives `StoredRows`.

@@ -37,10 +37,6 @@ log = logging.getLogger(__name__)
 class Decoder(nn.Module):
     """A decoder-only transformer whose layers can be run in any ranges.
 
-    A stretched one (`DecoderConfig.stretch` above 1) has layers of its own, which count and have numbers, and behind
-    each of them others that are computed as well, with weights and K/V of their own, and add zero: they are run with
-    the layer that they follow, so that whatever names layers means the same ones as without them.
-
     The parameters hold NaN until they are loaded. `finish` then checks that none is left and turns the
     weights into the fastest form for their device; after it the module is for inference only.
 
@@ -89,59 +85,31 @@ class Decoder(nn.Module):
         weights = torch.device("meta") if quant == "stored" else self.device
         self.embedding = nan_parameter(shape, dtype, weights) if lender is None else lender.embedding
         self.layers = nn.ModuleList(
-            Layer(here, i, dtype, self.device, exact, None, weights, ranks) for i in range(config.num_layers)
+            Layer(here, i, dtype, self.device, exact, weights, ranks) for i in range(config.num_layers)
         )
         self.norm = Norm(config, dtype, self.device) if own else None
         has_head = own and not config.tied
         self.head = Dense(config.d_model, here.vocab_size, False, dtype, weights) if has_head else None
-        # Behind each layer, with -1 for a number: adapters have nothing for them.
-        places = [i for i in range(config.num_layers) for _ in range(config.stretch - 1)]
-        self.added = nn.ModuleList(Layer(here, i, dtype, self.device, exact, -1, weights, ranks) for i in places)
         self.windows = frozenset(config.windows)
         self._rope = RopeTables(config.rotations, config.max_position, dtype, self.device)
-        self._run = self.in_order()
-        for place, layer in enumerate(self._run):
-            layer.table = self._rope.of_layer[place // config.stretch]
+        self._run: list[Any] = [*self.layers]  # an nn.ModuleList is slow to index
+        for layer, table in zip(self._run, self._rope.of_layer, strict=True):
+            layer.table = table
         self._head: LinearOp | None = None
         self._native = native
         self.stack: Stack | None = None  # the compiled layers, where they run this network
         self._hot: Tensor | None = None  # the only tokens with a chance, where `stack` does not see to that; None: all
 
     def in_order(self) -> list[Layer]:
-        """Every layer of a pass; a list, since an nn.ModuleList is slow to index."""
-        more = self.config.stretch - 1
-        found: list[Any] = []
-        for index, layer in enumerate(self.layers):
-            found += [layer, *self.added[index * more : (index + 1) * more]]
-        return found
+        """Return the layers of a pass."""
+        return self._run
 
     def allocate(self, stored: Collection[str]) -> None:
         """Give memory to the weights that `finish` will not be given in blocks; without such there is nothing to do."""
         for name, value in [*self.named_parameters()]:
-            if value.is_meta and self._own_name(name) not in stored:
+            if value.is_meta and name not in stored:
                 module, _, own = name.rpartition(".")
                 setattr(self.get_submodule(module), own, nan_parameter(tuple(value.shape), value.dtype, self.device))
-
-    def _own_name(self, name: str) -> str:
-        """The parameter that a parameter of an added layer copies; any other parameter is its own."""
-        first, _, rest = name.partition(".")
-        if first != "added":
-            return name
-        index, _, rest = rest.partition(".")
-        return f"layers.{int(index) // (self.config.stretch - 1)}.{rest}"
-
-    def _fill_added(self) -> None:
-        """Added layers compute with copies of the weights of the layer that they follow, and add zero."""
-        own: dict[str, nn.Parameter] = {}
-        for layer in self._run:
-            if layer.index >= 0:
-                own = dict(layer.named_parameters())
-                continue
-            for name, parameter in layer.named_parameters():
-                if name.startswith(("out.", "down.")):
-                    parameter.data.zero_()
-                else:
-                    parameter.data.copy_(own[name].data)
 
     def assert_loaded(self) -> None:
         """Raises ConfigError where a parameter still holds NaN."""
@@ -161,7 +129,6 @@ class Decoder(nn.Module):
         look-up needs as it is: vocab_size * d_model elements are then held twice, but where it is in blocks: ``stored``
         has such weights by the parameter's name.
         """
-        self._fill_added()
         self.assert_loaded()
         if self._native:
             lender = None if self.lender is None or self.lender.stack is None else self.lender.stack.weights
@@ -208,7 +175,7 @@ class Decoder(nn.Module):
         """Bytes of weights that one forward pass reads: the linear layers and the head."""
         c = self.own
         layer = sum(inputs * outputs for inputs, outputs in linear_shapes(c).values())
-        return round(self.weight_bytes * (c.depth * layer + c.vocab_size * c.d_model))
+        return round(self.weight_bytes * (c.num_layers * layer + c.vocab_size * c.d_model))
 
     @property
     def weight_bytes(self) -> float:
@@ -295,8 +262,7 @@ class Decoder(nn.Module):
     def run_layers(
         self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None
     ) -> ForwardState:
-        """Run layers start .. stop - 1 in place on ``state``, and those that were added behind each of them; K and V of
-        every row go to its slot.
+        """Run layers start .. stop - 1 in place on ``state``; K and V of every row go to its slot.
 
         A tap is the tensor that the next layer reads. Layers never write to their input, so it is not changed.
         """
@@ -313,13 +279,13 @@ class Decoder(nn.Module):
         """`run_layers` with the weights that are here."""
         if self.stack is not None:
             return self._run_native(self.stack, state, start, stop, cache, taps)
-        hidden, attention, stretch = state.hidden, self.attention, self.config.stretch
+        hidden, attention = state.hidden, self.attention
         rotations = self._rotations(state)
-        for index in range(start * stretch, stop * stretch):
+        for index in range(start, stop):
             layer = self._run[index]
             hidden = layer.run(hidden, state, rotations[layer.table], cache.k[index], cache.v[index], attention)
-            if taps is not None and layer.index >= 0:
-                self._tap(taps, layer.index, hidden)
+            if taps is not None:
+                self._tap(taps, index, hidden)
         state.hidden = hidden
         return state
 

@@ -59,14 +59,8 @@ class DecoderConfig:
     quantised: GroupQuant | None = None  # how its linears are stored; None: as plain numbers
     first_norm: bool = True  # whether the first layer's attention has a norm before it; EAGLE's has none
     gathered: int = 1  # ranks whose heads and MLP's inside `out` and `down` read; each has so many times fewer outputs
-    stretch: int = 1  # each layer is followed by so many less one that add zero; see `decoder.Decoder`
     tracks: int = 1  # that the layers consist of; widths and heads are those of all tracks together; see `tracks`
     merge: Merge = "gather"  # what tracks give each other between two segments
-
-    @property
-    def depth(self) -> int:
-        """Layers that a pass goes through."""
-        return self.num_layers * self.stretch
 
     @property
     def scale(self) -> float:

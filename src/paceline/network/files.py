@@ -24,6 +24,7 @@ from ..core.options import shown
 from .gguf import is_gguf, read_gguf
 from .hashing import content_hash
 
+FINGERPRINT = "paceline_fingerprint"  # in a checkpoint of the same function as another one: that one's
 MAX_JSON_BYTES = 64 * 2**20  # many times the largest index of shards that is known
 
 
@@ -149,21 +150,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """sha256 over a target checkpoint: its config, its index of shards where it has one, and all bytes of its weights.
+    """Return the sha256 over a target checkpoint: config, index of shards where it has one, and all bytes of weights.
 
-    These are read once; see `hashing`.
+    These are read once; see `hashing`. A checkpoint that names another one's (`FINGERPRINT`) has that.
 
     Raises:
         ConfigError: no config or no weights there, or they cannot be read.
     """
     place = Path(folder)
     if is_gguf(place):
-        return _digest(read_gguf(place).paths, place)
+        file = read_gguf(place)
+        return str(file.metadata.get(FINGERPRINT) or _digest(file.paths, place))
     files = sorted(file for file in place.glob("*.safetensors") if is_file(file))
     if not files or not is_file(place / "config.json"):
         raise ConfigError(f"model folder {place}", "it lacks config.json or *.safetensors", "name a model folder")
     indices = sorted(file for file in place.glob("*.safetensors.index.json") if is_file(file))
-    return _digest((place / "config.json", *indices, *files), place)
+    own = read_json(place / "config.json", "restore the file").get(FINGERPRINT)
+    return str(own or _digest((place / "config.json", *indices, *files), place))
 
 
 def _digest(files: Iterable[Path], place: Path) -> str:

@@ -82,13 +82,12 @@ class Layer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         exact: bool,
-        number: int | None = None,  # by which it is known; None: its index
         weights: torch.device | None = None,  # where those of the products are; None: on the device
         ranks: Ranks | None = None,  # of which this is one's part of a layer; None: it is whole
     ) -> None:
         super().__init__()
         c, self.ranks = config, ranks
-        self.index = index if number is None else number
+        self.index = index
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.window, self.scale = c.windows[index], c.scale
         rope = c.rotations[index]

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ..attention.base import AttentionBackend
 from ..core.errors import CapabilityError, ConfigError
-from ..core.model_spec import STRETCH
 from ..core.options import did_you_mean, shown
 from . import generation
 from .blocks import StoredWeights
 from .decoder import Decoder
-from .families import DecoderConfig, decoder_config, linear_shapes
+from .families import DecoderConfig, decoder_config
 from .files import StoredTensor, free_bytes, get_tensor, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .gguf import is_gguf, read_gguf
 from .gguf_model import read_gguf_config, read_pieces
@@ -50,7 +49,6 @@ def load_model(
     device: str | torch.device = "cpu",
     exact: bool = False,
     native: bool = False,
-    stretch: int = 1,
     layers: tuple[int, int] | None = None,
     ends: bool = True,
     ranks: Ranks | None = None,
@@ -65,7 +63,6 @@ def load_model(
             activations), or "auto" for what the checkpoint is stored in.
         device: "cpu", "cuda" or "cuda:1".
         exact, native: see `Decoder`.
-        stretch: of `DecoderConfig`.
         layers: the first one, and one past the last one; None: all. They are numbered from 0 then.
         ranks: the share of one of several ranks is loaded, and nothing else is read.
         ends: of `DecoderConfig.part`; without them the decoder's embedding and head are zeros, for nobody to use.
@@ -76,7 +73,7 @@ def load_model(
         CapabilityError: a dtype, device or model option that is not available.
     """
     folder = Path(path)
-    config = replace(read_config(folder), stretch=stretch)
+    config = read_config(folder)
     place = parse_device(device)
     kind, quant = parse_dtype(dtype, config)
     layout = read_layout(folder, config)
@@ -125,7 +122,6 @@ def memory_for(
 ) -> Iterator[None]:
     """Refuse, in words, weights that do not fit: before they are loaded, and where the allocator gives up."""
     count = sum(piece.numel for piece, _ in layout.pieces if piece.into not in blocks)
-    count += (config.depth - config.num_layers) * sum(i * o for i, o in linear_shapes(config).values())
     # One tensor more: weights are converted and packed one at a time.
     wanted = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize + _table_bytes(
         config, dtype, device
@@ -380,8 +376,7 @@ def _read_json(file: Path) -> Any:
 
 def resolve_folder(name_or_path: str | Path, revision: str | None = None, offline: bool = False) -> Path:
     """The folder of a model: an embedded model's name (``paceline-small``), a local folder, or a hub name
-    (``org/name``), which is downloaded; ``offline``, as HF_HUB_OFFLINE, uses what is cached. A stretched model has none
-    (`core.model_spec`): who can load one asks for the folder of what it is made of.
+    (``org/name``), which is downloaded; ``offline``, as HF_HUB_OFFLINE, uses what is cached.
 
     Raises:
         ConfigError: nothing of that name, or the hub cannot be reached.
@@ -391,9 +386,6 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
     if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or "\0" in str(name_or_path):
         raise ConfigError(f"model {shown(name_or_path)}", "not a model's name", "name an embedded model or a folder")
     name = str(name_or_path)
-    if name.startswith(STRETCH):
-        wrong = "a stretched model is no folder: it is made as it is loaded, to be a target"
-        raise ConfigError(f"model {shown(name)}", wrong, "name the model itself here")
     found = zoo.find(name) or local(name)
     if found is None and is_gguf(name):
         raise ConfigError(f"model {shown(name)}", "there is no such file", "check the path")

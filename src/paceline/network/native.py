@@ -24,13 +24,13 @@ from ..attention.base import AttentionPlan, Segment
 from ..attention.rope import RopeTables
 from ..core.errors import CapabilityError
 from ..native import abi
-from .adapters import LINEARS, AdapterRange, LowRank
+from .adapters import AdapterRange, LowRank
 from .base import ForwardState, KVCache
 from .blocks import StoredWeights
 from .families import DecoderConfig
 from .hot import cut_head
 from .native_calls import NativeTaps, TokenPass, hold, keys_of
-from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
+from .native_linear import BAD_POSITION, NativeAdapters, require
 from .native_streams import StreamRun, StreamTokens, limits_of, native_streams
 from .native_weights import Loaded, NativeWeights
 from .padding import SCALE_ROOM, padded
@@ -67,7 +67,7 @@ class Stack:
         if why:
             raise CapabilityError("native=True", why, "use native=False")
         self._rope = RopeTables(c.rotations, c.max_position, torch.float32, decoder.device)
-        self.stretch, self._quant = c.stretch, quant
+        self._quant = quant
         self.weights = NativeWeights(decoder, stored or {}, lender)
         self.head = self.weights.head
         self._model = abi.CModel(
@@ -100,7 +100,7 @@ class Stack:
         self.library = native.library()
         self.stream_prices = WeakKeyDictionary[StreamSet, tuple[float, float]]()  # see `stream_prices.stream_prices`
         self.free_rows = native.TILE_ROWS if self.library.isa == native.AMX else native.VECTOR_ROWS
-        self._num_layers, self._embedding = c.depth, decoder.embedding.data
+        self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
         self.embedding_at = ctypes.addressof(self.weights.embedding)
         self._hot: Tensor | None = None
 
@@ -127,12 +127,6 @@ class Stack:
         cut_head(made, self.head, hot, self.dtype)
         return made
 
-    def _own_linears(self) -> list[NativeLinear]:
-        """The products of the layers that have numbers: added layers have none."""
-        step = len(LINEARS)
-        firsts = range(0, len(self.weights.linears), step * self.stretch)
-        return [linear for first in firsts for linear in self.weights.linears[first : first + step]]
-
     @property
     def weight_bytes(self) -> float:
         """Bytes of one weight of the products, in the mean."""
@@ -158,7 +152,7 @@ class Stack:
         return AttentionPlan(segments, table, held)
 
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
-        """[rows, d_model] after layers start .. stop - 1 and those added to them; ``state.hidden`` is left as it is.
+        """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is.
 
         Rows in ``state.adapters`` get those adapters' deltas; the limits in ``state.special`` hold for its streams. A
         `LowRank` is packed when it first comes, for as long as it lives: its parameters must not change afterwards.
@@ -169,7 +163,6 @@ class Stack:
                 of adapters that overlap, are out of order or beyond the rows.
         """
         hidden, plan = self.states(state.hidden), state.attn
-        start, stop = start * self.stretch, stop * self.stretch
         out = torch.empty_like(hidden)
         k, v, stride, packed = self._addresses(cache)
         held: list[Tensor] = []
@@ -257,7 +250,7 @@ class Stack:
     ) -> None:
         """A pass from token ids on."""
         run, held = self._pass(cache), list[Any]()
-        table = None if taps is None else taps.struct(self.stretch, self._model.d_model, self.dtype, held)
+        table = None if taps is None else taps.struct(self._model.d_model, self.dtype, held)
         at = None if table is None else ctypes.byref(table)
         run.num_adapters = 0
         if whole.adapters:
@@ -272,7 +265,7 @@ class Stack:
         found = self._streams.get(streams)
         if found is None:
             adapters = None if streams.adapters is None else self.adapters(streams.adapters)
-            found = self._streams[streams] = native_streams(streams, adapters, self.dtype, self.stretch)
+            found = self._streams[streams] = native_streams(streams, adapters, self.dtype)
         return found
 
     def _pass(self, cache: KVCache) -> abi.CPass:
@@ -310,7 +303,7 @@ class Stack:
             with self._packing:  # a second one would replace the first while another thread's pass reads that
                 found = self._adapters.get(adapter)
                 if found is None:
-                    found = self._adapters[adapter] = NativeAdapters(adapter, self._own_linears(), self.stretch)
+                    found = self._adapters[adapter] = NativeAdapters(adapter, self.weights.linears)
         return found
 
     def _ranges(self, ranges: Sequence[AdapterRange], rows: int) -> Any:

@@ -131,7 +131,7 @@ class NativeTaps:
     out: Tensor  # [layers, rows, d_model], or of one layer [rows, d_model], in the dtype of the states, to be filled
     ms: float = 0.0  # ms that copying took; set by the call
 
-    def struct(self, stretch: int, width: int, dtype: torch.dtype, held: list[Any]) -> abi.CTaps:
+    def struct(self, width: int, dtype: torch.dtype, held: list[Any]) -> abi.CTaps:
         """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
         out, shape, count = self.out, self.out.shape, len(self.layers)
         rows = shape[-2] if self.rows is None else len(self.rows)
@@ -139,16 +139,16 @@ class NativeTaps:
             raise ValueError(f"{list(shape)} as room for taps: {[count, rows, width]}")
         if out.dtype != dtype or not out.is_contiguous():
             raise ValueError(f"room for taps of {out.dtype}, or in pieces: {dtype} in one piece")
-        after, which = _after(self.layers, stretch), None
+        after, which = _after(self.layers), None
         if self.rows is not None:
             which = numbers(self.rows, held)
         return abi.CTaps(layers=count, after=after.buffer_info()[0], rows=rows, which=which, out=out.data_ptr())
 
 
 @cache
-def _after(layers: tuple[int, ...], stretch: int) -> array[int]:
+def _after(layers: tuple[int, ...]) -> array[int]:
     """How many layers a pass has run behind each of these layers."""
-    return array("q", [(layer + 1) * stretch for layer in layers])
+    return array("q", [layer + 1 for layer in layers])
 
 
 class Room:

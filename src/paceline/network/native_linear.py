@@ -173,16 +173,15 @@ class NativeAdapters:
     Args:
         adapter: what to pack; parameters that change later are not seen.
         bases: the base's products of all layers, in the order of `LINEARS`.
-        stretch: layers that a pass goes through for each of these; see `Decoder`.
 
     Raises:
         ConfigError: a pair of another shape or layer than the base has, or one that holds NaN.
     """
 
-    def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear], stretch: int = 1) -> None:
+    def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear]) -> None:
         self.rank = adapter.config.rank
         layers = len(bases) // len(LINEARS)
-        self.table = (abi.CLowRank * (layers * stretch * len(_PAIRS)))()
+        self.table = (abi.CLowRank * (layers * len(_PAIRS)))()
         self._arena = Arena()
         self._held: list[NativeLinear] = []
         for layer, linear, down, up in adapter.pairs():
@@ -192,7 +191,7 @@ class NativeAdapters:
             # What stands in place of the MLP has the inputs of its first product and the outputs of its last.
             ends = ("up", "down") if linear == MLP else (linear, linear)
             first, last = (bases[layer * len(LINEARS) + LINEARS.index(name)] for name in ends)
-            made = self.table[layer * stretch * len(_PAIRS) + _PAIRS.index(linear)]
+            made = self.table[layer * len(_PAIRS) + _PAIRS.index(linear)]
             n, k = last.shape[0], first.shape[1]
             if down.shape != (self.rank, k) or up.shape != (n, self.rank):
                 shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"

@@ -80,11 +80,9 @@ class StreamTokens(NamedTuple):
     rode: bool  # whether the streams ran with the main rows; else they ran afterwards
 
 
-def native_streams(
-    streams: StreamSet, adapters: NativeAdapters | None, dtype: torch.dtype, stretch: int
-) -> abi.CStreamSet:
+def native_streams(streams: StreamSet, adapters: NativeAdapters | None, dtype: torch.dtype) -> abi.CStreamSet:
     """The parameters of one lossless `StreamSet`, with its ``adapters``, as compiled layers with states of ``dtype``
-    read them; ``stretch`` as of `Decoder`.
+    read them.
 
     Raises:
         ValueError: streams that begin as more than state and embedding.
@@ -93,7 +91,7 @@ def native_streams(
     if streams.start_map is not None or streams.embeddings is None:
         raise ValueError("streams that begin through a map, or without embeddings, in one compiled call")
     embeddings = streams.embeddings.detach().to("cpu", dtype).contiguous()
-    made = abi.CStreamSet(gamma=config.gamma, insertion=config.insertion * stretch, embeddings=embeddings.data_ptr())
+    made = abi.CStreamSet(gamma=config.gamma, insertion=config.insertion, embeddings=embeddings.data_ptr())
     made.held = embeddings, adapters
     if adapters is not None:
         made.adapter, made.rank = ctypes.addressof(adapters.table), adapters.rank

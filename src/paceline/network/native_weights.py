@@ -21,7 +21,7 @@ from .native_linear import NativeLinear
 from .padding import groups_of
 from .parallel import Ranks
 
-Parts = Mapping[str, Sequence[StoredRows]]
+Parts = Mapping[str, Sequence[StoredRows] | None]
 
 
 class Loaded(Protocol):
@@ -65,15 +65,9 @@ class NativeWeights:
         self._arena = Arena()
         self._quant = decoder.quant
         self.linears: list[NativeLinear] = []
-        self.layers = (abi.CLayer * c.depth)()
-        parts: dict[str, Sequence[StoredRows]] = {}
+        self.layers = (abi.CLayer * c.num_layers)()
         for index, (made, layer) in enumerate(zip(self.layers, decoder.in_order(), strict=True)):
-            if layer.index < 0:  # an added layer: it has the weights of the layer in front of it, and adds zero
-                parts |= {name: [part.zeros() for part in parts[name]] for name in ("out", "down") if name in parts}
-            else:
-                place = f"layers.{index // c.stretch}"
-                own = {name: _rows(stored, f"{place}.{name}.weight") for name in LINEARS}
-                parts = {name: rows for name, rows in own.items() if rows is not None}
+            parts = {name: _rows(stored, f"layers.{index}.{name}.weight") for name in LINEARS}
             self._fill(made, layer, groups_of(c), parts)
         if lender is None:
             self._own_ends(decoder, stored)
@@ -84,7 +78,7 @@ class NativeWeights:
         for name in LINEARS:
             dense = getattr(layer, name)
             bias = None if dense.bias is None else dense.bias.data
-            given = self._quant, groups[name], self._arena, parts.get(name)
+            given = self._quant, groups[name], self._arena, parts[name]
             linear = NativeLinear(dense.weight.data, bias, *given)
             delattr(layer, name)  # one copy of the weights is enough
             self.linears.append(linear)

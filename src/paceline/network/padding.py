@@ -14,7 +14,7 @@ SCALE_ROOM = 16  # bytes behind a packed row
 def cache_shape(config: DecoderConfig, compiled: bool) -> tuple[int, int, int]:
     """Layers, K/V heads and a head's width of a network's cache; compiled layers keep heads padded."""
     width = padded(config.head_dim) if compiled else config.head_dim
-    return config.depth, config.num_kv_heads, width
+    return config.num_layers, config.num_kv_heads, width
 
 
 def packed_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -138,15 +138,14 @@ class Stage:
     _closed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        stretch, layers = self.decoder.config.stretch, self.decoder.num_layers
+        layers, depth = self.decoder.num_layers, self.stop - self.start
         if not 0 <= self.start < self.stop <= layers:
             asked = f"a stage of layers {self.start} to {self.stop - 1}"
             raise ConfigError(asked, f"the target has layers 0 to {layers - 1}", "give each stage a layer or more")
-        depth = (self.stop - self.start) * stretch
         if len(self.store.k) != depth:
             asked = f"a stage of {depth} layers over a store of {len(self.store.k)}"
             raise ConfigError(asked, "each layer has K and V of its own", "give it a store of as many layers")
-        first, behind = self.start * stretch, self.decoder.cache_shape[0] - self.stop * stretch
+        first, behind = self.start, self.decoder.cache_shape[0] - self.stop
         # By the layers' own numbers: those of other layers are never touched.
         self._cache = LayerCache(*([*own[:1] * first, *own, *own[:1] * behind] for own in (self.store.k, self.store.v)))
         ranks = self.decoder.ranks

@@ -67,18 +67,14 @@ def assumed(
     """Of every drafter, for a target of that name: its own figures where the pair was measured.
 
     Args:
-        target: what follows a comma in a name ("stretched 8x") changes no token.
         draft: the draft model's name.
         context: tokens that a sequence has; between measured ones tau lies on a line.
         window: keys of a sparse draft; None: as it was measured. Of another window nobody measured anything.
     """
-    table, names = (
-        read_table("planning/acceptance.toml"),
-        tuple((name or "").partition(",")[0] for name in (target, draft)),
-    )
+    table = read_table("planning/acceptance.toml")
     found = {name: _read(entry, context, own=False) for name, entry in table["drafter"].items()}
     for pair in table["pair"]:
-        same = pair["target"] == names[0] and pair.get("draft", names[1]) == names[1]
+        same = pair["target"] == target and pair.get("draft", draft) == draft
         if same and window in (None, pair.get("window", window)):
             found[pair["drafter"]] = _read(pair, context, own=True)
     return found

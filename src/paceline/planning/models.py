@@ -129,13 +129,6 @@ class ModelSizes:
         halves |= {"d_ff": max(1, active // 2), "sliding_layers": self.sliding_layers // 2}
         return replace(self, name=f"{self.name}, halved", experts=None, **halves)
 
-    def stretched(self, times: int) -> ModelSizes:
-        """The same with so many layers for each (`core.model_spec`)."""
-        experts = replace(self.experts, layers=self.experts.layers * times) if self.experts else None
-        layers, sliding = self.num_layers * times, self.sliding_layers * times
-        name = f"{self.name}, stretched {times}x" if times > 1 else self.name
-        return replace(self, name=name, num_layers=layers, sliding_layers=sliding, experts=experts)
-
 
 def names() -> list[str]:
     """Models that have a name."""
@@ -170,10 +163,9 @@ def read_shape(path: Path) -> ModelSizes:
 
 
 def shape_of(config: DecoderConfig, name: str = "") -> ModelSizes:
-    """The sizes of a decoder, its stretch included."""
+    """The sizes of a decoder."""
     sliding = [window for window in config.windows if window is not None]
     names = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position")
     sizes: dict[str, Any] = {name: getattr(config, name) for name in names}
     sizes |= {"weight_bytes": 0.5} if config.quantised else {}
-    shape = ModelSizes(name=name, window=min(sliding, default=None), sliding_layers=len(sliding), **sizes)
-    return shape.stretched(config.stretch)
+    return ModelSizes(name=name, window=min(sliding, default=None), sliding_layers=len(sliding), **sizes)

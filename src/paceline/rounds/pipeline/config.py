@@ -122,9 +122,9 @@ class PipelineConfig(AheadConfig):
         Raises:
             ConfigError: as of `bounds`.
         """
-        bounds, stretch = self.bounds(target.num_layers), target.config.stretch
+        bounds = self.bounds(target.num_layers)
         pairs = zip(bounds[:-1], bounds[1:], strict=True)
-        return [Stage(target, a, b, pool.tensors.part(a * stretch, b * stretch)) for a, b in pairs]
+        return [Stage(target, a, b, pool.tensors.part(a, b)) for a, b in pairs]
 
     def over(
         self, parts: RoundParts, stage_line: StageLine, going: Callable[[GoingSessions], GoingSessions] | None = None
