@@ -165,8 +165,9 @@ def fingerprint(folder: str | Path) -> str:
     if not files or not is_file(place / "config.json"):
         raise ConfigError(f"model folder {place}", "it lacks config.json or *.safetensors", "name a model folder")
     indices = sorted(file for file in place.glob("*.safetensors.index.json") if is_file(file))
-    own = read_json(place / "config.json", "restore the file").get(FINGERPRINT)
-    return str(own or _digest((place / "config.json", *indices, *files), place))
+    values = read_json(place / "config.json", "restore the file")
+    named = values.get(FINGERPRINT) if isinstance(values, dict) else None
+    return str(named or _digest((place / "config.json", *indices, *files), place))
 
 
 def _digest(files: Iterable[Path], place: Path) -> str:
