@@ -1,4 +1,9 @@
-"""The planner's law of this machine: passes are timed, the law is fitted to some and held against the others."""
+"""A law of this machine's passes: passes are timed, the law is fitted to some and held against the others.
+
+In it K/V is read next to weights and products; attention's own arithmetic, rows x keys, has a rate of its own:
+
+    seconds = host + row x rows + max(weights / read, products / multiply) + K/V / fetch + attention / attend
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.bench.calibrate import time_passes
 from paceline.core.errors import ConfigError
 from paceline.llm import LLM
-from paceline.planning.throughput import PassLaw, ServedModel, law_terms, pass_cost
+from paceline.planning.throughput import Cost, ServedModel, pass_cost
 
 REPEATS = 9  # of each pass; medians count
 LEAST_POINTS = 8  # timed passes that a law of six figures is fitted to
@@ -33,6 +38,29 @@ HELD_OUT: tuple[Size, ...] = (
     *((1, 256, 5, False), (2, 128, 3, False), (4, 1024, 1, False), (8, 256, 1, False), (16, 1024, 1, False)),
     *((4, 512, 5, False), (1, 1024, 16, False), (1, 512, 1, True), (16, 128, 5, False)),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassLaw:
+    """The law of the present machine. Times are in seconds."""
+
+    host: float  # a pass, whatever it holds
+    row: float  # a row: packing, norms, the choice of a token
+    weight: float  # a byte of weights that is read
+    hoi: float  # FLOPs of products that pass while a byte of weights is read
+    kv: float  # a byte of K/V that is read
+    attention: float  # a FLOP of attention's own arithmetic
+
+    def seconds(self, network: ServedModel, batch: int, context: float, rows: int = 1) -> float:
+        """A pass over ``rows`` rows of each of ``batch`` sequences with ``context`` tokens in front of them."""
+        rates = self.host, self.row, self.weight, self.kv, self.attention
+        terms = law_terms(pass_cost(network, batch, context, rows), batch * rows, self.hoi)
+        return sum(rate * term for rate, term in zip(rates, terms, strict=True))
+
+
+def law_terms(cost: Cost, rows: int, hoi: float) -> tuple[float, ...]:
+    """What the law's rates are multiplied with: pass, rows, bytes of weights, bytes of K/V, FLOPs of attention."""
+    return 1.0, rows, max(cost.weights, cost.compute / hoi), cost.kv, cost.attention
 
 
 @dataclass(frozen=True, kw_only=True)

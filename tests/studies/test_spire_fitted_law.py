@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from spire_parts.fitted_law import FITTED, HELD_OUT, Timed, errors, fit
+from spire_parts.fitted_law import FITTED, HELD_OUT, PassLaw, Timed, errors, fit
 
 from paceline import zoo
 from paceline.planning import models

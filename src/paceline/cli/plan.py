@@ -33,7 +33,7 @@ STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 @app.command()
 @takes(
     question=PlanRequest,
-    without={"target", "machine", "draft", "weight_bytes", "kv_bytes", "acceptance", "law"},
+    without={"target", "machine", "draft", "weight_bytes", "kv_bytes", "acceptance"},
 )
 def plan(
     target: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)],

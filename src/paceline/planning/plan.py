@@ -11,7 +11,7 @@ from ..core.options import check, option
 from .acceptance import Acceptance, assumed
 from .machines import Machine
 from .models import ModelSizes
-from .throughput import PassLaw, RoundCost, ServedModel, held_bytes, pass_seconds, round_of
+from .throughput import RoundCost, ServedModel, held_bytes, pass_seconds, round_of
 
 PLAIN = "none"  # the drafter of plain decoding
 DEPTHS = tuple(range(1, 9))
@@ -54,7 +54,6 @@ class PlanRequest:
         maximum=64,
     )
     acceptance: Mapping[str, Acceptance] = field(default_factory=dict)  # by drafter, in the place of what is assumed
-    law: PassLaw | None = None  # of the machine, which is the present one; None: its peaks say what passes take
 
     def __post_init__(self) -> None:
         check(self)
@@ -94,8 +93,6 @@ class PlanRequest:
     def seconds(self, network: ServedModel, rows: int) -> float:
         """A pass over so many rows of each sequence."""
         size = self.batch, self.context, rows
-        if self.law is not None:
-            return self.law.seconds(network, *size)
         return pass_seconds(network, self.machine, *size, devices=self.devices, stages=self.stages)
 
     def assumptions(self) -> dict[str, Acceptance]:

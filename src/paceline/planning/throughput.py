@@ -7,11 +7,6 @@ A pass over several rows computes that many times as much and reads weights and 
 The paper leaves the LM head and attention's arithmetic out of the model; both are counted here. Not in it: activations,
 norms, sampling, launches, the host's time.
 
-A law that is fitted to timed passes of a machine (`studies/spire_parts/fitted_law.py`) may take the place of peaks. In
-it K/V is read next to weights and products; attention's own arithmetic, rows x keys, has a rate of its own:
-
-    seconds = host + row x rows + max(weights / read, products / multiply) + K/V / fetch + attention / attend
-
 Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sections in docstrings are its.
 """
 
@@ -93,33 +88,6 @@ def pass_cost(network: ServedModel, batch: int, context: float, rows: int = 1) -
         weights=network.weight_bytes * (shape.read_parameters(tokens) + shape.head_parameters),
         kv=network.kv_bytes * batch * shape.kv_values(keys),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassLaw:
-    """The law of the present machine. Times are in seconds."""
-
-    host: float  # a pass, whatever it holds
-    row: float  # a row: packing, norms, the choice of a token
-    weight: float  # a byte of weights that is read
-    hoi: float  # FLOPs of products that pass while a byte of weights is read
-    kv: float  # a byte of K/V that is read
-    attention: float  # a FLOP of attention's own arithmetic
-
-    def seconds(self, network: ServedModel, batch: int, context: float, rows: int = 1) -> float:
-        """A pass over ``rows`` rows of each of ``batch`` sequences with ``context`` tokens in front of them."""
-        return self.of(pass_cost(network, batch, context, rows), batch * rows)
-
-    def of(self, cost: Cost, rows: int, share: float = 1.0) -> float:
-        """A pass over so many rows in all that costs this, with a share of the machine."""
-        rates = self.host, self.row, self.weight, self.kv, self.attention
-        host, *others = (rate * term for rate, term in zip(rates, law_terms(cost, rows, self.hoi), strict=True))
-        return host + sum(others) / share
-
-
-def law_terms(cost: Cost, rows: int, hoi: float) -> tuple[float, ...]:
-    """What the law's rates are multiplied with: pass, rows, bytes of weights, bytes of K/V, FLOPs of attention."""
-    return 1.0, rows, max(cost.weights, cost.compute / hoi), cost.kv, cost.attention
 
 
 def held_bytes(network: ServedModel, batch: int, context: float) -> float:
