@@ -26,7 +26,7 @@ from paceline.network.families import DecoderConfig, decoder_config
 from paceline.network.native import unsupported
 from paceline.network.parallel import Ranks
 from paceline.network.tracks import Tracks, track_share
-from paceline.training.target import ModelShape
+from paceline.training.shape import ModelShape
 
 ALPHAS_MS = (0.01, 0.03, 0.1, 0.3, 1.0)
 WORD_MS = 3.2e-6  # 4 bytes at 10 Gbit/s

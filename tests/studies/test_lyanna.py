@@ -33,8 +33,7 @@ from paceline.network.files import fingerprint
 from paceline.network.loader import load_tokenizer, read_config, resolve_folder
 from paceline.training.data import SourceSpec
 from paceline.training.network import Network
-from paceline.training.target import ModelShape
-from paceline.training.tokenizer import train_tokenizer
+from paceline.training.shape import ModelShape
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ("--model", MODEL, "--prompts", 2, "--repeats", 1, "--max-new-tokens", 6, "--threads", 1, "--tasks", "sql")

@@ -70,33 +70,6 @@ def wait_for(condition: Callable[[], bool], work: subprocess.Popen[str], seconds
 # ---- models
 
 
-def test_a_target_is_trained_with_a_tokenizer_of_its_own(
-    run: Callable[..., Result], data: Path, tmp_path: Path
-) -> None:
-    """The result loads, reads and answers in the chat form; the facts of the run lie beside it."""
-    out = tmp_path / "out"
-    done = run("target", "--data", data, "--held-out", data, "--out", out, *SMALL, *RUN, "--learning-rate", "0.02")
-    assert done.exit_code == 0, done.output
-    result = out / "result"
-    assert done.stdout.strip().endswith(str(result))
-    llm = LLM(str(result), dtype="float32")
-    assert llm.generate("What colour", SamplingParams(max_tokens=4))[0].outputs[0].token_ids
-    tokenizer = load_tokenizer(result)
-    assert len(tokenizer) <= 300
-    text = "<|user|>What colour is box 3?<|assistant|>"
-    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|bos|><|user|>Hi<|assistant|>Ho<|eos|>"
-    facts = json.loads((result / "training.json").read_text("utf-8"))
-    assert (facts["recipe"], facts["steps"], facts["options"]["layers"]) == ("target", 8, 1)
-    assert facts["data"][0]["file"] == "boxes.jsonl" and len(facts["data"][0]["sha256"]) == 64
-    assert facts["tokens_by_file"]["boxes.jsonl"] > 100
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
-    assert [line["step"] for line in lines if "loss/boxes" in line] == [4, 8]
-    assert lines[-1]["loss/boxes"] < lines[0]["loss"]
-    assert list((out / "tensorboard").glob("events.*"))
-
-
 def test_a_run_goes_on_where_it_stopped(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
     """--stop-after, twice; then the same losses and weights as without, and a draft that loads."""
     args = ["draft_model", "--target", target, "--data", data, *SMALL, *RUN]
@@ -162,19 +135,34 @@ def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path
         (["straems"], "Did you mean 'streams'"),
         (
             ["nonsense"],
-            "Known kinds: target, draft_model, streams, medusa, exits, lyanna, eagle, spire, tracks, answers",
+            "Known kinds: draft_model, streams, medusa, exits, lyanna, eagle, spire, tracks, answers",
         ),
         (["none.toml", "--data", ".", "--out", "{out}"], "none.toml: there is no such file"),
         (["draft_model", "--data", "{data}", "--out", "{out}"], "Give --target MODEL"),
-        (["target", "--data", "none.jsonl", "--out", "{out}", *SMALL], "there is no such file"),
-        (["target", "--data", "{data}=many", "--out", "{out}"], "the weight is no number"),
-        (["target", "--data", "{data}", "--out", "{out}", "--vocab-size", "100"], "no room for the bytes"),
         (
-            ["target", "--data", "{data}", "--out", "{out}", *SMALL, "--heads", "5"],
+            ["draft_model", "--target", "{target}", "--data", "none.jsonl", "--out", "{out}", *SMALL],
+            "there is no such file",
+        ),
+        ([*DRAFT, "--data", "{data}=many", "--out", "{out}"], "the weight is no number"),
+        (
+            [*DRAFT, "--data", "{data}", "--out", "{out}", *SMALL, "--heads", "5"],
             "--heads 5, --kv-heads 2: heads must divide --d-model",
         ),
-        (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--grow", "0"], "Give --init FOLDER"),
-        (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--learning-rate", "3"], "must be below 1"),
+        (
+            [
+                "draft_model",
+                "--target",
+                "{target}",
+                "--data",
+                "{data}",
+                "--out",
+                "{out}",
+                *SMALL,
+                "--learning-rate",
+                "3",
+            ],
+            "must be below 1",
+        ),
         (
             ["draft_model", "--target", "{target}", "--data", "{data}", "--out", "{out}"],
             "same vocabulary (--vocab-size 300)",
@@ -209,10 +197,10 @@ def losses_with_steps(out: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
-    number: signal.Signals, run: Callable[..., Result], data: Path, tmp_path: Path
+    number: signal.Signals, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
 ) -> None:
     """A real process; what it left goes on to the losses of a run that was not stopped."""
-    out, args = tmp_path / "out", ["target", "--data", data, "--no-tensorboard", *SMALL, *LONG]
+    out, args = tmp_path / "out", ["draft_model", "--target", target, "--data", data, "--no-tensorboard", *SMALL, *LONG]
     work = process(*args, "--out", out)
     wait_for(lambda: (out / "log.jsonl").is_file() and len(losses_with_steps(out)) > 2, work)
     work.send_signal(number)
@@ -220,7 +208,9 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     assert work.returncode == 130, errors
     step = torch.load(out / CHECKPOINT, weights_only=True)["step"]
     words = " ".join(errors.split())
-    assert f"stopped after step {step} of 100000, with a checkpoint in {out}; go on: paceline train target" in words
+    assert (
+        f"stopped after step {step} of 100000, with a checkpoint in {out}; go on: paceline train draft_model" in words
+    )
     assert run(*args, "--out", out, "--stop-after", step + 3).exit_code == 0
     assert run(*args, "--out", tmp_path / "whole", "--stop-after", step + 3).exit_code == 0
     assert losses_with_steps(out) == losses_with_steps(tmp_path / "whole")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from kits.tiny import VOCAB
 from toolkit import SHAPE, examples, network
+from train_target import TargetRecipe, grow
 
 from paceline import LLM, SamplingParams
 from paceline.training.data import Example, TokenBatch, collate

@@ -19,13 +19,13 @@ from kits import stream_sets
 from kits.stream_sets import MODEL, save_set
 from safetensors.torch import load_file, save_file
 from toolkit import trainer, write_data, write_target
+from train_target import TargetRecipe
 
 from paceline.network.loader import load_tokenizer, resolve_folder
 from paceline.network.streams import StreamSet
 from paceline.training.answers import AnswerConfig, write
 from paceline.training.data import Encoder, SourceSpec
 from paceline.training.network import Network
-from paceline.training.target import TargetRecipe
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from kits.tiny import VOCAB, tiny_config
+from train_target import TargetRecipe, train_tokenizer
 
 from paceline.training.data import Example, Mixture, SourceSpec
 from paceline.training.network import Network
-from paceline.training.target import ModelShape, TargetRecipe
-from paceline.training.tokenizer import train_tokenizer
+from paceline.training.shape import ModelShape
 from paceline.training.trainer import Phase, TrainConfig, Trainer
 
 VOCAB_SIZE = 300  # of the tokenizer and the target on disk

@@ -1,4 +1,4 @@
-"""``paceline train``: train drafts, streams, adapters and models; one command a kind, or a recipe file.
+"""``paceline train``: train drafts, streams and adapters; one command a kind, or a recipe file.
 
 A recipe file (``*.toml``) takes the place of the kind: ``paceline train zoo/recipes/streams-sql.toml --data FOLDER``.
 """
@@ -49,7 +49,7 @@ app = typer.Typer(
     add_completion=False,
     cls=RecipeGroup,
     no_args_is_help=True,
-    help="""Train a model, a draft model, speculative streams or adapters. RECIPE.toml in place of a kind runs a file.
+    help="""Train a draft model, speculative streams or adapters. RECIPE.toml in place of a kind runs a file.
 
     Examples:
         paceline train zoo/recipes/streams-sql.toml --data folder --out set
@@ -80,7 +80,13 @@ class RunConfig:
         check(self)
 
     def places(self) -> dict[str, Any]:
-        """By fields of `TrainingJob`."""
+        """By fields of `TrainingJob`.
+
+        Raises:
+            ConfigError: no target, or no model of a name.
+        """
+        if self.target is None:
+            raise ConfigError("paceline train", "it trains something for a target", "give --target MODEL")
         folders = {name: resolve_folder(at) if (at := getattr(self, name)) else None for name in ("target", "init")}
         return {"out": Path(self.out), "cache": None if self.cache is None else Path(self.cache), **folders}
 

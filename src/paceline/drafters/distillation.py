@@ -21,7 +21,7 @@ from ..training.data import TokenBatch
 from ..training.features import Features, OnlineFeatures, top_tokens
 from ..training.losses import SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled
 from ..training.network import Network, config_of_layers, take_layers
-from ..training.target import ModelShape
+from ..training.shape import ModelShape
 from ..training.tracks import TracksNetwork
 
 if TYPE_CHECKING:

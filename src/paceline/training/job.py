@@ -30,11 +30,10 @@ from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
 from .scoring import Scorer, make_scorer, remembered_scores
-from .tokenizer import train_tokenizer
 from .trainer import Trainer, Watcher, plan, precision_of, products, require_accelerate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-RESULT, TOKENIZER = "result", "tokenizer"
+RESULT = "result"
 
 
 @dataclass(kw_only=True)
@@ -56,15 +55,17 @@ class TrainingJob(RecipeFile):
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Whose tokenizer reads the data."""
-        return self.target or self.init or self.out / TOKENIZER
+        """Return the folder whose tokenizer reads the data: the target's, or where there is none that of ``init``."""
+        found = self.target or self.init
+        assert found is not None, "a job without a target has a checkpoint to start from"
+        return found
 
 
 def prepare(
     job: TrainingJob, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None
 ) -> Trainer:
-    """Load everything and check that it fits. Written are only a cache, where one was asked for, and the tokenizer,
-    where no model brings one. ``say`` is told about what takes long before, and about data that suit the target badly.
+    """Load everything and check that it fits. Written is only a cache, where one was asked for.
+    ``say`` is told about what takes long before, and about data that suit the target badly.
 
     Raises:
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.
@@ -76,9 +77,6 @@ def prepare(
     options = fill(made.Options, dict(job.options), job.where)
     _check(job, made, options)
     state = PartialState(cpu=not torch.cuda.is_available())
-    with state.main_process_first():
-        if job.tokenizer_folder == job.out / TOKENIZER and not (job.tokenizer_folder / TOKENIZER_FILES[0]).is_file():
-            train_tokenizer(job.sources, options.vocab_size, job.tokenizer_folder, options.context)
     tokenizer = load_tokenizer(job.tokenizer_folder)
     longest = max(phase.length for phase in job.phases)
     encoder = Encoder(tokenizer, longest)
@@ -121,12 +119,6 @@ def _mixture(job: TrainingJob, examples: Sequence[Sequence[Example]]) -> Mixture
 def _check(job: TrainingJob, made: RecipeKind, options: Any) -> None:
     """What is asked for suits the kind of recipe."""
     rules = (
-        (made.needs_target and not job.target, "it trains something for a target", "give --target MODEL"),
-        (
-            job.target and not made.needs_target,
-            "it trains for no target",
-            "leave --target out; --init names a model to start from",
-        ),
         (
             job.cache and not (made.cached and options.top),
             "it learns from no likeliest tokens, which are what a cache holds",

@@ -58,7 +58,6 @@ class RecipeKind:
 
     about: str  # in the help of its command
     options: str  # ``module:class``
-    needs_target: bool = True  # it trains something for a target
     # Whether it learns to say what the target says, so that the target's own answers are its best data.
     imitates: Callable[[Any], bool] = lambda options: True
     # Whether ``top`` of its options names how many of the target's likeliest tokens it learns from; a cache holds them.
@@ -82,12 +81,6 @@ class RecipeKind:
 
 
 KINDS = {
-    "target": RecipeKind(
-        "A Llama-family model, tokenizer included.",
-        "paceline.training.target:TargetOptions",
-        needs_target=False,
-        imitates=lambda options: False,
-    ),
     "draft_model": RecipeKind(
         "A small draft model, distilled from a target.",
         "paceline.drafters.distillation:DraftModelOptions",

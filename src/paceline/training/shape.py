@@ -1,29 +1,12 @@
-"""The recipe ``target``: a Llama-family model, from random weights or grown from a trained one."""
+"""The shape of a Llama-family network that is trained."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.options import option
-from ..network.families import decoder_config
-from ..network.loader import load_weights
-from .data import TokenBatch
-from .losses import cross_entropy
-from .network import Network
-
-if TYPE_CHECKING:
-    from .registry import BuildContext
-
-
-CHUNK = 1024  # rows of logits held at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,107 +55,3 @@ class ModelShape:
             "use_cache": True,
             "vocab_size": self.vocab_size,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetOptions(ModelShape):
-    """A model to train from random weights, or to grow from a trained one."""
-
-    grow: tuple[int, ...] = option((), help="for each layer the layer of --init it starts from; see `grow`")
-
-
-class TargetRecipe:
-    """Next-token prediction by a network, whose config.json is ``config``; evaluated on held-out batches by domain."""
-
-    name = "target"
-
-    def __init__(
-        self,
-        network: Network,
-        config: Mapping[str, Any],
-        held_out: Mapping[str, Sequence[TokenBatch]] | None = None,
-    ) -> None:
-        self.module, self.config, self.held_out = network, dict(config), held_out or {}
-
-    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        """Mean cross-entropy of the next token (nats), over the rows that carry weight."""
-        return self._mean(batch), {}
-
-    def _mean(self, batch: TokenBatch) -> Tensor:
-        hidden = self.module(batch)  # [B, T, d_model]
-        rows = batch.weights > 0
-        weights = batch.weights[rows]
-        return cross_entropy(hidden[rows], self.module.head_weight, batch.targets[rows], weights, chunk_rows=CHUNK)
-
-    def evaluate(self) -> dict[str, float]:
-        """Loss by domain, in nats a token."""
-        device = self.module.head_weight.device
-        figures = {}
-        for domain, batches in self.held_out.items():
-            losses = [float(self._mean(batch.to(device))) for batch in batches]
-            figures[f"loss/{domain}"] = sum(losses) / len(losses)
-        return figures
-
-    def export(self, folder: Path) -> dict[str, Any]:
-        """A Hugging Face folder in bf16 (without the tokenizer's files)."""
-        self.module.save(folder, self.config, torch.bfloat16)
-        return {}
-
-
-def grow(network: Network, source: Path, keep: Sequence[int]) -> None:
-    """Fill ``network`` from a shallower checkpoint of the same width; its function stays what it was.
-
-    For each layer of the network ``keep`` names the checkpoint's layer it comes from; the first of several that name
-    one layer is that layer, the others are copies whose ``out`` and ``down`` are zero, so that they add nothing to the
-    residual stream until they are trained (Gong et al. 2019 stack trained layers; the zero projections are those of
-    function-preserving growth, Evci et al. 2022).
-
-    Raises:
-        ConfigError: shapes that do not fit.
-    """
-    values = json.loads((source / "config.json").read_text("utf-8"))
-    old = Network(decoder_config(values), frozen=True)
-    load_weights(old.decoder, source)
-    depth = len(old.layers)
-    if len(keep) != len(network.layers) or set(keep) != set(range(depth)) or list(keep) != sorted(keep):
-        raise ConfigError(
-            f"grow={list(keep)}", f"it must name each of the {depth} layers, in order", "give one source a layer"
-        )
-    with torch.no_grad():
-        for index, origin in enumerate(keep):
-            own, other = (dict(n.layers[i].named_parameters()) for n, i in ((network, index), (old, origin)))
-            again = index > 0 and keep[index - 1] == origin
-            for name, parameter in own.items():
-                if parameter.shape != other[name].shape:
-                    raise ConfigError(f"growing {source}", f"{name} has another shape", "grow in depth only")
-                parameter.copy_(other[name])
-                if again and name.startswith(("out.", "down.")):
-                    parameter.zero_()
-        inner = dict(old.decoder.named_parameters())
-        for name, parameter in network.decoder.named_parameters():
-            if not name.startswith("layers."):
-                parameter.copy_(inner[name])
-
-
-def build(options: TargetOptions, context: BuildContext) -> TargetRecipe:
-    """A network from random weights, from the checkpoint ``context.init``, or grown from it.
-
-    Raises:
-        ConfigError: a tokenizer or a checkpoint that does not fit.
-    """
-    tokenizer = context.tokenizer
-    if len(tokenizer) > options.vocab_size:
-        raise ConfigError(
-            f"vocab_size={options.vocab_size}", f"the tokenizer has {len(tokenizer)} tokens", "raise vocab_size"
-        )
-    config = options.config(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    network = Network(decoder_config(config), context.device)
-    if options.grow:
-        if context.init is None:
-            raise ConfigError("grow", "there is no checkpoint to grow from", "give --init FOLDER")
-        grow(network, context.init, options.grow)
-    elif context.init is not None and any(context.init.glob("*.safetensors")):
-        load_weights(network.decoder, context.init)
-    else:
-        network.init_weights(context.seed)
-    return TargetRecipe(network, config, context.held_out)
