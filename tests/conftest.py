@@ -18,10 +18,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for what a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start would inherit it
 
-# Studies are scripts: here they, and their kit, are imported by name, as a process that they start imports them. So is
-# the training of the embedded target.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zoo" / "recipes"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))
+# Studies and recipes are scripts: here they are imported by name, as a process that they start imports them.
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("studies", "zoo/recipes"))
 
 import pytest
 import torch

@@ -26,8 +26,7 @@ def test_it_drafts_what_the_drafter_here_drafts():
     config = LLMConfig(model="paceline-small-draft", drafter=DRAFTER, max_sequences=2)
     spec = draft_worker(config, 40, 512, Placement())
     made = service("cpu", **json.loads(json.dumps(spec.options)))
-    assert made.facts == spec.expected and len(made.facts.vocabulary) == 64
-    assert made.facts.weights.endswith(" (2 layers)")
+    assert made.facts == spec.expected and made.facts.weights.endswith(" (2 layers)")
     target = load_target(config)
     drafter: Any = build_drafter(config, target, 0)
     drafter.bind(target.decoder.info(target.name, target.tokenizer), 2, 512, torch.device("cpu"))

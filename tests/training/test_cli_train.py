@@ -139,30 +139,13 @@ def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path
         ),
         (["none.toml", "--data", ".", "--out", "{out}"], "none.toml: there is no such file"),
         (["draft_model", "--data", "{data}", "--out", "{out}"], "Give --target MODEL"),
-        (
-            ["draft_model", "--target", "{target}", "--data", "none.jsonl", "--out", "{out}", *SMALL],
-            "there is no such file",
-        ),
+        ([*DRAFT, "--data", "none.jsonl", "--out", "{out}", *SMALL], "there is no such file"),
         ([*DRAFT, "--data", "{data}=many", "--out", "{out}"], "the weight is no number"),
         (
             [*DRAFT, "--data", "{data}", "--out", "{out}", *SMALL, "--heads", "5"],
             "--heads 5, --kv-heads 2: heads must divide --d-model",
         ),
-        (
-            [
-                "draft_model",
-                "--target",
-                "{target}",
-                "--data",
-                "{data}",
-                "--out",
-                "{out}",
-                *SMALL,
-                "--learning-rate",
-                "3",
-            ],
-            "must be below 1",
-        ),
+        ([*DRAFT, "--data", "{data}", "--out", "{out}", *SMALL, "--learning-rate", "3"], "must be below 1"),
         (
             ["draft_model", "--target", "{target}", "--data", "{data}", "--out", "{out}"],
             "same vocabulary (--vocab-size 300)",
@@ -208,9 +191,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     assert work.returncode == 130, errors
     step = torch.load(out / CHECKPOINT, weights_only=True)["step"]
     words = " ".join(errors.split())
-    assert (
-        f"stopped after step {step} of 100000, with a checkpoint in {out}; go on: paceline train draft_model" in words
-    )
+    assert f"stopped after step {step} of 100000, with a checkpoint in {out}; go on: paceline train draft" in words
     assert run(*args, "--out", out, "--stop-after", step + 3).exit_code == 0
     assert run(*args, "--out", tmp_path / "whole", "--stop-after", step + 3).exit_code == 0
     assert losses_with_steps(out) == losses_with_steps(tmp_path / "whole")

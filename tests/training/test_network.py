@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import torch
 from kits.tiny import VOCAB
 from toolkit import SHAPE, examples, network
-from train_target import TargetRecipe, grow
+from train_target import grow
 
 from paceline import LLM, SamplingParams
 from paceline.training.data import Example, TokenBatch, collate

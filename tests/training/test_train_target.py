@@ -12,52 +12,27 @@ from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.network.loader import load_tokenizer
 
-RECIPE = """
-recipe = "target"
-[options]
-layers = 1
-d_model = 32
-d_ff = 48
-heads = 2
-kv_heads = 2
-vocab_size = 300
-context = 128
-[train]
-steps = 8
-warmup = 2
-precision = "fp32"
-learning_rate = 0.02
-log_every = 1
-evaluate_every = 4
-[[phase]]
-rows = 4
-length = 64
-[data]
-[[data.source]]
-file = "boxes.jsonl"
-[[data.held_out]]
-file = "boxes.jsonl"
+RECIPE = """recipe = "target"
+options = {layers = 1, d_model = 32, d_ff = 48, heads = 2, kv_heads = 2, vocab_size = 300, context = 128}
+train = {steps = 8, warmup = 2, precision = "fp32", learning_rate = 0.02, log_every = 1, evaluate_every = 4}
+phase = [{rows = 4, length = 64}]
+data = {source = [{file = "boxes.jsonl"}], held_out = [{file = "boxes.jsonl"}]}
 """
 
 
-@pytest.fixture
-def recipe(data: Path, tmp_path: Path) -> Path:
+def test_a_model_is_trained_with_a_tokenizer_of_its_own(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped and gone on with; the result loads, reads and answers in the chat form."""
+    monkeypatch.setitem(train_target.KINDS, "target", None)  # what the script enters is taken out again
     entry = {"sha256": None, "source": "made here", "obtain": "as it is"}
     (tmp_path / "manifest.json").write_text(json.dumps({"files": {data.name: entry}}), encoding="utf-8")
-    (tmp_path / "r.toml").write_text(RECIPE, encoding="utf-8")
-    return tmp_path / "r.toml"
-
-
-@pytest.fixture(autouse=True)
-def kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_target, "KINDS", train_target.KINDS)
-    monkeypatch.setitem(train_target.KINDS, "target", None)  # what the script enters is taken out again
-
-
-def test_a_model_is_trained_with_a_tokenizer_of_its_own(recipe: Path, data: Path, tmp_path: Path) -> None:
-    """Stopped and gone on with; the result loads, reads and answers in the chat form."""
-    out = tmp_path / "out"
+    out, recipe = tmp_path / "out", tmp_path / "r.toml"
     arguments = [str(recipe), "--data", str(data.parent), "--out", str(out)]
+    recipe.write_text(RECIPE.replace("= 300", "= 100"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="no room for the bytes"):
+        train_target.main(arguments)
+    recipe.write_text(RECIPE, encoding="utf-8")
     train_target.main([*arguments, "--stop-after", "3"])
     assert not (out / "result").exists()
     train_target.main(arguments)
@@ -65,9 +40,6 @@ def test_a_model_is_trained_with_a_tokenizer_of_its_own(recipe: Path, data: Path
     llm = LLM(str(result), dtype="float32")
     assert llm.generate("What colour", SamplingParams(max_tokens=4))[0].outputs[0].token_ids
     tokenizer = load_tokenizer(result)
-    assert len(tokenizer) <= 300
-    text = "<|user|>What colour is box 3?<|assistant|>"
-    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|bos|><|user|>Hi<|assistant|>Ho<|eos|>"
     facts = json.loads((result / "training.json").read_text("utf-8"))
@@ -75,20 +47,3 @@ def test_a_model_is_trained_with_a_tokenizer_of_its_own(recipe: Path, data: Path
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
     assert [line["step"] for line in lines if "loss/boxes" in line] == [4, 8]
     assert lines[-1]["loss/boxes"] < lines[0]["loss"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size = 300": "vocab_size = 100"}, "no room for the bytes"),
-        ({"heads = 2\nkv": "heads = 5\nkv"}, "heads must divide d_model"),
-        ({"layers = 1": "layers = 1\ngrow = [0]"}, "[Gg]ive --init FOLDER|no checkpoint to grow from"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    change: dict[str, str], message: str, recipe: Path, data: Path, tmp_path: Path
-) -> None:
-    for old, new in change.items():
-        recipe.write_text(RECIPE.replace(old, new), encoding="utf-8")
-    with pytest.raises(ConfigError, match=message):
-        train_target.main([str(recipe), "--data", str(data.parent), "--out", str(tmp_path / "out")])

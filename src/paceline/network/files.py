@@ -165,7 +165,7 @@ def fingerprint(folder: str | Path) -> str:
     if not files or not is_file(place / "config.json"):
         raise ConfigError(f"model folder {place}", "it lacks config.json or *.safetensors", "name a model folder")
     indices = sorted(file for file in place.glob("*.safetensors.index.json") if is_file(file))
-    values = read_json(place / "config.json", "restore the file")
+    values = read_json(place / "config.json", "restore it")
     named = values.get(FINGERPRINT) if isinstance(values, dict) else None
     return str(named or _digest((place / "config.json", *indices, *files), place))
 
