@@ -10,6 +10,7 @@ import pytest
 import torch
 from kits.tiny import tiny_config, tiny_decoder
 
+from paceline import LLM
 from paceline.bench import measure
 from paceline.bench.measure import Builder, Group, kv_bytes
 from paceline.bench.methods import parse_method, parse_methods
@@ -183,7 +184,6 @@ class TestMeasure:
         assert other.decoder is not plain.decoder and other.decoder.dtype == torch.float32
 
     def test_shared_weights_must_be_of_the_same_target(self) -> None:
-
         llm = LLM(MODEL, kv_memory="64MiB")
         with pytest.raises(ConfigError, match="dtype='float32'"):
             LLM(MODEL, dtype="float32", share=llm)

@@ -20,6 +20,7 @@ from kits.stream_sets import MODEL, save_set
 from lyanna_parts import draft_pass, extra_pass, reuse, trained
 from lyanna_parts.acceptance import FULL, NO_FIRST, NO_INFO, Shares
 from lyanna_parts.common import STEPS, study
+from train_target import train_tokenizer
 from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams, native

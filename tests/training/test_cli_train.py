@@ -37,6 +37,7 @@ def flags(values: dict[str, Any]) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
 
+DRAFT = ["draft_model", "--target", "{target}"]
 SMALL, RUN, LONG = flags(SHAPE), flags(STEPS), flags(STEPS | ENDLESS)
 
 

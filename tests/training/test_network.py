@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,11 @@ import pytest
 import torch
 from kits.tiny import VOCAB
 from toolkit import SHAPE, examples, network
-from train_target import grow
+from train_target import TargetRecipe, grow
 
 from paceline import LLM, SamplingParams
 from paceline.training.data import Example, TokenBatch, collate
 from paceline.training.network import Network
-from paceline.training.target import TargetRecipe, grow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import VOCAB as WIDE  # noqa: E402  (the builders live beside the parity tests)

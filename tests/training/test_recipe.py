@@ -14,7 +14,6 @@ from paceline.training.data import STDLIB
 from paceline.training.job import TrainingJob, prepare
 from paceline.training.recipe import fill, locate, read_recipe
 from paceline.training.registry import kind
-from paceline.training.target import TargetOptions
 from paceline.training.trainer import Phase, TrainConfig
 
 RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"

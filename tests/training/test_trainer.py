@@ -17,7 +17,6 @@ from kits.eager_losses import eager_cross_entropy, eager_distilled
 from kits.tiny import VOCAB
 from toolkit import examples, largest_file, losses, network, trainer
 from torch import Tensor
-from train_target import TargetRecipe
 
 from paceline.core.errors import ConfigError
 from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
