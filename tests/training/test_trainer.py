@@ -296,7 +296,9 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """
     here = Path(__file__).parent
     script = tmp_path / "train.py"
-    script.write_text(LAUNCHED.format(paths=[str(here), str(here.parent)]), encoding="utf-8")
+    script.write_text(
+        LAUNCHED.format(paths=[str(here), str(here.parent), str(here.parents[1] / "zoo" / "recipes")]), encoding="utf-8"
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
