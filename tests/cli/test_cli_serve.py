@@ -44,11 +44,11 @@ def test_the_model_is_named_by_position_or_by_flag(
 ) -> None:
     seen: list[dict[str, Any]] = []
 
-    def stop(config: Any, given: dict[str, Any]) -> Any:
+    def stop(given: dict[str, Any]) -> Any:
         seen.append(given)
         raise ConfigError("a server", "not needed here", "look at the options")
 
-    monkeypatch.setattr("paceline.cli.serve.engine_client", stop)
+    monkeypatch.setattr("paceline.cli.serve.EngineClient", stop)
     assert CliRunner().invoke(app, ["serve", "--port", "0", *args]).exit_code == 2
     assert [(given["model"], given["drafter"]) for given in seen] == [(model, "auto")]
 

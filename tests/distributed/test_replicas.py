@@ -62,7 +62,7 @@ def test_two_replicas_answer_alike_through_a_rolling_update_and_end_after_their_
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     ids = LLM("paceline-small", exact=True, max_model_len=256).generate([PROMPT], greedy)[0].outputs[0].token_ids
     log, stop, answered, errors = tmp_path / "log", Event(), set[str](), list[BaseException]()
-    options = "--replicas", "2", "--cluster", f"{cluster.address},cores=1", "--exact", "--no-spare"
+    options = "--replicas", "2", "--cluster", f"{cluster.address},cores=1", "--exact"
     with live_server(*options, "--max-model-len", "2048", log=log, start_s=LONG) as server:
         client = httpx.Client(base_url=server.url, timeout=LONG)
 

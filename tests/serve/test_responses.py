@@ -29,29 +29,20 @@ def client(server: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def test_text_is_that_of_chat_whole_and_streamed(client: openai.OpenAI) -> None:
-    said: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Tell me of the sea."}]
-    chat = client.chat.completions.create(model=MODEL, messages=said, max_tokens=24, temperature=0)
+def test_text_whole_and_streamed(client: openai.OpenAI) -> None:
     same: dict[str, Any] = {"model": MODEL, "max_output_tokens": 24, "temperature": 0}
     found = client.responses.create(**same, input="Tell me of the sea.", instructions="Be short.")
-    assert found.output_text == chat.choices[0].message.content
-    assert found.status == ("incomplete" if chat.choices[0].finish_reason == "length" else "completed")
-    assert found.usage is not None and chat.usage is not None
-    assert found.usage.output_tokens == chat.usage.completion_tokens
-    parts = [{"role": "system", "content": "Be short."}]
-    parts.append({"role": "user", "content": [{"type": "input_text", "text": "Tell me of the sea."}]})  # type: ignore[dict-item]
+    parts: list[Any] = [{"role": "system", "content": "Be short."}]
+    parts.append({"role": "user", "content": [{"type": "input_text", "text": "Tell me of the sea."}]})
     events = list(client.responses.create(**same, input=parts, stream=True))
-    assert [event.sequence_number for event in events] == [*range(len(events))]
     kinds = [event.type for event in events]
     assert kinds[:4] == [
         "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
     ]  # fmt: skip
     assert kinds[-4:-1] == ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
     deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
-    assert "".join(deltas) == found.output_text
-    assert len(deltas) > 2, "a whole answer's pieces may wait for each other; a stream's go as they come"
-    assert events[-1].type in ("response.completed", "response.incomplete")
-    assert events[-1].response.output_text == found.output_text
+    assert "".join(deltas) == found.output_text and len(deltas) > 2
+    assert events[-1].type == f"response.{found.status}" and events[-1].response.output_text == found.output_text
 
 
 def test_the_client_reads_its_own_type(client: openai.OpenAI) -> None:
@@ -85,18 +76,6 @@ def test_calls_whole_streamed_and_answered(client: openai.OpenAI, choice: Any) -
     assert answer.usage.input_tokens > found.usage.input_tokens
 
 
-def test_what_was_drafted_is_told_whole_and_streamed(client: openai.OpenAI) -> None:
-    same: dict[str, Any] = {"model": MODEL, "input": "Weather?", "max_output_tokens": 12, "temperature": 0}
-    same["extra_body"] = {"speculation": {"provenance": True, "trace": True}}
-    streamed: Any = [*client.responses.create(**same, stream=True)][-1]
-    for found in (client.responses.create(**same), streamed.response):
-        assert found.usage is not None and found.model_extra is not None
-        told = found.model_extra
-        assert len(told["provenance"]) == found.usage.output_tokens
-        assert sum(step["emitted"] for step in told["trace"]) == found.usage.output_tokens
-        assert told["metrics"]["speculative_decoding"]["num_draft_tokens"] == told["stats"]["drafted"]
-
-
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "what is kept": ({"input": "a", "store": True}, "keeps no answers"),
     "an earlier one": ({"input": "a", "previous_response_id": "resp_1"}, "keeps no answers"),
@@ -107,7 +86,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "what is not there": ({"input": "a", "include": ["message.output_text.logprobs"]}, "include"),
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "content"),
     "another's tool": ({"input": "a", "tools": [{"type": "web_search"}]}, "function"),
-    "an unknown field": ({"input": "a", "frog": 1}, "frog"),
     "a tool's name": ({"input": "a", "tools": [{"type": "function", "name": "\x81é"}]}, "name"),
     "no schema": ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema"),
 }

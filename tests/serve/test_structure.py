@@ -106,7 +106,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a pattern": ({"structured_outputs": {"regex": "[a-"}}, "unclosed"),
     "too long": ({"structured_outputs": {"regex": "a" * 70_000}}, "characters"),
     "ignore_eos": ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
-    "a field": ({"structured_outputs": {"yaml": "a"}}, "unknown field"),
     "a template's argument": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs='tools'"),
     "messages again": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs='messages'"),
     "a prompt": ({"chat_template_kwargs": {"add_generation_prompt": False}}, "='add_generation_prompt'"),

@@ -97,14 +97,6 @@ def test_several_calls(client: openai.OpenAI) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-def test_an_answer_without_calls_is_content(client: openai.OpenAI) -> None:
-    same: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
-    found = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, **same).choices[0]
-    assert found.message.tool_calls is None and found.message.content and found.finish_reason in ("stop", "length")
-    content, calls, _ = streamed(client, **same)
-    assert (content, calls) == (found.message.content, [])
-
-
 def test_the_template_is_told_of_tools_and_of_calls(client: openai.OpenAI) -> None:
     said: list[Any] = [
         *ASK,

@@ -44,7 +44,7 @@ PANELS = {  # of the help: fields by panel; what is in none stands among the com
     "Memory and batches": "kv_memory kv_cache_dtype max_model_len max_sequences max_batch_rows max_waiting "
     "max_prompt_rows",
     "Processes and hosts": "pipeline tensor_parallel cluster insecure_cluster replicas max_replicas",
-    "Limits": "max_n max_open max_logprobs max_schema_bytes header_s body_s request_s drain_s start_s stuck_s",
+    "Limits": "max_open request_s drain_s",
 }
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 Flag = tuple[inspect.Parameter, Callable[[Any], Any]]  # as typer reads it, and from that to what Python takes

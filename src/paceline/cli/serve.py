@@ -16,7 +16,7 @@ import typer
 from ..core.errors import CapabilityError, ConfigError
 from ..core.log import LEVEL_VARIABLE, log_to_stderr
 from ..options import LLMOptions
-from ..serve.client import engine_client
+from ..serve.client import EngineClient
 from ..serve.config import ServeConfig
 from .options import DEFAULT_MODEL, DEFAULTS, ModelArgument, one_model, takes
 
@@ -56,7 +56,7 @@ def serve(
         _serve_replicas(config, llm)
         return
     listening = config.listen()
-    client = engine_client(config, vars(LLMOptions(**llm)))
+    client = EngineClient(vars(LLMOptions(**llm)))
     client.launch()  # it loads while this process imports what HTTP needs
     from ..serve.server import run
 

@@ -25,7 +25,7 @@ from .completions import completions
 from .config import ServeConfig
 from .generation import ANSWERS, Answer, Server
 from .guard import Guard
-from .http import APIError, read, unless_gone
+from .http import TRANSPORT, APIError, read, unless_gone
 from .messages import CountRequest, MessagesRequest, count_tokens, messages
 from .models import detokenize, tokenize
 from .responses import ResponsesRequest, responses
@@ -70,11 +70,9 @@ def make_app(server: Server, config: ServeConfig) -> ASGIApp:
         )
     app.include_router(models.router)
     app.include_router(playground.router)
-    app.openapi = lambda: schema(app)  # type: ignore[method-assign]
-    app.add_exception_handler(APIError, _said)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(Exception, _failed)
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    for kind in (APIError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _refused)
     return logged(Guard(app, config, config.keys()))
 
 
@@ -84,6 +82,7 @@ def logged(app: ASGIApp) -> ASGIApp:
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         status, answers = 499, list[Answer]()
         ANSWERS.set(answers)
+        scope[TRANSPORT] = getattr(getattr(send, "__self__", None), "transport", None)
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -108,14 +107,14 @@ def _posted(
 
     async def posted(request: Request) -> Response:
         server: Server = request.app.state.server
-        body: Any = await read(request, form, server.config.body_s)
+        body: Any = await read(request, form)
         server.application(body.model)
         return await unless_gone(request.receive, answer(server, body))
 
     return posted
 
 
-def schema(app: FastAPI) -> dict[str, Any]:
+def _schema(app: FastAPI) -> dict[str, Any]:
     """The page ``/openapi.json``; endpoints read bodies themselves, so their schemas are added here."""
     if app.openapi_schema is None:
         page = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -133,21 +132,13 @@ def schema(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-async def _said(request: Request, error: Exception) -> Response:
-    assert isinstance(error, APIError)
-    return error.response(request.scope["path"])
-
-
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    words = {404: "there is no such path", 405: "this path has no such method"}
-    return APIError(error.status_code, words.get(error.status_code, str(error.detail))).response(request.scope["path"])
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(b"", 499)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
-    return APIError(500, "the server failed at this request; its log says more").response(request.scope["path"])
+    if isinstance(error, ClientDisconnect):
+        return Response(b"", 499)
+    if isinstance(error, HTTPException):
+        words = {404: "there is no such path", 405: "this path has no such method"}
+        error = APIError(error.status_code, words.get(error.status_code, str(error.detail)))
+    elif not isinstance(error, APIError):
+        log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
+        error = APIError(500, "the server failed at this request; its log says more")
+    return error.response(request.scope["path"])

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.responses import Response
 
 from ..core.errors import ConfigError
 from ..distributed.requests import LogprobRow
-from .choices import Choice, Reply
-from .generation import Answer, Delta, Server, begin, field_of
-from .http import APIError, json_response
+from .answers import LEAST_LOGPROB, Choice, Choices, Event, chosen
+from .generation import MOST_LOGPROBS, Answer, Delta, Server, begin, field_of
+from .http import APIError
 from .schemas import ChatRequest
 from .tools import CallReader, ToolUse, tool_use
+
+MOST_TOKENS = 2048  # of an answer where the request names no number
 
 
 async def chat(server: Server, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    answer, use = await begin_chat(server, body)
-    reply = _ChatReply(answer, body, use)
-    return reply.streamed() if body.stream else json_response(await reply.whole())
+    return await _ChatReply(*await begin_chat(server, body), body).respond(body.stream)
 
 
 def prompt_of(server: Server, body: ChatRequest) -> tuple[list[int], ToolUse | None]:
-    """The ids of a conversation, and what its tools mean.
+    """Return the ids of a conversation, and what its tools mean.
 
     Raises:
         APIError: tools that cannot be used, or messages that the template refuses.
@@ -38,7 +38,7 @@ def prompt_of(server: Server, body: ChatRequest) -> tuple[list[int], ToolUse | N
 
 
 async def begin_chat(server: Server, body: ChatRequest) -> tuple[Answer, ToolUse | None]:
-    """Have a conversation's answer begun; also what its tools mean for it.
+    """Have a conversation's answer begun; also return what its tools mean for it.
 
     Raises:
         APIError: as of `prompt_of` and `begin`, or options that do not go together.
@@ -52,87 +52,79 @@ async def begin_chat(server: Server, body: ChatRequest) -> tuple[Answer, ToolUse
         params["grammar"] = use.grammar
     if use is not None and use.tag is not None:
         params["skip_special_tokens"] = False
-    params["max_tokens"] = body.max_completion_tokens or body.max_tokens or server.config.default_max_tokens
+    params["max_tokens"] = body.max_completion_tokens or body.max_tokens or MOST_TOKENS
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
-    if (body.top_logprobs or 0) > server.config.max_logprobs:
-        message = f"top_logprobs must be {server.config.max_logprobs} or less"
-        raise APIError(400, message, "top_logprobs", "invalid_value")
+    if (body.top_logprobs or 0) > MOST_LOGPROBS:
+        raise APIError(400, f"top_logprobs must be {MOST_LOGPROBS} or less", "top_logprobs", "invalid_value")
     if body.logprobs:
         params["logprobs"] = body.top_logprobs or 0
-    text = None if body.prediction is None else body.prediction.text
-    prediction = None if text is None else server.texts.encode(text, special=False)
+    prediction = None if body.prediction is None else server.texts.encode(body.prediction.text, special=False)
     return await begin(server, body, ids, params, "messages", prediction), use
 
 
-class _ChatReply:
-    """An answer in the form of this endpoint."""
+class _ChatReply(Choices):
+    """An answer to a conversation; ``functions`` are the form that OpenAI had before tools, with one call."""
 
-    def __init__(self, answer: Answer, body: ChatRequest, use: ToolUse | None) -> None:
-        self._reply, self._tools = Reply([answer], body, "chatcmpl"), use is not None
-        self._functions = body.functions is not None  # in the form that OpenAI had before tools
-        self._token_bytes, self._most = answer.token_bytes, body.top_logprobs or 0
+    def __init__(self, answer: Answer, use: ToolUse | None, body: ChatRequest) -> None:
+        super().__init__([answer], body, "chatcmpl", ("chat.completion", "chat.completion.chunk"))
+        self._tools, self._functions, self._most = use is not None, body.functions is not None, body.top_logprobs or 0
         self._readers = [CallReader(use) for _ in range(answer.samples)]
 
-    async def whole(self) -> dict[str, Any]:
-        """Not streamed."""
-        heads: list[dict[str, Any]] = [{"role": "assistant", "refusal": None} for _ in self._readers]
-        choices = [_choice(index, "message", head) for index, head in enumerate(heads)]
+    def begin(self) -> Iterable[Event]:
+        """Yield the role of each choice, see `Reply`."""
+        for index in range(self.samples):
+            yield self._chunk(_choice(index, {"role": "assistant", "content": ""}), 0) | self._prompt(0)
 
-        def take(choice: Choice, delta: Delta) -> None:
-            self._readers[delta.index].read(delta)
-            self._add(choice, delta)
-
-        found = await self._reply.whole("chat.completion", choices, take)
-        for head, reader in zip(heads, self._readers, strict=True):
-            head |= {"content": reader.content or (None if reader.calls else "")}
-            head |= self._in_form({"tool_calls": reader.calls}) if reader.calls else {}
-        return found | self._reply.prompt(0)
-
-    def streamed(self) -> Response:
-        """Its chunks."""
-        first = [_choice(index, "delta", {"role": "assistant", "content": ""}) for index in range(len(self._readers))]
-        return self._reply.streamed("chat.completion.chunk", self._chunks, first)
-
-    def _chunks(self, place: int, delta: Delta) -> list[Choice]:
-        parts = self._readers[delta.index].read(delta)
-        if not parts:
-            parts = [{"content": ""} if delta.token_ids and not self._tools else {}]
-        found = [_choice(delta.index, "delta", self._in_form(part)) for part in parts]
-        self._add(found[-1], delta)
+    def _parts(self, place: int, delta: Delta) -> list[Choice]:
+        """Return the choices of a piece, see `Choices`."""
+        reader, found = self._readers[delta.index], list[Choice]()
+        for kind, text in reader.read(delta):
+            if kind == "content":
+                part: dict[str, Any] = {"content": text}
+            else:
+                function = {"arguments": text} if kind == "arguments" else {"name": text, "arguments": ""}
+                part = {"tool_calls": [{"index": len(reader.calls) - 1, "function": function}]}
+                if kind == "name":
+                    part["tool_calls"][0] |= {"id": reader.calls[-1]["id"], "type": "function"}
+                if self._functions:
+                    part = {"function_call": function} if len(reader.calls) == 1 else {}
+            found.append(_choice(delta.index, part))
+        if not found:
+            found.append(_choice(delta.index, {"content": ""} if delta.token_ids and not self._tools else {}))
+        choice = found[-1]
+        self._add(choice, delta)
+        if choice["finish_reason"] == "stop" and reader.calls and not reader.named:  # it called of its own will
+            choice["finish_reason"] = "function_call" if self._functions else "tool_calls"
+        if delta.logprobs is not None:
+            rows = [self._row(row, token) for row, token in zip(delta.logprobs, delta.token_ids, strict=True)]
+            choice["logprobs"] = {"content": rows, "refusal": None}
         return found
 
-    def _in_form(self, part: dict[str, Any]) -> dict[str, Any]:
-        """A part of a message, with the first call alone where the request has functions."""
-        if not self._functions or "tool_calls" not in part:
-            return part
-        first = part["tool_calls"][0]
-        return {"function_call": first["function"]} if first.get("index", 0) == 0 else {}
+    def whole(self) -> dict[str, Any]:
+        """Return the answer, see `Reply`."""
+        for choice, reader in zip(self.choices, self._readers, strict=True):
+            del choice["delta"]
+            content = reader.content or (None if reader.calls else "")
+            message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": content}
+            calls = [
+                {"id": call["id"], "type": "function", "function": {k: call[k] for k in ("name", "arguments")}}
+                for call in reader.calls
+            ]
+            if calls:
+                message |= {"function_call": calls[0]["function"]} if self._functions else {"tool_calls": calls}
+            choice["message"] = message
+        return super().whole() | self._prompt(0)
 
-    def _add(self, choice: Choice, delta: Delta) -> None:
-        """Put a piece into a choice, but for its text and calls."""
-        self._reply.add(choice, delta)
-        if delta.finish_reason is not None:
-            reason = self._readers[delta.index].finish(choice["finish_reason"])
-            choice["finish_reason"] = "function_call" if self._functions and reason == "tool_calls" else reason
-        if delta.logprobs is not None:
-            if choice["logprobs"] is None:
-                choice["logprobs"] = {"content": [], "refusal": None}
-            for row, token in zip(delta.logprobs, delta.token_ids, strict=True):
-                choice["logprobs"]["content"].append(_row(row, token, self._most, self._token_bytes))
+    def _row(self, row: LogprobRow, token: int) -> dict[str, Any]:
+        """Return the log-probabilities of a token and of the likeliest."""
+        likeliest = sorted(row, key=lambda entry: entry[2])[: self._most]
+        own, *others = (
+            {"token": text or "", "logprob": max(value, LEAST_LOGPROB), "bytes": [*self.answer.token_bytes(number)]}
+            for number, value, _, text in [chosen(row, token), *likeliest]
+        )
+        return {**own, "top_logprobs": others}
 
 
-def _choice(index: int, name: str, message: dict[str, Any]) -> Choice:
-    return {"index": index, name: message, "logprobs": None, "finish_reason": None}
-
-
-def _row(row: LogprobRow, token: int, most: int, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
-    """Log-probabilities of a token, and of the ``most`` likeliest, in the form of chat."""
-    chosen = next(entry for entry in row if entry[0] == token)
-    likeliest = sorted(row, key=lambda entry: entry[2])[:most]
-
-    def told(entry: tuple[int, float, int, str | None]) -> dict[str, Any]:
-        token, value, _, text = entry
-        return {"token": text or "", "logprob": max(value, -9999.0), "bytes": list(token_bytes(token))}
-
-    return {**told(chosen), "top_logprobs": [told(entry) for entry in likeliest]}
+def _choice(index: int, delta: dict[str, Any]) -> Choice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,7 +1,7 @@
 """`EngineClient`: an engine in a process of its own, on an event loop.
 
 The engine is watched, and started again where it died or hangs. Seed and position decide every token, so its successor
-is given what was already said of an answer and goes on behind it: a stream goes on with the same tokens.
+gets the tokens that an answer has, and continues after them: a stream goes on with the same tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -19,8 +19,8 @@ from operator import attrgetter
 from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
-from ..distributed.channels import Line
-from ..distributed.frames import Codec
+from ..distributed.channels import PREFIX, Line, prefix, size_of
+from ..distributed.frames import Codec, FrameError
 from ..distributed.handshake import GREETINGS, Fault
 from ..distributed.placement import Placement
 from ..distributed.requests import (
@@ -37,17 +37,17 @@ from ..distributed.requests import (
     Submit,
 )
 from ..distributed.sockets import SocketChannel
-from ..distributed.worker import Patience, Spare, Worker, WorkerSpec, launch_here
-from .config import ServeConfig
-from .line import LoopLine
+from ..distributed.worker import Patience, Spare, Worker, WorkerSpec
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.25  # between two looks at an engine that is well
 START_WATCH_S = 0.05  # and at one that starts
 LEAST_S = 1e-3  # of a deadline that has passed meanwhile
 SPARE_S = 2.0  # that an engine is ready before a spare process gets ready beside it
-SILENT_S = 2.5  # without one of the beats, of which six come in this time; a pass, however long, does not hold them up
-HEALTHY_S = 1.0  # an engine that was well for so long is started again at once
+STUCK_S = 60.0  # at one step, after which an engine is taken to hang
+# Without one of the beats, of which six come in `silent_s`, an engine is dead; a pass, however long, does not hold them
+# up. One that was well for `healthy_s` is started again at once.
+PATIENCE = Patience(start_s=600.0, stuck_s=STUCK_S, silent_s=2.5, healthy_s=1.0)
 MOST_LIVES = 3  # engines in a row that may fail while nothing comes of a request: it may be what they fail at
 
 
@@ -66,32 +66,32 @@ class OpenRequest:
     asked: Submit
     accepted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    take: Callable[[list[SampleUpdate]], object] | None = None  # is given what comes; None: nobody asks for that yet
+    take: Callable[[list[SampleUpdate]], object] | None = None  # is given what comes; None: nobody follows yet
     early: list[SampleUpdate] = field(default_factory=list)  # what came before
-    lives: int = 1  # engines that were asked since something came of it
-    said: list[list[int]] = field(default_factory=list)  # of each sample
+    lives: int = 1  # engines that it was sent to since something came of it
+    tokens: list[list[int]] = field(default_factory=list)  # of each sample, so far
     finished: set[int] = field(default_factory=set)  # samples
     since: float = field(default_factory=time.monotonic)
 
-    def again(self) -> Submit:
-        """What another engine is asked: to go on."""
-        asked, deadline_s = self.asked, self.asked.deadline_s
+    def resumed(self) -> Submit:
+        """Return the request that continues it at another engine."""
+        deadline_s = self.asked.deadline_s
         if deadline_s is not None:
-            asked = replace(asked, deadline_s=max(LEAST_S, deadline_s - (time.monotonic() - self.since)))
-        said = self.said if any(self.said) else []
-        return replace(asked, said=said, taken=self.accepted.done())
+            deadline_s = max(LEAST_S, deadline_s - (time.monotonic() - self.since))
+        tokens = self.tokens if any(self.tokens) else []
+        return replace(self.asked, said=tokens, taken=self.accepted.done(), deadline_s=deadline_s)
 
-    def news(self, piece: SampleUpdate) -> SampleUpdate | None:
-        """What of a piece was not told before; None: nothing."""
-        if piece.index in self.finished:  # by an engine that was lost
+    def new(self, piece: SampleUpdate) -> SampleUpdate | None:
+        """Return the part of a piece that an earlier engine has not sent; None: nothing."""
+        if piece.index in self.finished:
             return None if piece.ended is None else replace(piece, finish_reason=None)
         self.lives = 1
-        self.said[piece.index] += piece.token_ids
+        self.tokens[piece.index] += piece.token_ids
         if piece.finish_reason is not None:
             self.finished.add(piece.index)
         return piece
 
-    def tell(self, pieces: list[SampleUpdate]) -> None:
+    def deliver(self, pieces: list[SampleUpdate]) -> None:
         """Give on what has come at once."""
         if self.take is None:
             self.early += pieces
@@ -105,34 +105,80 @@ class OpenRequest:
                     self.ended.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """It ends with an error."""
+        """End it with an error."""
         future = self.ended if self.accepted.done() else self.accepted
         if not future.done():
             future.set_exception(error)
             future.exception()  # whether anybody waits for it or not
 
 
-class EngineClient:
-    """An engine as requests see it.
+class _Messages(asyncio.Protocol):
+    """Messages over a connected socket.
 
     Args:
-        spec: of its worker; see `engine_worker`.
-        patience: how long is waited for it.
-        spare: what a spare process calls ahead to take over sooner (see `Spare`); None: there is no such process.
+        codec: of both directions.
+        take: called with each message that comes.
+        lost: called once, where the other end is gone or sends what is not a message.
     """
 
-    def __init__(self, spec: WorkerSpec, patience: Patience, spare: str | None = None) -> None:
-        self._spare = None if spare is None else Spare(spec, spare)
-        self._worker = Worker(spec, patience, launch_here if self._spare is None else self._spare.launch)
+    def __init__(self, codec: Codec, take: Callable[[Any], None], lost: Callable[[], None]) -> None:
+        self._codec, self._take, self._lost, self._data = codec, take, lost, bytearray()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport: asyncio.Transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        try:
+            while len(self._data) >= PREFIX.size:
+                end = PREFIX.size + size_of(self._data)
+                if len(self._data) < end:
+                    return
+                message = self._codec.decode(self._data[PREFIX.size : end])
+                del self._data[:end]
+                self._take(message)
+        except FrameError:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    def send(self, message: Any) -> None:
+        parts = self._codec.encode(message)
+        self._transport.write(b"".join([prefix(sum(map(len, parts))), *parts]))
+
+    def close(self) -> None:
+        """Close the connection; `lost` is not called for that."""
+        self._lost = lambda: None
+        self._transport.close()
+
+
+class EngineClient:
+    """An engine as requests see it; its process is not started yet.
+
+    Args:
+        options: fields of `LLMOptions`, all of them.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        spec = WorkerSpec(
+            name="engine",
+            service="paceline.engine_worker:service",
+            options={"options": {name: value for name, value in options.items() if name != "device"}},
+            kinds=KINDS,
+            placement=Placement(device=options["device"]),
+            channel="socket",
+        )
+        self._spare: Spare | None = Spare(spec, "paceline.engine_worker:prepare")
+        self._worker = Worker(spec, PATIENCE, self._spare.launch)
         self.launched_at = self._attached_at = self._detached_at = 0.0
-        self._codec = Codec(*GREETINGS, *KINDS)
-        self._line: LoopLine | None = None
+        self._engine: _Messages | None = None  # while there is one
         self._attached: Line | None = None
         self._open: dict[str, OpenRequest] = {}
         self._looks: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._watch: asyncio.Task[None] | None = None
         self.failed: ConfigError | None = None  # why no engine can be had any more
-        self.on_failure: Callable[[], None] | None = None  # called when `failed` is set
+        self.on_failure: Callable[[], None] = lambda: None  # called when `failed` is set
         self.restarts = 0
         self.described = asyncio.Event()
         self.description: Description | None = None
@@ -140,17 +186,12 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """Whether requests are taken."""
-        return self._line is not None and self.description is not None
+        return self._engine is not None and self.description is not None
 
     @property
     def num_open(self) -> int:
         """Requests in flight."""
         return len(self._open)
-
-    @property
-    def pid(self) -> int | None:
-        """Of the engine's process; None: there is none at the moment."""
-        return self._worker.pid
 
     def launch(self) -> None:
         """Start the engine's process, before there is an event loop.
@@ -162,7 +203,7 @@ class EngineClient:
         self._worker.poll()
 
     def start(self) -> None:
-        """Begin to start the engine, and to watch it, unless that has begun; called on the event loop."""
+        """Begin to start the engine, and to watch it; called on the event loop."""
         self._watch = self._watch or asyncio.get_running_loop().create_task(self._watch_it())
 
     async def close(self) -> None:
@@ -171,14 +212,13 @@ class EngineClient:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watch
-        if self._line is not None:
-            self._line.close()
-            self._line = self._attached = None
-        self._fail_looks("the server ends")
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
         self._worker.stop()
         if self._spare is not None:
             self._spare.close()
-        self._fail_all(EngineDown("the server ends"))
+        self.end_all("the server ends")
 
     async def drained(self) -> None:
         """Wait until no request is in flight."""
@@ -188,10 +228,21 @@ class EngineClient:
     def end_all(self, why: str) -> None:
         """End every request in flight with an error."""
         for request_id in self._open:
-            if self._line is not None:
-                self._line.send(Abort(request_id))
+            self._send(Abort(request_id))
         self._fail_looks(why)
-        self._fail_all(EngineDown(why))
+        ended, self._open = self._open, {}
+        for one in ended.values():
+            one.fail(EngineDown(why))
+
+    def _fail_looks(self, why: str) -> None:
+        for waiting in self._looks.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDown(why))
+        self._looks.clear()
+
+    def _send(self, message: Any) -> None:
+        if self._engine is not None:
+            self._engine.send(message)
 
     # -- requests
 
@@ -203,13 +254,13 @@ class EngineClient:
             TooMany: as many wait as may.
             EngineDown: there is no engine at the moment.
         """
-        if self._line is None or not self.ready:
+        if not self.ready:
             raise self._down()
         if asked.params.get("seed") is None:
             asked = replace(asked, params={**asked.params, "seed": secrets.randbits(63)})
-        samples = int(asked.params.get("n", 1))
-        one = self._open[asked.id] = OpenRequest(asked, said=[[] for _ in range(samples)])
-        self._line.send(asked)
+        one = OpenRequest(asked, tokens=[[] for _ in range(asked.params.get("n", 1))])
+        self._open[asked.id] = one
+        self._send(asked)
         try:
             await one.accepted
         except BaseException:
@@ -218,7 +269,8 @@ class EngineClient:
         return one
 
     async def follow(self, one: OpenRequest, take: Callable[[list[SampleUpdate]], object]) -> None:
-        """Have all that comes of a request taken, as it comes, until it has ended. Leaving this does not end it.
+        """Deliver all that comes of a request to ``take``, as it comes, until it has ended. Leaving this does not end
+        it.
 
         Args:
             take: is given what came at once; it is called where the engine's message is read, without a task between,
@@ -228,45 +280,49 @@ class EngineClient:
             EngineDown: no engine can answer it.
         """
         one.take, early, one.early = take, one.early, []
-        one.tell(early)
+        one.deliver(early)
         await one.ended
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is in flight."""
-        one = self._open.pop(request_id, None)
-        if one is None:
-            return
-        one.ended.cancel()
-        if self._line is not None:
-            self._line.send(Abort(request_id))
+        if (one := self._open.pop(request_id, None)) is not None:
+            one.ended.cancel()
+            self._send(Abort(request_id))
 
     async def look(self) -> dict[str, Any]:
-        """The engine's counters.
+        """Return the engine's counters.
 
         Raises:
             EngineDown: there is no engine at the moment.
         """
-        if self._line is None:
+        if self._engine is None:
             raise self._down()
         asked = Look(secrets.token_hex(8))
-        self._looks[asked.id] = asyncio.get_running_loop().create_future()
-        self._line.send(asked)
-        return await self._looks[asked.id]
+        waiting = self._looks[asked.id] = asyncio.get_running_loop().create_future()
+        self._engine.send(asked)
+        return await waiting
 
     def _down(self) -> EngineDown:
         if self.failed is not None:
             return EngineDown(f"the engine cannot be started again: {self.failed}")
         return EngineDown("the engine is being loaded" if self.description is None else "the engine is started again")
 
-    # -- what the engine says
-
-    def _heard(self, message: Any) -> None:
+    def _take(self, message: Any) -> None:
+        """Read a message of the engine's."""
         if isinstance(message, News):
             for request_id, pieces in groupby(message.pieces, attrgetter("id")):
                 if (one := self._open.get(request_id)) is not None:
-                    self._tell(one, pieces)
-        elif isinstance(message, Accepted | Rejected):
-            self._answered(message)
+                    new = [part for piece in pieces if (part := one.new(piece)) is not None]
+                    if new and new[-1].ended is not None:
+                        del self._open[request_id]
+                    one.deliver(new)
+        elif isinstance(message, Accepted):
+            if (one := self._open.get(message.id)) is not None and not one.accepted.done():
+                one.accepted.set_result(None)
+        elif isinstance(message, Rejected):
+            if (one := self._open.pop(message.id, None)) is not None:
+                refused = ConfigError(message.asked, message.wrong, message.remedy)
+                one.fail(TooMany(message.wrong) if message.full else refused)
         elif isinstance(message, Looked):
             if (waiting := self._looks.pop(message.id, None)) is not None and not waiting.done():
                 waiting.set_result(message.counters)
@@ -275,23 +331,6 @@ class EngineClient:
             self.described.set()
         elif isinstance(message, Fault):
             log.error("the engine failed: %s", message.why)
-
-    def _tell(self, one: OpenRequest, pieces: Iterable[SampleUpdate]) -> None:
-        news = [found for piece in pieces if (found := one.news(piece)) is not None]
-        if news and news[-1].ended is not None:
-            del self._open[one.asked.id]
-        one.tell(news)
-
-    def _answered(self, message: Accepted | Rejected) -> None:
-        one = self._open.get(message.id)
-        if one is None:
-            return
-        if isinstance(message, Rejected):
-            del self._open[message.id]
-            refused = ConfigError(message.asked, message.wrong, message.remedy)
-            one.fail(TooMany(message.wrong) if message.full else refused)
-        elif not one.accepted.done():
-            one.accepted.set_result(None)
 
     # -- its process
 
@@ -303,84 +342,50 @@ class EngineClient:
                 self._detach()
                 self.failed = error
                 self.described.set()
-                self._fail_all(self._down())
-                if self.on_failure is not None:
-                    self.on_failure()
+                self.end_all(str(self._down()))
+                self.on_failure()
                 return
             if self._attached is not None and self._worker.line is not self._attached:
                 self._detach()
             if ready and self._attached is None:
-                self._attach()
+                await self._attach()
             if ready and self._spare is not None and time.monotonic() - self._attached_at > SPARE_S:
-                self._prepare(self._spare)
+                try:
+                    self._spare.prepare()
+                except (OSError, PacelineError) as error:
+                    log.warning("no spare process for the engine can be had: %s", error)
+                    self._spare = None
             await asyncio.sleep(WATCH_S if ready else START_WATCH_S)
 
-    def _prepare(self, spare: Spare) -> None:
-        try:
-            spare.prepare()
-        except (OSError, PacelineError) as error:
-            log.warning("no spare process for the engine can be had: %s", error)
-            self._spare = None
-
-    def _attach(self) -> None:
-        """An engine is ready: ask it what is open."""
-        line = self._worker.line
-        assert line is not None and isinstance(line.channel, SocketChannel)
-        copy = socket.socket(fileno=socket.dup(line.channel.fileno()))
-        self._attached_at = time.monotonic()
+    async def _attach(self) -> None:
+        """Send to an engine that is ready what is open."""
+        self._attached = self._worker.line
+        assert self._attached is not None and isinstance(self._attached.channel, SocketChannel)
+        copy = socket.socket(fileno=socket.dup(self._attached.channel.fileno()))
+        messages = _Messages(Codec(*GREETINGS, *KINDS), self._take, self._lost)
+        await asyncio.get_running_loop().create_unix_connection(lambda: messages, sock=copy)
+        self._engine, self._attached_at = messages, time.monotonic()
         if self.restarts:
             log.warning("the engine is back after %.1f s", self._attached_at - self._detached_at)
-        self._attached, self._line = line, LoopLine(copy, self._codec, self._heard, self._lost)
         if self.description is None:
-            self._line.send(Describe())
-        for one in list(self._open.values()):
+            messages.send(Describe())
+        for one in [*self._open.values()]:
             one.lives += 1
             if one.lives > MOST_LIVES:
                 del self._open[one.asked.id]
                 one.fail(EngineDown(f"{MOST_LIVES} engines have failed while this request was in flight"))
             else:
-                self._line.send(one.again())
+                messages.send(one.resumed())
 
     def _lost(self) -> None:
-        """The connection is gone."""
         self._worker.lost()  # it says why
         self._detach()
 
     def _detach(self) -> None:
-        if self._line is not None:
-            self._line.close()
+        if self._engine is not None:
+            self._engine.close()
             self.restarts, self._detached_at = self.restarts + 1, time.monotonic()
             why = self._worker.faults[-1:] or ["its line is closed"]
             log.warning("the engine is gone (%s); %d requests wait for the next one", why[0], len(self._open))
-        self._line = self._attached = None
+        self._engine = self._attached = None
         self._fail_looks("the engine is started again")
-
-    def _fail_looks(self, why: str) -> None:
-        for waiting in self._looks.values():
-            if not waiting.done():
-                waiting.set_exception(EngineDown(why))
-        self._looks.clear()
-
-    def _fail_all(self, error: Exception) -> None:
-        ended, self._open = self._open, {}
-        for one in ended.values():
-            one.fail(error)
-
-
-def engine_client(config: ServeConfig, options: Mapping[str, Any]) -> EngineClient:
-    """A client whose engine is not started yet.
-
-    Args:
-        config: the server's.
-        options: fields of `LLMOptions`, all of them.
-    """
-    spec = WorkerSpec(
-        name="engine",
-        service="paceline.engine_worker:service",
-        options={"options": {name: value for name, value in options.items() if name != "device"}},
-        kinds=KINDS,
-        placement=Placement(device=options["device"]),
-        channel="socket",
-    )
-    patience = Patience(start_s=config.start_s, stuck_s=config.stuck_s, silent_s=SILENT_S, healthy_s=HEALTHY_S)
-    return EngineClient(spec, patience, None if config.no_spare else "paceline.engine_worker:prepare")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import ConfigError
-from ..core.grammar import LONGEST
 from ..core.options import check, option
 from .parsers import FAMILIES
 
@@ -52,31 +51,9 @@ class ServeConfig:
         help="how the model writes tool calls: hermes, llama3, mistral, or auto: as its chat template does",
         choices=("auto", *FAMILIES),
     )
-    default_max_tokens: int | None = option(
-        2048, help="most tokens of a chat's answer where the request does not say; none: as many as fit", minimum=1
-    )
-    max_n: int = option(128, help="most samples of a request", minimum=1, maximum=1024)
     max_open: int = option(1024, help="most requests at once; more get 429", minimum=1)
-    max_logprobs: int = option(20, help="most log-probabilities of a token that may be asked for", minimum=0)
-    max_schema_bytes: int = option(
-        LONGEST, help="most bytes of a schema, pattern or grammar", minimum=1, maximum=LONGEST
-    )
-    header_s: float = option(10.0, help="seconds in which a request's headers must come", above=0.0)
-    body_s: float = option(30.0, help="seconds in which a request's body must come", above=0.0)
     request_s: float = option(3600.0, help="seconds after which a request ends with what it has", above=0.0)
     drain_s: float = option(30.0, help="seconds that requests have to end after SIGTERM", minimum=0.0)
-    start_s: float = option(600.0, help="seconds that the engine has to load", above=0.0)
-    no_spare: bool = option(
-        False,
-        help="keep no process ready in which the engine loads sooner after a failure; it holds about 190 MB",
-        flag="--no-spare",
-    )
-    stuck_s: float = option(60.0, help="seconds at one step after which the engine is taken to hang", above=0.0)
-    per_request_spec_decode_metrics: str = option(
-        "summary",
-        help="what answers say of their speculation, in vLLM's shape: none, summary, or detailed, each step of it",
-        choices=("none", "summary", "detailed"),
-    )
     metrics_names: str = option(
         "paceline",
         help="whose names /metrics has for what vLLM counts, too: paceline or vllm",
@@ -91,13 +68,9 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check(self)
         self.template()
-        if self.replicas is None and self.max_replicas is not None:
-            raise ConfigError(
-                f"--max-replicas {self.max_replicas}", "there is one server", "give --replicas and --cluster"
-            )
-        if self.replicas is not None and (self.max_replicas or self.replicas) < self.replicas:
-            asked = f"--max-replicas {self.max_replicas}"
-            raise ConfigError(asked, f"it is less than --replicas {self.replicas}", "give a larger number")
+        if self.max_replicas is not None and self.max_replicas < (self.replicas or self.max_replicas + 1):
+            least = f"it needs --replicas with a number up to {self.max_replicas}"
+            raise ConfigError(f"--max-replicas {self.max_replicas}", least, "give one, and --cluster")
 
     def template(self) -> str | None:
         """The chat template that was given.

@@ -1,8 +1,8 @@
 """Run one request: what every endpoint that generates stands on.
 
     answer = await begin(server, body, ids, params)  # APIError: refused, before a byte was sent
-    async with answer:                               # leaving it early ends the request
-        await answer.into(take)                      # take(deltas): what came at once, of each text, token_ids, ...
+    await answer.into(take)                          # take(deltas): what came at once, of each text, token_ids, ...
+    answer.abort()                                   # ends the request, if it has not ended
     answer.stats, usage([answer])                    # afterwards
 
 Everything that may be refused is refused by `begin`, so that a stream's first byte comes after it.
@@ -22,13 +22,15 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..distributed.requests import Description, LogprobRow, SampleUpdate, Submit
 from .acceptance import speculative_decoding
-from .client import EngineClient, EngineDown, OpenRequest, TooMany
+from .client import STUCK_S, EngineClient, EngineDown, OpenRequest, TooMany
 from .config import ServeConfig
 from .http import APIError
 from .metrics import Metrics
 from .schemas import Sampling
 from .texts import ServedTexts, renderer
 
+MOST_SAMPLES = 128  # of a request
+MOST_LOGPROBS = 20  # of a token
 WHOLE_INTERVAL_S = 0.5  # between pieces of an answer that is not streamed: so much is computed again after a failure
 Delta = SampleUpdate  # what is new in a sample
 
@@ -115,20 +117,11 @@ class Answer:
         self.completion_tokens = 0
         self.stats: dict[str, Any] = {}  # `SpecStats.as_dict`, when it has ended
         self.prompt_logprobs: list[LogprobRow | None] | None = None
-        self.steps: list[tuple[int, int]] = []  # of each with drafts, tokens drafted and accepted, where these are told
-        self._server, self._one, self._streams = server, one, streams
+        self._steps: list[tuple[int, int]] = []  # of each with drafts, tokens drafted and accepted, in a trace
+        self._server, self._one, self._streams, self._begun = server, one, streams, begun
         self.token_bytes = server.texts.token_bytes
-        self._begun = begun
-        # The engine keeps the deadline, and one that hangs is found out after `stuck_s`.
-        self._until = begun + server.config.request_s + server.config.stuck_s
         self._last: dict[int, float] = {}  # when a sample's last piece came
         ANSWERS.get([]).append(self)
-
-    async def __aenter__(self) -> Answer:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.abort()
 
     def abort(self) -> None:
         """End the request, if it has not ended."""
@@ -146,7 +139,8 @@ class Answer:
                 self._took(delta)
             take(deltas)
 
-        left = max(0.0, self._until - time.monotonic())
+        # The engine keeps the deadline, and one that hangs is found out after `STUCK_S`.
+        left = max(0.0, self._begun + self._server.config.request_s + STUCK_S - time.monotonic())
         try:
             await asyncio.wait_for(self._server.client.follow(self._one, taken), left)
         except TimeoutError as error:
@@ -155,26 +149,21 @@ class Answer:
             raise APIError(503, str(error), code="engine_down") from error
 
     def _took(self, delta: Delta) -> None:
+        now, counts = time.monotonic(), self._server.counts
         self.completion_tokens += len(delta.token_ids)
         if delta.token_ids:
-            self._time(delta.index)
+            if not self._last:
+                counts.times["time_to_first_token_seconds"].observe(now - self._begun)
+            elif self._streams and delta.index in self._last:
+                counts.times["inter_token_latency_seconds"].observe(now - self._last[delta.index])
+            self._last[delta.index] = now
         if delta.shown is not None:
-            self.steps += delta.shown.counts
+            self._steps += delta.shown.counts
         if delta.finish_reason == "error":
             raise APIError(400, f"the request's own rules failed: {delta.error}", code="request_failed")
         if delta.ended is not None:
             self.stats, self.prompt_logprobs = delta.ended.stats, delta.ended.prompt_logprobs
-            took = time.monotonic() - self._begun
-            self._server.counts.ended(self.stats, took, self.prompt_tokens, self.completion_tokens, self.samples)
-
-    def _time(self, index: int) -> None:
-        """A piece of a sample has come."""
-        now, times = time.monotonic(), self._server.counts.times
-        if not self._last:
-            times["time_to_first_token_seconds"].observe(now - self._begun)
-        elif self._streams and index in self._last:
-            times["inter_token_latency_seconds"].observe(now - self._last[index])
-        self._last[index] = now
+            counts.ended(self.stats, now - self._begun, self.prompt_tokens, self.completion_tokens, self.samples)
 
     def summary(self) -> str:
         """Return the main figures in a few words."""
@@ -182,16 +171,13 @@ class Answer:
         return f"{self.completion_tokens} tokens, {passes}"
 
     def ends(self) -> dict[str, Any]:
-        """Return what every answer has in the end beside the fields of its API."""
-        return {"metrics": {"speculative_decoding": self._speculative_decoding()}, "stats": self.stats}
-
-    def _speculative_decoding(self) -> dict[str, Any] | None:
-        """vLLM's ``metrics.speculative_decoding``; None: more than one sample, no drafter, or not wanted."""
-        level, described = self._server.config.per_request_spec_decode_metrics, self._server.described.speculation
-        none = level == "none" or described["drafter"] is None
-        if none or not self.stats or self.samples != 1:
-            return None
-        return speculative_decoding(self.stats, described["max_nodes"], self.steps if level == "detailed" else None)
+        """Return what every answer has in the end beside the fields of its API: `stats`, and vLLM's metrics of an
+        answer of one sample, where there is a drafter; each step among these where the request asks for a trace."""
+        described, found = self._server.described.speculation, None
+        if self.stats and self.samples == 1 and described["drafter"] is not None:
+            steps = self._steps if self.asked.shows == "steps" else None
+            found = speculative_decoding(self.stats, described["max_nodes"], steps)
+        return {"metrics": {"speculative_decoding": found}, "stats": self.stats}
 
 
 def usage(answers: list[Answer]) -> dict[str, Any]:
@@ -212,18 +198,6 @@ def usage(answers: list[Answer]) -> dict[str, Any]:
     return found
 
 
-def check_params(config: ServeConfig, params: dict[str, Any]) -> None:
-    """Raises APIError where a request asks for more than it may."""
-    bounds = {"n": config.max_n, "logprobs": config.max_logprobs, "prompt_logprobs": config.max_logprobs}
-    for name, most in bounds.items():
-        if params.get(name, 0) > most:
-            raise APIError(400, f"{name} must be {most} or less", name, "invalid_value")
-    grammar = params.get("grammar") or {"kind": "", "text": ""}
-    if len(grammar["text"].encode("utf-8", "surrogatepass")) > config.max_schema_bytes:
-        message = f"a {grammar['kind']} may have {config.max_schema_bytes} bytes: give a smaller one"
-        raise APIError(400, message, "structured_outputs", "invalid_value")
-
-
 async def begin(
     server: Server,
     body: Sampling,
@@ -235,7 +209,7 @@ async def begin(
     """Have a request queued.
 
     Args:
-        server: which server.
+        server: the server.
         body: the options that every form of request has.
         ids: of the prompt, which the field ``place`` has.
         params: fields of `SamplingParams` that were given.
@@ -253,7 +227,10 @@ async def begin(
         room = described.max_model_len
         message = f"this model's context is {room} tokens, and the prompt has {len(ids)}: shorten it"
         raise APIError(400, message, place, "context_length_exceeded")
-    check_params(config, params)
+    bounds = {"n": MOST_SAMPLES, "logprobs": MOST_LOGPROBS, "prompt_logprobs": MOST_LOGPROBS}
+    for name, most in bounds.items():
+        if params.get(name, 0) > most:
+            raise APIError(400, f"{name} must be {most} or less", name, "invalid_value")
     speculation = (body.drafting() or {}) | ({} if prediction is None else {"prediction": prediction})
     submit = Submit(
         secrets.token_hex(12),
@@ -265,7 +242,7 @@ async def begin(
         deadline_s=config.request_s,
         speculation=speculation or None,
         store=body.store is not False,
-        shows=body.shows() or ("origins" if config.per_request_spec_decode_metrics == "detailed" else ""),
+        shows=body.shows(),
     )
     try:
         return Answer(server, await server.client.submit(submit), bool(body.stream), begun)

@@ -38,15 +38,27 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        too_large, size = APIError(413, f"the body may have {MAX_BODY_BYTES} bytes"), 0
+
+        async def bounded() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MAX_BODY_BYTES:
+                raise too_large
+            return message
+
         try:
             headers = dict(scope["headers"])
             self._check_host(headers.get(b"host", b"").decode("latin-1"))
             self._check_key(scope["path"], headers)
-            self._check_length(headers.get(b"content-length", b"0"))
+            length = headers.get(b"content-length", b"0")
+            if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+                raise too_large
         except APIError as error:
             await error.response(scope["path"])(scope, receive, send)
             return
-        await self._app(scope, self._bounded(receive), send)
+        await self._app(scope, bounded, send)
 
     def _check_host(self, host: str) -> None:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
@@ -57,10 +69,8 @@ class Guard:
         except ValueError:
             pass
         if name.lower() not in self._hosts:
-            message = (
-                f"this server is not called {name[:100]!r}: ask it by its address, or start it with --allowed-hosts"
-            )
-            raise APIError(400, message, code="host_not_allowed")
+            remedy = "ask it by its address, or start it with --allowed-hosts"
+            raise APIError(400, f"this server is not called {name[:100]!r}: {remedy}", code="host_not_allowed")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._keys or path in OPEN:
@@ -69,24 +79,3 @@ class Guard:
         given = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
         if not [key for key in self._keys if hmac.compare_digest(key, given)]:  # each is compared: constant time
             raise APIError(401, "no key, or a wrong one: send authorization: Bearer KEY", code="invalid_api_key")
-
-    def _check_length(self, length: bytes) -> None:
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            raise self._too_large()
-
-    def _too_large(self) -> APIError:
-        return APIError(413, f"the body may have {MAX_BODY_BYTES} bytes")
-
-    def _bounded(self, receive: Receive) -> Receive:
-        """A body of unknown length, up to what it may have."""
-        taken = 0
-
-        async def counted() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > MAX_BODY_BYTES:
-                raise self._too_large()
-            return message
-
-        return counted

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import chain
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.responses import Response
 
 from .acceptance import add_shown
+from .answers import Event, Reply
 from .chat import begin_chat, prompt_of
 from .generation import Answer, Delta, Server
 from .http import MESSAGES as PATH
-from .http import APIError, EventStream, Strict, Write, checked, event, json_response
+from .http import APIError, Strict, checked, json_response
 from .schemas import ChatRequest, MessagePart, SpeculationChoice, ToolName
 from .tools import CallReader, ToolUse
 
@@ -144,8 +145,7 @@ async def messages(server: Server, body: MessagesRequest) -> Response:
     names = ("temperature", "top_p", "top_k", "seed", "speculation", "stream")
     given: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     chat = _chat(body, {**given, "max_tokens": body.max_tokens, "stop": body.stop_sequences or None})
-    reply = _MessageReply(*await begin_chat(server, chat), body)
-    return EventStream(reply.events, reply.answer.abort) if body.stream else json_response(await reply.whole())
+    return await MessageReply(*await begin_chat(server, chat), body).respond(body.stream)
 
 
 async def count_tokens(server: Server, body: CountRequest) -> Response:
@@ -203,98 +203,76 @@ def _text(content: str | list[TextBlock]) -> str | list[dict[str, str]]:
     return content if isinstance(content, str) else [{"type": "text", "text": block.text} for block in content]
 
 
-class _MessageReply:
-    """An answer in the form of this endpoint."""
+class MessageReply(Reply):
+    """An answer in Anthropic's form: blocks of text and of calls, which are written one after the other."""
 
     def __init__(self, answer: Answer, use: ToolUse | None, body: MessagesRequest) -> None:
-        self.answer, self._reader, self._speculation = answer, CallReader(use), body.speculation
+        super().__init__([answer])
+        self._reader, self._speculation = CallReader(use), body.speculation
         self._shown: dict[str, Any] = {}  # where its tokens come from, see `add_shown`
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        self._open, self._text = -1, False  # the block that is being written, and whether it is text
+        self._blocks: list[dict[str, Any]] = []  # the last one may be open
 
     def _usage(self) -> dict[str, int]:
         return {"input_tokens": self.answer.prompt_tokens, "output_tokens": self.answer.completion_tokens}
 
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _message(self) -> dict[str, Any]:
         head = {"id": f"msg_{self.answer.name}", "type": "message", "role": "assistant", "model": self.answer.model}
-        return {**head, "content": content, **self._stop, "usage": self._usage()}
+        return {**head, "content": self._blocks, **self._stop, "usage": self._usage()}
 
-    async def whole(self) -> dict[str, Any]:
-        """Not streamed."""
-        blocks: list[dict[str, Any]] = []  # of text, and calls as the reader has them
+    def begin(self) -> Iterator[Event]:
+        """Yield the message without its content, see `Reply`."""
+        yield {"type": "message_start", "message": self._message()}
+        yield {"type": "ping"}
 
-        def take(deltas: list[Delta]) -> None:
-            for part in chain.from_iterable(map(self._read, deltas)):
-                if "content" not in part:
-                    call = part["tool_calls"][0]
-                    blocks.extend([self._reader.calls[call["index"]]] if "id" in call else [])
-                elif blocks and blocks[-1]["type"] == "text":
-                    blocks[-1]["text"] += part["content"]
-                else:
-                    blocks.append({"type": "text", "text": part["content"]})
-
-        async with self.answer as answer:
-            await answer.into(take)
-        content = [one if one["type"] == "text" else _block(one) for one in blocks] or [{"type": "text", "text": ""}]
-        return self._message(content) | answer.ends() | self._shown
-
-    def _read(self, delta: Delta) -> list[dict[str, Any]]:
-        """What a piece brings, see `CallReader`; notes how the answer ends."""
-        parts = self._reader.read(delta)
+    def take(self, place: int, delta: Delta) -> Iterator[Event]:
+        """Add a piece, see `Reply`."""
+        for kind, text in self._reader.read(delta):
+            if kind == "name":
+                name = self._reader.calls[-1]["id"].replace("call_", "toolu_", 1)
+                yield from self._open({"type": "tool_use", "id": name, "name": text, "input": {}})
+                continue
+            if kind == "content":
+                if not self._blocks or self._blocks[-1]["type"] != "text":
+                    yield from self._open({"type": "text", "text": ""})
+                self._blocks[-1]["text"] += text
+            more = {"text": text} if kind == "content" else {"partial_json": text}
+            more["type"] = "text_delta" if kind == "content" else "input_json_delta"
+            yield {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": more}
         add_shown(self._shown, self._speculation, delta)
         if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
         elif delta.finish_reason is not None:
             short = delta.finish_reason in ("length", "deadline")
             self._stop["stop_reason"] = "max_tokens" if short else "tool_use" if self._reader.calls else "end_turn"
-        return parts
 
-    async def events(self, write: Write) -> None:
-        """Streamed."""
-        try:
-            async with self.answer as answer:
-                write(_event("message_start", message=self._message([])) + _event("ping"))
-                await answer.into(lambda deltas: write(b"".join(chain.from_iterable(map(self._delta, deltas)))))
-        except APIError as error:
-            write(event(error.body(PATH), "error"))
-            return
-        last = _event("message_delta", delta=self._stop, usage=self._usage(), **answer.ends(), **self._shown)
-        write(self._end() + last + _event("message_stop"))
+    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
+        """Begin a block."""
+        yield from self._close()
+        self._blocks.append(block)
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
 
-    def _delta(self, delta: Delta) -> Iterator[bytes]:
-        for part in self._read(delta):
-            if "content" in part:
-                if not self._text:
-                    yield self._begin({"type": "text", "text": ""})
-                yield self._more({"type": "text_delta", "text": part["content"]})
-            elif "id" in (call := part["tool_calls"][0]):
-                yield self._begin(_block(call))
-            else:
-                yield self._more({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+    def _close(self) -> Iterator[Event]:
+        """End the last block, if there is one."""
+        if self._blocks:
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
-    def _begin(self, block: dict[str, Any]) -> bytes:
-        """A new block."""
-        end = self._end()
-        self._open, self._text = self._open + 1, block["type"] == "text"
-        return end + _event("content_block_start", index=self._open, content_block=block)
+    def end(self) -> Iterator[Event]:
+        """Yield the end of the message, see `Reply`."""
+        yield from self._close()
+        rest = self.answer.ends() | self._shown
+        yield {"type": "message_delta", "delta": self._stop, "usage": self._usage(), **rest}
+        yield {"type": "message_stop"}
 
-    def _more(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", index=self._open, delta=delta)
+    def failed(self, error: APIError) -> Event:
+        """Return the error in Anthropic's form."""
+        return error.body(PATH)
 
-    def _end(self) -> bytes:
-        """The end of the block that is written, if one is."""
-        return b"" if self._open < 0 else _event("content_block_stop", index=self._open)
-
-
-def _block(call: dict[str, Any]) -> dict[str, Any]:
-    """A call; arguments that broke off are what could be read of them: none."""
-    try:
-        given = json.loads(call["function"]["arguments"] or "{}")
-    except ValueError:
-        given = {}
-    name = str(call["id"]).replace("call_", "toolu_", 1)
-    return {"type": "tool_use", "id": name, "name": call["function"]["name"], "input": given}
-
-
-def _event(name: str, **fields: Any) -> bytes:
-    return event({"type": name, **fields}, name)
+    def whole(self) -> dict[str, Any]:
+        """Return the message; arguments that broke off are what could be read of them: none."""
+        uses = [block for block in self._blocks if block["type"] == "tool_use"]
+        for block, call in zip(uses, self._reader.calls, strict=True):
+            with suppress(ValueError):
+                block["input"] = json.loads(call["arguments"] or "{}")
+        self._blocks = self._blocks or [{"type": "text", "text": ""}]
+        return self._message() | self.answer.ends() | self._shown

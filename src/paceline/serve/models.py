@@ -51,16 +51,12 @@ async def tokenize(server: Server, body: TokenizeRequest) -> Response:
     """Ids of a text, or of a conversation."""
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "give either prompt or messages", "prompt", "invalid_value")
+    texts, place = server.texts, "messages" if body.prompt is None else "prompt"
     try:
-        ids = (
-            server.texts.conversation(body)
-            if body.prompt is None
-            else server.texts.encode(body.prompt, body.add_special_tokens)
-        )
+        ids = texts.conversation(body) if body.prompt is None else texts.encode(body.prompt, body.add_special_tokens)
     except ConfigError as error:
-        place = "prompt" if body.messages is None else "messages"
         raise APIError(400, str(error), field_of(place, error) or place, "invalid_value") from error
-    strings = [server.texts.piece(token) for token in ids] if body.return_token_strs else None
+    strings = [texts.piece(token) for token in ids] if body.return_token_strs else None
     most = server.described.max_model_len
     return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings})
 

@@ -24,7 +24,7 @@ from ..distributed.placement import ClusterConfig, parse_cluster
 from ..distributed.ray_cluster import Bundle, check_fit, connect, even_share
 from ..options import LLMOptions
 from .app import make_app
-from .client import engine_client
+from .client import EngineClient
 from .config import ServeConfig
 from .generation import Server
 from .metrics import merged
@@ -51,7 +51,7 @@ class Replica:
     """
 
     async def __init__(self, config: ServeConfig, options: Mapping[str, Any], model: str) -> None:  # type: ignore[misc]
-        self._client = engine_client(config, options)
+        self._client = EngineClient(options)
         self._server = Server(config, self._client, model, replica=serve.get_replica_context().replica_tag)
         self._server.all_metrics = self._all_metrics
         self._client.start()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.responses import Response
 
 from .acceptance import add_shown
+from .answers import Event, Reply
 from .chat import begin_chat
 from .generation import Answer, Delta, Server, usage
-from .http import APIError, EventStream, Strict, Write, checked, event, json_response
-from .schemas import ChatRequest, FunctionName, JSONSchema, SpeculationChoice, ToolName
+from .http import APIError, Strict, checked
+from .schemas import ChatRequest, FunctionName, Ignored, JSONSchema, SpeculationChoice, ToolName
 from .tools import CallReader, ToolUse
 
 
@@ -87,7 +89,7 @@ class TextOptions(Strict):
     verbosity: Any = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Ignored):
     """POST /v1/responses."""
 
     model: str | None = None
@@ -111,13 +113,6 @@ class ResponsesRequest(Strict):
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is no such reasoning
     # These change nothing.
-    metadata: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
     max_tool_calls: Any = None  # of tools that OpenAI runs
     stream_options: Any = None
     reasoning: Any = None
@@ -134,13 +129,12 @@ async def responses(server: Server, body: ResponsesRequest) -> Response:
             message = f"{name}: this server keeps no answers; send the whole conversation"
             raise APIError(400, message, name, "unsupported")
     try:
-        answer, use = await begin_chat(server, _chat(body))
+        reply = _ResponseReply(*await begin_chat(server, _chat(body)), body)
     except APIError as error:
         name = (error.param or "").partition(".")[0]
         error.param = FIELDS.get(name, error.param)
         raise
-    reply = _ResponseReply(answer, body, use)
-    return EventStream(reply.events, answer.abort) if body.stream else json_response(await reply.whole())
+    return await reply.respond(body.stream)
 
 
 def _chat(body: ResponsesRequest) -> ChatRequest:
@@ -178,28 +172,22 @@ def _message(role: str, content: str | list[ResponsePart]) -> dict[str, Any]:
     return {"role": role, "content": parts}
 
 
-class _ResponseReply:
-    """An answer in the form of this endpoint: items of output, which are written one after the other."""
+class _ResponseReply(Reply):
+    """An answer in the form of OpenAI's responses: items of output, which are written one after the other."""
 
-    def __init__(self, answer: Answer, body: ResponsesRequest, use: ToolUse | None) -> None:
-        self._answer, self._body, self._reader = answer, body, CallReader(use)
-        self._created = int(time.time())
+    def __init__(self, answer: Answer, use: ToolUse | None, body: ResponsesRequest) -> None:
+        super().__init__([answer])
+        self._body, self._reader, self._created = body, CallReader(use), int(time.time())
         self._shown: dict[str, Any] = {}  # where its tokens come from, see `add_shown`
         self._items: list[dict[str, Any]] = []  # of output; the last one may be open
-        self._status = "in_progress"
-        self._events: list[bytes] = []  # that are not written yet
-        self._number = 0
+        self._status, self._number = "in_progress", -1  # of the last event
 
-    def _response(self) -> dict[str, Any]:
-        body, ended = self._body, self._status != "in_progress"
-        choice = body.tool_choice or "auto"
-        fields = body.model_dump(
-            by_alias=True,
-            include={"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "truncation", "user"},
-        )
-        counts = None
-        if ended:
-            said = usage([self._answer])
+    def whole(self) -> dict[str, Any]:
+        """Return the response as it is now."""
+        body, counts = self._body, None
+        choice, names = body.tool_choice or "auto", "instructions max_output_tokens metadata temperature top_p"
+        if ended := self._status != "in_progress":
+            said = usage([self.answer])
             counts = {
                 "input_tokens": said["prompt_tokens"],
                 "input_tokens_details": said["prompt_tokens_details"] | {"cache_write_tokens": 0},
@@ -208,14 +196,14 @@ class _ResponseReply:
                 "total_tokens": said["total_tokens"],
             }
         return {
-            **fields,
-            "id": f"resp_{self._answer.name}",
+            **body.model_dump(by_alias=True, include={*names.split(), "truncation", "user"}),
+            "id": f"resp_{self.answer.name}",
             "object": "response",
             "created_at": self._created,
             "status": self._status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "model": self._answer.model,
+            "model": self.answer.model,
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -224,88 +212,61 @@ class _ResponseReply:
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or []],
             "usage": counts,
-            **(self._answer.ends() | self._shown if ended else {}),
+            **(self.answer.ends() | self._shown if ended else {}),
         }
 
-    async def whole(self) -> dict[str, Any]:
-        """Not streamed."""
-        async with self._answer as answer:
-            await answer.into(lambda deltas: [*map(self._take, deltas)])
-        return self._response()
-
-    async def events(self, write: Write) -> None:
-        """Streamed."""
-        self._say("response.created", response=self._response())
-        self._say("response.in_progress", response=self._response())
-
-        def take(deltas: list[Delta]) -> None:
-            for delta in deltas:
-                self._take(delta)
-            write(self._said())
-
-        try:
-            async with self._answer as answer:
-                write(self._said())
-                await answer.into(take)
-        except APIError as error:
-            self._say("error", code=error.code, message=error.message, param=error.param)
-        else:
-            self._say(f"response.{self._status}", response=self._response())
-        write(self._said())
-
-    def _said(self) -> bytes:
-        events, self._events = b"".join(self._events), []
-        return events
-
-    def _say(self, kind: str, **fields: Any) -> None:
-        told = {"type": kind, "sequence_number": self._number, **fields}
+    def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
-        self._events.append(event(told, kind))
+        return {"type": kind, "sequence_number": self._number, **fields}
 
-    def _take(self, delta: Delta) -> None:
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        """Return an event of the last item, or of its only part, which is text."""
+        place: dict[str, Any] = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        if self._items[-1]["type"] == "message":
+            place["content_index"] = 0
+        return self._event(f"response.{kind}", **place, **fields)
+
+    def begin(self) -> Iterator[Event]:
+        """Yield the response without output, see `Reply`."""
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self.whole())
+
+    def take(self, place: int, delta: Delta) -> Iterator[Event]:
+        """Add a piece, see `Reply`."""
         add_shown(self._shown, self._body.speculation, delta)
-        for part in self._reader.read(delta):
-            if "content" in part:
-                self._write(part["content"])
+        for kind, text in self._reader.read(delta):
+            if kind == "content":
+                yield from self._write(text)
+            elif kind == "name":
+                call = {"call_id": self._reader.calls[-1]["id"], "name": text, "arguments": ""}
+                yield from self._open("function_call", "fc", call)
             else:
-                self._call(part["tool_calls"][0])
+                self._items[-1]["arguments"] += text
+                yield self._of_item("function_call_arguments.delta", delta=text)
         if delta.finish_reason is not None:
             if not self._items:
-                self._write("")
-            self._close()
+                yield from self._write("")
+            yield from self._close()
             self._status = "incomplete" if delta.finish_reason in ("length", "deadline") else "completed"
 
-    def _open(self, kind: str, prefix: str, **fields: Any) -> None:
+    def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
         """Begin an item."""
-        self._close()
-        name = f"{prefix}_{self._answer.name}_{len(self._items)}"
-        item = {"type": kind, "id": name, "status": "in_progress", **fields}
-        self._items.append(item)
-        self._say("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        yield from self._close()
+        name = f"{prefix}_{self.answer.name}_{len(self._items)}"
+        self._items.append({"type": kind, "id": name, "status": "in_progress", **fields})
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
-    def _at(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-
-    def _write(self, text: str) -> None:
+    def _write(self, text: str) -> Iterator[Event]:
         if not self._items or self._items[-1]["type"] != "message":
-            self._open("message", "msg", role="assistant", content=[])
+            yield from self._open("message", "msg", {"role": "assistant", "content": []})
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._items[-1]["content"] = [part]
-            self._say("response.content_part.added", **self._at(), content_index=0, part=part)
+            yield self._of_item("content_part.added", part=part)
         if text:
             self._items[-1]["content"][0]["text"] += text
-            self._say("response.output_text.delta", **self._at(), content_index=0, delta=text, logprobs=[])
+            yield self._of_item("output_text.delta", delta=text, logprobs=[])
 
-    def _call(self, call: dict[str, Any]) -> None:
-        """A call begins, or its arguments go on."""
-        function = call["function"]
-        if "id" in call:
-            self._open("function_call", "fc", call_id=call["id"], name=function["name"], arguments="")
-        else:
-            self._items[-1]["arguments"] += function["arguments"]
-            self._say("response.function_call_arguments.delta", **self._at(), delta=function["arguments"])
-
-    def _close(self) -> None:
+    def _close(self) -> Iterator[Event]:
         """End the open item."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
@@ -313,10 +274,16 @@ class _ResponseReply:
         item["status"] = "completed"
         if item["type"] == "message":
             [part] = item["content"]
-            at = {**self._at(), "content_index": 0}
-            self._say("response.output_text.done", **at, text=part["text"], logprobs=[])
-            self._say("response.content_part.done", **at, part=part)
+            yield self._of_item("output_text.done", text=part["text"], logprobs=[])
+            yield self._of_item("content_part.done", part=part)
         else:
-            fields = {"arguments": item["arguments"], "name": item["name"]}
-            self._say("response.function_call_arguments.done", **self._at(), **fields)
-        self._say("response.output_item.done", output_index=len(self._items) - 1, item=item)
+            yield self._of_item("function_call_arguments.done", arguments=item["arguments"], name=item["name"])
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def end(self) -> Iterator[Event]:
+        """Yield the whole response, see `Reply`."""
+        yield self._event(f"response.{self._status}", response=self.whole())
+
+    def failed(self, error: APIError) -> Event:
+        """Return the error in the form of responses."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)

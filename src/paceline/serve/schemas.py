@@ -93,7 +93,19 @@ class SamplingFields(Strict):
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
-class Sampling(SamplingFields):
+class Ignored(Strict):
+    """The fields of OpenAI's requests that change nothing here."""
+
+    user: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+
+
+class Sampling(SamplingFields, Ignored):
     """What all forms of requests that generate come to."""
 
     model: str | None = None
@@ -107,14 +119,6 @@ class Sampling(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None  # false: a server that learns does not keep it
-    # These change nothing.
-    user: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:

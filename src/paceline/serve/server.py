@@ -18,7 +18,6 @@ import uvicorn
 from .app import make_app
 from .client import EngineClient
 from .config import ServeConfig
-from .connections import Connection
 from .generation import Server
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def run(config: ServeConfig, client: EngineClient, model: str, listening: socket
     app: Any = make_app(server, config)
     options = uvicorn.Config(
         app,
-        http=partial(Connection, header_s=config.header_s),  # type: ignore[arg-type]
+        http="httptools",
         loop="uvloop",
         ws="none",
         lifespan="on",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..distributed.requests import SampleUpdate
 from .http import APIError
-from .parsers import ToolParser
+from .parsers import ParsedPiece, ToolParser
 from .schemas import ChatRequest, Function
 from .texts import ServedTexts
 
@@ -122,45 +123,31 @@ def _literal(text: str, texts: ServedTexts) -> str:
 
 
 class CallReader:
-    """The content and the calls of one sample, as OpenAI's answers have them.
+    """The content and the calls of one sample, as they come.
 
     Args:
         use: of the request; None: all is content.
     """
 
     def __init__(self, use: ToolUse | None) -> None:
-        self.calls: list[dict[str, Any]] = []  # whole
-        self._texts: list[str] = []
-        self._named, self._parser = use is not None and use.named, None if use is None else ToolParser(use.family)
+        self.content = ""  # what is not a call
+        self.calls: list[dict[str, str]] = []  # id, name, arguments
+        self.named = use is not None and use.named
+        self._parser = None if use is None else ToolParser(use.family)
 
-    @property
-    def content(self) -> str:
-        """What is no call."""
-        return "".join(self._texts)
-
-    def read(self, delta: SampleUpdate) -> list[dict[str, Any]]:
-        """What a piece brings, as ``delta`` of chunks."""
+    def read(self, delta: SampleUpdate) -> Iterator[ParsedPiece]:
+        """Yield what a piece brings, as it is added to content and calls."""
         if self._parser is None:
-            self._texts.append(delta.text)
-            return [{"content": delta.text}] if delta.text else []
-        pieces = self._parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            pieces += self._parser.end()
-        found: list[dict[str, Any]] = []
+            pieces: list[ParsedPiece] = [("content", delta.text)] if delta.text else []
+        else:
+            pieces = self._parser.feed(delta.text)
+            if delta.finish_reason is not None:
+                pieces += self._parser.end()
         for kind, text in pieces:
             if kind == "content":
-                self._texts.append(text)
-                found.append({"content": text})
+                self.content += text
             elif kind == "name":
-                call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
-                self.calls.append(call | {"function": {"name": text, "arguments": ""}})
-                function = {"name": text, "arguments": ""}
-                found.append({"tool_calls": [{"index": len(self.calls) - 1, **call, "function": function}]})
+                self.calls.append({"id": f"call_{secrets.token_hex(12)}", "name": text, "arguments": ""})
             else:
-                self.calls[-1]["function"]["arguments"] += text
-                found.append({"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": text}}]})
-        return found
-
-    def finish(self, reason: str | None) -> str | None:
-        """Why the sample ended: "tool_calls" where it called, of its own will."""
-        return "tool_calls" if reason == "stop" and self.calls and not self._named else reason
+                self.calls[-1]["arguments"] += text
+            yield kind, text

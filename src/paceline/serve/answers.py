@@ -1,0 +1,180 @@
+"""The answer of every endpoint that generates: a stream of pieces, formatted by each API, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+
+from ..distributed.requests import LogprobRow
+from .acceptance import add_shown
+from .generation import Answer, Delta, usage
+from .http import APIError, EventStream, Write, event, json_response
+from .schemas import Sampling
+
+Event = Mapping[str, Any]
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class Reply:
+    """The answers to the prompts of one request, in the form of one API; a subclass formats them.
+
+    Args:
+        answers: to each prompt.
+    """
+
+    last = b""  # after the events of a stream
+
+    def __init__(self, answers: list[Answer]) -> None:
+        self.answers, self.answer, self.streams = answers, answers[0], False
+
+    def begin(self) -> Iterable[Event]:
+        """Yield the events before anything has come."""
+        return ()
+
+    def take(self, place: int, delta: Delta) -> Iterable[Event]:
+        """Add a piece of the answer at a place, and yield its events; each is written before the next is made."""
+        raise NotImplementedError
+
+    def end(self) -> Iterable[Event]:
+        """Yield the events after everything has come."""
+        return ()
+
+    def failed(self, error: APIError) -> Event:
+        """Return the event that ends a stream in place of `end`."""
+        return error.body()
+
+    def whole(self) -> Event:
+        """Return the answer after everything has come."""
+        raise NotImplementedError
+
+    async def respond(self, streams: bool | None) -> Response:
+        """Return the response, which a stream's answers follow later."""
+        if streams:
+            self.streams = True
+            return EventStream(self._events, self._abort)
+        await self._follow(lambda place, deltas: [[*self.take(place, delta)] for delta in deltas])
+        return json_response(self.whole())
+
+    async def _follow(self, take: Callable[[int, list[Delta]], object]) -> None:
+        """Have what comes of each answer taken, with its place; one that fails ends the others."""
+        with ExitStack() as all_of_them:
+            for answer in self.answers:
+                all_of_them.callback(answer.abort)
+            await asyncio.gather(*(one.into(partial(take, place)) for place, one in enumerate(self.answers)))
+
+    async def _events(self, write: Write) -> None:
+        def take(place: int, deltas: list[Delta]) -> None:
+            write(b"".join([event(one) for delta in deltas for one in self.take(place, delta)]))
+
+        try:
+            write(b"".join(map(event, self.begin())))
+            await self._follow(take)
+        except APIError as error:
+            write(event(self.failed(error)) + self.last)
+        else:
+            write(b"".join(map(event, self.end())) + self.last)
+
+    def _abort(self) -> None:
+        for answer in self.answers:
+            answer.abort()
+
+
+Choice = dict[str, Any]
+
+
+class Choices(Reply):
+    """Answers of chat and completions: a choice for each sample of each prompt.
+
+    Args:
+        answers: to each prompt.
+        body: of the request.
+        kind: in front of the answer's id.
+        names: of object, whole and of a chunk.
+    """
+
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, answers: list[Answer], body: Sampling, kind: str, names: tuple[str, str]) -> None:
+        super().__init__(answers)
+        self._body, self.samples, self._names = body, self.answer.samples, names
+        self._head = {"id": f"{kind}-{body.request_id or self.answer.name}", "created": int(time.time())}
+        self._head["model"] = self.answer.model
+        self.choices: list[Choice] = [{"index": index} for index in range(len(answers) * self.samples)]  # whole ones
+
+    def _parts(self, place: int, delta: Delta) -> list[Choice]:
+        """Return the choices of a piece's chunks."""
+        raise NotImplementedError
+
+    def _chunk(self, choice: Choice, place: int) -> dict[str, Any]:
+        """Return the chunk of a choice."""
+        found = {**self._head, "object": self._names[1], "choices": [choice]}
+        if self._body.stream_options is not None and self._body.stream_options.continuous_usage_stats:
+            found["usage"] = usage([self.answers[place]])
+        return found
+
+    def take(self, place: int, delta: Delta) -> Iterable[Event]:
+        """Add a piece, see `Reply`."""
+        for part in self._parts(place, delta):
+            if self.streams:
+                yield self._chunk(part, place)
+            else:
+                _merge(self.choices[part["index"]], part)
+
+    def end(self) -> Iterable[Event]:
+        """Yield the usage, where it is asked for."""
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield {**self._head, "object": self._names[1], "choices": [], **self._ends()}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer, see `Reply`."""
+        return {**self._head, "object": self._names[0], "choices": self.choices, **self._ends()}
+
+    def _ends(self) -> dict[str, Any]:
+        """Return what follows the choices; beside OpenAI's fields where there was one prompt."""
+        return {"usage": usage(self.answers)} | (self.answer.ends() if len(self.answers) == 1 else {})
+
+    def _prompt(self, place: int) -> dict[str, Any]:
+        """Return what the request asks of a prompt: its ids, and at the end its log-probabilities."""
+        answer = self.answers[place]
+        found: dict[str, Any] = {"prompt_token_ids": answer.asked.ids} if self._body.return_token_ids else {}
+        if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = rows = list[dict[str, Any] | None]()
+            for row in answer.prompt_logprobs:
+                entries = ((str(t), max(p, LEAST_LOGPROB), rank, text) for t, p, rank, text in row or ())
+                told = {t: {"logprob": p, "rank": rank, "decoded_token": text} for t, p, rank, text in entries}
+                rows.append(told if row is not None else None)
+        return found
+
+    def _add(self, choice: Choice, delta: Delta) -> None:
+        """Add to a choice what chat and completions have of a piece, beside its text."""
+        if delta.finish_reason is not None:
+            reason = {"abort": "stop", "deadline": "length"}.get(delta.finish_reason, delta.finish_reason)
+            choice["finish_reason"], choice["stop_reason"] = reason, delta.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        add_shown(choice, self._body.speculation, delta)
+
+
+def _merge(whole: Choice, part: Choice) -> None:
+    """Add a chunk's choice to the whole one: texts and lists grow, all else is replaced by what is there."""
+    for name, value in part.items():
+        if isinstance(value, list):
+            whole.setdefault(name, []).extend(value)
+        elif isinstance(value, dict):
+            whole[name] = whole.get(name) or {}
+            _merge(whole[name], value)
+        elif name == "text":
+            whole[name] = whole.get(name, "") + value
+        elif value is not None or name not in whole:
+            whole[name] = value
+
+
+def chosen(row: LogprobRow, token: int) -> tuple[int, float, int, str | None]:
+    """Return the entry of the token that was sampled."""
+    return next(entry for entry in row if entry[0] == token)
