@@ -97,7 +97,7 @@ install: $(RUN_STAMP)
 # Each test process would wait for the kernels: they are compiled while mypy has one core.
 CHECKED = $(KERNELS) & $(MAKE) --no-print-directory lint && wait
 KERNELS := for mode in 1 baseline; do \
-  PACELINE_NATIVE=$$mode $(BIN)/python -c 'from paceline import native; native.unavailable()'; done
+  PACELINE_NATIVE=$$mode $(BIN)/python -c 'from paceline import kernels; kernels.unavailable()'; done
 
 # Tests start many processes: what these import is compiled once, even where Python was told not to keep it. Each of two
 # workers begins with one half, so that tests of a file, which share what they made, stay in one.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline import LLM, SamplingParams
-from paceline.drafters import Drafter, DrafterConfig, DrafterSpec, Proposal, option, register
+from paceline.draft import Drafter, DrafterConfig, DrafterSpec, Proposal, option, register
 
 
 @register

@@ -11,11 +11,12 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline import LLM, SamplingParams, zoo
-from paceline.drafters import Drafter, DrafterConfig, DrafterSpec, Proposal, option, register
-from paceline.network.loader import load_tokenizer
-from paceline.training.data import Encoder, Mixture, SourceSpec, load_source
-from paceline.training.network import Network
+from paceline import LLM, SamplingParams
+from paceline.draft import Drafter, DrafterConfig, DrafterSpec, Proposal, option, register
+from paceline.train.data import Encoder, Mixture, SourceSpec, load_source
+from paceline.train.network import Network
+from paceline.weights import zoo
+from paceline.weights.loader import load_tokenizer
 
 
 @register

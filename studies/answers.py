@@ -16,11 +16,11 @@ from typing import Any
 from kit.scores import DomainLoss, TaskQuality, domain_losses, evaluate, known_tasks, means
 from kit.study import Options, Study, Table, asked
 
+from paceline.api.llm import LLM
 from paceline.bench import machine
 from paceline.bench import report as say
-from paceline.llm import LLM
-from paceline.network.loader import resolve_folder
-from paceline.network.streams import read_config
+from paceline.papers.streaming.model import read_config
+from paceline.weights.loader import resolve_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,14 +22,14 @@ from micro_parts import hops as hopping
 from micro_parts import joins as joining
 from micro_parts import step_parts
 
+from paceline.api.llm import LLM
 from paceline.bench import encoding, machine, workloads
 from paceline.bench.models import materialised
 from paceline.core.sampling import SamplingParams
-from paceline.llm import LLM
-from paceline.network.decoder import Decoder
-from paceline.network.families import linear_shapes
-from paceline.network.linear import LinearOp
-from paceline.network.loader import resolve_folder
+from paceline.model.decoder import Decoder
+from paceline.model.families import linear_shapes
+from paceline.model.linear import LinearOp
+from paceline.weights.loader import resolve_folder
 
 JOINED = 768  # floats of a row that `joins` sums
 MOST_PROMPT = 512  # tokens of what `parts` asks

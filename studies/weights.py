@@ -29,13 +29,14 @@ from typing import Literal
 
 import torch
 
-from paceline import LLM, SamplingParams, native
-from paceline.attention.base import Segment
+from paceline import LLM, SamplingParams
+from paceline import kernels as native
+from paceline.kernels.linear import NativeLinear
 from paceline.kv.pool import KVPool
-from paceline.network.base import Batch
-from paceline.network.gguf import read_gguf
-from paceline.network.gguf_tokenizer import load_gguf_tokenizer
-from paceline.network.native_linear import NativeLinear
+from paceline.model.attention.base import Segment
+from paceline.model.base import Batch
+from paceline.weights.gguf import read_gguf
+from paceline.weights.gguf_tokenizer import load_gguf_tokenizer
 
 BUILD = Path(__file__).resolve().parents[1] / ".peers" / "llama.cpp" / "build" / "bin"
 PIECE, NEW, PROMPT, THREADS = 512, 128, 512, 2

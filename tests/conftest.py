@@ -45,7 +45,7 @@ def no_folder_of_the_user_is_found(tmp_path_factory: pytest.TempPathFactory) -> 
     """What `paceline adapt` made for a model on this account would be its default drafter in tests, too."""
     place = tmp_path_factory.mktemp("adapted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.drafters.adapted.pointers", lambda: place)
+        patch.setattr("paceline.draft.adapted.pointers", lambda: place)
         yield
 
 

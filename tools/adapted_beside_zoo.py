@@ -16,8 +16,8 @@ from math import exp, log
 from pathlib import Path
 
 from paceline import LLM, SamplingParams
+from paceline.api.config import TARGET_OPTIONS
 from paceline.bench.measure import ask
-from paceline.config import TARGET_OPTIONS
 
 
 def main() -> None:

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import ConfigError
-from paceline.network.loader import load_tokenizer, resolve_folder
-from paceline.training.answers import AnswerConfig, answer_line, choose, making, sidecar
-from paceline.training.data import Encoder, SourceSpec
+from paceline.train.answers import AnswerConfig, answer_line, choose, making, sidecar
+from paceline.train.data import Encoder, SourceSpec
+from paceline.weights.loader import load_tokenizer, resolve_folder
 
 SUFFIX = ".ids.xz"
 MANIFEST = "manifest.json"

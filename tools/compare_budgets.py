@@ -22,7 +22,7 @@ HERE = Path(__file__).parent.parent
 WORKER = """
 import json, sys
 from kits.budget_world import WORLDS, World, run
-from paceline import native
+from paceline import kernels as native
 from paceline.engine.auto import AutoBudget
 from paceline.engine.costs import DraftCosts
 

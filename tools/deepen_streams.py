@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.network.adapters import linear_shapes
-from paceline.network.files import fingerprint
-from paceline.network.loader import read_config
-from paceline.network.streams import StreamSet
+from paceline.model.adapters import linear_shapes
+from paceline.papers.streaming.model import StreamSet
+from paceline.weights.files import fingerprint
+from paceline.weights.loader import read_config
 
 
 def deepen(trained: StreamSet, layers: int, target: Path, seed: int = 0) -> StreamSet:

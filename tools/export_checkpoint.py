@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from paceline.network.families import decoder_config
-from paceline.network.loader import WEIGHTS
-from paceline.training.network import Network
-from paceline.training.trainer import CHECKPOINT
+from paceline.model.families import decoder_config
+from paceline.train.network import Network
+from paceline.train.trainer import CHECKPOINT
+from paceline.weights.loader import WEIGHTS
 
 
 def export(run: Path, init: Path, out: Path) -> tuple[int, int]:

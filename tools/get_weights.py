@@ -17,8 +17,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline import zoo
-from paceline.published import cache
+from paceline.weights import zoo
+from paceline.weights.published import cache
 
 GEMMA_TERMS = """\
 Gemma is provided under and subject to the Gemma Terms of Use, found at ai.google.dev/gemma/terms. They are not an

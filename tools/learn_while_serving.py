@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from paceline import LLM, SamplingParams
+from paceline.adapt.learning.serving import Learning
+from paceline.api.config import TARGET_OPTIONS
 from paceline.bench.encoding import Encoded
 from paceline.bench.workloads import load
-from paceline.config import TARGET_OPTIONS
-from paceline.learning.serving import Learning
 
 BLOCK = 100
 

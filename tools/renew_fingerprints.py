@@ -14,8 +14,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.network.files import fingerprint
-from paceline.network.loader import resolve_folder
+from paceline.weights.files import fingerprint
+from paceline.weights.loader import resolve_folder
 
 PIECES, PIECE_BYTES, HEADER_BYTES = 16, 4096, 100_000_000
 

@@ -50,7 +50,9 @@ def count(files: dict[str, str]) -> dict[str, Counter[str]]:
             sizes["native"]["C++"] += sum(1 for line in text.splitlines() if line.strip()[:2] not in ("", "//"))
         elif path.startswith("tests/") and path.endswith(".py"):
             sizes["tests"][parts[1] if len(parts) > 2 else "single files"] += len(text.splitlines())
-        elif path.endswith(".md") and parts[0] in ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        elif path.endswith(".md") and (
+            parts[0] in ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md") or "papers" in parts[:-1]
+        ):
             shelf = "measured" if "measured" in parts else "decisions" if parts[-1] == "decisions.md" else "readers"
             sizes["words"][shelf] += len(text.split())
     return sizes

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.training import losses, multistream
-from paceline.training.losses import TargetHidden, TargetTop
+from paceline.train import losses, multistream
+from paceline.train.losses import TargetHidden, TargetTop
 
 D, TOP = 256, 32
 SIZES = {8192: 1024, 49152: 256}  # rows by vocabulary
@@ -137,7 +137,7 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 def before_of(folder: Path) -> ModuleType:
-    """`paceline.training.losses` of another checkout, beside this one's."""
+    """`paceline.train.losses` of another checkout, beside this one's."""
     package = ModuleType("before")
     package.__path__ = [str(folder / "src" / "paceline")]
     sys.modules["before"] = package

@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .async_llm import AsyncLLM as AsyncLLM
-    from .chunks import Chunk as Chunk
+    from .api.async_llm import AsyncLLM as AsyncLLM
+    from .api.chunks import Chunk as Chunk
+    from .api.llm import LLM as LLM
     from .core.errors import CapabilityError as CapabilityError
     from .core.errors import ConfigError as ConfigError
     from .core.errors import PacelineError as PacelineError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from .core.request import CompletionOutput as CompletionOutput
     from .core.request import RequestOutput as RequestOutput
     from .core.sampling import SamplingParams as SamplingParams
-    from .llm import LLM as LLM
 
 __version__ = "0.2.0"
 
@@ -30,9 +30,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 _HOME = {  # public name -> module that defines it
-    "LLM": ".llm",
-    "AsyncLLM": ".async_llm",
-    "Chunk": ".chunks",
+    "LLM": ".api.llm",
+    "AsyncLLM": ".api.async_llm",
+    "Chunk": ".api.chunks",
     "SamplingParams": ".core.sampling",
     "RequestOutput": ".core.request",
     "CompletionOutput": ".core.request",

@@ -9,8 +9,8 @@ from pathlib import Path
 from paceline.bench.methods import drafter_config
 from paceline.bench.records import PLAIN, PLAIN_MODES, Method
 from paceline.core.errors import ConfigError
-from paceline.network.loader import resolve_folder
-from paceline.network.streams import read_config
+from paceline.papers.streaming.model import read_config
+from paceline.weights.loader import resolve_folder
 
 OF_TARGET = ("exact", "kernels", "attention")  # settings on which an application's answers may depend
 

@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.distributed.clock import Late
+from paceline.runtime.clock import Late
 
 VIRTUAL = "virtual clock"  # stands beside every figure that one gave
 

@@ -1,16 +1,16 @@
-"""Streams in training as one dense attention: the reference for `training.multistream`, and the naive way to train."""
+"""Streams in training as one dense attention: the reference for `train.multistream`, and the naive way to train."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from paceline.drafters.streams.recipe import StreamRecipe
-from paceline.network.streams import StreamSet
-from paceline.training.ahead import Aims
-from paceline.training.data import TokenBatch
-from paceline.training.multistream import CarrierRows, choose_carriers, sees_streams, stream_pass
-from paceline.training.network import Network, attend
+from paceline.papers.streaming.model import StreamSet
+from paceline.papers.streaming.recipe import StreamRecipe
+from paceline.train.ahead import Aims
+from paceline.train.data import TokenBatch
+from paceline.train.multistream import CarrierRows, choose_carriers, sees_streams, stream_pass
+from paceline.train.network import Network, attend
 
 
 def eager_streams(

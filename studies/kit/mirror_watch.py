@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.drafters.base import Levels, SequenceView
-from paceline.rounds.mirror.rollout import Branch, Chain, Outcome, Rollout
-from paceline.rounds.mirror.round import MirrorRound, Tell
-from paceline.rounds.passes import Pass
+from paceline.draft.base import Levels, SequenceView
+from paceline.engine.passes import Pass
+from paceline.papers.mirror.rollout import Branch, Chain, Outcome, Rollout
+from paceline.papers.mirror.round import MirrorRound, Tell
 
 
 @dataclass(frozen=True, slots=True)

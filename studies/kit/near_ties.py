@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.api.llm import LLM
 from paceline.bench import lossless
 from paceline.bench.lossless import count_tokens, difference, paired
 from paceline.bench.records import Exactness, Method, Report, Trial
@@ -36,9 +37,8 @@ from paceline.core.request import StopChecker
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.engine.tokens import texts_of
 from paceline.kv.pool import KVPool
-from paceline.llm import LLM
-from paceline.network.decoder import Decoder
-from paceline.network.packing import RowPacker
+from paceline.model.decoder import Decoder
+from paceline.model.packing import RowPacker
 
 # The largest change of a logit that was measured between passes of one row and of many, with torch's kernels on two
 # models: 4 units in the last place of bf16 and 30 of float32 (sums of a thousand products in another order). Twice

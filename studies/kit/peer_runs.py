@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline import zoo
+from paceline.api.llm import LLM
 from paceline.bench import report as say
 from paceline.bench.config import BenchConfig
 from paceline.bench.measure import EngineRunner, Group
@@ -25,8 +25,8 @@ from paceline.bench.workloads import Workload
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import named_values, read, suggest
 from paceline.core.sampling import SamplingParams
-from paceline.llm import LLM
-from paceline.network.loader import resolve_folder
+from paceline.weights import zoo
+from paceline.weights.loader import resolve_folder
 
 from . import near_ties
 from .filled import encoded

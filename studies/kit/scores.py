@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from kit.task_scores import score_task
+from paceline.api.llm import LLM
 from paceline.bench import encoding, workloads
 from paceline.bench.measure import ask
 from paceline.bench.workloads import Prompt, Workload
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.llm import LLM
-from paceline.training.data import Encoder, Example, SourceSpec, load_source
+from paceline.train.data import Encoder, Example, SourceSpec, load_source
 
 TASK_WORKLOADS = {"sql": "wikisql"} | {task: task for task in ("e2e", "dialogsum", "gsm8k", "humaneval")}
 
@@ -170,7 +170,7 @@ def domain_losses(
     """Loss per token on held-out texts, one domain a file, by the engine's own log-probabilities.
 
     Args:
-        files: text or JSON lines, as `training.data.read_documents` takes them. Dialogues are rendered in the chat
+        files: text or JSON lines, as `train.data.read_documents` takes them. Dialogues are rendered in the chat
             template and only their answers count; those over ``context`` are left out.
         max_tokens: of a file, from its beginning; at least one piece of it is measured.
         context: tokens of a piece of text; None: as many as the model takes.

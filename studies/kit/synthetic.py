@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from paceline.drafters.base import DrafterSpec, SequenceView
-from paceline.drafters.proposal import Proposal
-from paceline.drafters.registry import DrafterConfig, DrafterContext, option, register
-from paceline.drafters.text_sessions import LookUp
+from paceline.draft.base import DrafterSpec, SequenceView
+from paceline.draft.proposal import Proposal
+from paceline.draft.registry import DrafterConfig, DrafterContext, option, register
+from paceline.draft.text_sessions import LookUp
 
 if TYPE_CHECKING:
-    from paceline.network.decoder import TargetInfo
+    from paceline.model.decoder import TargetInfo
 
 _NEVER = 1e-9  # log scores need a chance above 0
 

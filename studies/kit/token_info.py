@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.drafters.lyanna.token_info import EPS, TokenInfo
+from paceline.papers.lyanna.token_info import EPS, TokenInfo
 
 
 def eager(info: TokenInfo, embedded: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Stages in virtual time: schedule, frames and pruning are real, and each stage takes the time it is given.
 
-The ways of frames are those of `distributed.stage_workers`. Straight, a frame goes on to the next stage as soon as it
+The ways of frames are those of `runtime.stage_workers`. Straight, a frame goes on to the next stage as soon as it
 is computed, and verdicts go to all stages at once. Through the coordinator, which prunes it, every frame goes from its
 stage to there, and from there to the next one; a tick lasts until the last one is back. Beside the stages the source
 drafts; a level that takes longer than the tick is there in a later one (SpecPipe, algorithm 1).
@@ -16,11 +16,11 @@ from typing import Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.inference import inference
-from paceline.distributed.clock import Clock, Late, Pace
-from paceline.distributed.straight import InFlight, Sent
-from paceline.drafters.local_sessions import LocalGrowing, LocalSessions
-from paceline.drafters.sessions import Ask, DraftSessions, Growing, Grown
-from paceline.network.stages import Frame, Stage, StagesInTurn
+from paceline.draft.local_sessions import LocalGrowing, LocalSessions
+from paceline.draft.sessions import Ask, DraftSessions, Growing, Grown
+from paceline.model.stages import Frame, Stage, StagesInTurn
+from paceline.runtime.clock import Clock, Late, Pace
+from paceline.runtime.straight import InFlight, Sent
 
 from .clock import Mailbox, VirtualClock
 from .links import Link

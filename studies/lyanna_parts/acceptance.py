@@ -19,9 +19,9 @@ from lyanna_parts.trained import read_log
 from paceline.bench.records import Report, Trial
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import ConfigError
-from paceline.drafters.lyanna.model import FILES, LyannaModel
-from paceline.network.hot import load_hot, save_hot
-from paceline.network.loader import resolve_folder
+from paceline.model.hot import load_hot, save_hot
+from paceline.papers.lyanna.model import FILES, LyannaModel
+from paceline.weights.loader import resolve_folder
 
 Floats = NDArray[np.float64]
 FULL, NO_INFO, NO_FIRST = "full", "without token-info", "without first token"

@@ -13,8 +13,8 @@ from kit.study import Options, Study, asked
 
 from paceline.bench.records import Method
 from paceline.core.errors import ConfigError
-from paceline.drafters.lyanna.model import LyannaShape, read_shape
-from paceline.network.loader import resolve_folder
+from paceline.papers.lyanna.model import LyannaShape, read_shape
+from paceline.weights.loader import resolve_folder
 
 Value = TypeVar("Value")
 STEPS = 3  # of a draft (section 7.2)

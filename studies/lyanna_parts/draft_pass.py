@@ -29,18 +29,18 @@ from lyanna_parts.common import (
     study,
 )
 from lyanna_parts.laps import Read, timed_kernels
-from paceline import native
+from paceline import kernels
+from paceline.api.llm import LLM
 from paceline.bench import machine, workloads
 from paceline.bench.records import Method
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import DraftRule
-from paceline.llm import LLM
-from paceline.network.handle import TargetHandle
-from paceline.network.native_linear import top
-from paceline.rounds.base import Work
+from paceline.draft.base import DraftRule
+from paceline.engine.base import Work
+from paceline.kernels.linear import top
+from paceline.model.handle import TargetHandle
 
 Floats = NDArray[np.float64]
 MOST_STEPS = 5  # of the paper's measurement
@@ -65,7 +65,7 @@ def figure_13a(ask: LyannaFlags) -> Iterator[Table | None]:
         how=[
             [
                 f"the fastest of {ask.repeats} calls in turns, weights as far as caches hold them, {ask.model}",
-                f"{machine.line(ask.device)}, kernels: {native.describe()}",
+                f"{machine.line(ask.device)}, kernels: {kernels.describe()}",
             ]
         ],
         plots={".svg": lambda path: _draw(found, path)},
@@ -76,8 +76,8 @@ def figure_13a(ask: LyannaFlags) -> Iterator[Table | None]:
 def figure_13b(ask: LyannaFlags) -> Iterator[Table | None]:
     """The share of every part of a draft: the layer, the head, the choice of tokens; Lyanna and EAGLE-2."""
     shape_of(ask.lyanna)
-    if native.library() is None:
-        why = native.unavailable() or "no compiled layers"
+    if kernels.library() is None:
+        why = kernels.unavailable() or "no compiled layers"
         raise CapabilityError("figure_13b", why, "it times compiled calls: use a CPU with g++")
     methods = {LYANNA: lyanna(LYANNA, ask.lyanna, ROWS, **FRESH_TREE, nodes=ROWS)}
     if ask.eagle:
@@ -102,7 +102,7 @@ def figure_13b(ask: LyannaFlags) -> Iterator[Table | None]:
                 "methods in turns; the first draft of an answer and shorter ones left out",
                 "all parts of a draft are timed in one call; means over the middle half of the drafts by their time",
                 f"head: {EAGLE}'s ranks its logits as it makes them; host: outside of the compiled call",
-                f"{machine.line(ask.device)}, kernels: {native.describe()}",
+                f"{machine.line(ask.device)}, kernels: {kernels.describe()}",
             ]
         ],
         plots={".svg": lambda path: _draw_parts(found, path)},

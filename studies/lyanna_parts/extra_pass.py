@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError
-from paceline.drafters.base import DrafterSpec, DraftRule
-from paceline.drafters.resampling import left_over
-from paceline.rounds import ROUNDS
-from paceline.rounds.base import Round, RoundConfig, RoundParts, RunningSequence, StepResult, Work
-from paceline.rounds.draft_verify import DraftVerifyRound
+from paceline.draft.base import DrafterSpec, DraftRule
+from paceline.draft.resampling import left_over
+from paceline.engine.base import Round, RoundConfig, RoundParts, RunningSequence, StepResult, Work
+from paceline.engine.draft_verify import DraftVerifyRound
+from paceline.engine.rounds import ROUNDS
 
 
 class ExtraPass:

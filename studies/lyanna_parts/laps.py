@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from paceline import native
+from paceline import kernels
 from paceline.core.errors import ConfigError
 
 PARTS = ("layer", "head", "choice")  # the head of EAGLE's drafts ranks its logits as it makes them
@@ -53,9 +53,9 @@ def with_clock(folder: Path) -> Path:
     Raises:
         ConfigError: a place of them is not where it was.
     """
-    source = folder / native.SOURCE.name
-    headers = shutil.copytree(native.SOURCE.with_suffix(""), source.with_suffix(""), dirs_exist_ok=True)
-    shutil.copyfile(native.SOURCE, source)
+    source = folder / kernels.SOURCE.name
+    headers = shutil.copytree(kernels.SOURCE.with_suffix(""), source.with_suffix(""), dirs_exist_ok=True)
+    shutil.copyfile(kernels.SOURCE, source)
     texts = {path: path.read_text("utf-8") for path in headers.rglob("*.h")}
     for piece, put in PUT.items():
         places = [path for path, text in texts.items() for _ in range(text.count(piece))]
@@ -71,10 +71,10 @@ def with_clock(folder: Path) -> Path:
 @contextmanager
 def timed_kernels(folder: Path) -> Iterator[Read]:
     """Models that are loaded in here run on kernels with a clock, built from a source in ``folder``."""
-    library = native._declared(native.opened(with_clock(folder)))
-    library.isa = library.pl_init(native.AMX)
+    library = kernels._declared(kernels.opened(with_clock(folder)))
+    library.isa = library.pl_init(kernels.AMX)
     clock = ctypes.CDLL(library.path).pl_laps  # the kernels have no such function: their library does not declare it
     clock.restype = ctypes.POINTER(ctypes.c_double)
     laps = clock()
-    with patch.object(native, "library", lambda: library), patch.object(native, "in_use", lambda: library):
+    with patch.object(kernels, "library", lambda: library), patch.object(kernels, "in_use", lambda: library):
         yield lambda: [1e3 * laps[n] for n in range(len(PARTS))]

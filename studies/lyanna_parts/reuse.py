@@ -13,13 +13,13 @@ from kit.study import Table
 
 from lyanna_parts.common import DIALOGUE, EXTRA, ROWS, STEPS, WIDTH, LyannaFlags, lyanna, shape_of, study
 from lyanna_parts.throughput import ALONE, TOP
+from paceline.api.llm import LLM
 from paceline.bench import workloads
 from paceline.bench.records import Method
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import DraftRequest, SequenceView
-from paceline.drafters.resampling import AGAIN, FRESH
-from paceline.llm import LLM
+from paceline.draft.base import DraftRequest, SequenceView
+from paceline.draft.resampling import AGAIN, FRESH
 
 
 @dataclass(slots=True)

@@ -28,10 +28,10 @@ from lyanna_parts.common import (
     study,
     verdict,
 )
-from paceline import zoo
 from paceline.bench import report as say
 from paceline.bench.records import PLAIN, Cell, Method, Report
 from paceline.bench.summary import Summary, overall_ratio
+from paceline.weights import zoo
 
 AUTO = ", auto"
 LYANNA, EAGLE = "Lyanna", "EAGLE-2"

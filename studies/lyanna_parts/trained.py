@@ -19,15 +19,15 @@ from torch import Tensor
 from lyanna_parts.common import STEPS, LyannaFlags, fastest, study, verdict
 from paceline.bench import machine
 from paceline.core.errors import ConfigError
-from paceline.drafters.lyanna.model import LyannaModel
-from paceline.drafters.lyanna.token_info import TokenInfo
-from paceline.drafters.states.unrolled import UnrolledRecipe, UnrollOptions
-from paceline.network.loader import load_tokenizer, read_config, resolve_folder
-from paceline.training.data import Encoder, TokenBatch, load_source
-from paceline.training.job import held_out, occurrences
-from paceline.training.network import Network
-from paceline.training.recipe import RecipeFile, locate, read_recipe
-from paceline.training.trainer import LOG
+from paceline.papers.lyanna.model import LyannaModel
+from paceline.papers.lyanna.token_info import TokenInfo
+from paceline.train.data import Encoder, TokenBatch, load_source
+from paceline.train.job import held_out, occurrences
+from paceline.train.network import Network
+from paceline.train.recipe import RecipeFile, locate, read_recipe
+from paceline.train.recipes.states import UnrolledRecipe, UnrollOptions
+from paceline.train.trainer import LOG
+from paceline.weights.loader import load_tokenizer, read_config, resolve_folder
 
 RESULT = "result"  # of a run: what users load
 KINDS = {"acceptance": "the likeliest token", "acceptance_top4": "one of the four likeliest"}

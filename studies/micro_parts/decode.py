@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from paceline.api.llm import LLM
 from paceline.bench.measure import ask
 from paceline.core.sampling import SamplingParams
-from paceline.llm import LLM
 
 Runner = Callable[[list[list[int]], int], int]  # prompts, new tokens each -> tokens that came out
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.errors import ConfigError
-from paceline.distributed import shared
-from paceline.distributed.channels import Channel, ChannelClosed
-from paceline.distributed.groups import GroupChannel, Member, Store, join
-from paceline.distributed.handshake import Facts
-from paceline.distributed.placement import Placement, cores, pin
-from paceline.distributed.sockets import SocketChannel
-from paceline.distributed.worker import Patience, Worker, WorkerSpec
+from paceline.runtime import shared
+from paceline.runtime.channels import Channel, ChannelClosed
+from paceline.runtime.groups import GroupChannel, Member, Store, join
+from paceline.runtime.handshake import Facts
+from paceline.runtime.placement import Placement, cores, pin
+from paceline.runtime.sockets import SocketChannel
+from paceline.runtime.worker import Patience, Worker, WorkerSpec
 
 WARM_UP = 200  # round trips that are not counted
 SPIN_US, PARKED_PAUSE_S = 100_000, 3e-4  # never parks; long enough for the other side to be asleep

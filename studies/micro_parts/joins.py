@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from paceline.network.joins import Joins, RankMemory
+from paceline.model.joins import Joins, RankMemory
 
 TURNS = 20  # of each way
 WAIT_S = 120.0

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from paceline import native
+from paceline import kernels
+from paceline.api.llm import LLM
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.llm import LLM
 
 # part -> names in a round's module
 FUNCTIONS = {
@@ -124,9 +124,11 @@ def compiled_calls(watch: Stopwatch) -> Iterator[None]:
     Raises:
         CapabilityError: nothing is compiled here.
     """
-    library = native.library()
+    library = kernels.library()
     if library is None:
-        raise CapabilityError("the parts of a step", native.unavailable() or "no compiled layers", "use a CPU with g++")
+        raise CapabilityError(
+            "the parts of a step", kernels.unavailable() or "no compiled layers", "use a CPU with g++"
+        )
     before = {name: getattr(library, name) for name in COMPILED}
     for name, call in before.items():
         setattr(library, name, watch.timed("rest", call, compiled=True))

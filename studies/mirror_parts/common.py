@@ -18,7 +18,7 @@ from paceline import LLM, SamplingParams
 from paceline.bench import workloads
 from paceline.core.options import written
 from paceline.core.request import RequestOutput
-from paceline.rounds.mirror.round import MirrorRound
+from paceline.papers.mirror.round import MirrorRound
 
 CATEGORIES = "spec_bench"  # the workload whose categories are tasks, too
 SIX = "humanities,math,roleplay,stem,coding,math_reasoning"  # of figure 7

@@ -21,10 +21,10 @@ from mirror_parts.common import Heard, MirrorFlags, drafter_of, listen, mirror_o
 from mirror_parts.latency import MirrorStep
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
-from paceline.distributed.placement import cores, pin
-from paceline.drafters.local_sessions import LocalSessions
-from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
-from paceline.rounds.mirror.rollout import Branch, Chain, Rollout
+from paceline.draft.local_sessions import LocalSessions
+from paceline.draft.sessions import ROOT, Ask, Grown, Opening
+from paceline.papers.mirror.rollout import Branch, Chain, Rollout
+from paceline.runtime.placement import cores, pin
 
 SECONDS = 4.0  # that parts are measured for, at least
 ALONE, AT_ONCE = "alone", "both at work"

@@ -21,9 +21,9 @@ from mirror_parts.forecast import ALONE, Forecast, Parts, Step, after, forecast,
 from paceline import LLM
 from paceline.bench.methods import parse_method
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.distributed.clock import Pace, RealClock
-from paceline.distributed.placement import cores, pin
-from paceline.drafters.streaming_sessions import StreamingSessions
+from paceline.papers.streaming.draft_sessions import StreamingSessions
+from paceline.runtime.clock import Pace, RealClock
+from paceline.runtime.placement import cores, pin
 
 STRETCHED: dict[str, Any] = {"times": 8, "draft_times": 4}
 GAMMAS = (1, 2, 3, 4, 6, 8)

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from mirror_parts.common import MirrorFlags, study
 from mirror_parts.latency import allreduce_time
-from paceline.attention import make_backend
-from paceline.drafters.distillation import TracksOptions
 from paceline.engine.calibration import PassTimer
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig, decoder_config
-from paceline.network.native import unsupported
-from paceline.network.parallel import Ranks
-from paceline.network.tracks import Tracks, track_share
-from paceline.training.shape import ModelShape
+from paceline.kernels.layers import unsupported
+from paceline.model.attention import make_backend
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig, decoder_config
+from paceline.model.parallel import Ranks
+from paceline.papers.mirror.tracks import Tracks, track_share
+from paceline.train.recipes.distillation import TracksOptions
+from paceline.train.shape import ModelShape
 
 ALPHAS_MS = (0.01, 0.03, 0.1, 0.3, 1.0)
 WORD_MS = 3.2e-6  # 4 bytes at 10 Gbit/s
@@ -71,7 +71,7 @@ class Way:
 
 
 class Alone:
-    """`network.joins.Joins` of one process that measures what it computes: the others' parts are its own."""
+    """`model.joins.Joins` of one process that measures what it computes: the others' parts are its own."""
 
     def __init__(self, count: int) -> None:
         self.count, self.struct = count, SimpleNamespace()

@@ -16,22 +16,22 @@ from kit.study import Options, Study, asked
 from kit.timeline import Span
 from kit.virtual_stages import Frames, VirtualSessions, VirtualStages
 
-from paceline.assembly.drafting import drafter_context
+from paceline.api.assembly.drafting import drafter_context
+from paceline.api.llm import LLM
 from paceline.bench import workloads
 from paceline.core.sampling import SamplingParams
-from paceline.drafters import registry
-from paceline.drafters.base import DrafterSpec, SequenceView
-from paceline.drafters.text_sessions import LookUp
+from paceline.draft import registry
+from paceline.draft.base import DrafterSpec, SequenceView
+from paceline.draft.text_sessions import LookUp
+from paceline.engine.base import RoundParts
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
-from paceline.llm import LLM
-from paceline.planning.models import named
-from paceline.rounds.base import RoundParts
-from paceline.rounds.pipeline import PipelineConfig
-from paceline.rounds.pipeline.records import Tick
-from paceline.rounds.pipeline.round import PipelineRound
+from paceline.papers.specpipe.config import PipelineConfig
+from paceline.papers.specpipe.records import Tick
+from paceline.papers.specpipe.round import PipelineRound
+from paceline.plan.models import named
 
 Value = TypeVar("Value")
 Job = tuple[Sequence[int], SamplingParams]

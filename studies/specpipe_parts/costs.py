@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from kit.study import Table
 
-from paceline.distributed.frames import Codec
-from paceline.distributed.messages import KINDS, Computed, frame_of, message_of
-from paceline.network.stages import Frame, StagesInTurn
-from paceline.rounds.base import RoundParts
+from paceline.engine.base import RoundParts
+from paceline.model.stages import Frame, StagesInTurn
+from paceline.runtime.frames import Codec
+from paceline.runtime.messages import KINDS, Computed, frame_of, message_of
 from specpipe_parts.common import (
     LEAP,
     OWN,

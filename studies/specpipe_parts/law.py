@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.planning.models import ModelSizes
+from paceline.plan.models import ModelSizes
 
 
 def equation_1(stage_times: Sequence[float], hit_rate: float) -> float:

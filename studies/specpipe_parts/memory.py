@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from kit.study import Table
 
 from paceline.kv.pool import KVPool
-from paceline.network.stages import Stage
-from paceline.planning.models import named, shape_of
+from paceline.model.stages import Stage
+from paceline.plan.models import named, shape_of
 from specpipe_parts.common import PipeFlags, levels, study, target
 from specpipe_parts.law import stage_bytes
 

@@ -11,8 +11,8 @@ from kit.clock import VIRTUAL
 from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.drafters.sessions import ROOT, Ask, Opening
-from paceline.rounds.pipeline.flight import NONE
+from paceline.draft.sessions import ROOT, Ask, Opening
+from paceline.papers.specpipe.flight import NONE
 from specpipe_parts.common import (
     HOW,
     OWN,

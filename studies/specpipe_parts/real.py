@@ -19,17 +19,17 @@ from kit.study import Table
 from kit.synthetic import write_answers
 
 from paceline import LLM
-from paceline.assembly.engine import load_target
-from paceline.assembly.models import open_source
-from paceline.config import LLMConfig
+from paceline.api.assembly.engine import load_target
+from paceline.api.assembly.models import open_source
+from paceline.api.config import LLMConfig
 from paceline.core.errors import CapabilityError
 from paceline.core.inference import inference
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.placement import cores, pin
 from paceline.kv.pool import KVPool
-from paceline.network.stages import TEXT, Frame, Stage, StageRows
-from paceline.rounds.pipeline import PipelineConfig
-from paceline.stage_worker import service
+from paceline.model.stages import TEXT, Frame, Stage, StageRows
+from paceline.papers.specpipe.config import PipelineConfig
+from paceline.runtime.placement import cores, pin
+from paceline.runtime.stage_worker import service
 from specpipe_parts.common import PipeFlags, prompts, study, target
 
 STRETCHED = 16  # times

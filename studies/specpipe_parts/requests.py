@@ -11,7 +11,7 @@ from kit.clock import VIRTUAL
 from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.rounds.pipeline import PipelineConfig
+from paceline.papers.specpipe.config import PipelineConfig
 from specpipe_parts.common import (
     ASSUMED,
     BARE,

@@ -17,12 +17,12 @@ from kit.figures import Panel, Series
 from kit.study import Table
 
 from paceline.core.errors import ConfigError
-from paceline.drafters.spire.model import read_shape
-from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, load_draft
-from paceline.network.loader import load_tokenizer, read_config, resolve_folder
-from paceline.training.data import Encoder, SourceSpec, TokenBatch, load_source
-from paceline.training.job import held_out
-from paceline.training.network import Network
+from paceline.papers.spire.model import read_shape
+from paceline.papers.spire.recipe import SpireModule, SpireOptions, SpireRecipe, load_draft
+from paceline.train.data import Encoder, SourceSpec, TokenBatch, load_source
+from paceline.train.job import held_out
+from paceline.train.network import Network
+from paceline.weights.loader import load_tokenizer, read_config, resolve_folder
 from spire_parts.common import DEPTH, SPIRE, BoundedMean, Floats, SpireFlags, mean_of, path_of, ratio_of, study
 
 LENGTH, ROWS = 512, 4  # of a row; rows of a batch

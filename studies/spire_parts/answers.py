@@ -13,6 +13,7 @@ from typing import Any
 
 from kit.study import Table
 
+from paceline.api.llm import LLM
 from paceline.bench import machine
 from paceline.bench.measure import Builder
 from paceline.bench.methods import parse_method
@@ -20,7 +21,6 @@ from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
-from paceline.llm import LLM
 from spire_parts.common import DEPTH, DOMAINS, SpireFlags, contestants, method_of, study
 from spire_parts.lent import LentPrompts
 from spire_parts.throughput import MOST_ROWS, SMALL_TURNS, lent_prompts, texts_at_once

@@ -9,10 +9,10 @@ from typing import Any
 from kit.study import Table
 from torch import Tensor
 
-from paceline.attention.base import slot_indices
 from paceline.bench.measure import Builder
 from paceline.bench.records import PLAIN, Method
 from paceline.core.sampling import SamplingParams
+from paceline.model.attention.base import slot_indices
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,

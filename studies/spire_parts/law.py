@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.engine.costs import CostTable
-from paceline.planning.throughput import Cost, RoundCost, ServedModel, pass_cost, round_of
+from paceline.plan.throughput import Cost, RoundCost, ServedModel, pass_cost, round_of
 
 MOST_ROWS = 2**40  # sequences: beyond it nothing changes
 

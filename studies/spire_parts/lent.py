@@ -11,10 +11,10 @@ import torch
 from kit.peer_runs import PeerRun
 from torch import Tensor
 
+from paceline.api.llm import LLM
 from paceline.bench.config import BenchConfig
 from paceline.bench.measure import Group
 from paceline.core.sampling import SamplingParams
-from paceline.llm import LLM
 
 FIRST_BLOCK = 16  # tokens, of which a pool's blocks are
 

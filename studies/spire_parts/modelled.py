@@ -15,9 +15,9 @@ from kit.figures import Panel, Series
 from kit.study import Table
 
 from paceline.core.errors import ConfigError
-from paceline.planning import models
-from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import ServedModel
+from paceline.plan import models
+from paceline.plan.models import ModelSizes
+from paceline.plan.throughput import ServedModel
 from spire_parts import law
 from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, SpireFlags, study
 

@@ -17,6 +17,7 @@ from kit.filled import Filled
 from kit.scores import workload_of
 from kit.study import Table
 
+from paceline.api.llm import LLM
 from paceline.bench import machine, workloads
 from paceline.bench.calibrate import BATCHES, measure
 from paceline.bench.measure import Builder
@@ -24,13 +25,12 @@ from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.spire.model import read_shape as read_draft
 from paceline.engine.costs import ROWS, CostTable, cost_points
-from paceline.llm import LLM
-from paceline.network.hot import load_hot
-from paceline.network.loader import resolve_folder
-from paceline.planning.models import read_shape, shape_of
-from paceline.planning.throughput import ServedModel
+from paceline.model.hot import load_hot
+from paceline.papers.spire.model import read_shape as read_draft
+from paceline.plan.models import read_shape, shape_of
+from paceline.plan.throughput import ServedModel
+from paceline.weights.loader import resolve_folder
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,

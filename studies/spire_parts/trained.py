@@ -12,12 +12,12 @@ from kit.study import Table
 from torch import Tensor
 
 from paceline.bench import machine
-from paceline.drafters.spire.recipe import SpireOptions, SpireRecipe, build
-from paceline.network.loader import load_tokenizer, resolve_folder
-from paceline.training.data import Example, TokenBatch, collate
-from paceline.training.losses import TargetHidden, mixed
-from paceline.training.network import Network
-from paceline.training.registry import BuildContext
+from paceline.papers.spire.recipe import SpireOptions, SpireRecipe, build
+from paceline.train.data import Example, TokenBatch, collate
+from paceline.train.losses import TargetHidden, mixed
+from paceline.train.network import Network
+from paceline.train.registry import BuildContext
+from paceline.weights.loader import load_tokenizer, resolve_folder
 from spire_parts.common import DEPTH, SpireFlags, study, verdict
 
 WANTED = 0.8  # of the plain network's tokens a second

@@ -12,14 +12,14 @@ from kit.scores import encoded_prompts, workload_of
 from kit.study import Entry, Table, measure
 from torch import Tensor
 
+from paceline.api.llm import LLM
 from paceline.bench import report as say
 from paceline.bench import workloads
 from paceline.bench.records import Method
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted, lossy_stream_rejection, walk
-from paceline.drafters.base import SequenceView
-from paceline.llm import LLM
+from paceline.draft.base import SequenceView
 from streaming.common import CUT, StreamingFlags, TrainedSet, grid_of, study
 
 LOSSY = "lossy_stream_rejection"

@@ -11,13 +11,13 @@ from kit.grid import how, split_lines
 from kit.scores import TASK_WORKLOADS, evaluate, known_tasks, means
 from kit.study import Entry, Grid, Table, measure
 
+from paceline.api.llm import LLM
 from paceline.bench import report as say
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
-from paceline.drafters.streams import StreamsConfig
-from paceline.llm import LLM
-from paceline.network.loader import resolve_folder
-from paceline.network.streams import StreamSet, read_config
+from paceline.papers.streaming.drafter import StreamsConfig
+from paceline.papers.streaming.model import StreamSet, read_config
+from paceline.weights.loader import resolve_folder
 from streaming.common import CHOOSE, CUT, StreamingFlags, study, written
 
 BASE, ADAPTER, STREAMS = "base model", "adapter", "streams"  # who answers: the target, or a set of an application

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from kit.grid import show
 from kit.study import Entry, Grid, Options, Study, asked
 
-from paceline import zoo
 from paceline.bench.records import Method
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.drafters.streams import StreamsConfig
-from paceline.network.loader import resolve_folder
-from paceline.network.streams import StreamConfig, read_config
+from paceline.papers.streaming.drafter import StreamsConfig
+from paceline.papers.streaming.model import StreamConfig, read_config
+from paceline.weights import zoo
+from paceline.weights.loader import resolve_folder
 
 Value = TypeVar("Value")
 FULL_TREE = 128  # most drafted nodes of a tree that is verified whole

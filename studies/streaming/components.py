@@ -11,7 +11,7 @@ from kit import figures
 from kit.grid import ALL, METRIC_NAMES, best_by, panel, series_of, whole
 from kit.study import Entry, Grid, GridLine, Table
 
-from paceline.drafters.streams import StreamsConfig
+from paceline.papers.streaming.drafter import StreamsConfig
 from streaming.common import CHOOSE, PRUNING, USUAL, StreamingFlags, TrainedSet, grid_of, study
 
 THRESHOLDS = (0.001, 0.003, 0.01, 0.03, 0.1)

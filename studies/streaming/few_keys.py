@@ -8,15 +8,15 @@ from typing import Any
 
 from kit.study import Table
 
+from paceline.api.llm import LLM
 from paceline.bench import machine
 from paceline.core.errors import CapabilityError
+from paceline.kernels.calls import RowSpan
+from paceline.kernels.calls import TokenPass as Pass
+from paceline.kernels.streams import StreamCarrier, StreamRun
 from paceline.kv.pool import SequenceCache
-from paceline.llm import LLM
-from paceline.network.loader import resolve_folder
-from paceline.network.native_calls import RowSpan
-from paceline.network.native_calls import TokenPass as Pass
-from paceline.network.native_streams import StreamCarrier, StreamRun
-from paceline.network.streams import StreamSet
+from paceline.papers.streaming.model import StreamSet
+from paceline.weights.loader import resolve_folder
 from streaming.common import StreamingFlags, TrainedSet, study
 
 CONTEXTS = (256, 1024, 1900)

@@ -20,12 +20,12 @@ from paceline.bench import machine
 from paceline.bench import report as say
 from paceline.bench.models import materialised
 from paceline.core.errors import ConfigError
-from paceline.drafters.streams.recipe import StreamRecipe, StreamsOptions
-from paceline.network.adapters import linear_shapes
-from paceline.network.loader import resolve_folder
-from paceline.network.streams import StreamSet
-from paceline.training.data import Example, TokenBatch, collate
-from paceline.training.network import Network
+from paceline.model.adapters import linear_shapes
+from paceline.papers.streaming.model import StreamSet
+from paceline.papers.streaming.recipe import StreamRecipe, StreamsOptions
+from paceline.train.data import Example, TokenBatch, collate
+from paceline.train.network import Network
+from paceline.weights.loader import resolve_folder
 from streaming.common import StreamingFlags, study
 
 SEGMENT = {"gamma": 4, "layers": 4, "rank": 8, "rows": 4, "length": 512, "prompt": 128, "steps": 3, "limit": 0}

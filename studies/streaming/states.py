@@ -14,15 +14,15 @@ from kit.scores import encoded_prompts, workload_of
 from kit.study import Table
 from torch import Tensor
 
+from paceline.api.llm import LLM
 from paceline.bench import workloads
 from paceline.core.sampling import SamplingParams
-from paceline.llm import LLM
-from paceline.network.loader import resolve_folder
-from paceline.network.streams import StreamSet
-from paceline.training.ahead import Aims
-from paceline.training.data import Example, TokenBatch, collate
-from paceline.training.multistream import choose_carriers, lossless_streams, main_pass, shared_pass
-from paceline.training.network import Network
+from paceline.papers.streaming.model import StreamSet
+from paceline.train.ahead import Aims
+from paceline.train.data import Example, TokenBatch, collate
+from paceline.train.multistream import choose_carriers, lossless_streams, main_pass, shared_pass
+from paceline.train.network import Network
+from paceline.weights.loader import resolve_folder
 from streaming.common import StreamingFlags, TrainedSet, study
 
 

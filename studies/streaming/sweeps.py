@@ -9,8 +9,8 @@ from kit.study import Entry, Grid, numbers
 
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
-from paceline.drafters.streams import StreamsConfig
-from paceline.network.adapters import MLP
+from paceline.model.adapters import MLP
+from paceline.papers.streaming.drafter import StreamsConfig
 from streaming.common import (
     CHOOSE,
     CUT,

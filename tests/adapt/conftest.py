@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 from toolkit import write_data, write_target
 
-from paceline.drafters import adapted
+from paceline.draft import adapted
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.config import LLMConfig
+from paceline.api.config import LLMConfig
+from paceline.api.llm import drafters_of
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.drafters import adapted, registry
-from paceline.engine_worker import SERVED
-from paceline.llm import drafters_of
-from paceline.network.files import fingerprint
+from paceline.draft import adapted, registry
+from paceline.runtime.engine_worker import SERVED
+from paceline.weights.files import fingerprint
 
 
 def made(folder: Path, target: Path, drafter: str = "suffix,depth=5", dtype: str = "auto") -> Path:

@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.adapt.choice import (
-    Speeds,
-    Survey,
-    beside_look_ups,
-    forecasts,
-    further_gain,
-    nearest,
-    reached,
-)
+from paceline.adapt.choice import Speeds, Survey, beside_look_ups, forecasts, further_gain, nearest, reached
 
 SPEEDS = Speeds(score=1000.0, train=2000.0, steps=[(1.0, 1.1), (3.0, 1.2), (6.0, 1.3), (12.0, 1.6)])
 DEAR = replace(SPEEDS, steps=[(nodes, 3.0 * took) for nodes, took in SPEEDS.steps])

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from checkpoints import build
 
 from paceline import LLM
-from paceline.training.network import Network
+from paceline.train.network import Network
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

@@ -32,7 +32,7 @@ from paceline.bench.report import load_report
 from paceline.bench.summary import Interval
 from paceline.cli import app
 from paceline.core.errors import ConfigError
-from paceline.drafters import adapted
+from paceline.draft import adapted
 
 HOT = 32  # tokens that are drafted, of a vocabulary of more than four times as many
 HOURS = 0.5  # enough on any machine: what is done is bounded by what `few_answers` sets
@@ -203,7 +203,7 @@ from paceline.adapt import run as whole
 from paceline.adapt import training
 whole.LEAST_ANSWERS, whole.MOST_ANSWERS, whole.SPARE = 200, 1500, 0.2
 from paceline.adapt.config import AdaptConfig
-from paceline.drafters import adapted
+from paceline.draft import adapted
 adapted.pointers = lambda: None
 model, prompts, out = sys.argv[1:]
 given = dict(model=model, prompts=Path(prompts), out=Path(out), hours=0.5, kind="eagle", threads=1)

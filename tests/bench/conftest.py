@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.assembly import memory
+from paceline.api.assembly import memory
 from paceline.bench import machine
 
 read_bandwidth = machine.read_bandwidth

@@ -20,7 +20,7 @@ from paceline.bench.records import Exactness, Report, Trial
 from paceline.bench.run import BenchConfig, Run
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted
-from paceline.rounds.verification import DEFAULT_VERIFIER, VERIFIERS, VerifierKind
+from paceline.engine.verification import DEFAULT_VERIFIER, VERIFIERS, VerifierKind
 
 MODEL = "random:2x64x128x512"
 FAST = "fast"

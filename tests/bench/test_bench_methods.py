@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.methods import (
-    default_methods,
-    parse_method,
-    parse_methods,
-)
+from paceline.bench.methods import default_methods, parse_method, parse_methods
 from paceline.core.errors import ConfigError
 
 DRAFT = "paceline-small-draft"

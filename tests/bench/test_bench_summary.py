@@ -10,15 +10,7 @@ import pytest
 from kits.reports import World, fail
 
 from paceline.bench.records import Cell, Method, Report, Trial
-from paceline.bench.summary import (
-    Row,
-    Summary,
-    bootstrap,
-    draw_groups,
-    overall_ratio,
-    percentile_bounds,
-    speed_logs,
-)
+from paceline.bench.summary import Row, Summary, bootstrap, draw_groups, overall_ratio, percentile_bounds, speed_logs
 
 CELL = Cell(workload="w")
 

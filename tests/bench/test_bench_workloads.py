@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from paceline import zoo
+from paceline.api.llm import LLM
 from paceline.bench.encoding import Encoded
 from paceline.bench.workloads import WORKLOADS, Prompt, Workload, available, choose, load
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.llm import LLM
+from paceline.weights import zoo
 
 DATA = resources.files("paceline.bench") / "data"
 PACKAGED = sorted(name for name, entry in WORKLOADS.items() if entry.packaged)

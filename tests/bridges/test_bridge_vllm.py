@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import zoo
 from paceline.bridges import vllm as bridge
 from paceline.core.errors import CapabilityError, ConfigError
+from paceline.weights import zoo
 
 VOCAB, MOST, ROOM = 50, 6, 200
 

@@ -13,13 +13,13 @@ from kits.tiny import VOCAB
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from paceline import zoo
 from paceline.bridges.export import export
 from paceline.cli import app
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.drafters.eagle.eagle3 import AUX, INNER, Eagle3Model
-from paceline.drafters.eagle.model import EagleFacts, EagleModel, load_head
-from paceline.drafters.eagle.speculators import LAYER
+from paceline.draft.eagle.eagle3 import AUX, INNER, Eagle3Model
+from paceline.draft.eagle.model import EagleFacts, EagleModel, load_head
+from paceline.draft.eagle.speculators import LAYER
+from paceline.weights import zoo
 
 WIDTH, HEADS, FF = 32, 4, 48
 SMALL = torch.tensor([i for i in range(VOCAB) if i % 5 != 2])  # the draft's tokens

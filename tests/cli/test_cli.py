@@ -18,13 +18,13 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline import zoo
 from paceline.cli import COMMANDS, app, load
 from paceline.cli.console import Painter
 from paceline.cli.options import takes
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.training.registry import KINDS
+from paceline.train.registry import KINDS
+from paceline.weights import zoo
 
 
 @pytest.fixture
@@ -453,7 +453,7 @@ class TestCommands:
             raise ConfigError("an answer", "not needed here", "look at the parameters")
 
         for name in ("chat", "stream"):
-            monkeypatch.setattr(f"paceline.llm.LLM.{name}", stop)
+            monkeypatch.setattr(f"paceline.api.llm.LLM.{name}", stop)
         (own_draft / "generation_config.json").write_text('{"temperature": 0.4, "top_p": 0.8}', encoding="utf-8")
         prompt = ("--prompt", "x") if args[0] == "generate" else ()
         run(*args, *prompt, "--model", str(own_draft), "--drafter", "none", input="hello\n/exit\n")
@@ -478,7 +478,7 @@ class TestCommands:
             raise ConfigError("an answer", "not needed here", "look at the configuration")
 
         for name in ("generate", "stream", "chat"):
-            monkeypatch.setattr(f"paceline.llm.LLM.{name}", stop)
+            monkeypatch.setattr(f"paceline.api.llm.LLM.{name}", stop)
         run(*args, "--temperature", "1", "--model", str(own_draft), "--drafter", "none", input="hello\n/exit\n")
         assert seen == [most]
 
@@ -566,7 +566,7 @@ class TestCommands:
 def test_demo_prompts_are_well_formed() -> None:
     from importlib import resources
 
-    data = resources.files("paceline") / "data"
+    data = resources.files("paceline.cli") / "data"
     rows = [json.loads(line) for line in (data / "demo_prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 20
     assert {row["domain"] for row in rows} == {"sql", "e2e", "dialogue", "prose", "code"}

@@ -13,11 +13,11 @@ import transformers  # noqa: F401  (first loaded in a command, its log would go 
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline import zoo
 from paceline.bench.config import LINE_EVERY_S, log_lines
 from paceline.bench.report import load_report
 from paceline.cli import app
 from paceline.core.errors import ConfigError
+from paceline.weights import zoo
 
 SMALL = ("--workload", "wikisql", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "8", "--threads", "1")
 

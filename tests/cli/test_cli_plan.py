@@ -11,11 +11,11 @@ import pytest
 from kits import gguf_files
 from typer.testing import CliRunner
 
-from paceline import zoo
 from paceline.bench.methods import parse_method
 from paceline.cli import app
-from paceline.drafters import registry
-from paceline.planning.plan import DRAFTERS, PLAIN
+from paceline.draft import registry
+from paceline.plan.plan import DRAFTERS, PLAIN
+from paceline.weights import zoo
 
 LARGE = ("--target", "llama-3-70b", "--machine", "h100", "--batch", "64", "--context", "65536")
 SMALL = ("--target", "paceline-small", "--machine", "cpu", "--context", "256")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from paceline import options
-from paceline.attention import BACKENDS
+from paceline.api import options
+from paceline.api.config import LLMConfig
 from paceline.cli import app
-from paceline.config import LLMConfig
 from paceline.core.errors import ConfigError
-from paceline.rounds import AUTO, ROUNDS
-from paceline.rounds.verification import DEFAULT_VERIFIER, VERIFIERS
+from paceline.engine.rounds import AUTO, ROUNDS
+from paceline.engine.verification import DEFAULT_VERIFIER, VERIFIERS
+from paceline.model.attention import BACKENDS
 
 
 def test_no_torch_before_the_server_runs() -> None:

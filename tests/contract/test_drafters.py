@@ -13,8 +13,8 @@ from kits.contract import BUDGET, LIMITS, MODEL, PROMPTS, plain, reference, same
 from paceline import LLM, ConfigError, PacelineError, SamplingParams, Speculation
 from paceline.core.request import RequestOutput
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import DraftRequest
-from paceline.drafters.registry import describe, names
+from paceline.draft.base import DraftRequest
+from paceline.draft.registry import describe, names
 
 PEOPLE = {
     "type": "object",

@@ -8,7 +8,7 @@ import pytest
 from kits.contract import BUDGET, LIMITS, MODEL, PROMPTS, plain, reference, same
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
-from paceline.rounds import ROUNDS
+from paceline.engine.rounds import ROUNDS
 
 CASES: dict[str, dict[str, Any]] = {
     "serial": {"drafter": "draft_model", "budget": BUDGET},

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from kits.tiny import draft_model, tiny_decoder
 
-from paceline.distributed.drafts import DraftService
-from paceline.distributed.handshake import Facts
+from paceline.runtime.drafts import DraftService
+from paceline.runtime.handshake import Facts
 
 
 def bound() -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.handshake import Facts
+from paceline.runtime.handshake import Facts
 
 
 @dataclass(frozen=True, slots=True)

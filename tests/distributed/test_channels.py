@@ -22,13 +22,13 @@ import torch
 from kits.channels import RealTime, local_pair
 
 from paceline.core.errors import ConfigError
-from paceline.distributed import channels, groups, shared
-from paceline.distributed.channels import Channel, ChannelClosed
-from paceline.distributed.clock import Late
-from paceline.distributed.frames import FrameError
-from paceline.distributed.groups import GroupChannel, Member, Store, join
-from paceline.distributed.shared import SharedChannel, SharedEnd, shared_pair
-from paceline.distributed.sockets import SocketChannel
+from paceline.runtime import channels, groups, shared
+from paceline.runtime.channels import Channel, ChannelClosed
+from paceline.runtime.clock import Late
+from paceline.runtime.frames import FrameError
+from paceline.runtime.groups import GroupChannel, Member, Store, join
+from paceline.runtime.shared import SharedChannel, SharedEnd, shared_pair
+from paceline.runtime.sockets import SocketChannel
 
 LONG = 60.0  # seconds: an end of waiting that no test comes to
 LOCALHOST = "127.0.0.1"
@@ -205,7 +205,7 @@ def test_garbage_over_a_group_is_refused(bad: bytes):
 
 MEMBER = """
 import sys, time
-from paceline.distributed.groups import GroupChannel, Member, join
+from paceline.runtime.groups import GroupChannel, Member, join
 channel = GroupChannel(join(Member.parse(sys.argv[1]), "127.0.0.2"), 0)
 while True:
     channel.send([channel.receive()])
@@ -270,7 +270,7 @@ def test_frames_that_are_too_large_are_not_sent(monkeypatch: pytest.MonkeyPatch)
 
 CHILD = """
 import sys
-from paceline.distributed.shared import SharedChannel, SharedEnd
+from paceline.runtime.shared import SharedChannel, SharedEnd
 channel = SharedChannel(SharedEnd.parse(sys.argv[1]))
 while True:
     frame = channel.receive()

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
-from paceline.config import LLMConfig
-from paceline.distributed.worker import HOST_LEFT, WorkerFailed
+from paceline.api.config import LLMConfig
+from paceline.runtime.worker import HOST_LEFT, WorkerFailed
 
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -154,17 +154,17 @@ def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:
 
 
 def what_replicas_are_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
-    from paceline.distributed.ray_cluster import check_fit
+    from paceline.runtime.ray_cluster import check_fit
 
     with pytest.raises(ConfigError, match="--replicas 9: it has no room for all of 9 .* its hosts have . cores"):
         check_fit("--replicas 9", [{"CPU": 1.0}] * 9)
 
 
 def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
-    from paceline.assembly.models import open_source
-    from paceline.cluster import reserve
-    from paceline.distributed.worker import Patience, Worker
-    from paceline.stage_worker import stage_spec
+    from paceline.api.assembly.models import open_source
+    from paceline.runtime.cluster import reserve
+    from paceline.runtime.stage_worker import stage_spec
+    from paceline.runtime.worker import Patience, Worker
 
     config = LLMConfig(model=MODEL, pipeline=2, exact=True, cluster="auto,cores=1")
     places = reserve(config)
@@ -187,7 +187,7 @@ def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
 
 def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
     """The host of a stage leaves: where no other one is left requests end in words, until one comes."""
-    from paceline.distributed import ray_cluster
+    from paceline.runtime import ray_cluster
 
     llm = LLM(MODEL, pipeline=2, exact=True, cluster="auto,cores=1,gpus=1", **SMALL)
     stage_line: Any = llm.engine.round.stage_line  # type: ignore[attr-defined]

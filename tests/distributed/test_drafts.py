@@ -20,14 +20,14 @@ from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.grammar import Grammar
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.drafts import KINDS, DraftService, DraftsLost, Grew, Open, RemoteSessions
-from paceline.distributed.handshake import Facts, Fault
-from paceline.distributed.placement import Placement
-from paceline.distributed.worker import Patience, Worker, WorkerSpec
-from paceline.draft_worker import service
-from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
-from paceline.rounds.base import RoundParts
-from paceline.rounds.mirror.round import MirrorRound
+from paceline.draft.sessions import ROOT, Ask, GoingSessions, Grown, Opening
+from paceline.engine.base import RoundParts
+from paceline.papers.mirror.round import MirrorRound
+from paceline.runtime.draft_worker import service
+from paceline.runtime.drafts import KINDS, DraftService, DraftsLost, Grew, Open, RemoteSessions
+from paceline.runtime.handshake import Facts, Fault
+from paceline.runtime.placement import Placement
+from paceline.runtime.worker import Patience, Worker, WorkerSpec
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 WARM = SamplingParams(temperature=0.9, repetition_penalty=1.3, logit_bias={7: -3.0, 12: 0.5}, stop=["x"], seed=2**70)

@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from paceline.distributed import frames
-from paceline.distributed.frames import DTYPES, HEAD, Codec, FrameError
+from paceline.runtime import frames
+from paceline.runtime.frames import DTYPES, HEAD, Codec, FrameError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kits.ranks import ranked
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.network.decoder import Decoder
+from paceline.model.decoder import Decoder
 
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(3)]
 JOBS = [(prompt, SamplingParams(temperature=1, seed=3, max_tokens=30, ignore_eos=True)) for prompt in PROMPTS]

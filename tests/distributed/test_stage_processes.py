@@ -15,12 +15,12 @@ from kits.stage import CONFIG, engine_over, part, pool_of, split
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.handshake import Facts
-from paceline.distributed.messages import KINDS
-from paceline.distributed.placement import Placement, cores
-from paceline.distributed.stage_workers import StageWorkers
-from paceline.distributed.worker import Worker, WorkerSpec
-from paceline.distributed.workers import PATIENCE
+from paceline.runtime.handshake import Facts
+from paceline.runtime.messages import KINDS
+from paceline.runtime.placement import Placement, cores
+from paceline.runtime.stage_workers import StageWorkers
+from paceline.runtime.worker import Worker, WorkerSpec
+from paceline.runtime.workers import PATIENCE
 
 DECODER = tiny_decoder(CONFIG)
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(3)]

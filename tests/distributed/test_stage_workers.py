@@ -15,12 +15,12 @@ from kits.stage import CONFIG, LAYERS, over_threads
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.frames import Codec
-from paceline.distributed.groups import Store
-from paceline.distributed.handshake import GREETINGS
-from paceline.distributed.messages import KINDS, frame_of, message_of
-from paceline.distributed.worker import WorkerFailed
-from paceline.network.stages import Frame, StageRows
+from paceline.model.stages import Frame, StageRows
+from paceline.runtime.frames import Codec
+from paceline.runtime.groups import Store
+from paceline.runtime.handshake import GREETINGS
+from paceline.runtime.messages import KINDS, frame_of, message_of
+from paceline.runtime.worker import WorkerFailed
 
 DECODER = tiny_decoder(CONFIG)
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
@@ -75,7 +75,7 @@ def test_on_compiled_layers_probabilities_too() -> None:
 def test_ways_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups in place of shared memory; after a fault there are others."""
     store, numbers = Store("127.0.0.1"), count()
-    monkeypatch.setattr("paceline.distributed.hanging.HANG_S", 30.0)
+    monkeypatch.setattr("paceline.runtime.hanging.HANG_S", 30.0)
 
     def hop(giver: str, taker: str) -> tuple[str, str]:
         name = f"hop/{next(numbers)}"
@@ -190,7 +190,7 @@ def test_a_message_that_is_interrupted_costs_its_stage_and_no_token(frames: str)
 @WAYS
 def test_a_stage_that_hangs_is_named(frames: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
-    monkeypatch.setattr("paceline.distributed.hanging.HANG_S", 0.2)
+    monkeypatch.setattr("paceline.runtime.hanging.HANG_S", 0.2)
     stage, silent = stage_line.workers[0], []
     whole = stage.service.stage.run
 

@@ -19,12 +19,12 @@ from kit.clock import VirtualClock
 from kits.channels import local_pair
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.distributed.channels import ChannelClosed, Line
-from paceline.distributed.clock import Late
-from paceline.distributed.frames import Codec
-from paceline.distributed.handshake import GREETINGS, LIFE, Beat, Facts, Fault, Hello, Refused
-from paceline.distributed.placement import Placement, cores
-from paceline.distributed.worker import HOST_LEFT, Launched, Patience, Spare, Worker, WorkerFailed, WorkerSpec
+from paceline.runtime.channels import ChannelClosed, Line
+from paceline.runtime.clock import Late
+from paceline.runtime.frames import Codec
+from paceline.runtime.handshake import GREETINGS, LIFE, Beat, Facts, Fault, Hello, Refused
+from paceline.runtime.placement import Placement, cores
+from paceline.runtime.worker import HOST_LEFT, Launched, Patience, Spare, Worker, WorkerFailed, WorkerSpec
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 LAZY = Patience(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01)
@@ -142,7 +142,7 @@ def test_a_spare_process_takes_over(workers: list[Worker]):
 PARENT = """
 import sys, time
 from distributed_services import KINDS
-from paceline.distributed.worker import Worker, WorkerSpec
+from paceline.runtime.worker import Worker, WorkerSpec
 worker = Worker(WorkerSpec(name="echo", service="distributed_services:echo", kinds=KINDS, channel=sys.argv[1]))
 worker.start()
 print(worker.pid, flush=True)

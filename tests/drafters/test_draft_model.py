@@ -16,8 +16,8 @@ from kits.tiny import VOCAB, assemble, draft_model, full_logits, run, tiny_confi
 from paceline import LLM
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.draft_model import DraftModel, DraftModelConfig
-from paceline.network.loader import resolve_folder
+from paceline.draft.draft_model import DraftModel, DraftModelConfig
+from paceline.weights.loader import resolve_folder
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, dict[str, Any]] = {

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import LLM, SamplingParams, native, zoo
+from paceline import LLM, SamplingParams, kernels
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.network.hot import FILE, load_hot, masked, most_frequent, save_hot
+from paceline.model.hot import FILE, load_hot, masked, most_frequent, save_hot
+from paceline.weights import zoo
 
 MODEL = "paceline-small"
 VOCAB = 8192
 DRAFTERS = ["eagle", "lyanna", "medusa", "spire", "draft_model"]
 PROMPT = "Write a sentence for the meaning representation.\nname[The Cricketers], eatType[restaurant]\nText:"
-compiled_only = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+compiled_only = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
@@ -109,7 +110,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_medusa_with_heads_of_its_own_is_refused(tmp_path: Path) -> None:
-    from paceline.drafters.medusa.heads import Heads, HeadsConfig
+    from paceline.draft.medusa.heads import Heads, HeadsConfig
 
     config = HeadsConfig(heads=1, d_model=384, vocab_size=VOCAB, own=True, accuracies=((0.5, 0.1),))
     heads = Heads(config)

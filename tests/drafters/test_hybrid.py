@@ -14,9 +14,9 @@ from kits.tiny import LOOKUP, MODEL, assemble, hybrid, hybrid_with_streams, run,
 
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.base import SequenceView, StepFeatures
-from paceline.drafters.hybrid import Hybrid, HybridConfig
-from paceline.drafters.proposal import Proposal
+from paceline.draft.base import SequenceView, StepFeatures
+from paceline.draft.hybrid import Hybrid, HybridConfig
+from paceline.draft.proposal import Proposal
 
 SUFFIX, DRAFT = 0, 1
 SHAPES: dict[str, dict[str, Any]] = {

@@ -12,16 +12,16 @@ import torch
 from kits.draft import paths_of, text, view
 from kits.tiny import MAX_POSITION, tiny_config, tiny_decoder
 
-from paceline import native
-from paceline.attention.rope import RopeConfig, RopeTable
-from paceline.drafters.base import DraftRequest, SequenceView
-from paceline.drafters.magicdec import MagicDec, MagicDecConfig
+from paceline import kernels
+from paceline.draft.base import DraftRequest, SequenceView
+from paceline.draft.magicdec import MagicDec, MagicDecConfig
+from paceline.kernels.drafts import roll
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.kv.views import SinkWindow
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig
-from paceline.network.native_drafts import roll
-from paceline.network.packing import RowPacker
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig
+from paceline.model.packing import RowPacker
+from paceline.model.rope import RopeConfig, RopeTable
 
 CPU = torch.device("cpu")
 WHOLE = (None, None, None)
@@ -159,7 +159,7 @@ def test_the_targets_k_v_is_left_alone() -> None:
 # -- compiled
 
 
-@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 @pytest.mark.parametrize("block_size", [16, 4], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("proposes", ["point", "coupled"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
@@ -178,8 +178,8 @@ def test_compiled_drafts_are_those_of_the_long_way(
         if proposes == "coupled":
             stage.params(temperature=0.9, top_p=0.95)
         if not compiled:
-            monkeypatch.setattr("paceline.drafters.magicdec.compiles", lambda *_: False)
-        with patch("paceline.drafters.magicdec.roll", side_effect=roll) as rolled:
+            monkeypatch.setattr("paceline.draft.magicdec.compiles", lambda *_: False)
+        with patch("paceline.draft.magicdec.roll", side_effect=roll) as rolled:
             trees.append(stage.drafter.propose(stage.want()))
         assert rolled.called == compiled
     assert trees[0].tokens == trees[1].tokens

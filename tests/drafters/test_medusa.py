@@ -18,12 +18,12 @@ from kits.tiny import tiny_config, tiny_decoder
 from safetensors.torch import save_file
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.drafters.base import StepFeatures
-from paceline.drafters.levels import best_levels
-from paceline.drafters.medusa import MedusaConfig, MedusaDrafter
-from paceline.drafters.medusa.drafter import HeadPass, static_trees
-from paceline.drafters.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, load
-from paceline.network.decoder import Decoder
+from paceline.draft.base import StepFeatures
+from paceline.draft.levels import best_levels
+from paceline.draft.medusa import MedusaConfig, MedusaDrafter
+from paceline.draft.medusa.drafter import HeadPass, static_trees
+from paceline.draft.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, load
+from paceline.model.decoder import Decoder
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},

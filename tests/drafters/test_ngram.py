@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from kits.draft import requested
 from kits.native import needs_kernels
 
-from paceline import native
-from paceline.drafters.base import DraftRequest, SequenceView
-from paceline.drafters.ngram import NgramConfig, NgramDrafter
-from paceline.drafters.registry import DrafterContext
+from paceline import kernels
+from paceline.draft.base import DraftRequest, SequenceView
+from paceline.draft.ngram import NgramConfig, NgramDrafter
+from paceline.draft.registry import DrafterContext
 
 # Few distinct tokens: matches of every length occur, and so do contexts without any.
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -50,7 +50,7 @@ def test_chain_is_the_latest_continuation_of_the_longest_match(tokens, low, more
 
 def bound(**options) -> tuple[NgramDrafter, NgramDrafter]:
     """A drafter that looks up in compiled code, and one that does not."""
-    assert native.library() is not None
+    assert kernels.library() is not None
     fast, slow = drafter(**options), drafter(**options)
     fast.bind(None, 8, 1000, "cpu")  # type: ignore[arg-type]  # it reads none of them
     assert fast._texts is not None and slow._texts is None

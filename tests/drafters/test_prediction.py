@@ -12,7 +12,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.core.speculation import Speculation
-from paceline.drafters.prediction import PredictionConfig
+from paceline.draft.prediction import PredictionConfig
 from paceline.engine.engine import Engine
 
 pytestmark = pytest.mark.timeout(120)

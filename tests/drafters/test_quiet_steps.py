@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline import LLM, SamplingParams, native
+from paceline import LLM, SamplingParams, kernels
 
 PARALLEL = 32768  # numbers from which torch cuts an operation for its threads
 MAKES_NOTHING = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
@@ -40,7 +40,7 @@ def test_a_large_operation_is_found() -> None:
     assert seen.found == ["aten::index", "aten::stack"]
 
 
-@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_no_operation_of_a_step_is_large(drafter: str) -> None:
     options = {"budget": 4, "max_sequences": 48, "max_model_len": 256, "max_batch_rows": 8192}

@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 import pytest
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.drafters import registry
-from paceline.drafters.ngram import NgramConfig
-from paceline.drafters.registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
+from paceline.draft import registry
+from paceline.draft.ngram import NgramConfig
+from paceline.draft.registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def test_entry_points_are_found(installed):
     installed(
         "copycat = thirdparty_drafters:CopyConfig",
         "from dataclasses import dataclass\n"
-        "from paceline.drafters.ngram import NgramConfig\n"
+        "from paceline.draft.ngram import NgramConfig\n"
         "@dataclass(frozen=True, kw_only=True)\n"
         "class CopyConfig(NgramConfig):\n"
         "    '''Copies.'''\n"
@@ -174,6 +174,6 @@ def test_a_builtin_name_cannot_be_taken_over(installed):
 
 
 def test_names_cost_no_import_of_torch():
-    code = "import sys; from paceline.drafters import registry; registry.names(); print('torch' in sys.modules)"
+    code = "import sys; from paceline.draft import registry; registry.names(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters import registry
-from paceline.drafters.base import Drafter, DrafterSpec, SequenceView, StepFeatures
-from paceline.drafters.levels import Said, best_levels, cut, product_trees
-from paceline.drafters.registry import DrafterConfig, option
-from paceline.drafters.resampling import AGAIN, FRESH
+from paceline.draft import registry
+from paceline.draft.base import Drafter, DrafterSpec, SequenceView, StepFeatures
+from paceline.draft.levels import Said, best_levels, cut, product_trees
+from paceline.draft.registry import DrafterConfig, option
+from paceline.draft.resampling import AGAIN, FRESH
 
 LEVELS, K = 3, 4
 RULES: dict[str, dict[str, Any]] = {

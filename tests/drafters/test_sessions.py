@@ -12,11 +12,11 @@ import torch
 from kits.tiny import VOCAB, draft_model, full_logits, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.base import SequenceView
-from paceline.drafters.draft_model import DraftModel
-from paceline.drafters.model_sessions import ModelSessions
-from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
-from paceline.drafters.text_sessions import LookUps, opened
+from paceline.draft.base import SequenceView
+from paceline.draft.draft_model import DraftModel
+from paceline.draft.model_sessions import ModelSessions
+from paceline.draft.sessions import ROOT, Ask, Grown, Opening
+from paceline.draft.text_sessions import LookUps, opened
 
 TARGET = tiny_decoder()
 GREEDY = SamplingParams(temperature=0, max_tokens=64)

@@ -18,21 +18,21 @@ from kits.native import needs_kernels
 from kits.state import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand, taps_of
 from kits.tiny import VOCAB, assemble, run, tiny_config, tiny_decoder
 
-from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.base import SequenceView, StepFeatures
-from paceline.drafters.eagle.drafter import EagleConfig, EagleDrafter
-from paceline.drafters.eagle.eagle3 import AUX, _shapes
-from paceline.drafters.eagle.model import EagleModel, load_head
-from paceline.drafters.lyanna.drafter import LyannaConfig
-from paceline.drafters.registry import DrafterContext
-from paceline.drafters.states.head import layer_json
+from paceline.draft.base import SequenceView, StepFeatures
+from paceline.draft.eagle.drafter import EagleConfig, EagleDrafter
+from paceline.draft.eagle.eagle3 import AUX, _shapes
+from paceline.draft.eagle.model import EagleModel, load_head
+from paceline.draft.registry import DrafterContext
+from paceline.draft.states.head import layer_json
 from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import Chances
 from paceline.engine.costs import CostTable
-from paceline.network.decoder import Decoder
-from paceline.training.network import rotate
+from paceline.model.decoder import Decoder
+from paceline.model.rope import RopeConfig, RopeTable
+from paceline.papers.lyanna.drafter import LyannaConfig
+from paceline.train.network import rotate
 
 CPU = torch.device("cpu")
 HOT = torch.arange(0, VOCAB, 3)

@@ -12,10 +12,10 @@ from kits.draft import requested
 from kits.native import needs_kernels
 from kits.suffixes import suffix_config
 
-from paceline import native
-from paceline.drafters.base import SequenceView, StepFeatures
-from paceline.drafters.ngram import log_trust
-from paceline.drafters.suffix import SuffixAutomaton, SuffixDrafter
+from paceline import kernels
+from paceline.draft.base import SequenceView, StepFeatures
+from paceline.draft.ngram import log_trust
+from paceline.draft.suffix import SuffixAutomaton, SuffixDrafter
 
 words = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 # Loops are what models fall into, and where an automaton's cost would run away.
@@ -130,7 +130,7 @@ def test_no_memory_of_other_requests_where_none_is_wanted():
 
 def bound(**options) -> tuple[SuffixDrafter, SuffixDrafter]:
     """A drafter that looks up in compiled code, and one that does not."""
-    assert native.library() is not None
+    assert kernels.library() is not None
     fast, slow = drafter(**options), drafter(**options)
     fast.bind(None, 8, 1000, "cpu")  # type: ignore[arg-type]  # it reads none of them
     assert fast._texts is not None and slow._texts is None

@@ -12,10 +12,10 @@ from kits.suffixes import suffix_config
 from kits.tiny import tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.ngram import NgramConfig, log_trust
-from paceline.drafters.registry import DrafterContext
-from paceline.drafters.sessions import ROOT, Ask, Opening
-from paceline.drafters.suffix import SuffixConfig
+from paceline.draft.ngram import NgramConfig, log_trust
+from paceline.draft.registry import DrafterContext
+from paceline.draft.sessions import ROOT, Ask, Opening
+from paceline.draft.suffix import SuffixConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DECODER = tiny_decoder()

@@ -23,7 +23,7 @@ from kits.tiny import assemble, tiny_decoder
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import DrafterSpec
+from paceline.draft.base import DrafterSpec
 from paceline.engine import calibration
 from paceline.engine.auto import EXPLORE, FIRST_ROWS, LOOK_EVERY, PLAIN_EVERY, AutoBudget
 from paceline.engine.budget import AUTO, FixedBudget, StepRecord, parse_budget
@@ -710,7 +710,7 @@ def test_a_quick_estimate_and_a_measurement_of_a_tiny_model() -> None:
 
 
 def _ngram() -> Any:
-    from paceline.drafters.ngram import NgramConfig
+    from paceline.draft.ngram import NgramConfig
 
     return NgramConfig(depth=4)
 
@@ -766,8 +766,9 @@ def _check(
 
 
 def test_what_calibrate_writes_is_what_the_next_start_reads(tmp_path: Path) -> None:
-    from paceline import LLM, zoo
+    from paceline import LLM
     from paceline.bench.calibrate import calibrate
+    from paceline.weights import zoo
 
     embedded = zoo.find("paceline-small")
     assert embedded is not None

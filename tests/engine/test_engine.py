@@ -15,9 +15,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
+from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from paceline.engine.engine import Engine
-from paceline.network.decoder import Decoder
+from paceline.model.decoder import Decoder
 
 pytestmark = pytest.mark.timeout(60)  # a loop that starves somebody would run for ever
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -266,7 +266,7 @@ class RaisesOnce(Guest):
 
 
 def test_a_drafter_that_failed_comes_back(target: Decoder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("paceline.rounds.drafting.REST_S", 0.02)
+    monkeypatch.setattr("paceline.engine.drafting.REST_S", 0.02)
     guest = RaisesOnce()
     engine = assemble(guest, decoder=target)
     jobs = [(prompt, WARM) for prompt in prompts(3)]

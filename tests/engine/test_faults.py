@@ -19,9 +19,9 @@ import paceline
 from paceline.core.errors import ConfigError
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.ngram import NgramConfig
+from paceline.draft.ngram import NgramConfig
 from paceline.engine.engine import Engine
-from paceline.network.decoder import Decoder
+from paceline.model.decoder import Decoder
 
 pytestmark = pytest.mark.timeout(120)
 WARM = SamplingParams(temperature=1, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.1)

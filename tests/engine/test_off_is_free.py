@@ -10,8 +10,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import LLM, SamplingParams
-from paceline.drafters.medusa.heads import Heads, HeadsConfig
-from paceline.network.native import Stack
+from paceline.draft.medusa.heads import Heads, HeadsConfig
+from paceline.kernels.layers import Stack
 
 PROMPT = {"prompt_token_ids": [0, 70, 300, 4000, 5, 6]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

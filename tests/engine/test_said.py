@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.tiny import EOS, TOY_TEXTS, VOCAB, assemble, draft_model, run, tiny_decoder
 
-from paceline.chunks import StreamedChunks
+from paceline.api.chunks import StreamedChunks
 from paceline.core.errors import ConfigError
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams

@@ -7,11 +7,11 @@ import torch
 
 from paceline.core.request import Request, SequenceState, StopChecker
 from paceline.core.sampling import SamplingParams, SequenceSampler
-from paceline.drafters.base import SequenceView
+from paceline.draft.base import SequenceView
+from paceline.engine.base import RunningSequence, Work
 from paceline.engine.budget import FixedBudget
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.kv.pool import KVPool
-from paceline.rounds.base import RunningSequence, Work
 
 SIZE = 4
 VOCAB = 1000

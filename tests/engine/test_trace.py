@@ -10,7 +10,7 @@ from kits.tiny import VOCAB, assemble, draft_model, hybrid, streams, tiny_decode
 
 from paceline.core.sampling import SamplingParams
 from paceline.core.speculation import Speculation
-from paceline.drafters.ngram import NgramConfig
+from paceline.draft.ngram import NgramConfig
 from paceline.engine.engine import Engine
 
 pytestmark = pytest.mark.timeout(120)

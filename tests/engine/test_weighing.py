@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kits.budget_world import STEP_COSTS, World, run
 from kits.native import needs_kernels
 
-from paceline import native
+from paceline import kernels
 from paceline.core.tree import TokenTree
 from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import UNKNOWN, Chances, History, RequestKind, odds_of, weigh
@@ -65,7 +65,7 @@ def state(own: list[Any]) -> list[Any]:
 @given(steps)
 def test_compiled_chances_are_those_of_the_long_way(steps: Any) -> None:
     """Trees of several sequences, with and without estimates; judged by texts that go on as drafted or do not."""
-    fast, slow, library = histories(), histories(), native.library()
+    fast, slow, library = histories(), histories(), kernels.library()
     for made, scored, limit in steps:
         lists = trees(made, fast)
         nodes = sum(map(len, made))
@@ -93,7 +93,7 @@ def test_the_nodes_that_are_worth_most_are_kept() -> None:
         ([0.0, 0.1, 0.2], [[0, 1, 2], [0]]),
         ([2.0 * k for k in range(5)], [[0], [0]]),
     ):
-        found = weigh(native.library(), own, trees(made, own), trees(made, own).scores, array("d", prices))
+        found = weigh(kernels.library(), own, trees(made, own), trees(made, own).scores, array("d", prices))
         assert found.kept == kept, prices
         count = sum(map(len, kept)) - 2
         assert sum(found.gains) == pytest.approx(found.tokens - prices[count])
@@ -103,7 +103,7 @@ def test_the_nodes_that_are_worth_most_are_kept() -> None:
 @pytest.mark.parametrize("costs", ["flat", "linear"])
 def test_a_budget_decides_the_same_in_both_ways(costs: str, batch: int) -> None:
     histories = []
-    for library in (native.library(), None):
+    for library in (kernels.library(), None):
         world = World(STEP_COSTS[costs], acceptance=lambda _: 0.6, spread=0.3, claimed=0.7, offer=0.8)
         budget = AutoBudget(world.table(), cap=8, draft_costs=[DraftCosts()])
         budget._library = library
@@ -122,14 +122,14 @@ def test_what_is_no_tree_is_refused(column: str) -> None:
     else:
         getattr(lists, column)[1][2] = 5
     with pytest.raises(ValueError, match="trees whose"):
-        weigh(native.library(), own, lists, scores, array("d", [0.0] * 4))
+        weigh(kernels.library(), own, lists, scores, array("d", [0.0] * 4))
     assert not any(history.count for history in own)
 
 
 def test_more_nodes_than_there_is_room_for_are_refused() -> None:
     own = histories()[:1]
     with pytest.raises(ValueError, match="more than the cap"):
-        weigh(native.library(), own, trees([[(1, 0, 0, -1.0)] * 10], own), None, array("d", [0.0]))
+        weigh(kernels.library(), own, trees([[(1, 0, 0, -1.0)] * 10], own), None, array("d", [0.0]))
 
 
 def test_of_a_node_without_an_estimate_nothing_is_assumed() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline import LLM, SamplingParams, zoo
-from paceline.config import LLMConfig
-from paceline.engine_worker import SERVED
-from paceline.llm import drafters_of
+from paceline import LLM, SamplingParams
+from paceline.api.config import LLMConfig
+from paceline.api.llm import drafters_of
+from paceline.runtime.engine_worker import SERVED
+from paceline.weights import zoo
 
 MODEL, DRAFT = "paceline-small", "paceline-small-draft"
 STATES = "hybrid:suffix+eagle:paceline-small-eagle"  # it drafts from the target's states

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.assembly.engine import load_target
-from paceline.assembly.models import draft_device, open_source, stage_devices
-from paceline.config import LLMConfig
+from paceline.api.assembly.engine import load_target
+from paceline.api.assembly.models import draft_device, open_source, stage_devices
+from paceline.api.config import LLMConfig
+from paceline.api.split import Split
 from paceline.core.errors import ConfigError
-from paceline.network.devices import share_devices
-from paceline.rounds.base import Place
-from paceline.rounds.pipeline.split import Split
-from paceline.stage_worker import place, stage_spec
+from paceline.engine.base import Place
+from paceline.model.devices import share_devices
+from paceline.runtime.stage_worker import place, stage_spec
 
 MODEL = "paceline-small"
 
@@ -96,8 +96,8 @@ def test_this_process_loads_onto_the_last_device(gpus: Any, monkeypatch: pytest.
         seen.append(device)
         raise ConfigError("a load", "it is seen", "go on")
 
-    monkeypatch.setattr("paceline.assembly.models.load_model", load)
-    monkeypatch.setattr("paceline.assembly.memory.free_bytes", lambda device: seen.append(str(device)))
+    monkeypatch.setattr("paceline.api.assembly.models.load_model", load)
+    monkeypatch.setattr("paceline.api.assembly.memory.free_bytes", lambda device: seen.append(str(device)))
     with pytest.raises(ConfigError, match="it is seen"):
         load_target(split())
     assert seen == ["cuda:3", "cuda:3"]

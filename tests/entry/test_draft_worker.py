@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.assembly.drafting import build_drafter
-from paceline.assembly.engine import load_target
-from paceline.config import LLMConfig
+from paceline.api.assembly.drafting import build_drafter
+from paceline.api.assembly.engine import load_target
+from paceline.api.config import LLMConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.placement import Placement
-from paceline.draft_worker import draft_worker, service
-from paceline.drafters.sessions import ROOT, Ask, Opening
+from paceline.draft.sessions import ROOT, Ask, Opening
+from paceline.runtime.draft_worker import draft_worker, service
+from paceline.runtime.placement import Placement
 
 DRAFTER = "draft_model:paceline-small-draft,depth=3"
 
@@ -41,7 +41,7 @@ def test_it_drafts_what_the_drafter_here_drafts():
 def test_what_reads_and_writes_no_text_is_not_imported():
     """It takes longer than all else that a drafter's process does before it can draft."""
     options = draft_worker(LLMConfig(model="paceline-small", drafter=DRAFTER), 40, 512, Placement()).options
-    made = f"from paceline.draft_worker import service; service('cpu', **json.loads({json.dumps(options)!r}))"
+    made = f"from paceline.runtime.draft_worker import service; service('cpu', **json.loads({json.dumps(options)!r}))"
     code = f"import sys, json; {made}; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 

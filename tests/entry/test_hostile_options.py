@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kits.hostile import NASTY, bounded, deep, start, write_checkpoint
 
-import paceline.assembly.models
+import paceline.api.assembly.models
 from paceline import LLM, ConfigError
-from paceline.config import MAX_THREADS, LLMConfig, parse_bytes
-from paceline.drafters.ngram import NgramConfig
-from paceline.drafters.registry import parse
+from paceline.api.config import MAX_THREADS, LLMConfig, parse_bytes
+from paceline.draft.ngram import NgramConfig
+from paceline.draft.registry import parse
 from paceline.engine.budget import parse_budget
 
 shared = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -47,7 +47,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(paceline.assembly.models, "load_model", never)
+    monkeypatch.setattr(paceline.api.assembly.models, "load_model", never)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams
-from paceline.network.loader import resolve_folder
+from paceline.weights.loader import resolve_folder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -380,7 +380,7 @@ class TestMemory:
             LLM("paceline-small", kv_memory="1000GiB")
 
     def test_a_context_that_does_not_fit_is_refused_by_default(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("paceline.assembly.memory.free_bytes", lambda device: 2**24)
+        monkeypatch.setattr("paceline.api.assembly.memory.free_bytes", lambda device: 2**24)
         with pytest.raises(ConfigError, match="the default kv_memory.*give max_model_len|Give max_model_len"):
             LLM("paceline-small")
         assert LLM("paceline-small", max_model_len=64, max_sequences=2).engine.pool.num_tokens >= 65

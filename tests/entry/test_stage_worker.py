@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from paceline import LLM, ConfigError, SamplingParams
-from paceline.assembly.engine import load_target
-from paceline.assembly.models import open_source
-from paceline.config import LLMConfig
-from paceline.distributed.messages import message_of
-from paceline.distributed.placement import Placement
+from paceline.api.assembly.engine import load_target
+from paceline.api.assembly.models import open_source
+from paceline.api.config import LLMConfig
 from paceline.kv.pool import KVPool
-from paceline.network.stages import Frame, Stage, StageRows
-from paceline.stage_worker import service, stage_spec
+from paceline.model.stages import Frame, Stage, StageRows
+from paceline.runtime.messages import message_of
+from paceline.runtime.placement import Placement
+from paceline.runtime.stage_worker import service, stage_spec
 
 MODEL = "paceline-small"
 LAYERS = 12

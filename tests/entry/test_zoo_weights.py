@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from paceline import LLM, AsyncLLM, SamplingParams, zoo
-from paceline.assembly.drafting import drafter_of
+from paceline import LLM, AsyncLLM, SamplingParams
+from paceline.api.assembly.drafting import drafter_of
+from paceline.api.config import LLMConfig
 from paceline.bench.measure import Builder
 from paceline.bench.methods import parse_method
-from paceline.config import LLMConfig
 from paceline.core.errors import ConfigError
-from paceline.drafters import registry
-from paceline.drafters.registry import DrafterConfig
+from paceline.draft import registry
+from paceline.draft.registry import DrafterConfig
+from paceline.weights import zoo
 
 MODEL, DRAFT = "paceline-small", "paceline-small-draft"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

@@ -14,15 +14,15 @@ from kits.state import eagle, lyanna
 from worlds import World, draft, lossless_streams
 
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, SequenceView
-from paceline.drafters.draft_model import DraftModel, DraftModelConfig
-from paceline.drafters.hybrid import HybridConfig
-from paceline.drafters.magicdec import MagicDec, MagicDecConfig
-from paceline.drafters.ngram import NgramConfig
-from paceline.drafters.registry import DrafterContext
-from paceline.drafters.streams import StreamsConfig, StreamsDrafter
-from paceline.drafters.suffix import SuffixConfig
-from paceline.network.decoder import TargetInfo
+from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, SequenceView
+from paceline.draft.draft_model import DraftModel, DraftModelConfig
+from paceline.draft.hybrid import HybridConfig
+from paceline.draft.magicdec import MagicDec, MagicDecConfig
+from paceline.draft.ngram import NgramConfig
+from paceline.draft.registry import DrafterContext
+from paceline.draft.suffix import SuffixConfig
+from paceline.model.decoder import TargetInfo
+from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
 
 Nodes = tuple[list[int], list[int]]  # parents (0: the root) and tokens
 Rule = Callable[[list[int], int, int, int, random.Random], Nodes]

@@ -22,8 +22,8 @@ from torch import Tensor
 from worlds import MAX_LEN, SHARED, build, lossless_streams, merged, texts
 
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.streams import StreamsConfig, StreamsDrafter
 from paceline.engine.engine import Engine
+from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
 
 CLOSE = 1e-9  # by how much float64 may differ, relative to the figure's size
 

@@ -16,15 +16,15 @@ from witness import Witness
 from worlds import ADAPTERS, MAX_LEN, SHARED, World, available, build, tokenizer_of
 from worlds import TinyLLM as Front
 
-from paceline.chunks import Chunk
+from paceline.api.chunks import Chunk
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.base import SequenceView
+from paceline.draft.base import SequenceView
 from paceline.engine.auto import AutoBudget
 from paceline.engine.budget import DraftBudget, FixedBudget, StepRecord
 from paceline.engine.costs import CostTable
 from paceline.engine.engine import Engine, LiveRequest
-from paceline.rounds.verification import DEFAULT_VERIFIER
+from paceline.engine.verification import DEFAULT_VERIFIER
 
 BLOCK = 40  # neighbouring cases that share a library of requests
 TICKS = 6000  # a case that takes longer does not end

@@ -32,7 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from paceline import AsyncLLM, ConfigError, SamplingParams  # noqa: E402
-from paceline.rounds import drafting  # noqa: E402
+from paceline.engine import drafting  # noqa: E402
 
 drafting.REST_S = float("inf")  # a drafter that fails is still put aside at the end, where it is looked for
 
@@ -256,7 +256,7 @@ async def turn(llm: AsyncLLM, soak: Soak, seed: int, began: float, seconds: floa
 
 def _limits() -> dict[str, Any]:
     from paceline.kv.pool import KVPool
-    from paceline.network.loader import parse_dtype, read_config, resolve_folder
+    from paceline.weights.loader import parse_dtype, read_config, resolve_folder
 
     shape = read_config(resolve_folder(MODEL))
     per_token = KVPool.bytes_per_token(

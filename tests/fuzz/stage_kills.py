@@ -29,7 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from paceline import LLM, SamplingParams  # noqa: E402
-from paceline.distributed.worker import Worker  # noqa: E402
+from paceline.runtime.worker import Worker  # noqa: E402
 
 MODEL = "paceline-small"
 OPTIONS: dict[str, Any] = {

@@ -27,9 +27,9 @@ from paceline.core.counts import TokenCounts
 from paceline.core.sampling import SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted
+from paceline.engine import verification
 from paceline.engine.scheduler import Scheduler
 from paceline.kv.pool import KVPool
-from paceline.rounds import verification
 
 pytestmark = pytest.mark.timeout(240)
 CASES = {"float64": 32, "bytes": 20}  # of a world; FEWER for the others

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.drafters.base import DraftRule
+from paceline.draft.base import DraftRule
+from paceline.engine.base import StepResult, Work
 from paceline.engine.engine import Engine
-from paceline.rounds.base import StepResult, Work
-from paceline.rounds.passes import Pass
-from paceline.rounds.pipeline.records import Tick
-from paceline.rounds.pipeline.round import PipelineRound
+from paceline.engine.passes import Pass
+from paceline.papers.specpipe.records import Tick
+from paceline.papers.specpipe.round import PipelineRound
 
 LONG = 5  # accepted lengths from here on are counted together
 

@@ -23,14 +23,14 @@ from kits.tiny import (
     tiny_streams,
 )
 
-from paceline import native
-from paceline.config import LLMConfig
+from paceline import kernels
+from paceline.api.config import LLMConfig
+from paceline.api.llm import LLM
 from paceline.engine.engine import Engine
 from paceline.engine.tokens import texts_of
-from paceline.llm import LLM
-from paceline.network.applications import Application
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig
+from paceline.model.applications import Application
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig
 
 MAX_LEN = 400  # tokens of a prompt and its answer, in every engine and in the oracle
 
@@ -84,7 +84,7 @@ WORLDS = {
 
 def available() -> list[World]:
     """Those that run on this machine."""
-    missing = native.unavailable()
+    missing = kernels.unavailable()
     return [world for world in WORLDS.values() if not (world.compiled and missing)]
 
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from paceline import LLM, SamplingParams
-from paceline.network.adapters import AdapterConfig, linear_shapes
-from paceline.network.loader import read_config
-from paceline.network.streams import StreamConfig, StreamSet
+from paceline.model.adapters import AdapterConfig, linear_shapes
+from paceline.papers.streaming.model import StreamConfig, StreamSet
+from paceline.weights.loader import read_config
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from paceline import LLM
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.grammar import LONGEST, Grammar
 from paceline.core.sampling import SamplingParams
-from paceline.grammar import Grammars
+from paceline.engine.grammar import Grammars
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from typing import Any
 from kit.clock import Mailbox
 from kit.links import Link
 
-from paceline.distributed.channels import Channel, Line, gone
-from paceline.distributed.clock import Late, RealClock
-from paceline.distributed.frames import Buffer, Codec, FrameError
-from paceline.distributed.handshake import GREETINGS
-from paceline.distributed.serving import serve
+from paceline.runtime.channels import Channel, Line, gone
+from paceline.runtime.clock import Late, RealClock
+from paceline.runtime.frames import Buffer, Codec, FrameError
+from paceline.runtime.handshake import GREETINGS
+from paceline.runtime.serving import serve
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kits.tiny import VOCAB
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import DraftRequest, SequenceView
-from paceline.drafters.proposal import Proposal
+from paceline.draft.base import DraftRequest, SequenceView
+from paceline.draft.proposal import Proposal
 
 Paths = dict[tuple[int, ...], float]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from paceline.training.chunked import SoftTarget, TargetTop, wide
+from paceline.train.chunked import SoftTarget, TargetTop, wide
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from paceline.network.blocks import BY_NAME
+from paceline.weights.blocks import BY_NAME
 
 WIDTH, HEADS, KV_HEADS, INNER, VOCABULARY, LAYERS = 256, 4, 2, 512, 320, 2
 SHAPES = {

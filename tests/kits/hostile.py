@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import paceline.assembly.memory
+import paceline.api.assembly.memory
 from paceline import LLM, ConfigError
-from paceline.network import loader
-from paceline.network.families import decoder_config
-from paceline.network.weights import weight_map
+from paceline.model.families import decoder_config
+from paceline.weights import loader
+from paceline.weights.names import weight_map
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -83,7 +83,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch, seconds: float = 20.0) -> Iterator[
     with monkeypatch.context() as patched:
         patched.setattr(loader, "is_out_of_memory", none_failed)
         patched.setattr(loader, "free_bytes", lambda device: FREE // 2)
-        patched.setattr(paceline.assembly.memory, "free_bytes", lambda device: FREE // 4)
+        patched.setattr(paceline.api.assembly.memory, "free_bytes", lambda device: FREE // 4)
         resource.setrlimit(resource.RLIMIT_AS, (size + 4 * FREE, before[1]))
         try:
             yield

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from kits.tiny import assemble, run, tiny_config, tiny_decoder
-from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.medusa import MedusaConfig, MedusaDrafter
-from paceline.drafters.medusa.heads import Heads, HeadsConfig
+from paceline.draft.medusa import MedusaConfig, MedusaDrafter
+from paceline.draft.medusa.heads import Heads, HeadsConfig
 from paceline.kv.pool import KVPool
-from paceline.network.base import Batch, Taps
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig
+from paceline.model.attention.base import Segment
+from paceline.model.base import Batch, Taps
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig
 
 HEADS = 3
 

@@ -10,19 +10,19 @@ from typing import Any
 from kits.ranks import ranked
 from kits.stage import Stand, pool_of
 from kits.tiny import TOY_TEXTS, tiny_config
-from paceline.distributed.handshake import Facts
-from paceline.distributed.stage_service import StageService
-from paceline.distributed.stage_workers import StageWorkers
-from paceline.distributed.ways import hop_here
+from paceline.engine.base import RoundParts
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
+from paceline.engine.rounds import parse_round
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.store import KVStore
-from paceline.network.decoder import Decoder
-from paceline.network.stages import Stage, even_cuts
-from paceline.rounds import parse_round
-from paceline.rounds.base import RoundParts
-from paceline.rounds.pipeline import PipelineConfig
+from paceline.model.decoder import Decoder
+from paceline.model.stages import Stage, even_cuts
+from paceline.papers.specpipe.config import PipelineConfig
+from paceline.runtime.handshake import Facts
+from paceline.runtime.stage_service import StageService
+from paceline.runtime.stage_workers import StageWorkers
+from paceline.runtime.ways import hop_here
 
 
 @contextmanager

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from kits.tiny import _draw, tiny_config
-from paceline import native
-from paceline.attention import make_backend
-from paceline.attention.rope import RopeConfig
+from paceline import kernels
 from paceline.kv.pool import KVPool, SequenceCache
-from paceline.network.decoder import Decoder
-from paceline.network.linear import QUANTS
-from paceline.network.packing import RowPacker
+from paceline.model.attention import make_backend
+from paceline.model.decoder import Decoder
+from paceline.model.linear import QUANTS
+from paceline.model.packing import RowPacker
+from paceline.model.rope import RopeConfig
 
-MISSING = native.unavailable()
+MISSING = kernels.unavailable()
 # Where there is a compiler, kernels that it refuses are a failure: the tests run, and fail.
-_WANTED = os.environ.get(native.SWITCH) != "0" and shutil.which(os.environ.get("CXX", "c++")) is not None
+_WANTED = os.environ.get(kernels.SWITCH) != "0" and shutil.which(os.environ.get("CXX", "c++")) is not None
 needs_kernels = pytest.mark.skipif(MISSING is not None and not _WANTED, reason=f"no compiled kernels: {MISSING}")
 LENGTH = 90  # tokens of a text whose bits are compared
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16, "q4_0": torch.bfloat16}

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from kits.tiny import tiny_config, tiny_weights
-from paceline.attention import make_backend
-from paceline.distributed.handshake import Facts
-from paceline.distributed.rank_service import KINDS, RankService
-from paceline.distributed.rank_workers import RankWorkers
-from paceline.distributed.worker import Worker, WorkerSpec
-from paceline.distributed.workers import PATIENCE
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig
-from paceline.network.joins import Joins, RankMemory
-from paceline.network.parallel import ROWWISE, Ranks, Share, weight_of
+from paceline.model.attention import make_backend
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig
+from paceline.model.joins import Joins, RankMemory
+from paceline.model.parallel import ROWWISE, Ranks, Share, weight_of
+from paceline.runtime.handshake import Facts
+from paceline.runtime.rank_service import KINDS, RankService
+from paceline.runtime.rank_workers import RankWorkers
+from paceline.runtime.worker import Worker, WorkerSpec
+from paceline.runtime.workers import PATIENCE
 
 WIDE = {"vocab_size": 250, "d_model": 128, "d_ff": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16}
 GEMMA = WIDE | {"qk_norm": True, "post_norms": True, "activation": "gelu_tanh", "embedding_scale": 8.0}

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kits.state import taps_of
 from kits.tiny import tiny_config, tiny_decoder, tiny_weights
-from paceline.attention import make_backend
-from paceline.drafters.spire.drafter import SpireConfig, SpireDrafter
-from paceline.drafters.spire.model import SpireShape
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig
-from paceline.training.network import finish, normed, project, rotate
+from paceline.model.attention import make_backend
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig
+from paceline.papers.spire.drafter import SpireConfig, SpireDrafter
+from paceline.papers.spire.model import SpireShape
+from paceline.train.network import finish, normed, project, rotate
 
 LAYERS = 2
 

@@ -12,25 +12,25 @@ from typing import Any
 import torch
 
 from kits.tiny import TOY_TEXTS, tiny_config, tiny_weights
-from paceline.attention import make_backend
-from paceline.distributed.channels import Line
-from paceline.distributed.frames import Codec
-from paceline.distributed.handshake import GREETINGS, Facts
-from paceline.distributed.serving import serve
-from paceline.distributed.sockets import SocketChannel
-from paceline.distributed.stage_service import StageService
-from paceline.distributed.stage_workers import StageWorkers
-from paceline.distributed.ways import Hop, hop_here
+from paceline.engine.base import RoundParts
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
 from paceline.kv.store import KVStore
-from paceline.network.decoder import Decoder
-from paceline.network.stages import Stage, even_cuts
-from paceline.rounds.base import RoundParts
-from paceline.rounds.pipeline import PipelineConfig
-from paceline.rounds.pipeline.records import Tick
+from paceline.model.attention import make_backend
+from paceline.model.decoder import Decoder
+from paceline.model.stages import Stage, even_cuts
+from paceline.papers.specpipe.config import PipelineConfig
+from paceline.papers.specpipe.records import Tick
+from paceline.runtime.channels import Line
+from paceline.runtime.frames import Codec
+from paceline.runtime.handshake import GREETINGS, Facts
+from paceline.runtime.serving import serve
+from paceline.runtime.sockets import SocketChannel
+from paceline.runtime.stage_service import StageService
+from paceline.runtime.stage_workers import StageWorkers
+from paceline.runtime.ways import Hop, hop_here
 
 LAYERS, TOKENS = 8, 512
 CONFIG = tiny_config(num_layers=LAYERS)

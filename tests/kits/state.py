@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from kits.tiny import tiny_config, tiny_decoder
-from paceline.attention.base import Segment
-from paceline.drafters.eagle.drafter import EagleConfig, EagleDrafter
-from paceline.drafters.eagle.model import EagleFacts, EagleModel
-from paceline.drafters.lyanna.drafter import LyannaConfig, LyannaDrafter
-from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
-from paceline.drafters.states.head import StateHead, layer_json
+from paceline.draft.eagle.drafter import EagleConfig, EagleDrafter
+from paceline.draft.eagle.model import EagleFacts, EagleModel
+from paceline.draft.states.head import StateHead, layer_json
 from paceline.kv.pool import KVPool
-from paceline.network.base import Batch, Taps
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig
-from paceline.training.network import finish, project, rotate
+from paceline.model.attention.base import Segment
+from paceline.model.base import Batch, Taps
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig
+from paceline.papers.lyanna.drafter import LyannaConfig, LyannaDrafter
+from paceline.papers.lyanna.model import LyannaModel, LyannaShape
+from paceline.train.network import finish, project, rotate
 
 TEXTS, LENGTH = 4, 400
 RANK = 12

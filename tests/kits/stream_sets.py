@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from paceline.network.adapters import LINEARS, AdapterConfig, linear_shapes
-from paceline.network.loader import read_config, resolve_folder
-from paceline.network.streams import StreamConfig, StreamSet, fingerprint
+from paceline.model.adapters import LINEARS, AdapterConfig, linear_shapes
+from paceline.papers.streaming.model import StreamConfig, StreamSet, fingerprint
+from paceline.weights.loader import read_config, resolve_folder
 
 MODEL = "paceline-small-draft"  # the smaller of the embedded two
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.drafters.suffix import SuffixConfig
+from paceline.draft.suffix import SuffixConfig
 
 CONSTANTS = ("min_match", "max_match", "reach", "min_prob")
 

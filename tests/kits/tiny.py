@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 
-from paceline.attention import make_backend
-from paceline.attention.base import Segment
-from paceline.attention.rope import RopeConfig
-from paceline.drafters.base import Drafter
-from paceline.drafters.draft_model import DraftModel, DraftModelConfig
-from paceline.drafters.hybrid import Hybrid, HybridConfig
-from paceline.drafters.registry import DrafterConfig, DrafterContext
-from paceline.drafters.streams import StreamsConfig, StreamsDrafter
+from paceline.draft.base import Drafter
+from paceline.draft.draft_model import DraftModel, DraftModelConfig
+from paceline.draft.hybrid import Hybrid, HybridConfig
+from paceline.draft.registry import DrafterConfig, DrafterContext
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
+from paceline.engine.rounds import make_round
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
-from paceline.network.adapters import AdapterConfig, LowRank, linear_shapes
-from paceline.network.applications import Application, make_application
-from paceline.network.base import Batch
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig
-from paceline.network.linear import Quant
-from paceline.network.streams import Mode, StreamConfig, StreamSet
-from paceline.rounds import make_round
+from paceline.model.adapters import AdapterConfig, LowRank, linear_shapes
+from paceline.model.applications import Application, make_application
+from paceline.model.attention import make_backend
+from paceline.model.attention.base import Segment
+from paceline.model.base import Batch
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig
+from paceline.model.linear import Quant
+from paceline.model.rope import RopeConfig
+from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
+from paceline.papers.streaming.model import Mode, StreamConfig, StreamSet
 
 VOCAB = 96
 EOS = 7

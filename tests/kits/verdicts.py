@@ -8,8 +8,8 @@ from torch import Tensor
 
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted, walk
-from paceline.drafters.base import SequenceView
-from paceline.rounds.verification import choose_nodes
+from paceline.draft.base import SequenceView
+from paceline.engine.verification import choose_nodes
 
 
 def choices(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[list[int]]:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from paceline.published import cache as cache_folder
+from paceline.weights.published import cache as cache_folder
 
 FOLDER = cache_folder()  # before a test moves its cache
 TOOL = Path(__file__).parents[2] / "tools" / "get_weights.py"

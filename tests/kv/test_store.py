@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.native import needs_kernels
 
-from paceline import native
+from paceline import kernels
 from paceline.kv.store import KVStore
 
 SLOTS = 12
@@ -27,7 +27,7 @@ def filled(dtype: torch.dtype) -> KVStore:
 @given(st.lists(st.tuples(slot, slot), max_size=SLOTS, unique_by=lambda move: move[1]), st.booleans())
 def test_compiled_copies_are_torchs(moves: list[tuple[int, int]], part: bool) -> None:
     """Also where ranges overlap, and in a part of the layers."""
-    assert native.library() is not None
+    assert kernels.library() is not None
     sources, targets = [a for a, _ in moves], [b for _, b in moves]
     for dtype in (torch.bfloat16, torch.float64):
         store = filled(dtype)
@@ -42,7 +42,7 @@ def test_compiled_copies_are_torchs(moves: list[tuple[int, int]], part: bool) ->
 @needs_kernels
 @pytest.mark.parametrize("moves", [([0, SLOTS], [1, 2]), ([0], [-1]), ([-1], [0])])
 def test_slots_that_are_not_there_are_refused(moves: tuple[list[int], list[int]]) -> None:
-    native.library()
+    kernels.library()
     store = filled(torch.float32)
     before = store.all_k.clone()
     with pytest.raises(IndexError, match="of a cache of 12"):

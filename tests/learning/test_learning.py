@@ -22,17 +22,17 @@ from toolkit import write_data, write_target
 
 from paceline import LLM, SamplingParams
 from paceline.adapt import learner
+from paceline.adapt.learning import files, serving
+from paceline.adapt.learning.ring import Ring, ServedRequest, StateRing
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.learning import files, serving
-from paceline.learning.ring import Ring, ServedRequest, StateRing
-from paceline.network.files import fingerprint
-from paceline.network.loader import read_config
-from paceline.training import job
-from paceline.training.data import SourceSpec
-from paceline.training.job import TrainingJob, finish, prepare
-from paceline.training.network import Network
-from paceline.training.scoring import network_scores, remembered_scores
-from paceline.training.trainer import Phase, TrainConfig
+from paceline.train import job
+from paceline.train.data import SourceSpec
+from paceline.train.job import TrainingJob, finish, prepare
+from paceline.train.network import Network
+from paceline.train.scoring import network_scores, remembered_scores
+from paceline.train.trainer import Phase, TrainConfig
+from paceline.weights.files import fingerprint
+from paceline.weights.loader import read_config
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.adapt.learning.ring import ANSWER, PROMPT, Ring, ServedRequest
 from paceline.core.errors import ConfigError
-from paceline.learning.ring import ANSWER, PROMPT, Ring, ServedRequest
 
 
 def test_it_keeps_the_last_requests_and_no_more(tmp_path: Path) -> None:

@@ -41,24 +41,24 @@ from kits.tiny import (
 )
 from torch import Tensor
 
-from paceline.attention.rope import RopeConfig
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, DraftRule, SequenceView
-from paceline.drafters.hybrid import Hybrid, HybridConfig
-from paceline.drafters.magicdec import MagicDec, MagicDecConfig
-from paceline.drafters.ngram import NgramConfig
-from paceline.drafters.proposal import Proposal
-from paceline.drafters.suffix import SuffixConfig
+from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, DraftRule, SequenceView
+from paceline.draft.hybrid import Hybrid, HybridConfig
+from paceline.draft.magicdec import MagicDec, MagicDecConfig
+from paceline.draft.ngram import NgramConfig
+from paceline.draft.proposal import Proposal
+from paceline.draft.suffix import SuffixConfig
+from paceline.engine.base import RunningSequence, StepResult, Work
 from paceline.engine.engine import Engine
-from paceline.network.adapters import AdapterConfig
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig
-from paceline.rounds.base import RunningSequence, StepResult, Work
-from paceline.rounds.passes import Pass
-from paceline.rounds.pipeline.records import Tick
-from paceline.rounds.pipeline.round import PipelineRound
+from paceline.engine.passes import Pass
+from paceline.model.adapters import AdapterConfig
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig
+from paceline.model.rope import RopeConfig
+from paceline.papers.specpipe.records import Tick
+from paceline.papers.specpipe.round import PipelineRound
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 from lyanna_parts.extra_pass import ExtraPass  # noqa: E402

@@ -23,15 +23,15 @@ from kits.tiny import (
 
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.base import Drafter
-from paceline.drafters.ngram import NgramConfig
-from paceline.drafters.registry import DrafterConfig
-from paceline.drafters.streams import StreamsConfig
-from paceline.drafters.suffix import SuffixConfig
+from paceline.draft.base import Drafter
+from paceline.draft.ngram import NgramConfig
+from paceline.draft.registry import DrafterConfig
+from paceline.draft.suffix import SuffixConfig
 from paceline.engine.engine import Engine
-from paceline.network.applications import Application
-from paceline.network.decoder import Decoder
-from paceline.network.streams import StreamSet
+from paceline.model.applications import Application
+from paceline.model.decoder import Decoder
+from paceline.papers.streaming.drafter import StreamsConfig
+from paceline.papers.streaming.model import StreamSet
 
 pytestmark = pytest.mark.timeout(120)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -190,7 +190,7 @@ def test_exact_bits_do_not_depend_on_the_company(dtype: torch.dtype) -> None:
 
 def test_a_wrong_range_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault is noticed: with the ranges one row too short, the mixed batch differs."""
-    from paceline.rounds import passes
+    from paceline.engine import passes
 
     honest = passes.adapter_ranges
 

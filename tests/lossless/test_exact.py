@@ -18,18 +18,19 @@ import torch
 from kits.tiny import assemble, draft_model, run, tiny_config, tiny_decoder
 from torch import Tensor
 
-from paceline import LLM, zoo
-from paceline.attention import make_backend
-from paceline.attention.rope import RopeConfig
+from paceline import LLM
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.draft_model import DraftModel, DraftModelConfig
-from paceline.drafters.ngram import NgramConfig
+from paceline.draft.draft_model import DraftModel, DraftModelConfig
+from paceline.draft.ngram import NgramConfig
 from paceline.kv.pool import KVPool, SequenceCache
-from paceline.network import linear
-from paceline.network.decoder import Decoder
-from paceline.network.loader import load_model
-from paceline.network.packing import RowPacker
+from paceline.model import linear
+from paceline.model.attention import make_backend
+from paceline.model.decoder import Decoder
+from paceline.model.packing import RowPacker
+from paceline.model.rope import RopeConfig
+from paceline.weights import zoo
+from paceline.weights.loader import load_model
 
 DTYPES = ("bfloat16", "float16", "float32", "int8")
 MODELS = ("paceline-small", "tiny", "gemma")
@@ -260,7 +261,7 @@ def prompts(name: str) -> list[list[int]]:
     if name in SHAPES:
         once = [random_tokens(n, TINY["vocab_size"], seed=n) for n in (1, 20, 37, 70)]  # type: ignore[call-overload]
         return [*once, once[1] * 4]
-    from paceline.network.loader import load_tokenizer
+    from paceline.weights.loader import load_tokenizer
 
     folder = zoo.find(name)
     assert folder is not None

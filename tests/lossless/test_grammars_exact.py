@@ -13,9 +13,9 @@ from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.core.grammar import Grammar
 from paceline.core.speculation import Speculation
-from paceline.grammar import compiler
-from paceline.grammar.matcher import GrammarMatcher
-from paceline.rounds.pipeline.round import PipelineRound
+from paceline.engine.grammar import compiler
+from paceline.engine.grammar.matcher import GrammarMatcher
+from paceline.papers.specpipe.round import PipelineRound
 
 PROMPTS = ["Question: How many names are there?\n", "name[The Mill], food[English]", "As JSON:"]
 GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))

@@ -32,7 +32,7 @@ from kits.tiny import assemble, run
 from kits.verdicts import match
 
 from paceline.core.sampling import SamplingParams
-from paceline.network.families import DecoderConfig
+from paceline.model.families import DecoderConfig
 
 NAMES = list(OPTIONS)
 SETTINGS = list(CONDITIONS)
@@ -185,7 +185,7 @@ def test_the_full_product(drafter: str) -> None:
 
 def test_a_wrong_verifier_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid has teeth: a verifier that takes every first child is caught at once."""
-    from paceline.rounds import verification
+    from paceline.engine import verification
 
     def gullible(sequences, tree, logits):  # type: ignore[no-untyped-def]
         outcome = match(sequences, tree, logits)

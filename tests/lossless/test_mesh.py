@@ -14,9 +14,9 @@ from kits.ranks import WIDE
 from kits.tiny import assemble, draft_model, run, tiny_config, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.ngram import NgramConfig
-from paceline.drafters.registry import DrafterContext
-from paceline.network.decoder import Decoder
+from paceline.draft.ngram import NgramConfig
+from paceline.draft.registry import DrafterContext
+from paceline.model.decoder import Decoder
 
 SHAPE: dict[str, Any] = {"eos_ids": EOS_IDS, "num_layers": 4}
 CONFIG = tiny_config(**SHAPE)

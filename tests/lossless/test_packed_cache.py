@@ -10,11 +10,11 @@ from kits.native import needs_kernels
 from kits.tiny import tiny_decoder
 
 from paceline import LLM, SamplingParams
-from paceline.attention.base import Segment
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.kv.pool import KVPool
-from paceline.network.base import Batch
-from paceline.network.padding import SCALE_ROOM, packed_shape
+from paceline.model.attention.base import Segment
+from paceline.model.base import Batch
+from paceline.model.padding import SCALE_ROOM, packed_shape
 
 pytestmark = needs_kernels
 PROMPTS = ["Question: How many names are there?\nSQL:", "name[The Mill], food[English], area[riverside]", "Once"]

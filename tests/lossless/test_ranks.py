@@ -24,11 +24,11 @@ from kits.tiny import (
 from paceline import LLM
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.suffix import SuffixConfig
+from paceline.draft.suffix import SuffixConfig
 from paceline.kv.pool import KVPool
-from paceline.network.adapters import AdapterConfig
-from paceline.network.decoder import Decoder
-from paceline.network.packing import RowPacker
+from paceline.model.adapters import AdapterConfig
+from paceline.model.decoder import Decoder
+from paceline.model.packing import RowPacker
 
 NAMES = list(OPTIONS)
 SOME = ("greedy", "sampled", "truncated", "penalties_all", "logprobs_processed", "prompt_logprobs", "n_three", "mixed")

@@ -16,20 +16,20 @@ import torch
 from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 from torch import Tensor
 
-from paceline import native
-from paceline.attention.base import Segment
+from paceline import kernels
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams, SequenceSampler
-from paceline.drafters.base import StepFeatures
+from paceline.draft.base import StepFeatures
+from paceline.engine import draft_verify
 from paceline.engine.engine import Engine
-from paceline.network.adapters import AdapterConfig, AdapterRange
-from paceline.network.base import Batch, ForwardState
-from paceline.network.decoder import Decoder
-from paceline.network.stream_rows import StreamRows
-from paceline.network.streams import StreamSet
-from paceline.rounds import draft_verify
-from paceline.rounds.passes import Pass
-from paceline.rounds.pruning import surviving
+from paceline.engine.passes import Pass
+from paceline.model.adapters import AdapterConfig, AdapterRange
+from paceline.model.attention.base import Segment
+from paceline.model.base import Batch, ForwardState
+from paceline.model.decoder import Decoder
+from paceline.papers.streaming.layer_rows import StreamRows
+from paceline.papers.streaming.model import StreamSet
+from paceline.papers.streaming.pruning import surviving
 
 LONG = [*range(20, 62)]
 PROMPTS = [LONG, [*range(30, 41)], [8], [*LONG[:34], 3, 9]]
@@ -380,8 +380,8 @@ def logits_by_place(
 @pytest.mark.parametrize("compiled", [False, True])
 def test_main_rows_have_the_bits_of_plain_decoding(compiled: bool, kind: str, at: str) -> None:
     """Row by row, whatever rides along."""
-    if compiled and native.unavailable():
-        pytest.skip(str(native.unavailable()))
+    if compiled and kernels.unavailable():
+        pytest.skip(str(kernels.unavailable()))
     decoder = tiny_decoder(WIDE, dtype=KINDS[kind], exact=not compiled, compiled=compiled)
     shape = decoder.config
     prompts = [[t % shape.vocab_size for t in p] for p in PROMPTS]
@@ -402,8 +402,8 @@ def test_main_rows_have_the_bits_of_plain_decoding(compiled: bool, kind: str, at
 )
 def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str, limit: int | None) -> None:
     """Alone without drafts, or in a batch with drafts, few rows a pass and preemption: the same logits, bit for bit."""
-    if compiled and native.unavailable():
-        pytest.skip(str(native.unavailable()))
+    if compiled and kernels.unavailable():
+        pytest.skip(str(kernels.unavailable()))
     decoder = tiny_decoder(WIDE, dtype=KINDS[kind], exact=not compiled, compiled=compiled)
     trained = tiny_streams(WIDE, dtype=KINDS[kind], mode="shared", layers=2)
     app = tiny_application("one", decoder, trained)
@@ -429,8 +429,8 @@ def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str, 
 @pytest.mark.parametrize("mode", ["lossless", "shared"])
 @pytest.mark.parametrize("limit", [None, 6])
 def test_compiled_streams_say_what_torch_s_say(mode: Any, limit: int | None) -> None:
-    if native.unavailable():
-        pytest.skip(str(native.unavailable()))
+    if kernels.unavailable():
+        pytest.skip(str(kernels.unavailable()))
     trained = tiny_streams(WIDE, dtype=torch.float32, mode=mode, layers=2)
     found: list[tuple[list[list[int]], list[Tensor]]] = []
     for compiled in (True, False):
@@ -461,8 +461,8 @@ def test_compiled_streams_say_what_torch_s_say(mode: Any, limit: int | None) -> 
 
 
 def test_the_compiled_layers_say_what_they_cannot() -> None:
-    if native.unavailable():
-        pytest.skip(str(native.unavailable()))
+    if kernels.unavailable():
+        pytest.skip(str(kernels.unavailable()))
     decoder = tiny_decoder(WIDE, dtype=torch.float32, compiled=True)
     turned = tiny_streams(decoder.config, dtype=torch.float32, value_rotation=0.01)
     with pytest.raises(CapabilityError, match="rotate no values"):

@@ -17,7 +17,7 @@
 
 #include <dlfcn.h>
 
-#include "../../src/paceline/native/kernels/abi.h"
+#include "../../src/paceline/kernels/cpp/kernels/abi.h"
 
 using Bytes = std::vector<char>;
 

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from paceline.native.memory import PAGE, Arena
+from paceline.kernels.memory import PAGE, Arena
 
 
 def test_tensors_of_an_arena_do_not_overlap_and_begin_on_lines():

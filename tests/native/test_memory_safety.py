@@ -15,23 +15,23 @@ from kits.draft import text, view, want
 from kits.native import Text, blank_pool, decoder_of, needs_kernels, tokens_of
 from kits.tiny import assemble, run, tiny_config, tiny_decoder
 
-from paceline import native
-from paceline.attention.base import Segment
-from paceline.attention.rope import Rotation
+from paceline import kernels
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.base import Drafter
-from paceline.drafters.draft_model import DraftModel, DraftModelConfig
-from paceline.drafters.hybrid import HybridConfig
-from paceline.drafters.registry import DrafterContext
+from paceline.draft.base import Drafter
+from paceline.draft.draft_model import DraftModel, DraftModelConfig
+from paceline.draft.hybrid import HybridConfig
+from paceline.draft.registry import DrafterContext
+from paceline.kernels.drafts import ChainStart, RingChain, recall, roll, sparse_view, write_keys
+from paceline.kernels.layers import unsupported
+from paceline.kernels.linear import NativeLinear, top
 from paceline.kv.pool import KVPool
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
-from paceline.network.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
-from paceline.network.base import ForwardState
-from paceline.network.decoder import Decoder
-from paceline.network.native import unsupported
-from paceline.network.native_drafts import ChainStart, RingChain, recall, roll, sparse_view, write_keys
-from paceline.network.native_linear import NativeLinear, top
+from paceline.model.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.model.attention.base import Segment
+from paceline.model.base import ForwardState
+from paceline.model.decoder import Decoder
+from paceline.model.rope import Rotation
 
 CPU = torch.device("cpu")
 
@@ -243,7 +243,7 @@ def test_layers_that_are_not_there_and_what_is_fine() -> None:
 @needs_kernels
 def test_adapters_out_of_order_are_refused_below_python_too() -> None:
     """`Stack` looks at ranges itself; the library does so for whoever calls it otherwise."""
-    decoder, wanted = decoder_of("base", "float32"), native.abi.CAdapterRange
+    decoder, wanted = decoder_of("base", "float32"), kernels.abi.CAdapterRange
     adapter = LowRank(AdapterConfig(layers=(0, 1)), linear_shapes(decoder.config)).start()
     stack: Any = decoder.stack
     table = ctypes.addressof(stack.adapters(adapter).table)
@@ -401,7 +401,7 @@ def test_one_product_takes_rows_alone() -> None:
 @needs_kernels
 def test_entry_points_say_what_they_refuse() -> None:
     """Without Python between: codes of `Refusal`, and nothing is touched (the addresses lead nowhere)."""
-    path = native.library().path  # type: ignore[union-attr]
+    path = kernels.library().path  # type: ignore[union-attr]
     bare = ctypes.CDLL(path)
     stack: Any = decoder_of("base", "float32").stack
     pointer, number = ctypes.c_void_p, ctypes.c_int64

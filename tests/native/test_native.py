@@ -34,18 +34,18 @@ from kits.native import (
 from kits.tiny import tiny_config
 from torch import Tensor
 
-from paceline import LLM, CapabilityError, ConfigError, SamplingParams, native
-from paceline.attention import make_backend
-from paceline.attention.rope import RopeConfig
+from paceline import LLM, CapabilityError, ConfigError, SamplingParams, kernels
+from paceline.kernels.calls import join, pick
+from paceline.kernels.drafts import ChainStart, roll
+from paceline.kernels.layers import Stack, unsupported
+from paceline.kernels.linear import NativeLinear, top
 from paceline.kv.pool import KVPool
-from paceline.network.base import Taps
-from paceline.network.decoder import Decoder
-from paceline.network.loader import load_model
-from paceline.network.native import Stack, unsupported
-from paceline.network.native_calls import join, pick
-from paceline.network.native_drafts import ChainStart, roll
-from paceline.network.native_linear import NativeLinear, top
-from paceline.network.packing import RowPacker
+from paceline.model.attention import make_backend
+from paceline.model.base import Taps
+from paceline.model.decoder import Decoder
+from paceline.model.packing import RowPacker
+from paceline.model.rope import RopeConfig
+from paceline.weights.loader import load_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import MAKERS, build  # noqa: E402  (the builders live beside the parity tests)
@@ -573,7 +573,7 @@ def test_an_llm_uses_them_unless_told_otherwise(tmp_path: Path):
 PROBE = """
 import json, sys, torch
 torch.set_num_threads(1)
-from paceline import native
+from paceline import kernels as native
 found = {"describe": native.describe(), "why": native.unavailable()}
 if len(sys.argv) > 1:
     from paceline import LLM, SamplingParams
@@ -624,7 +624,7 @@ def test_a_compiler_that_fails_or_is_missing_leaves_torch(tmp_path: Path):
         "no C++ compiler 'no-such-compiler' was found": {"CXX": "no-such-compiler"},
         "name a folder that can be written to in XDG_CACHE_HOME": {"XDG_CACHE_HOME": str(tmp_path / "file")},
     }
-    if native.unavailable():  # the last case needs a compiler to get that far
+    if kernels.unavailable():  # the last case needs a compiler to get that far
         cases.popitem()
     model = tmp_path / "llama2"
     probes = {why: start_probe(model, **{"XDG_CACHE_HOME": str(tmp_path), **env}) for why, env in cases.items()}
@@ -638,7 +638,7 @@ def test_a_compiler_that_fails_or_is_missing_leaves_torch(tmp_path: Path):
 @needs_kernels
 def test_several_processes_may_build_at_once(tmp_path: Path):
     """Each compiles for itself and puts one whole file in place; what is there is not compiled again."""
-    library = native.library().path
+    library = kernels.library().path
     slow = script(
         tmp_path / "slow",
         f'for last; do :; done; case "$*" in *--version*) echo 1;; *-shared*) head -c 5000 "{library}" > "$last";'
@@ -681,7 +681,7 @@ def test_top_is_the_likeliest_tokens_of_each_row(shape: tuple[int, int], k: int,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_rows_are_moved_as_torch_moves_them(dtype: torch.dtype):
-    assert native.library() is not None
+    assert kernels.library() is not None
     x = torch.randn(300, 129).to(dtype)
     for rows in ([], [7], [3, 3, 299, 0], [*range(0, 300, 2)]):
         assert torch.equal(pick(x, rows), x[torch.tensor(rows, dtype=torch.int64)])

@@ -19,15 +19,15 @@ from kits.native import BASE, KINDS, SHAPES, Text, blank_pool, error, make, need
 from torch import Tensor
 
 from paceline import ConfigError
-from paceline.attention.base import Segment, slot_indices
-from paceline.network.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
-from paceline.network.base import ForwardState
-from paceline.network.blocks import BY_NAME, dequantise, quantise
-from paceline.network.decoder import Decoder
-from paceline.network.linear import QUANTS, quantised
-from paceline.network.native_linear import NativeAdapters
-from paceline.network.packing import RowPacker
-from paceline.network.stream_rows import StreamLimit, StreamRows
+from paceline.kernels.linear import NativeAdapters
+from paceline.model.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.model.attention.base import Segment, slot_indices
+from paceline.model.base import ForwardState
+from paceline.model.decoder import Decoder
+from paceline.model.linear import QUANTS, quantised
+from paceline.model.packing import RowPacker
+from paceline.papers.streaming.layer_rows import StreamLimit, StreamRows
+from paceline.weights.blocks import BY_NAME, dequantise, quantise
 
 pytestmark = needs_kernels
 RANKS = (1, 8, 33, 256)

@@ -15,10 +15,10 @@ import torch
 from kits.native import needs_kernels
 from torch import Tensor
 
-from paceline import native
-from paceline.native import abi
-from paceline.network.blocks import BY_NAME, GROUPED, TYPES, BlockType, dequantise, quantise
-from paceline.network.native_linear import NativeLinear
+from paceline import kernels
+from paceline.kernels import abi
+from paceline.kernels.linear import NativeLinear
+from paceline.weights.blocks import BY_NAME, GROUPED, TYPES, BlockType, dequantise, quantise
 
 ALL = (*TYPES, *GROUPED.values())
 EACH = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.name)
@@ -45,7 +45,7 @@ def blocks_of(kind: BlockType, outputs: int = OUTPUTS, inputs: int = INPUTS) -> 
 
 
 def packed(kind: BlockType, raw: np.ndarray, inputs: int = INPUTS) -> tuple[Tensor, abi.CLinear]:
-    library, number = native.library(), native.GGML + kind.number
+    library, number = kernels.library(), kernels.GGML + kind.number
     room = torch.empty(library.pl_packed_size(len(raw), inputs, number), dtype=torch.uint8)
     rows = torch.arange(len(raw)) * raw.strides[0] + raw.ctypes.data
     assert library.pl_pack_rows(rows.data_ptr(), len(raw), inputs, number, room.data_ptr(), 1) == 1
@@ -54,7 +54,7 @@ def packed(kind: BlockType, raw: np.ndarray, inputs: int = INPUTS) -> tuple[Tens
 
 def product(linear: abi.CLinear, x: Tensor, threads: int = 1) -> Tensor:
     x, y = x.contiguous(), torch.empty(len(x), linear.n)
-    assert native.library().pl_linear(ctypes.byref(linear), x.data_ptr(), len(x), y.data_ptr(), threads) == 0
+    assert kernels.library().pl_linear(ctypes.byref(linear), x.data_ptr(), len(x), y.data_ptr(), threads) == 0
     return y
 
 
@@ -127,20 +127,24 @@ def digest() -> str:
 @needs_kernels
 @pytest.mark.parametrize(
     "level",
-    [pytest.param(level, marks=[pytest.mark.full] * (level in ("avx512", "avx512-vnni"))) for level in native.LEVELS],
+    [pytest.param(level, marks=[pytest.mark.full] * (level in ("avx512", "avx512-vnni"))) for level in kernels.LEVELS],
 )
 def test_fewer_instructions_give_the_same_bits(level: str) -> None:
     """In a process of its own, whose kernels are built for a lower level of instructions; but the lowest with few
     optimisations, of which none changes a bit, in half the time."""
-    levels = list(native.LEVELS)
-    if level not in levels[: native.library().isa]:
-        pytest.skip(f"{level} is not below {native.describe()}, which runs here")
+    levels = list(kernels.LEVELS)
+    if level not in levels[: kernels.library().isa]:
+        pytest.skip(f"{level} is not below {kernels.describe()}, which runs here")
     try:
-        native._flags_of(level)
+        kernels._flags_of(level)
     except RuntimeError as error:
         pytest.skip(str(error))
-    environment = {**os.environ, native.SWITCH: level, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    quickly = 'from paceline import native; native.FLAGS = ("-O1", *native.FLAGS[1:]); ' if level != levels[0] else ""
+    environment = {**os.environ, kernels.SWITCH: level, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    quickly = (
+        'from paceline import kernels as native; native.FLAGS = ("-O1", *native.FLAGS[1:]); '
+        if level != levels[0]
+        else ""
+    )
     command = [sys.executable, "-c", f"{quickly}import {Path(__file__).stem} as test; print(test.digest())"]
     done = subprocess.run(
         command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True, check=True

@@ -12,15 +12,15 @@ import pytest
 import torch
 from kits.native import SHAPES, Text, blank_pool, decoder_of, forward, make, needs_kernels, tokens_of
 
-from paceline import LLM, SamplingParams, native
+from paceline import LLM, SamplingParams, kernels
 from paceline.core.sampling import SequenceSampler
 from paceline.core.tree import depths_below
+from paceline.kernels.calls import NativeTaps, RowSpan, TokenPass
+from paceline.kernels.linear import NativeLinear
 from paceline.kv.pool import KVPool
-from paceline.network.base import Taps
-from paceline.network.decoder import Decoder
-from paceline.network.native_calls import NativeTaps, RowSpan, TokenPass
-from paceline.network.native_linear import NativeLinear
-from paceline.network.packing import RowPacker
+from paceline.model.base import Taps
+from paceline.model.decoder import Decoder
+from paceline.model.packing import RowPacker
 
 pytestmark = needs_kernels
 PREFIX = 40  # committed tokens of each text: more than the windows
@@ -307,7 +307,7 @@ def choices_of(logits: torch.Tensor, params: dict[str, Any], seed: int) -> tuple
     rows, vocab = logits.shape
     logits = logits.contiguous()
     sampler = SequenceSampler(SamplingParams(**params), [1], seed=seed, sample_index=0, vocab_size=vocab)
-    library = native.library()
+    library = kernels.library()
     assert library is not None
     chosen = (ctypes.c_int64 * rows)()
     places = (ctypes.c_int64 * rows)(*range(5, 5 + rows))

@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
-from paceline import native
+from paceline import kernels
 from paceline.core.sampling import RULES, RULES_FIELDS
-from paceline.native import abi
-from paceline.network.native_calls import _same_kinds
+from paceline.kernels import abi
+from paceline.kernels.calls import _same_kinds
 
 pytestmark = pytest.mark.skipif(
-    native._output(["sh", "-c", "command -v c++"], 60)[0] != 0, reason="there is no C++ compiler"
+    kernels._output(["sh", "-c", "command -v c++"], 60)[0] != 0, reason="there is no C++ compiler"
 )
-ENTRIES = abi._ENTRY.findall("\n".join(native._texts(native.SOURCE)))
-STRUCTS = (native.SOURCE.with_suffix("") / "abi.h").read_text("utf-8")
+ENTRIES = abi._ENTRY.findall("\n".join(kernels._texts(kernels.SOURCE)))
+STRUCTS = (kernels.SOURCE.with_suffix("") / "abi.h").read_text("utf-8")
 
 
 def stand_in(returned: str, name: str, taken: str) -> str:
@@ -46,7 +46,7 @@ STAND_IN = "\n".join(
 PROBE = """
 import sys
 from pathlib import Path
-from paceline import native
+from paceline import kernels as native
 native.SOURCE = Path(sys.argv[1])
 print(native.describe())
 """
@@ -57,9 +57,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that a stand-in for the kernels is compiled into."""
     source = tmp_path / "kernels.cpp"
     source.write_text(STAND_IN)
-    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(kernels, "SOURCE", source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("CXX", native.SWITCH):
+    for name in ("CXX", kernels.SWITCH):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "cache" / "paceline" / "kernels"
 
@@ -71,7 +71,7 @@ def library_in(folder: Path) -> Path:
 
 def load() -> tuple[object, str | None]:
     """What a new process would find: the library, or why there is none."""
-    found, why = native._load.__wrapped__()
+    found, why = kernels._load.__wrapped__()
     return found, why
 
 
@@ -94,7 +94,7 @@ def _other(path: Path) -> None:
 
 
 def test_the_functions_are_found(cache: Path):
-    text = "\n".join(native._texts(Path(native.__file__).parent / "kernels.cpp"))
+    text = "\n".join(kernels._texts(Path(kernels.__file__).parent / "cpp" / "kernels.cpp"))
     assert sorted(name for _, name, _ in ENTRIES) == sorted(
         re.findall(r"^\s*\w+[ *]+(pl_\w+)\([^;]*?\) *\{", text, re.M)
     )
@@ -117,24 +117,24 @@ def test_the_functions_are_found(cache: Path):
     ids=["swapped", "of another kind", "one more", "one less", "unknown", "no pointer"],
 )
 def test_a_struct_that_differs_is_refused(cache: Path, field: str, other: str, words: str):
-    text = native.SOURCE.read_text()
+    text = kernels.SOURCE.read_text()
     assert load()[0] is not None and field in text
-    native.SOURCE.write_text(text.replace(field, other, 1))
+    kernels.SOURCE.write_text(text.replace(field, other, 1))
     found, why = load()
     assert found is None and re.search(words, str(why))
 
 
 def test_a_function_of_an_unknown_kind_is_refused(cache: Path):
-    text = native.SOURCE.read_text()
-    native.SOURCE.write_text(text.replace("int64_t pl_packed_size", "short pl_packed_size"))
+    text = kernels.SOURCE.read_text()
+    kernels.SOURCE.write_text(text.replace("int64_t pl_packed_size", "short pl_packed_size"))
     found, why = load()
     assert found is None and "a kind 'short'" in str(why)
 
 
 def test_a_function_that_is_not_read_cannot_be_called(cache: Path):
     """Without the kinds of its arguments it would be given half of an address."""
-    text = native.SOURCE.read_text()
-    native.SOURCE.write_text(text.replace("\nint64_t pl_packed_size", "\n int64_t pl_packed_size"))
+    text = kernels.SOURCE.read_text()
+    kernels.SOURCE.write_text(text.replace("\nint64_t pl_packed_size", "\n int64_t pl_packed_size"))
     found, why = load()
     assert why is None and hasattr(found, "pl_pack") and not hasattr(found, "pl_packed_size")
 
@@ -156,7 +156,7 @@ def test_rules_are_packed_as_they_are_read():
 
 
 def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    first = native.built(native.SOURCE)
+    first = kernels.built(kernels.SOURCE)
     assert [record.getMessage()[:20] for record in caplog.records] == ["compiling the layers"]
     assert first == library_in(cache) and hashlib.sha256(first.read_bytes()).hexdigest() in first.name
     assert first.stat().st_mode & 0o077 == 0 and cache.stat().st_mode & 0o077 == 0
@@ -164,11 +164,11 @@ def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch
     def never(*_: object) -> Path:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(native, "_compile", never)
-    assert native.built(native.SOURCE) == first and len(caplog.records) == 1
+    monkeypatch.setattr(kernels, "_compile", never)
+    assert kernels.built(kernels.SOURCE) == first and len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("level", native.LEVELS)
+@pytest.mark.parametrize("level", kernels.LEVELS)
 def test_a_level_of_instructions_is_compiled_for_alone(cache: Path, level: str, monkeypatch: pytest.MonkeyPatch):
     """Each level that this processor has is one library, and its number in C++ is its place in the table."""
     headers = (
@@ -179,50 +179,50 @@ def test_a_level_of_instructions_is_compiled_for_alone(cache: Path, level: str, 
         "unistd.h",
         *["sys/syscall.h"] * sys.platform.startswith("linux"),
     )
-    simd = (Path(native.__file__).parent / "kernels" / "simd.h").read_text("utf-8").replace("#pragma once", "")
+    simd = (Path(kernels.__file__).parent / "cpp" / "kernels" / "simd.h").read_text("utf-8").replace("#pragma once", "")
     rest = STAND_IN.replace(stand_in(*next(entry for entry in ENTRIES if entry[1] == "pl_init")), "")
-    native.SOURCE.write_text("\n".join([*(f"#include <{header}>" for header in headers), simd, rest]))
-    monkeypatch.setenv(native.SWITCH, level)
+    kernels.SOURCE.write_text("\n".join([*(f"#include <{header}>" for header in headers), simd, rest]))
+    monkeypatch.setenv(kernels.SWITCH, level)
     found, why = load()
-    if native.LEVELS[level][1] and found is None:
+    if kernels.LEVELS[level][1] and found is None:
         assert f"{level!r} needs instructions that this processor lacks: " in str(why)
         return
-    assert list(native.LEVELS)[found.isa] == level  # type: ignore[attr-defined]
+    assert list(kernels.LEVELS)[found.isa] == level  # type: ignore[attr-defined]
 
 
 def test_a_word_that_is_no_level_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(native.SWITCH, "generic")
+    monkeypatch.setenv(kernels.SWITCH, "generic")
     found, why = load()
     assert found is None and "'generic' is not a level of instructions; use 0, 1 or one of baseline, " in str(why)
 
 
 def test_a_change_in_a_header_is_compiled_anew(cache: Path):
-    header = native.SOURCE.with_suffix("") / "drafts" / "one.h"
+    header = kernels.SOURCE.with_suffix("") / "drafts" / "one.h"
     header.parent.mkdir(parents=True)
     header.write_text("// before")
-    first = native.built(native.SOURCE)
+    first = kernels.built(kernels.SOURCE)
     header.write_text("// after")
-    second = native.built(native.SOURCE)
+    second = kernels.built(kernels.SOURCE)
     header.rename(header.with_name("two.h"))
-    assert len({first, second, native.built(native.SOURCE)}) == 3
+    assert len({first, second, kernels.built(kernels.SOURCE)}) == 3
 
 
 @pytest.mark.parametrize("damage", [_halve, _flip, _empty, _other], ids=lambda damage: damage.__name__)
 def test_a_broken_library_is_compiled_anew(
     cache: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ):
-    whole = native.built(native.SOURCE).read_bytes()
+    whole = kernels.built(kernels.SOURCE).read_bytes()
     damage(library_in(cache))
     assert library_in(cache).read_bytes() != whole
     with caplog.at_level(logging.WARNING):
-        assert native.built(native.SOURCE).read_bytes() == whole
+        assert kernels.built(kernels.SOURCE).read_bytes() == whole
     assert "broken: they are compiled anew" in caplog.text
     assert library_in(cache).read_bytes() == whole
 
 
 def test_a_library_that_does_not_open_is_removed_and_compiled_again(cache: Path, caplog: pytest.LogCaptureFixture):
     """Whole, as its name says, and of another system."""
-    ours, foreign = native.built(native.SOURCE), b"\x7fELF of another system"
+    ours, foreign = kernels.built(kernels.SOURCE), b"\x7fELF of another system"
     stem = ours.stem.rpartition("-")[0]
     ours.replace(other := cache / f"{stem}-{hashlib.sha256(foreign).hexdigest()}.so")
     other.write_bytes(foreign)
@@ -245,7 +245,7 @@ def test_a_library_is_for_the_processor_that_the_compiler_knows(
     made = []
     for feature in ("__AVX2__", "__AVX512F__", "__AVX2__"):
         monkeypatch.setenv("FEATURE", feature)
-        made.append(native.built(native.SOURCE).stem)
+        made.append(kernels.built(kernels.SOURCE).stem)
     assert made[0] == made[2] != made[1]
 
 
@@ -255,7 +255,7 @@ def test_what_is_given_up_ends_with_all_its_processes(cache: Path, tmp_path: Pat
     os.mkfifo(held := tmp_path / "held")
     hangs = f'case "$*" in *" -c "*) sleep 60 9> {held} & touch {tmp_path}/begun; wait;; esac'
     compiler(tmp_path, monkeypatch, hangs)
-    monkeypatch.setattr(native, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(kernels, "COMPILE_SECONDS", 0.5)
     reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
     try:
         found, why = load()
@@ -268,8 +268,8 @@ def test_what_is_given_up_ends_with_all_its_processes(cache: Path, tmp_path: Pat
 @pytest.mark.parametrize("damage", [_halve, _empty], ids=lambda damage: damage.__name__)
 def test_a_process_that_finds_a_broken_library_runs(cache: Path, damage: Callable[[Path], None]):
     """Opening half a file ends a process by a signal, and an empty one would keep torch's kernels for ever."""
-    command = [sys.executable, "-c", PROBE, str(native.SOURCE)]
-    native.built(native.SOURCE)
+    command = [sys.executable, "-c", PROBE, str(kernels.SOURCE)]
+    kernels.built(kernels.SOURCE)
     damage(library_in(cache))
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "baseline"), done.stderr
@@ -284,7 +284,7 @@ def test_a_crash_on_the_way_leaves_nothing_that_is_taken_for_a_library(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(native, step, fail)
+        broken.setattr(kernels, step, fail)
         found, why = load()
         assert found is None and "No space left" in str(why)
         assert not list(cache.glob("*.so"))
@@ -294,14 +294,14 @@ def test_a_crash_on_the_way_leaves_nothing_that_is_taken_for_a_library(
 def test_bytes_are_on_the_disk_before_the_name_is(cache: Path, monkeypatch: pytest.MonkeyPatch):
     """The file is flushed under its scratch name, the folder once the file has its own."""
     seen = []
-    flush = native._flush
+    flush = kernels._flush
 
     def watch(path: Path) -> None:
         seen.append((path.name, len(list(cache.glob("*.so")))))
         flush(path)
 
-    monkeypatch.setattr(native, "_flush", watch)
-    native.built(native.SOURCE)
+    monkeypatch.setattr(kernels, "_flush", watch)
+    kernels.built(kernels.SOURCE)
     assert seen == [("kernels.so", 0), (cache.name, 1)]
 
 
@@ -379,7 +379,7 @@ def test_variables_that_cannot_be_leave_torch(
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     for name, value in variables.items():
-        monkeypatch.setenv(name, value.format(source=native.SOURCE))
+        monkeypatch.setenv(name, value.format(source=kernels.SOURCE))
     with caplog.at_level(logging.WARNING):
         found, why = load()
     assert found is None and re.search(words, str(why))
@@ -397,6 +397,6 @@ def test_no_home_at_all_leaves_torch(cache: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_library_of_something_else_leaves_torch(cache: Path):
-    native.SOURCE.write_text('extern "C" int nothing() { return 0; }')
+    kernels.SOURCE.write_text('extern "C" int nothing() { return 0; }')
     found, why = load()
     assert found is None and "is no library of these kernels" in str(why)

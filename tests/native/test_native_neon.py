@@ -17,13 +17,13 @@ from kits.native import needs_kernels
 from test_native_blocks import ALL, INPUTS, OUTPUTS, ROWS, blocks_of, packed, product, rounded, rows
 from torch import Tensor
 
-from paceline import native
-from paceline.network.blocks import dequantise
+from paceline import kernels
+from paceline.weights.blocks import dequantise
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
 MISSING = [name for name in (COMPILER, EMULATOR[0]) if shutil.which(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)}: not installed")
-FLAGS = ("-Og", *native.FLAGS[1:])  # half the time of -O1
+FLAGS = ("-Og", *kernels.FLAGS[1:])  # half the time of -O1
 DRIVER = Path(__file__).parent / "drive_kernels.cpp"
 NETWORKS = {"float32": 1e-6, "bfloat16": 0.01, "int8": 0.01, "q4_0": 0.01}  # by their weights: how far x86 may be
 NETWORK = (40, 72)  # rows and width
@@ -37,14 +37,14 @@ def weights() -> list[tuple[int, Tensor, Tensor, Tensor]]:
     x = rows()
     x[5, 700] = torch.nan
     found = [
-        (native.FLOAT32, plain, x.float(), plain.double()),
-        (native.BF16, plain.bfloat16(), x, plain.bfloat16().double()),
-        (native.INT8, small, x, small.double()),
+        (kernels.FLOAT32, plain, x.float(), plain.double()),
+        (kernels.BF16, plain.bfloat16(), x, plain.bfloat16().double()),
+        (kernels.INT8, small, x, small.double()),
     ]
     for kind in ALL:
         raw = blocks_of(kind)
         found.append(
-            (native.GGML + kind.number, torch.from_numpy(raw), x, torch.from_numpy(dequantise(kind, raw)).double())
+            (kernels.GGML + kind.number, torch.from_numpy(raw), x, torch.from_numpy(dequantise(kind, raw)).double())
         )
     return found
 
@@ -82,17 +82,17 @@ def driven(folder: Path, compiler: str, library: Path, emulator: Sequence[str] =
 
 
 @needs_kernels
-@pytest.mark.parametrize("level", native.ARM)
+@pytest.mark.parametrize("level", kernels.ARM)
 def test_kernels_for_aarch64(level: str, folder: Path) -> None:
     """Widths are compared where the kernels run."""
-    library, (flags, needed) = folder / f"{level}.so", native.ARM[level]
+    library, (flags, needed) = folder / f"{level}.so", kernels.ARM[level]
     defined = run(COMPILER, *flags.split(), "-dM", "-E", "-x", "c++", "-").split()
     assert set(needed.split()) <= set(defined)
-    run(COMPILER, *FLAGS, *flags.split(), "-shared", native.SOURCE, "-o", library)
+    run(COMPILER, *FLAGS, *flags.split(), "-shared", kernels.SOURCE, "-o", library)
     number, products, networks = driven(folder, COMPILER, library, EMULATOR)
-    assert list(native.ARM)[number] == level
+    assert list(kernels.ARM)[number] == level
     for (kind, _, x, weight), found in zip(weights(), products, strict=True):
-        in_bytes = kind >= native.GGML or (kind == native.INT8 and level != "baseline")
+        in_bytes = kind >= kernels.GGML or (kind == kernels.INT8 and level != "baseline")
         exact = rounded(x) if in_bytes else x.double()
         size = (exact.abs() @ weight.abs().T).clamp(min=1e-30)
         far = (found.double() - exact @ weight.T).abs() / size
@@ -100,8 +100,8 @@ def test_kernels_for_aarch64(level: str, folder: Path) -> None:
     for kind, found in zip(ALL, products[-len(ALL) :], strict=True):
         room, linear = packed(kind, blocks_of(kind))
         same = found == product(linear, rows())
-        assert same.all(-1).sum() == ROWS - 1 and room.numel(), f"{kind.name}: other bits than {native.describe()}"
-    here = driven(folder, "c++", native.library().path)[2]
+        assert same.all(-1).sum() == ROWS - 1 and room.numel(), f"{kind.name}: other bits than {kernels.describe()}"
+    here = driven(folder, "c++", kernels.library().path)[2]
     for (name, far), found, other in zip(NETWORKS.items(), networks, here, strict=True):
         assert found[-1].isnan().all() and other[-1].isnan().all()
         assert (found - other)[:-1].pow(2).mean().sqrt() < far * other[:-1].std(), name

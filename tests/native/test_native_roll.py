@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import native
+from paceline import kernels
+from paceline.api.llm import LLM
 from paceline.core.sampling import SamplingParams, SequenceSampler
-from paceline.drafters.base import DraftRequest
-from paceline.drafters.draft_model import DraftModel
-from paceline.drafters.proposal import Proposal
+from paceline.draft.base import DraftRequest
+from paceline.draft.draft_model import DraftModel
+from paceline.draft.proposal import Proposal
+from paceline.kernels.drafts import ChainStart, TreeStart, grow, roll
 from paceline.kv.pool import KVPool, SequenceCache
-from paceline.llm import LLM
-from paceline.network.decoder import Decoder
-from paceline.network.native_drafts import ChainStart, TreeStart, grow, roll
-from paceline.network.packing import RowPacker
+from paceline.model.decoder import Decoder
+from paceline.model.packing import RowPacker
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+pytestmark = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 PROMPTS = ([5, 9, 200, 31, 77], [400, 12, 8], [1000, 1001, 1002, 1003, 1004, 1005, 1006])
 STEPS = (12, 5, 1)
 
@@ -163,7 +163,7 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(drafter, "draft", spy)
         monkeypatch.setattr(drafter, "_sprout", lambda *args: (calls.append(1), sprout(*args)))
         if not compiled:
-            monkeypatch.setattr("paceline.drafters.draft_model.compiles", lambda *_: False)
+            monkeypatch.setattr("paceline.draft.draft_model.compiles", lambda *_: False)
         outputs = llm.generate(["SELECT name FROM", "def f(x):\n    return x +"], greedy)
         outputs += llm.generate(["one two three four", "the cat sat on", "1 2 3"], [warm, greedy, warm])
         answers[compiled] = [(o.outputs[0].token_ids, o.stats.accepted, o.stats.drafted) for o in outputs]

@@ -16,7 +16,7 @@ import torch
 from kits.native import SHAPES, make, needs_kernels, tokens_of, whole
 from torch import Tensor
 
-from paceline.network.native_linear import NativeLinear
+from paceline.kernels.linear import NativeLinear
 
 pytestmark = needs_kernels
 SIZE = 1024  # weights that are worth eight threads from one row on

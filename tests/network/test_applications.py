@@ -15,18 +15,19 @@ from kits.tiny import assemble, tiny_adapters, tiny_application, tiny_config, ti
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline import LLM, CapabilityError, ConfigError, SamplingParams, zoo
+from paceline import LLM, CapabilityError, ConfigError, SamplingParams
+from paceline.api.config import LLMConfig
+from paceline.api.llm import drafters_of
 from paceline.cli import app
 from paceline.cli.chat import Conversation
-from paceline.config import LLMConfig
-from paceline.llm import drafters_of
-from paceline.network.adapters import linear_shapes
-from paceline.network.applications import Application, adapter_ranges, load_applications
-from paceline.network.decoder import Decoder
-from paceline.network.families import DecoderConfig
-from paceline.network.files import fingerprint
-from paceline.network.loader import read_config, resolve_folder
-from paceline.network.streams import StreamConfig, StreamSet
+from paceline.model.adapters import linear_shapes
+from paceline.model.applications import Application, adapter_ranges, load_applications
+from paceline.model.decoder import Decoder
+from paceline.model.families import DecoderConfig
+from paceline.papers.streaming.model import StreamConfig, StreamSet
+from paceline.weights import zoo
+from paceline.weights.files import fingerprint
+from paceline.weights.loader import read_config, resolve_folder
 
 pytestmark = pytest.mark.timeout(120)
 MODEL = "paceline-small"

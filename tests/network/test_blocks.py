@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.network.blocks import BY_NAME, TYPES, BlockType, dequantise, quantise
+from paceline.weights.blocks import BY_NAME, TYPES, BlockType, dequantise, quantise
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.network import generation
+from paceline.weights import generation
 
 CHAT = SamplingParams(temperature=0.7, top_p=0.95)
 

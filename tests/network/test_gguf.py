@@ -13,9 +13,9 @@ import pytest
 from kits.gguf_files import write
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.network.gguf import read_gguf
-from paceline.network.gguf_model import read_gguf_config
-from paceline.network.gguf_tokenizer import load_gguf_tokenizer
+from paceline.weights.gguf import read_gguf
+from paceline.weights.gguf_model import read_gguf_config
+from paceline.weights.gguf_tokenizer import load_gguf_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,15 @@ import torch
 from kits.gguf_files import NAMES, NUMBERS, VOCABULARY, WIDTH, as_folder, write
 from kits.native import needs_kernels
 
-from paceline.attention import make_backend
-from paceline.attention.base import Segment
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.kv.pool import KVPool
-from paceline.network.base import Batch
-from paceline.network.blocks import BY_NAME, TYPES, dequantise
-from paceline.network.decoder import Decoder
-from paceline.network.gguf import read_gguf
-from paceline.network.loader import load_model, parse_dtype, read_config, resolve_folder
+from paceline.model.attention import make_backend
+from paceline.model.attention.base import Segment
+from paceline.model.base import Batch
+from paceline.model.decoder import Decoder
+from paceline.weights.blocks import BY_NAME, TYPES, dequantise
+from paceline.weights.gguf import read_gguf
+from paceline.weights.loader import load_model, parse_dtype, read_config, resolve_folder
 
 TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
 TEXT = torch.randint(VOCABULARY, (64,), generator=torch.Generator().manual_seed(0))

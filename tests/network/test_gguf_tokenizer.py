@@ -20,9 +20,9 @@ from transformers import TokenizersBackend
 
 from paceline.core.errors import ConfigError
 from paceline.engine.tokens import chat_ids
-from paceline.network import gguf_tokenizer
-from paceline.network.gguf import GGUF, read_gguf
-from paceline.network.gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
+from paceline.weights import gguf_tokenizer
+from paceline.weights.gguf import GGUF, read_gguf
+from paceline.weights.gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
 
 # Of each string the ids that llama.cpp's tokenizer gives with special tokens parsed, on both files.
 KNOWN = json.loads((Path(__file__).parents[1] / "kits" / "llama_cpp_ids.json").read_text())
@@ -226,7 +226,7 @@ def test_a_text_is_encoded_as_by_transformers_without_it(eos: int, tmp_path: Pat
     code = """if True:
         import json, sys
         from paceline.engine.tokens import encode, texts_of
-        from paceline.network.loader import load_tokenizer
+        from paceline.weights.loader import load_tokenizer
         tokenizer, text = load_tokenizer(sys.argv[1]), "hello #w12 <end> \u00c9 <turn>"
         ids = [encode(text, tokenizer)[0], tokenizer.encode(text, add_special_tokens=False)]
         said = [texts_of(tokenizer).prompt(ids[0], skip) for skip in (True, False)]

@@ -14,15 +14,15 @@ from kits.native import needs_kernels
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.attention import make_backend
-from paceline.attention.base import Segment
 from paceline.core.errors import ConfigError
 from paceline.kv.pool import KVPool
-from paceline.network.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
-from paceline.network.base import Batch
-from paceline.network.blocks import GROUPED, dequantise
-from paceline.network.decoder import Decoder
-from paceline.network.loader import load_model, parse_dtype, read_config, read_layout
+from paceline.model.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.model.attention import make_backend
+from paceline.model.attention.base import Segment
+from paceline.model.base import Batch
+from paceline.model.decoder import Decoder
+from paceline.weights.blocks import GROUPED, dequantise
+from paceline.weights.loader import load_model, parse_dtype, read_config, read_layout
 
 TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
 EACH = pytest.mark.parametrize("form", FORMS)

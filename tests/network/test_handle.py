@@ -9,10 +9,10 @@ import torch
 from kits.native import needs_kernels
 from kits.tiny import full_logits, tiny_config, tiny_decoder, tiny_weights
 
-from paceline.attention import make_backend
 from paceline.core.errors import CapabilityError
-from paceline.network.decoder import Decoder
-from paceline.network.native_linear import top
+from paceline.kernels.linear import top
+from paceline.model.attention import make_backend
+from paceline.model.decoder import Decoder
 
 KINDS: dict[str, dict[str, Any]] = {
     "float64": {"dtype": torch.float64},

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.network import hashing
-from paceline.network.hashing import content_hash
+from paceline.weights import hashing
+from paceline.weights.hashing import content_hash
 
 PIECE = 64
 

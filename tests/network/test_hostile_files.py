@@ -20,17 +20,17 @@ from kits.tiny import tiny_streams
 from safetensors.torch import load_file, save_file
 
 from paceline import ConfigError
-from paceline.assembly import models
-from paceline.attention.reference import ReferenceAttention
+from paceline.api.assembly import models
 from paceline.core.options import shown
-from paceline.network import generation, loader
-from paceline.network.config_fields import MAX_LAYERS
-from paceline.network.decoder import Decoder
-from paceline.network.families import FAMILIES, decoder_config
-from paceline.network.files import MAX_JSON_BYTES, read_json
-from paceline.network.loader import load_model, read_config
-from paceline.network.streams import CONFIG_FILE, StreamSet
-from paceline.network.weights import weight_map
+from paceline.model.attention.reference import ReferenceAttention
+from paceline.model.config_fields import MAX_LAYERS
+from paceline.model.decoder import Decoder
+from paceline.model.families import FAMILIES, decoder_config
+from paceline.papers.streaming.model import CONFIG_FILE, StreamSet
+from paceline.weights import generation, loader
+from paceline.weights.files import MAX_JSON_BYTES, read_json
+from paceline.weights.loader import load_model, read_config
+from paceline.weights.names import weight_map
 
 # Hypothesis wants fixtures that are made anew for every example; these are only read.
 shared = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

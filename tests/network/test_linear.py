@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.network.linear import (
-    Int8Linear,
-    LinearOp,
-    cancelling_rows,
-    make_linear,
-)
+from paceline.model.linear import Int8Linear, LinearOp, cancelling_rows, make_linear
 
 WIDTHS = range(1, 65)
 SHAPES = [(64, 64), (200, 48), (768, 256), (256, 768)]  # out, in

@@ -19,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline import zoo
-from paceline.attention.reference import ReferenceAttention
-from paceline.attention.rope import RopeConfig
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.network.decoder import Decoder
-from paceline.network.families import decoder_config
-from paceline.network.loader import (
+from paceline.model.attention.reference import ReferenceAttention
+from paceline.model.decoder import Decoder
+from paceline.model.families import decoder_config
+from paceline.model.rope import RopeConfig
+from paceline.weights import zoo
+from paceline.weights.loader import (
     load_model,
     load_tokenizer,
     load_vocabulary,
@@ -34,7 +34,7 @@ from paceline.network.loader import (
     read_config,
     resolve_folder,
 )
-from paceline.network.weights import weight_map
+from paceline.weights.names import weight_map
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import LLAMA3_ROPE, build  # noqa: E402  (the builders live beside the parity tests)
@@ -57,8 +57,8 @@ def load(folder: Path, **options: Any) -> Decoder:
 
 def outputs(decoder: Decoder) -> torch.Tensor:
     """[9, vocab] logits of a fixed prompt through the first half of the network's interface: embed and head."""
-    from paceline.attention.base import Segment
-    from paceline.network.base import Batch
+    from paceline.model.attention.base import Segment
+    from paceline.model.base import Batch
 
     c, rows = decoder.config, 9
     positions = torch.arange(rows)
@@ -386,7 +386,7 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list
     """A hub that accepts connections and never answers; the list has those that it took."""
     from huggingface_hub import constants
 
-    from paceline.network import hub
+    from paceline.weights import hub
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv(hub.READ_S, "0.3")
@@ -433,7 +433,7 @@ def test_a_hub_that_never_answers_costs_one_wait(
 
 STARTED = r"""
 import sys
-from paceline.network.loader import load_tokenizer
+from paceline.weights.loader import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
 quick = "torch._dynamo" not in sys.modules
 from transformers import AutoTokenizer

@@ -13,16 +13,16 @@ import torch
 from kits.tiny import tiny_config
 from torch import Tensor
 
-from paceline import LLM, zoo
-from paceline.attention import make_backend
+from paceline import LLM
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.kv.pool import KVPool
-from paceline.network import loader
-from paceline.network.decoder import Decoder
-from paceline.network.joins import RankMemory
-from paceline.network.loader import load_model, read_config
-from paceline.network.packing import RowPacker
-from paceline.network.parallel import Ranks, Share
+from paceline.model.attention import make_backend
+from paceline.model.decoder import Decoder
+from paceline.model.joins import RankMemory
+from paceline.model.packing import RowPacker
+from paceline.model.parallel import Ranks, Share
+from paceline.weights import loader, zoo
+from paceline.weights.loader import load_model, read_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import MAKERS, build

@@ -11,10 +11,10 @@ import pytest
 import torch
 from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
-from paceline.attention.rope import RopeTable, RopeTables
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.network.decoder import Decoder
+from paceline.model.decoder import Decoder
+from paceline.model.rope import RopeTable, RopeTables
 
 CONTEXT = 1024  # whole blocks of the table: nothing lies behind it by chance
 CONFIG = tiny_config(max_position=CONTEXT)

@@ -14,12 +14,12 @@ from kits.native import needs_kernels
 from kits.tiny import assemble, run, tiny_config, tiny_decoder
 
 from paceline import LLM, SamplingParams
-from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.engine.engine import Engine
-from paceline.network import native as compiled_layers
-from paceline.network.adapters import AdapterConfig, LowRank, linear_shapes
-from paceline.network.decoder import Decoder
-from paceline.network.native_linear import NativeAdapters
+from paceline.kernels import layers as compiled_layers
+from paceline.kernels.linear import NativeAdapters
+from paceline.model.adapters import AdapterConfig, LowRank, linear_shapes
+from paceline.model.decoder import Decoder
+from paceline.model.rope import RopeConfig, RopeTable
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CONFIG = tiny_config(head_dim=16, max_position=4096)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.network.stages import cut_by_rows, even_cuts
-from paceline.rounds import parse_round
-from paceline.rounds.pipeline import PipelineConfig
+from paceline.engine.rounds import parse_round
+from paceline.model.stages import cut_by_rows, even_cuts
+from paceline.papers.specpipe.config import PipelineConfig
 
 
 def test_stages_with_fewer_rows_get_more_layers() -> None:

@@ -12,7 +12,7 @@ from kits.native import needs_kernels
 from kits.tiny import full_logits, tiny_config, tiny_decoder
 
 from paceline.kv.store import KVStore
-from paceline.network.stages import TEXT, Frame, Stage, StageRows, cut_layers
+from paceline.model.stages import TEXT, Frame, Stage, StageRows, cut_layers
 
 CONFIG = tiny_config(num_layers=5)
 SLOTS = 160

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.attention import make_backend
-from paceline.attention.base import PADDING_SLOTS, Segment, key_mask
-from paceline.attention.reference import ReferenceAttention
-from paceline.attention.sdpa import BUCKET, SdpaAttention
 from paceline.core.errors import ConfigError
+from paceline.model.attention import make_backend
+from paceline.model.attention.base import PADDING_SLOTS, Segment, key_mask
+from paceline.model.attention.reference import ReferenceAttention
+from paceline.model.attention.sdpa import BUCKET, SdpaAttention
 
 SLOTS = 512
 DIM = 16
@@ -233,7 +233,7 @@ def test_exact_gathers_of_many_rows_are_cut_to_bound_memory(monkeypatch: pytest.
     made = Pass(torch.float32).tree(100, [-1, *range(19)])
     query = made.query()
     whole = made.run(SdpaAttention(torch.float32, exact=True), query, None)
-    monkeypatch.setattr("paceline.attention.sdpa.MAX_GATHERED_KEYS", 3 * 2 * BUCKET)
+    monkeypatch.setattr("paceline.model.attention.sdpa.MAX_GATHERED_KEYS", 3 * 2 * BUCKET)
     backend = SdpaAttention(torch.float32, exact=True)
     calls = backend.plan(made.segments, torch.tensor(made.places), frozenset({None})).made[None]
     assert max(call.rows.stop - call.rows.start for call in calls) == 3

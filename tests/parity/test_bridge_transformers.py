@@ -10,13 +10,13 @@ import torch
 import transformers
 from checkpoints import FAMILIES, VOCAB, build, greedy
 
-from paceline import zoo
 from paceline.bench.workloads import choose, load
 from paceline.bridges.tokens import TokenDrafter
 from paceline.bridges.transformers import generate
 from paceline.core.errors import ConfigError
-from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
-from paceline.drafters.proposal import Proposal
+from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
+from paceline.draft.proposal import Proposal
+from paceline.weights import zoo
 
 TOKENS = 40
 OURS = {"custom_generate": generate, "pad_token_id": 0}

@@ -10,11 +10,11 @@ import torch
 from checkpoints import CONTEXT, MAKERS, VOCAB, build, greedy
 from torch import Tensor
 
-from paceline.attention.base import Segment
-from paceline.attention.reference import ReferenceAttention
-from paceline.network.base import Batch, ForwardState, Taps
-from paceline.network.decoder import Decoder
-from paceline.network.loader import load_model
+from paceline.model.attention.base import Segment
+from paceline.model.attention.reference import ReferenceAttention
+from paceline.model.base import Batch, ForwardState, Taps
+from paceline.model.decoder import Decoder
+from paceline.weights.loader import load_model
 
 PROMPT_LENGTHS = (1, 7, 65, 300)
 TOKENS = 64

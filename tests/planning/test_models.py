@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline import zoo
 from paceline.core.errors import ConfigError
-from paceline.planning import models
+from paceline.plan import models
+from paceline.weights import zoo
 
 BILLIONS = {  # parameters that the publishers state: all, embeddings included
     "llama-2-7b": 6.74,

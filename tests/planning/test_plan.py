@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import zoo
 from paceline.cli.plan import given_acceptance
 from paceline.cli.plan_view import reason
 from paceline.core.tables import read_table
-from paceline.planning import acceptance, machines, models, plan, throughput
-from paceline.planning.acceptance import Acceptance
-from paceline.planning.plan import PlanRequest, RankedDrafter
-from paceline.planning.throughput import ServedModel
+from paceline.plan import acceptance, machines, models, plan, throughput
+from paceline.plan.acceptance import Acceptance
+from paceline.plan.plan import PlanRequest, RankedDrafter
+from paceline.plan.throughput import ServedModel
+from paceline.weights import zoo
 
-PAIRS = read_table("planning/acceptance.toml")["pair"]
+PAIRS = read_table("plan/acceptance.toml")["pair"]
 
 
 def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) -> PlanRequest:
@@ -121,7 +121,7 @@ def test_a_measured_pair_takes_its_own_tau_draft_and_window() -> None:
     assert {*stored} == {*plan.DRAFTERS}
     for name in ("spire", "magicdec", "draft_model"):
         known = found[name].acceptance
-        assert known is not None and known.own and "docs/spire.md" in known.source
+        assert known is not None and known.own and "src/paceline/papers/spire/README.md" in known.source
         assert found[name].tau == pytest.approx(dict(stored[name]["tau"])[1984])
     config = json.loads((zoo.find("paceline-small-spire") / "spire.json").read_text("utf-8"))
     assert (stored["spire"]["layers"], stored["spire"]["window"]) == (config["layers"], config["window"])

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.cli.plan_view import critical_batch
 from paceline.core.errors import ConfigError
-from paceline.planning import machines, models, throughput
-from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import ServedModel
+from paceline.plan import machines, models, throughput
+from paceline.plan.models import ModelSizes
+from paceline.plan.throughput import ServedModel
 
 HOI = 400.0
 

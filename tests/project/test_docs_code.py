@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from paceline.drafters import registry
-from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
+from paceline.draft import registry
+from paceline.draft.base import DraftRequest, SequenceView, StepFeatures
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "extending.md"

@@ -11,7 +11,14 @@ import pytest
 from paceline.cli import COMMANDS, load
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/measured").glob("*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs/measured").glob("*.md"),
+        *(ROOT / "src" / "paceline" / "papers").rglob("*.md"),
+    ]
+)
 SHOWN = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which names what went, too
 SPAN = re.compile(r"^```(?:sh|console)?\n(.*?)^```$|`(paceline [^`]+)`", re.DOTALL | re.MULTILINE)
 WORD = re.compile(r"\"[^\"]*\"|\$?'[^']*'|\S+")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "zoo").rglob("*.md")])
+PAPERS = sorted((ROOT / "src" / "paceline" / "papers").rglob("*.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "zoo").rglob("*.md"), *PAPERS])
 LINK = re.compile(r"\]\(([^()\s]*)\)")
 
 

@@ -10,7 +10,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BASES = (ROOT, ROOT / "src" / "paceline")
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "measured").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted(
+    [
+        *DOCS.glob("*.md"),
+        *(DOCS / "measured").glob("*.md"),
+        *(ROOT / "src" / "paceline" / "papers").rglob("*.md"),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
+)
 SUFFIXES = r"(?:py|cpp|toml|md|json|jsonl|svg|txt)"
 FILE = re.compile(rf"[\w.-]+(?:/[\w.-]+)*\.{SUFFIXES}|(?:[\w.-]+/)+[\w.-]*")
 NAMES = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py)`: ((?:`[\w.]+`(?:, )?)+)")

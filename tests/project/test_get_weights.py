@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kits.weights import tool
 
-from paceline.published import cache
+from paceline.weights.published import cache
 
 PARTS = (b"GGUF one, ", b"and two")
 

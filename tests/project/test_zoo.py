@@ -11,11 +11,11 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from paceline import zoo
 from paceline.cli import app
 from paceline.core.errors import ConfigError
-from paceline.drafters import registry
-from paceline.rounds import ROUNDS
+from paceline.draft import registry
+from paceline.engine.rounds import ROUNDS
+from paceline.weights import zoo
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,13 @@ import torch
 from kits.native import needs_kernels
 from kits.tiny import assemble, draft_model, run, tiny_config, tiny_decoder
 
-from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
+from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from paceline.kv.pool import KVPool
-from paceline.network.base import Batch, Taps
-from paceline.network.decoder import Decoder, TargetInfo
+from paceline.model.attention.base import Segment
+from paceline.model.base import Batch, Taps
+from paceline.model.decoder import Decoder, TargetInfo
 
 pytestmark = pytest.mark.timeout(60)
 LAYERS = (-1, 0)

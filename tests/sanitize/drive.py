@@ -25,22 +25,12 @@ import torch
 from kits.tiny import tiny_config, tiny_decoder, tiny_streams, tiny_weights
 from torch import Tensor
 
-from paceline import native
-from paceline.attention.base import Segment
-from paceline.attention.rope import RopeConfig, RopeTable
+from paceline import kernels
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.engine.chances import Chances, History, RequestKind, weigh
-from paceline.kv.ring import RingCache
-from paceline.kv.views import SinkWindow
-from paceline.native.lookup import NgramTexts, SuffixTexts
-from paceline.native.memory import Arena
-from paceline.network.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
-from paceline.network.base import ForwardState
-from paceline.network.blocks import GROUPED, StoredRows
-from paceline.network.decoder import Decoder
-from paceline.network.native_calls import NativeTaps, RowSpan, TokenPass
-from paceline.network.native_drafts import (
+from paceline.kernels.calls import NativeTaps, RowSpan, TokenPass
+from paceline.kernels.drafts import (
     ChainStart,
     NativeFuse,
     NativeHeads,
@@ -55,8 +45,18 @@ from paceline.network.native_drafts import (
     token_info,
     write_keys,
 )
-from paceline.network.native_linear import NativeLinear, top
-from paceline.network.native_streams import StreamCarrier, StreamRun
+from paceline.kernels.linear import NativeLinear, top
+from paceline.kernels.lookup import NgramTexts, SuffixTexts
+from paceline.kernels.memory import Arena
+from paceline.kernels.streams import StreamCarrier, StreamRun
+from paceline.kv.ring import RingCache
+from paceline.kv.views import SinkWindow
+from paceline.model.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.model.attention.base import Segment
+from paceline.model.base import ForwardState
+from paceline.model.decoder import Decoder
+from paceline.model.rope import RopeConfig, RopeTable
+from paceline.weights.blocks import GROUPED, StoredRows
 
 KINDS = ("float32", "bfloat16", "int8", "q4_0")
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 129, 160)  # of keys
@@ -511,7 +511,7 @@ def look_ups(draw: random.Random) -> None:
             own = [histories[key] for key, _, _ in asked]
             rows = min(sum(lists.counts) - len(own), draw.choice([0, 1, 99]))
             weigh(
-                native.library(), own, lists, None, array("d", [0.1 * k for k in range(1 + rows)]), draw.random() < 0.5
+                kernels.library(), own, lists, None, array("d", [0.1 * k for k in range(1 + rows)]), draw.random() < 0.5
             )
         suffixes.draft([(key, texts[key], depth, 1 + depth % 3) for key, _, depth in asked])
         if draw.random() < 0.2:
@@ -557,7 +557,7 @@ def plant(name: str) -> None:
     torch.set_num_threads(1)  # else it is a matter of chance which step comes first
     decoder = tiny_decoder(tiny_config(**SHAPES[0], num_layers=2), dtype=torch.float32, compiled=True)
     stack: Any = decoder.stack
-    library: Any = native.library()
+    library: Any = kernels.library()
     linear = NativeLinear(torch.randn(37, 50), None)
     x, y = torch.randn(3, 50), torch.empty(3, 37)
     short = {"input": torch.randn(2, 50), "output": torch.empty(3 * 37 - 1), "weight": linear.packed[:-1].clone()}
@@ -577,7 +577,7 @@ def plant(name: str) -> None:
         stack.adapters(adapter).rank = 1  # less than its weights have
         one_chain(decoder, Cache(decoder, 16), 16, [AdapterRange(0, 16, adapter)])
     elif name == "buffer":
-        native.abi.CLayer.from_address(stack._model.layers).out.k += 32  # reads behind 16 rows, within one allocation
+        kernels.abi.CLayer.from_address(stack._model.layers).out.k += 32  # reads behind 16 rows, within one allocation
         one_chain(decoder, Cache(decoder, 16), 16)
     else:
         library.pl_packed_size(2**63 - 1, 8, 0)  # an overflow, without touching memory
@@ -597,7 +597,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--plant")
     chosen = parser.parse_args()
-    why = native.unavailable()
+    why = kernels.unavailable()
     assert why is None, why
     assert hasattr(ctypes.CDLL(None), "__asan_init"), "start this by sanitizers.py"
     torch.manual_seed(0)
@@ -610,9 +610,9 @@ def main() -> None:
 
 def sweep(draw: random.Random, quick: bool) -> str:
     """All shapes; what was done."""
-    library: Any = native.library()
+    library: Any = kernels.library()
     counts = {"networks": 0, "passes": 0, "rolls": 0, "decisions": 0, "products": 0}
-    for level in sorted({library.isa, library.isa - (library.isa == native.AMX)}):
+    for level in sorted({library.isa, library.isa - (library.isa == kernels.AMX)}):
         library.pl_init(level)
         torch.set_num_threads(2)
         counts["products"] += products(draw)
@@ -643,7 +643,7 @@ def sweep(draw: random.Random, quick: bool) -> str:
             counts["rolls"] += 4 if quick else 10
             counts["decisions"] += 4 if quick else 10
     done = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return f"nothing was found in {done} on {native.describe()}"
+    return f"nothing was found in {done} on {kernels.describe()}"
 
 
 if __name__ == "__main__":

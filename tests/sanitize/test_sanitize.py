@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from sanitizers import builds, unavailable
 
-from paceline import native
+from paceline import kernels
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(native.unavailable() is not None, reason=f"no compiled kernels: {native.unavailable()}")
+@pytest.mark.skipif(kernels.unavailable() is not None, reason=f"no compiled kernels: {kernels.unavailable()}")
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 @pytest.mark.parametrize("build", builds())
 def test_odd_shapes_under_sanitizers(build: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx2 as httpx
 from kits.server import live_server
 
-from paceline.learning import files
-from paceline.learning.ring import Ring
+from paceline.adapt.learning import files
+from paceline.adapt.learning.ring import Ring
 
 
 def post(url: str, path: str, **body: object) -> dict[str, object]:

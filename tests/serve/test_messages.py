@@ -14,7 +14,7 @@ import pytest
 from kits.server import LiveServer, live_server
 from kits.tools import CITY
 
-from paceline.distributed.requests import SampleUpdate
+from paceline.runtime.requests import SampleUpdate
 from paceline.serve.messages import MessageReply, MessagesRequest
 from paceline.serve.tools import ToolUse
 

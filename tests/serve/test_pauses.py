@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from paceline.engine_worker import EngineService, service
-from paceline.options import LLMOptions
+from paceline.api.options import LLMOptions
+from paceline.runtime.engine_worker import EngineService, service
 
 
 @pytest.fixture(autouse=True)

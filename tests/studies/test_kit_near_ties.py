@@ -15,7 +15,7 @@ from kits.tiny import EOS, VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.bench.records import Cell, Method, Report, Trial
 from paceline.core.sampling import SamplingParams
-from paceline.network.decoder import Decoder
+from paceline.model.decoder import Decoder
 
 LENGTH = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH)

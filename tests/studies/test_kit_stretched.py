@@ -9,7 +9,7 @@ import pytest
 from kit.stretched import write_untied
 
 from paceline import LLM, CapabilityError, SamplingParams
-from paceline.zoo import find
+from paceline.weights.zoo import find
 
 
 def test_an_untied_checkpoint_says_the_same(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ from kit.virtual_stages import VirtualSessions, VirtualStages
 from kits.tiny import TOY_TEXTS, VOCAB, assemble, run, tiny_config, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.base import DrafterSpec, SequenceView
-from paceline.drafters.text_sessions import LookUps, TextSessions
+from paceline.draft.base import DrafterSpec, SequenceView
+from paceline.draft.text_sessions import LookUps, TextSessions
+from paceline.engine.base import RoundParts
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
-from paceline.rounds.base import RoundParts
-from paceline.rounds.pipeline import PipelineConfig
-from paceline.rounds.pipeline.records import Tick
+from paceline.papers.specpipe.config import PipelineConfig
+from paceline.papers.specpipe.records import Tick
 
 STAGES = 8
 CONFIG = tiny_config(num_layers=STAGES)

@@ -23,18 +23,18 @@ from lyanna_parts.common import STEPS, study
 from train_target import train_tokenizer
 from typer.testing import CliRunner
 
-from paceline import LLM, SamplingParams, native
+from paceline import LLM, SamplingParams, kernels
 from paceline.cli import app
-from paceline.drafters.eagle.model import EagleFacts, EagleModel
-from paceline.drafters.fit import tokenizer_mark
-from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
-from paceline.drafters.medusa.heads import Heads, HeadsConfig
-from paceline.drafters.states.head import layer_json
-from paceline.network.files import fingerprint
-from paceline.network.loader import load_tokenizer, read_config, resolve_folder
-from paceline.training.data import SourceSpec
-from paceline.training.network import Network
-from paceline.training.shape import ModelShape
+from paceline.draft.eagle.model import EagleFacts, EagleModel
+from paceline.draft.fit import tokenizer_mark
+from paceline.draft.medusa.heads import Heads, HeadsConfig
+from paceline.draft.states.head import layer_json
+from paceline.papers.lyanna.model import LyannaModel, LyannaShape
+from paceline.train.data import SourceSpec
+from paceline.train.network import Network
+from paceline.train.shape import ModelShape
+from paceline.weights.files import fingerprint
+from paceline.weights.loader import load_tokenizer, read_config, resolve_folder
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ("--model", MODEL, "--prompts", 2, "--repeats", 1, "--max-new-tokens", 6, "--threads", 1, "--tasks", "sql")
@@ -142,7 +142,7 @@ def test_the_extra_pass_is_for_what_was_re_sampled_alone() -> None:
 
 @needs_kernels
 def test_the_parts_of_a_draft_are_timed(heads: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "FLAGS", ("-O1", *native.FLAGS[1:]))  # compiled in half the time
+    monkeypatch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))  # compiled in half the time
     longer = [24 if value == 6 else value for value in SMALL]
     given = (*named(heads, "lyanna", "eagle"), *longer, "--out", tmp_path)
     assert run("figure_13a", "figure_13b", *given) == 0
@@ -151,7 +151,7 @@ def test_the_parts_of_a_draft_are_timed(heads: dict[str, str], tmp_path: Path, m
     made = values(tmp_path, "figure_13b")
     assert [d["drafter"] for d in made["drafts"]] == ["Lyanna", "EAGLE-2"] and min(made["count"].values()) > 4
     assert all(d[part] > 0 for d in made["drafts"] for part in draft_pass.PARTS)
-    assert native.library() is not None and not hasattr(native.library(), "pl_laps")  # the library's have no clock
+    assert kernels.library() is not None and not hasattr(kernels.library(), "pl_laps")  # the library's have no clock
 
 
 # -- what training says
@@ -167,7 +167,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespa
     data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     shape = ModelShape(layers=1, d_model=32, d_ff=48, heads=4, kv_heads=2, vocab_size=300, context=128)
     train_tokenizer([SourceSpec(file=str(data))], 300, target, 128)
-    from paceline.network.families import decoder_config
+    from paceline.model.families import decoder_config
 
     config = shape.config(0, 1, 2)
     network = Network(decoder_config(config))

@@ -9,7 +9,7 @@ import micro
 import pytest
 from kits.native import needs_kernels
 
-from paceline.distributed.placement import cores
+from paceline.runtime.placement import cores
 
 two_cores = pytest.mark.skipif(len(cores()) < 2, reason="two processes want a core each")
 

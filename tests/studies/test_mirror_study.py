@@ -13,7 +13,7 @@ import pytest
 import torch
 from mirror_parts.forecast import Parts
 
-from paceline.distributed.placement import cores
+from paceline.runtime.placement import cores
 
 pytest.importorskip("matplotlib")
 needs_two_cores = pytest.mark.skipif(not {0, 1} <= {*cores()}, reason="needs the cores 0 and 1")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import specpipe
 
-from paceline.distributed.placement import cores
+from paceline.runtime.placement import cores
 
 pytest.importorskip("matplotlib")
 

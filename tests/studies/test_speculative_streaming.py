@@ -21,7 +21,7 @@ from streaming.common import CUT, StreamingFlags, study
 from paceline.bench.records import Cell, Method, Trial
 from paceline.bench.report import load_report
 from paceline.bench.run import BenchConfig
-from paceline.network.streams import StreamSet
+from paceline.papers.streaming.model import StreamSet
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from spire_parts.fitted_law import FITTED, HELD_OUT, PassLaw, Timed, errors, fit
 
-from paceline import zoo
-from paceline.planning import models
-from paceline.planning.throughput import ServedModel
+from paceline.plan import models
+from paceline.plan.throughput import ServedModel
+from paceline.weights import zoo
 
 TRUE = PassLaw(host=4e-4, row=3e-5, weight=1 / 30e9, hoi=2 ** (14 / 4), kv=1 / 12e9, attention=1 / 40e9)
 

@@ -7,9 +7,9 @@ import math
 import pytest
 from spire_parts import law
 
-from paceline.planning import models
-from paceline.planning.models import ModelSizes
-from paceline.planning.throughput import ServedModel
+from paceline.plan import models
+from paceline.plan.models import ModelSizes
+from paceline.plan.throughput import ServedModel
 
 HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
 TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512

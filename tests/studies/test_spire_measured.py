@@ -11,10 +11,10 @@ import spire
 import torch
 from spire_parts.judged import NOISE, taus_of
 
-from paceline import zoo
-from paceline.drafters.spire.recipe import SpireOptions, build
-from paceline.training.network import Network
-from paceline.training.registry import BuildContext
+from paceline.papers.spire.recipe import SpireOptions, build
+from paceline.train.network import Network
+from paceline.train.registry import BuildContext
+from paceline.weights import zoo
 
 pytest.importorskip("matplotlib")
 TEXT = [{"prompt": f"Say {n}.", "completion": "one two three four five six seven " * 4} for n in range(3)]

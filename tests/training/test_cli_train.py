@@ -21,11 +21,11 @@ from typer.testing import CliRunner, Result
 from paceline import LLM, SamplingParams
 from paceline.cli import app
 from paceline.core.errors import ConfigError
-from paceline.network.loader import load_tokenizer
-from paceline.training import answers
-from paceline.training.answers import AnswerConfig, making, sidecar
-from paceline.training.data import Encoder, SourceSpec, load_source
-from paceline.training.trainer import CHECKPOINT
+from paceline.train import answers
+from paceline.train.answers import AnswerConfig, making, sidecar
+from paceline.train.data import Encoder, SourceSpec, load_source
+from paceline.train.trainer import CHECKPOINT
+from paceline.weights.loader import load_tokenizer
 
 SHAPE = {"layers": 1, "d-model": 32, "d-ff": 48, "heads": 2, "kv-heads": 2, "vocab-size": 300, "context": 128}
 STEPS = {"steps": 8, "warmup": 2, "rows": 4, "length": 64, "precision": "fp32", "log-every": 1, "evaluate-every": 4}

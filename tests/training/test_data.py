@@ -19,16 +19,8 @@ from hypothesis import strategies as st
 from toolkit import CONTEXT, examples
 
 from paceline.core.errors import ConfigError
-from paceline.network.loader import load_tokenizer
-from paceline.training.data import (
-    OPEN_ROWS,
-    Encoder,
-    Example,
-    Mixture,
-    SourceSpec,
-    load_source,
-    read_documents,
-)
+from paceline.train.data import OPEN_ROWS, Encoder, Example, Mixture, SourceSpec, load_source, read_documents
+from paceline.weights.loader import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from toolkit import network
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.network.exits import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load
-from paceline.network.files import fingerprint
-from paceline.training.data import Example, SourceSpec, TokenBatch, collate
-from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe
-from paceline.training.job import TrainingJob, finish, prepare
-from paceline.training.trainer import Phase, TrainConfig
+from paceline.papers.mirror.exits import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load
+from paceline.papers.mirror.exits_recipe import KAPPAS, ExitOptions, ExitRecipe
+from paceline.train.data import Example, SourceSpec, TokenBatch, collate
+from paceline.train.job import TrainingJob, finish, prepare
+from paceline.train.trainer import Phase, TrainConfig
+from paceline.weights.files import fingerprint
 
 LAYERS = (1, 2)
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from toolkit import examples, largest_file, losses, network, write_target
 
-from paceline import native
+from paceline import kernels
 from paceline.core.errors import ConfigError
-from paceline.training import cache as caching
-from paceline.training.cache import RECORDS, SCORED, record
-from paceline.training.data import SourceSpec, collate
-from paceline.training.features import OnlineFeatures, needed_states
-from paceline.training.job import TrainingJob, prepare
-from paceline.training.losses import TargetHidden, TargetTop
-from paceline.training.network import Network
-from paceline.training.registry import KINDS
-from paceline.training.scoring import CompiledScorer, make_scorer
-from paceline.training.trainer import Phase, TrainConfig, products
+from paceline.train import cache as caching
+from paceline.train.cache import RECORDS, SCORED, record
+from paceline.train.data import SourceSpec, collate
+from paceline.train.features import OnlineFeatures, needed_states
+from paceline.train.job import TrainingJob, prepare
+from paceline.train.losses import TargetHidden, TargetTop
+from paceline.train.network import Network
+from paceline.train.registry import KINDS
+from paceline.train.scoring import CompiledScorer, make_scorer
+from paceline.train.trainer import Phase, TrainConfig, products
 
 DRAFT = {"layers": 1, "d_model": 16, "d_ff": 24, "heads": 2, "kv_heads": 2, "vocab_size": 300, "context": 128, "top": 8}
 PHASES = (Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96))
@@ -128,7 +128,7 @@ def test_the_layers_that_serve_score_as_the_network_does(target: Path) -> None:
     cpu = torch.device("cpu")
     compiled = make_scorer(target, network, True, partial(products, "bf16", cpu))
     plain = make_scorer(target, network, False, partial(products, "fp32", cpu))
-    if native.library() is not None:
+    if kernels.library() is not None:
         assert isinstance(compiled, CompiledScorer)
     assert not isinstance(plain, CompiledScorer)
     documents = [example.tokens for example in examples(3)]

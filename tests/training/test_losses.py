@@ -21,7 +21,7 @@ from kits.eager_losses import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.training.losses import TargetHidden, TargetTop, cross_entropy, distilled, mixed, mse_cross_entropy
+from paceline.train.losses import TargetHidden, TargetTop, cross_entropy, distilled, mixed, mse_cross_entropy
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {  # what training calls, and its reference
     "cross_entropy": (cross_entropy, eager_cross_entropy),

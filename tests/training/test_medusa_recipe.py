@@ -12,14 +12,14 @@ from kits.tiny import VOCAB
 from toolkit import network
 
 from paceline.core.errors import ConfigError
-from paceline.drafters.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load, read_config
-from paceline.drafters.medusa.recipe import DECAY, RANKS, MedusaOptions, MedusaRecipe
-from paceline.network.files import fingerprint
-from paceline.training.data import Example, SourceSpec, TokenBatch, collate
-from paceline.training.features import OnlineFeatures
-from paceline.training.job import TrainingJob, finish, prepare
-from paceline.training.multistream import generated
-from paceline.training.trainer import Phase, TrainConfig
+from paceline.draft.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load, read_config
+from paceline.train.data import Example, SourceSpec, TokenBatch, collate
+from paceline.train.features import OnlineFeatures
+from paceline.train.job import TrainingJob, finish, prepare
+from paceline.train.multistream import generated
+from paceline.train.recipes.medusa import DECAY, RANKS, MedusaOptions, MedusaRecipe
+from paceline.train.trainer import Phase, TrainConfig
+from paceline.weights.files import fingerprint
 
 K = 3
 

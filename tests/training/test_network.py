@@ -17,8 +17,8 @@ from toolkit import SHAPE, examples, network
 from train_target import TargetRecipe, grow
 
 from paceline import LLM, SamplingParams
-from paceline.training.data import Example, TokenBatch, collate
-from paceline.training.network import Network
+from paceline.train.data import Example, TokenBatch, collate
+from paceline.train.network import Network
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import VOCAB as WIDE  # noqa: E402  (the builders live beside the parity tests)

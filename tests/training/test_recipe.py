@@ -10,11 +10,11 @@ import pytest
 from train_target import TargetOptions
 
 from paceline.core.errors import ConfigError
-from paceline.training.data import STDLIB
-from paceline.training.job import TrainingJob, prepare
-from paceline.training.recipe import fill, locate, read_recipe
-from paceline.training.registry import kind
-from paceline.training.trainer import Phase, TrainConfig
+from paceline.train.data import STDLIB
+from paceline.train.job import TrainingJob, prepare
+from paceline.train.recipe import fill, locate, read_recipe
+from paceline.train.registry import kind
+from paceline.train.trainer import Phase, TrainConfig
 
 RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
 TEXT = """

@@ -14,19 +14,19 @@ from kits.tiny import VOCAB
 from safetensors import safe_open
 from toolkit import examples, network, write_data, write_target
 
-from paceline import native
+from paceline import kernels
+from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.spire.model import SpireShape, read_memory, read_shape
-from paceline.drafters.spire.prefixes import Blocks, run_blocks
-from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, _start, load_draft
-from paceline.llm import LLM
-from paceline.network.loader import read_config
-from paceline.training.data import Example, SourceSpec, TokenBatch, collate
-from paceline.training.job import TrainingJob, prepare, run
-from paceline.training.job import finish as write
-from paceline.training.network import Network
-from paceline.training.trainer import TrainConfig, products
+from paceline.papers.spire.model import SpireShape, read_memory, read_shape
+from paceline.papers.spire.prefixes import Blocks, run_blocks
+from paceline.papers.spire.recipe import SpireModule, SpireOptions, SpireRecipe, _start, load_draft
+from paceline.train.data import Example, SourceSpec, TokenBatch, collate
+from paceline.train.job import TrainingJob, prepare, run
+from paceline.train.job import finish as write
+from paceline.train.network import Network
+from paceline.train.trainer import TrainConfig, products
+from paceline.weights.loader import read_config
 
 WHOLE = (None, None, None)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ def test_passes_are_drafts_row_by_row(variant: str) -> None:
 
 def test_activations_are_those_of_the_layers_that_serve(places: tuple[Path, Path], tmp_path: Path) -> None:
     """Under products in bfloat16, to its rounding; in float32 the training network's own."""
-    if native.library() is None:
+    if kernels.library() is None:
         pytest.skip("no compiled layers")
     made: Any = prepare(job(*places, tmp_path / "out")).recipe
     data = collate([examples(3), examples(2)], 110)

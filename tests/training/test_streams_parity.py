@@ -10,15 +10,15 @@ import torch
 from kits.tiny import _draw, assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 from torch import Tensor
 
-from paceline.attention.rope import RopeTables
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.base import StepFeatures
-from paceline.drafters.streams.recipe import StreamRecipe, StreamsOptions
-from paceline.network.adapters import AdapterConfig
-from paceline.network.streams import StreamSet
-from paceline.training.data import Example, TokenBatch, collate
-from paceline.training.multistream import choose_carriers
-from paceline.training.network import Network
+from paceline.draft.base import StepFeatures
+from paceline.model.adapters import AdapterConfig
+from paceline.model.rope import RopeTables
+from paceline.papers.streaming.model import StreamSet
+from paceline.papers.streaming.recipe import StreamRecipe, StreamsOptions
+from paceline.train.data import Example, TokenBatch, collate
+from paceline.train.multistream import choose_carriers
+from paceline.train.network import Network
 
 PROMPTS = [[*range(20, 62)], [*range(30, 41)], [8, 9]]  # the first is longer than the window of the middle layer
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

@@ -13,23 +13,17 @@ from kit.dense_streams import eager_loss, eager_streams
 from kits.tiny import VOCAB, tiny_config
 from torch import Tensor
 
-from paceline.attention.rope import RopeTables
 from paceline.core.errors import ConfigError
-from paceline.drafters.streams.recipe import StreamRecipe, StreamsOptions, build
-from paceline.network.adapters import linear_shapes
-from paceline.network.files import fingerprint
-from paceline.network.streams import StreamSet
-from paceline.training.data import Example, Mixture, TokenBatch, collate
-from paceline.training.multistream import (
-    choose_carriers,
-    generated,
-    lossless_streams,
-    main_pass,
-    shared_pass,
-)
-from paceline.training.network import Network
-from paceline.training.registry import BuildContext
-from paceline.training.trainer import Phase, TrainConfig, Trainer
+from paceline.model.adapters import linear_shapes
+from paceline.model.rope import RopeTables
+from paceline.papers.streaming.model import StreamSet
+from paceline.papers.streaming.recipe import StreamRecipe, StreamsOptions, build
+from paceline.train.data import Example, Mixture, TokenBatch, collate
+from paceline.train.multistream import choose_carriers, generated, lossless_streams, main_pass, shared_pass
+from paceline.train.network import Network
+from paceline.train.registry import BuildContext
+from paceline.train.trainer import Phase, TrainConfig, Trainer
+from paceline.weights.files import fingerprint
 
 GAMMA = 3
 

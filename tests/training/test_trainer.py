@@ -19,10 +19,10 @@ from toolkit import examples, largest_file, losses, network, trainer
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
-from paceline.training.data import TokenBatch, collate
-from paceline.training.losses import SoftTarget, TargetHidden, TargetTop
-from paceline.training.trainer import CHECKPOINT, Phase, plan
+from paceline.train.data import TokenBatch, collate
+from paceline.train.losses import SoftTarget, TargetHidden, TargetTop
+from paceline.train.recipes.distillation import DraftModelOptions, DraftModelRecipe
+from paceline.train.trainer import CHECKPOINT, Phase, plan
 
 
 def draft(seed: int = 1, **options: Any) -> DraftModelRecipe:

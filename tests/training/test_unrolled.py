@@ -20,18 +20,18 @@ from toolkit import examples, network
 from torch import Tensor
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.drafters.eagle.model import EagleFacts, EagleModel
-from paceline.drafters.fit import tokenizer_mark
-from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
-from paceline.drafters.lyanna.token_info import TokenInfo
-from paceline.drafters.states.head import layer_json
-from paceline.drafters.states.start import start_from_target
-from paceline.drafters.states.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
-from paceline.network.loader import load_tokenizer
-from paceline.training.data import Example, SourceSpec, TokenBatch, collate
-from paceline.training.features import last_states
-from paceline.training.job import TrainingJob, occurrences, prepare
-from paceline.training.trainer import TrainConfig
+from paceline.draft.eagle.model import EagleFacts, EagleModel
+from paceline.draft.fit import tokenizer_mark
+from paceline.draft.states.head import layer_json
+from paceline.papers.lyanna.model import LyannaModel, LyannaShape
+from paceline.papers.lyanna.token_info import TokenInfo
+from paceline.train.data import Example, SourceSpec, TokenBatch, collate
+from paceline.train.features import last_states
+from paceline.train.job import TrainingJob, occurrences, prepare
+from paceline.train.recipes.states import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
+from paceline.train.recipes.states_start import start_from_target
+from paceline.train.trainer import TrainConfig
+from paceline.weights.loader import load_tokenizer
 
 LAYER = layer_json(tiny_config())
 HOT = torch.arange(0, VOCAB, 3)
@@ -343,8 +343,8 @@ def job(data: Path, target: Path, out: Path, kind: str, **changes: Any) -> Train
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_a_run_with_a_cache_is_the_run_without(kind: str, data: Path, target: Path, tmp_path: Path) -> None:
-    from paceline.training.job import finish as write
-    from paceline.training.job import run
+    from paceline.train.job import finish as write
+    from paceline.train.job import run
 
     made = [
         job(data, target, tmp_path / n, kind, options={"top": 8}, cache=c)

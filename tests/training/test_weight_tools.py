@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from toolkit import trainer, write_data, write_target
 from train_target import TargetRecipe
 
-from paceline.network.loader import load_tokenizer, resolve_folder
-from paceline.network.streams import StreamSet
-from paceline.training.answers import AnswerConfig, write
-from paceline.training.data import Encoder, SourceSpec
-from paceline.training.network import Network
+from paceline.papers.streaming.model import StreamSet
+from paceline.train.answers import AnswerConfig, write
+from paceline.train.data import Encoder, SourceSpec
+from paceline.train.network import Network
+from paceline.weights.loader import load_tokenizer, resolve_folder
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -14,10 +14,10 @@ import torch
 from kits.tiny import VOCAB, tiny_config
 from train_target import TargetRecipe, train_tokenizer
 
-from paceline.training.data import Example, Mixture, SourceSpec
-from paceline.training.network import Network
-from paceline.training.shape import ModelShape
-from paceline.training.trainer import Phase, TrainConfig, Trainer
+from paceline.train.data import Example, Mixture, SourceSpec
+from paceline.train.network import Network
+from paceline.train.shape import ModelShape
+from paceline.train.trainer import Phase, TrainConfig, Trainer
 
 VOCAB_SIZE = 300  # of the tokenizer and the target on disk
 CONTEXT = 128
@@ -39,7 +39,7 @@ def write_data(folder: Path) -> Path:
 
 def write_target(folder: Path, data: Path, seed: int = 0) -> Path:
     """A random Llama checkpoint with a tokenizer learned from ``data``."""
-    from paceline.network.families import decoder_config
+    from paceline.model.families import decoder_config
 
     train_tokenizer([SourceSpec(file=str(data))], VOCAB_SIZE, folder, CONTEXT)
     config = SHAPE.config(0, 1, 2)

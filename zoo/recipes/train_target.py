@@ -19,15 +19,15 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import option
-from paceline.network.families import decoder_config
-from paceline.network.loader import load_weights
-from paceline.training.data import SourceSpec, TokenBatch, read_documents
-from paceline.training.job import TrainingJob, finish, run
-from paceline.training.losses import cross_entropy
-from paceline.training.network import Network
-from paceline.training.recipe import fill, locate, read_recipe
-from paceline.training.registry import KINDS, BuildContext, RecipeKind
-from paceline.training.shape import ModelShape
+from paceline.model.families import decoder_config
+from paceline.train.data import SourceSpec, TokenBatch, read_documents
+from paceline.train.job import TrainingJob, finish, run
+from paceline.train.losses import cross_entropy
+from paceline.train.network import Network
+from paceline.train.recipe import fill, locate, read_recipe
+from paceline.train.registry import KINDS, BuildContext, RecipeKind
+from paceline.train.shape import ModelShape
+from paceline.weights.loader import load_weights
 
 CHUNK = 1024  # rows of logits held at a time
 SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>")

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..api.llm import LLM
 from ..core.sampling import SamplingParams
 from ..engine.tokens import chat_ids
-from ..llm import LLM
-from ..training.answers import Answer, AnswerConfig, count_answers, write
-from ..training.data import Encoder, SourceSpec
+from ..train.answers import Answer, AnswerConfig, count_answers, write
+from ..train.data import Encoder, SourceSpec
 from .prompts import write_prompts
 
 PLACE = "\ue000"  # stands for a user's words in a template
@@ -29,7 +29,7 @@ class TimeUp(Exception):  # noqa: N818  (no error: an end)
 
 
 def answerer(llm: LLM, room: int, temperature: float, most: int | None = None) -> Answer:
-    """What answers prompts for `training.answers.write`.
+    """What answers prompts for `train.answers.write`.
 
     Args:
         room: most tokens of prompt and answer together.

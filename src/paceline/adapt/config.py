@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..api.options import MAX_THREADS, MODEL
 from ..core.options import check, option
-from ..options import MAX_THREADS, MODEL
 
-KINDS = ("eagle", "lyanna", "medusa", "draft_model")  # of drafters that are trained; `training.registry` makes them
+KINDS = ("eagle", "lyanna", "medusa", "draft_model")  # of drafters that are trained; `train.registry` makes them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from typing import Any
 from ..bench.figures import COLOURS, PANEL_WIDTH, canvas, drawable, svg
 from ..bench.records import PLAIN
 from ..bench.report import JSON_NAME, framed, load_report, write_report
-from ..drafters import adapted
-from ..training.files import writing
-from ..zoo import CARD
+from ..draft import adapted
+from ..train.files import writing
+from ..weights.zoo import CARD
 from .choice import Forecast
 from .config import AdaptConfig
 from .verdict import Verdict, drafters
@@ -66,7 +66,7 @@ def leave(
 
 def _parameters(weights: Path) -> int:
     """Numbers in the safetensors files of a folder, from their headers."""
-    from ..network.files import stored_tensors
+    from ..weights.files import stored_tensors
 
     return sum(stored.numel for stored in stored_tensors(sorted(weights.glob("*.safetensors")), "train it again"))
 

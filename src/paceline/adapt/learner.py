@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from ..core.errors import PacelineError
-from ..learning import files
-from ..learning.ring import ANSWER, PROMPT, Ring, ServedRequest, StateRing
-from ..network.hot import FILE as HOT
-from ..network.loader import read_config, resolve_folder
-from ..training.data import SourceSpec
-from ..training.job import finish, prepare
+from ..model.hot import FILE as HOT
+from ..train.data import SourceSpec
+from ..train.job import finish, prepare
+from ..weights.loader import read_config, resolve_folder
+from .learning import files
+from .learning.ring import ANSWER, PROMPT, Ring, ServedRequest, StateRing
 from .training import Making, accepted_of, config_of, job_of
 
 FRESH, MOST = 96, 512  # requests that a round waits for, and that it learns from

@@ -16,7 +16,7 @@ from typing import Any
 from ..bench.encoding import Encoded
 from ..bench.workloads import Prompt, Workload, load
 from ..core.errors import ConfigError
-from ..training.files import writing
+from ..train.files import writing
 
 MIX = {  # by kind, the packaged workload
     "chat": "spec_bench",
@@ -100,7 +100,7 @@ def _stranger(prompt: Prompt, own: dict[str, int]) -> str | None:
     return next((mark for mark in found if mark not in own), None)
 
 
-# -- as data for `training.answers`
+# -- as data for `train.answers`
 
 
 def write_prompts(path: Path, prompts: Iterable[Sequence[int]], tokenizer: Any) -> None:

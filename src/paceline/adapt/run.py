@@ -1,6 +1,6 @@
 """`paceline adapt` from beginning to end: survey, choice, answers, training, verdict, and what is left for use.
 
-OUT/adapted.json      how it is drafted with: `drafters.adapted` reads it
+OUT/adapted.json      how it is drafted with: `draft.adapted` reads it
 OUT/drafter/          the drafter, with training.json, a card for a zoo, and a page that says what it is
 OUT/report/           the bench's report on prompts that nobody learned from
 OUT/adapt.json        what is done: the same command goes on behind it
@@ -25,17 +25,17 @@ from typing import Any
 
 import torch
 
+from ..api.llm import LLM
 from ..bench.config import BenchConfig
 from ..bench.methods import parse_methods, with_plain
 from ..core.errors import CapabilityError, ConfigError, StorageError
-from ..llm import LLM
-from ..network.files import fingerprint, free_bytes
-from ..network.loader import load_tokenizer, read_config, resolve_folder
-from ..planning.models import shape_of
-from ..training.answers import AnswerConfig
-from ..training.data import SourceSpec, sha256
-from ..training.files import writing
-from ..training.trainer import precision_of, require_accelerate
+from ..plan.models import shape_of
+from ..train.answers import AnswerConfig
+from ..train.data import SourceSpec, sha256
+from ..train.files import writing
+from ..train.trainer import precision_of, require_accelerate
+from ..weights.files import fingerprint, free_bytes
+from ..weights.loader import load_tokenizer, read_config, resolve_folder
 from . import answering, survey, verdict
 from .choice import EPOCHS, Forecast, Survey, answer_seconds, forecasts
 from .config import KINDS, AdaptConfig

@@ -14,14 +14,14 @@ from statistics import fmean, median
 from time import monotonic
 from typing import Any
 
+from ..api.config import TARGET_OPTIONS
+from ..api.llm import LLM
 from ..bench.calibrate import measure
-from ..config import TARGET_OPTIONS
 from ..core.errors import ConfigError, StorageError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
-from ..llm import LLM
-from ..planning.models import shape_of
+from ..plan.models import shape_of
 from .training import Making, probe
 
 REPEATS, ROWS, BATCHES, CONTEXTS = 5, (1, 2, 3, 4, 6, 8, 16), (1, 4, 8), (128, 512)

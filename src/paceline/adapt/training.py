@@ -3,7 +3,7 @@
 How long a run can be is not known before it ends, and a rate that falls with the steps would have to know. So the first
 part has a constant rate and ends where its time is over, or where what is left of it would bring next to nothing; the
 second part goes on from its result, over as many steps as there is time for (a warm-up, a plateau and a fall, as Hu et
-al. 2024 train MiniCPM). Both are ordinary runs of `training.job`.
+al. 2024 train MiniCPM). Both are ordinary runs of `train.job`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from time import monotonic
 from typing import Any
 
 from ..core.errors import CapabilityError, ConfigError
-from ..drafters.states import start
-from ..network.families import DecoderConfig
-from ..training.data import SourceSpec
-from ..training.job import TrainingJob, finish, prepare
-from ..training.trainer import LOG, Phase, TrainConfig, Trainer
+from ..model.families import DecoderConfig
+from ..train.data import SourceSpec
+from ..train.job import TrainingJob, finish, prepare
+from ..train.recipes import states_start as start
+from ..train.trainer import LOG, Phase, TrainConfig, Trainer
 from .choice import further_gain
 
 TOP = 32  # likeliest tokens that are learned

@@ -15,7 +15,7 @@ from ..bench.config import BenchConfig, Progress
 from ..bench.records import PLAIN, Report
 from ..bench.run import Run
 from ..bench.summary import Interval, Summary
-from ..drafters.hybrid import with_parts
+from ..draft.hybrid import with_parts
 
 LOOK_UPS, NEW, BOTH = "look-ups", "new", "hybrid"
 LOOKUP = "suffix"

@@ -15,8 +15,8 @@ from time import monotonic
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..drafters import adapted
-from ..training.files import plain, require_same, writing
+from ..draft import adapted
+from ..train.files import plain, require_same, writing
 
 STATE, LOCK = "adapt.json", "adapt.lock"
 FORMAT = 4

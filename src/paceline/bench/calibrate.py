@@ -10,15 +10,15 @@ from statistics import median
 
 import numpy as np
 
-from ..assembly.drafting import draft_key
-from ..drafters import registry
-from ..drafters.registry import DrafterConfig
+from ..api.assembly.drafting import draft_key
+from ..api.llm import LLM
+from ..draft import registry
+from ..draft.registry import DrafterConfig
 from ..engine import calibration
 from ..engine.calibration import Calibration, KVLayout, PassTimer
 from ..engine.costs import ROWS, CostTable
 from ..kv.pool import KVPool
-from ..llm import LLM
-from ..network.decoder import Decoder
+from ..model.decoder import Decoder
 from .config import StepConfig
 
 BATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one row each

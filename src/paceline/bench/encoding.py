@@ -8,11 +8,11 @@ from itertools import zip_longest
 from os.path import commonprefix
 from typing import Any
 
+from ..api.llm import LLM
 from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
 from ..engine.tokens import chat_ids
 from ..engine.tokens import encode as encode_text
-from ..llm import LLM
 from .config import PROMPT_TOKENS, BenchConfig
 from .records import Cell, PromptIds
 from .workloads import Prompt, Workload

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..rounds.verification import DEFAULT_VERIFIER, VERIFIERS
+from ..engine.verification import DEFAULT_VERIFIER, VERIFIERS
 from .records import OWN, Cell, Exactness, Method, Report, Trial
 from .summary import Summary
 

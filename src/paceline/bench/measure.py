@@ -14,15 +14,15 @@ from functools import reduce
 from time import perf_counter
 from typing import Any
 
-from ..config import TARGET_OPTIONS, LLMConfig
+from ..api.config import TARGET_OPTIONS, LLMConfig
+from ..api.llm import LLM
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
+from ..engine.base import RunningSequence
 from ..kv.pool import KVPool
-from ..llm import LLM
-from ..network.decoder import Decoder
-from ..planning.models import shape_of
-from ..rounds.base import RunningSequence
+from ..model.decoder import Decoder
+from ..plan.models import shape_of
 from .arrivals import Arrivals
 from .methods import drafter_config
 from .records import Cell, Method, PromptIds, Trial

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
-from .. import zoo
-from ..config import LLMConfig
+from ..api.config import LLMConfig
 from ..core.errors import ConfigError
 from ..core.options import named_values, read, suggest, type_name
-from ..drafters import registry
-from ..rounds import AUTO, ROUNDS
+from ..draft import registry
+from ..engine.rounds import AUTO, ROUNDS
+from ..weights import zoo
 from .records import PLAIN, PLAIN_MODES, Method
 
 NONE = "none"  # the drafter of plain decoding

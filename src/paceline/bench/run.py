@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..api.llm import LLM
 from ..core.errors import ConfigError
-from ..llm import LLM
-from ..network.loader import resolve_folder
+from ..weights.loader import resolve_folder
 from . import lossless, machine, workloads
 from .config import BenchConfig, Progress
 from .encoding import Encoded, prompt_ids, random_workload

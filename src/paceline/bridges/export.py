@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from ..drafters.eagle.eagle3 import AUX, INNER, Eagle3Model
-from ..drafters.eagle.model import CONFIG_FILE, OWN, WEIGHTS_FILE, load_head, read_head, read_values
-from ..drafters.eagle.speculators import LAYER, TYPE, VARIANTS
-from ..network.files import is_file, read_json
-from ..network.hot import FILE as HOT_FILE
+from ..draft.eagle.eagle3 import AUX, INNER, Eagle3Model
+from ..draft.eagle.model import CONFIG_FILE, OWN, WEIGHTS_FILE, load_head, read_head, read_values
+from ..draft.eagle.speculators import LAYER, TYPE, VARIANTS
+from ..model.hot import FILE as HOT_FILE
+from ..weights.files import is_file, read_json
 
 Engine = Literal["vllm", "sglang", "speculators"]
 THIRD = "LlamaForCausalLMEagle3"

@@ -13,9 +13,9 @@ import torch
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.sampling import SamplingParams, SequenceSampler
-from ..drafters.base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from ..drafters.registry import DrafterConfig, build, parse
-from ..network.decoder import TargetInfo
+from ..draft.base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..draft.registry import DrafterConfig, build, parse
+from ..model.decoder import TargetInfo
 
 _GREEDY = SamplingParams(temperature=0)
 _ABSENT = cast(Any, None)  # what a drafter of tokens does not ask of a target

@@ -21,8 +21,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from ..core.errors import CapabilityError
-from ..drafters.base import Drafter
-from ..drafters.registry import DrafterConfig
+from ..draft.base import Drafter
+from ..draft.registry import DrafterConfig
 from .tokens import TokenDrafter
 
 ASKED = "model.generate with custom_generate=paceline.bridges.transformers.generate"

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..core.errors import ConfigError
-from ..drafters.registry import DrafterConfig
+from ..draft.registry import DrafterConfig
 from .tokens import TokenDrafter
 
 Row = np.ndarray[Any, np.dtype[Any]]  # [T] a text's tokens

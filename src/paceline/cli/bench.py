@@ -12,8 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ..assembly.drafting import drafter_of
-from ..assembly.memory import kv_layout
+from ..api.assembly.drafting import drafter_of
+from ..api.assembly.memory import kv_layout
+from ..api.config import LLMConfig
+from ..api.llm import LLM, drafters_of
 from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps
@@ -23,10 +25,8 @@ from ..bench.report import FILES, figures_table, render, write_text
 from ..bench.run import Run
 from ..bench.summary import Summary
 from ..bench.workloads import available
-from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..engine.costs import CostTable
-from ..llm import LLM, drafters_of
 from . import INTERRUPTED
 from .console import stderr, stdout
 from .help import Group

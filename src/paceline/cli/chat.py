@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..config import LLMConfig
+from ..api.config import LLMConfig
+from ..api.llm import LLM
 from ..core.errors import ConfigError, RequestError
 from ..core.sampling import SamplingParams
-from ..llm import LLM
 from .console import coloured, legend, note, stderr, stdout
 from .options import DEFAULTS, takes
 from .session import (

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .. import zoo
+from ..api.config import LLMConfig
+from ..api.llm import LLM
 from ..bench.measure import ask
-from ..config import LLMConfig
 from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
-from ..llm import LLM
-from ..network.loader import read_config
+from ..weights import zoo
+from ..weights.loader import read_config
 from .console import Painter, legend, note, stderr, stdout
 from .options import DEFAULT_MODEL, DEFAULTS, takes
 from .session import Color, counting, open_llm
@@ -124,7 +124,7 @@ def _model() -> str:
 def _load(model: str, count: int | None) -> list[DemoPrompt]:
     """The first prompts of those that suit the model: a chat model's, or those of the embedded model's five domains."""
     name = "demo_prompts" if model == DEFAULT_MODEL else "chat_prompts"
-    lines = resources.files("paceline").joinpath(f"data/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = resources.files(__package__).joinpath(f"data/{name}.jsonl").read_text(encoding="utf-8").splitlines()
     if count is not None and not 1 <= count <= len(lines):
         raise ConfigError(
             f"--prompts {count}", f"{len(lines)} prompts come with Paceline for this model", f"give 1 to {len(lines)}"

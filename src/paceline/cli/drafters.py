@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .. import zoo
-from ..drafters.registry import DrafterRow, describe
+from ..draft.registry import DrafterRow, describe
+from ..weights import zoo
 from .console import stdout
 from .options import JsonLines
 

@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..config import LLMConfig
+from ..api.config import LLMConfig
+from ..api.llm import LLM
 from ..core.errors import ConfigError, RequestError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
-from ..llm import LLM
 from .console import Painter, coloured, legend, note, stdout
 from .options import DEFAULTS, takes
 from .session import (

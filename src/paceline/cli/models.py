@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from .. import zoo
 from ..core.errors import ConfigError
 from ..core.options import suggest
-from ..network.hub import env_offline, from_hub
-from ..published import Published, cache
+from ..weights import zoo
+from ..weights.hub import env_offline, from_hub
+from ..weights.published import Published, cache
 from .console import stdout
 from .help import Group
 from .options import JsonLines

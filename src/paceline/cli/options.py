@@ -26,10 +26,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from ..api.options import AUTO_DRAFTER
 from ..core.errors import ConfigError, PacelineError
 from ..core.options import alternatives, named_values
 from ..core.options import read as read_text
-from ..options import AUTO_DRAFTER
 
 DEFAULT_MODEL = "paceline-small"
 DEFAULTS = {"model": DEFAULT_MODEL, "drafter": AUTO_DRAFTER}  # of the commands that answer

@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import zoo
 from ..core.errors import ConfigError
 from ..core.options import named_values, shown, suggest
-from ..network.gguf import is_gguf
-from ..network.hub import local
-from ..planning import machines, models
-from ..planning.acceptance import Acceptance, accept_of
-from ..planning.models import ModelSizes
-from ..planning.plan import DRAFTERS, PlanRequest, rank
+from ..plan import machines, models
+from ..plan.acceptance import Acceptance, accept_of
+from ..plan.models import ModelSizes
+from ..plan.plan import DRAFTERS, PlanRequest, rank
+from ..weights import zoo
+from ..weights.gguf import is_gguf
+from ..weights.hub import local
 from . import plan_view
 from .console import note
 from .options import takes

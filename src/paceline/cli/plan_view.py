@@ -15,12 +15,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .. import zoo
 from ..bench import figures
 from ..bench.methods import default_methods
 from ..core.errors import ConfigError
-from ..planning.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter, rank
-from ..planning.throughput import ServedModel, link_seconds, pass_cost
+from ..plan.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter, rank
+from ..plan.throughput import ServedModel, link_seconds, pass_cost
+from ..weights import zoo
 from .console import note, stdout
 
 if TYPE_CHECKING:

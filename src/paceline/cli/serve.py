@@ -13,9 +13,9 @@ from typing import Any
 
 import typer
 
+from ..api.options import LLMOptions
 from ..core.errors import CapabilityError, ConfigError
 from ..core.log import LEVEL_VARIABLE, log_to_stderr
-from ..options import LLMOptions
 from ..serve.client import EngineClient
 from ..serve.config import ServeConfig
 from .options import DEFAULT_MODEL, DEFAULTS, ModelArgument, one_model, takes

@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..api.llm import LLM
 from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
-from ..llm import LLM
-from ..network import generation
-from ..network.applications import BASE
+from ..model.applications import BASE
+from ..weights import generation
 from .console import Painter, stderr, waiting
 
 Color = Annotated[bool, typer.Option(help="Colour drafted and accepted tokens; NO_COLOR=1 turns it off, too.")]

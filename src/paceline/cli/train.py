@@ -16,14 +16,14 @@ import typer
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check, option, suggest
-from ..network.loader import load_tokenizer, resolve_folder
-from ..network.streams import fingerprint
-from ..training import answers as answering
-from ..training.data import Encoder, SourceSpec
-from ..training.job import TrainingJob, finish, run
-from ..training.recipe import locate, read_recipe
-from ..training.registry import KINDS, RecipeKind
-from ..training.trainer import Phase, TrainConfig, require_accelerate
+from ..papers.streaming.model import fingerprint
+from ..train import answers as answering
+from ..train.data import Encoder, SourceSpec
+from ..train.job import TrainingJob, finish, run
+from ..train.recipe import locate, read_recipe
+from ..train.registry import KINDS, RecipeKind
+from ..train.trainer import Phase, TrainConfig, require_accelerate
+from ..weights.loader import load_tokenizer, resolve_folder
 from . import INTERRUPTED
 from .console import note, stderr, stdout, this_command
 from .help import Group
@@ -201,7 +201,7 @@ def answers(
 ) -> None:
     """Generate the target's answers to the data's prompts: the best training data for drafts."""
     from ..adapt.answering import answerer
-    from ..llm import LLM
+    from ..api.llm import LLM
 
     asked = answering.AnswerConfig(**config)
     length, temperature = asked.piece, asked.temperature

@@ -477,7 +477,7 @@ class SequenceSampler:
                 raise ConfigError(asked, wrong, "let the grammar allow EOS where it ends")
 
 
-# `Rules` in native/kernels/abi.h. A temperature of -1: other rules; min_p: its logarithm, 1: none.
+# `Rules` in kernels/cpp/kernels/abi.h. A temperature of -1: other rules; min_p: its logarithm, 1: none.
 RULES, RULES_FIELDS = Struct("=Qdqdd"), "key temperature top_k top_p min_p"
 _CACHED_ROWS = 32  # noise rows kept for one sequence; a deeper draft computes the rest again
 

@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any, Self
 
-from .. import native
+from .. import kernels
 from ..core.errors import ConfigError
 from ..core.tree import TokenTree
-from ..drafters.base import DrafterSpec, SequenceView
-from ..rounds.base import RunningSequence
+from ..draft.base import DrafterSpec, SequenceView
+from .base import RunningSequence
 from .budget import MAX_BUDGET, DraftBudget, StepRecord
 from .chances import Chances, History, RequestKind, best_count, weigh
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
@@ -108,7 +108,7 @@ class AutoBudget(DraftBudget):
         self.costs = StepCosts(table)
         self.draft_costs = [*(draft_costs or [DraftCosts() for _ in sources])]
         self.learns, self.rests = True, False
-        self._library = native.in_use()
+        self._library = kernels.in_use()
         self._one = len(self.sources) == 1
         self._prepares, self._blind, self._spares = prepares, blind, spares
         self._late = prepares or 0  # this source's time is what the others did not take: it drafts behind the pass

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from ..core.errors import ConfigError
 from ..core.options import MOST_TEXT, shown
-from ..drafters.base import DraftRule
-from ..rounds.base import RunningSequence
+from ..draft.base import DraftRule
+from .base import RunningSequence
 
 MAX_BUDGET = 1024  # nodes a tree; beyond this a mask alone outweighs the model
 AUTO: Literal["auto"] = "auto"

@@ -22,12 +22,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..core.errors import ConfigError
 from ..core.folders import user_cache
+from ..kernels.calls import RowSpan, TokenPass
 from ..kv.pool import KVPool, SequenceCache
-from ..network.base import Batch
-from ..network.decoder import Decoder
-from ..network.native_calls import RowSpan, TokenPass
-from ..network.packing import RowPacker
-from ..network.parallel import BEST
+from ..model.base import Batch
+from ..model.decoder import Decoder
+from ..model.packing import RowPacker
+from ..model.parallel import BEST
 from .costs import CostTable
 
 FILE = "paceline-costs.json"
@@ -199,7 +199,7 @@ class PassTimer:
         sequences: most sequences in a pass.
         context: committed tokens of each.
         rows: most rows of a sequence.
-        layout: shape and type of the K/V cache (`assembly.memory.kv_layout`); None: as the activations are.
+        layout: shape and type of the K/V cache (`api.assembly.memory.kv_layout`); None: as the activations are.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from operator import mul
 from typing import Any
 
 from ..core.tree import TokenTree
-from ..drafters.base import SequenceView
+from ..draft.base import SequenceView
 
 # Odds at which classes part; those of look-ups are half of the matched tokens (see `ngram.trust`).
 EDGES = (1 / 16, 1 / 8, 1 / 4, 0.45, 0.75, 1.25, 1.75, 2.4, 3.4, 5, 7, 10, 20, 50, 150, 500)

@@ -8,9 +8,9 @@ from math import isfinite
 from ..core.errors import CapabilityError, ConfigError
 from ..core.request import Texts
 from ..core.sampling import SamplingParams
-from ..grammar import Grammars
-from ..network.applications import Application
-from ..rounds.base import Round
+from ..model.applications import Application
+from .base import Round
+from .grammar import Grammars
 from .live import EngineLimits
 
 

@@ -19,13 +19,13 @@ from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
 from ..core.speculation import Speculation
 from ..core.stats import SpecStats
 from ..core.trace import StepTrace
-from ..drafters.base import SequenceView
-from ..grammar import Grammars
+from ..draft.base import SequenceView
 from ..kv.pool import KVPool
-from ..network.applications import Application
-from ..rounds.base import Round, RunningSequence, StepResult
+from ..model.applications import Application
 from . import checks
+from .base import Round, RunningSequence, StepResult
 from .budget import DraftBudget, StepRecord
+from .grammar import Grammars
 from .live import EngineLimits, LiveRequest
 from .lock import FairLock
 from .scheduler import Scheduler, SchedulerConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from ..core.request import Request
-from ..rounds.base import RunningSequence
+from .base import RunningSequence
 
 
 @dataclass(frozen=True, kw_only=True)

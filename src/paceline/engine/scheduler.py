@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ..core.errors import ConfigError
 from ..core.options import shown
 from ..kv.pool import KVPool
-from ..rounds.base import RunningSequence, Work
+from .base import RunningSequence, Work
 from .budget import DraftBudget
 
 AUTO: Literal["auto"] = "auto"

@@ -25,8 +25,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..attention.base import PADDING_SLOTS
 from ..core.errors import ConfigError, PoolFullError
+from ..model.attention.base import PADDING_SLOTS
 from .blocks import ROOT_CONTENT, BlockAllocator
 
 # A reused prefix is copied rather than shared while this many times its blocks are empty.

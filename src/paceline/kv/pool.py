@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..attention.base import PADDING_SLOTS
+from ..model.attention.base import PADDING_SLOTS
 from .ledger import Ledger
 from .ledger import SequenceCache as SequenceCache
 from .store import KVStore

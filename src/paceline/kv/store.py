@@ -9,9 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .. import native
-from ..attention.rope import rotated
-from ..native.memory import Arena
+from .. import kernels
+from ..kernels.memory import Arena
+from ..model.rope import rotated
 
 
 class KVStore:
@@ -44,7 +44,7 @@ class KVStore:
         """Copy K and V of slots of every layer; ranges may overlap, since all are read before the first is written."""
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} slots to copy to {len(targets)}")
-        library = native.in_use() if self.all_k.device.type == "cpu" and self.all_k.is_contiguous() else None
+        library = kernels.in_use() if self.all_k.device.type == "cpu" and self.all_k.is_contiguous() else None
         if library is not None:  # a few rows: torch would wake threads for them, which takes longer than a pass
             layers, heads, slots, dim = self.all_k.shape
             shape, moves = (layers * heads, slots, dim * self.all_k.itemsize), array("q", (*sources, *targets))

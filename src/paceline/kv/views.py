@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..attention.base import slot_indices
-from ..attention.rope import RopeConfig, RopeTable, Rotation
+from ..model.attention.base import slot_indices
+from ..model.rope import RopeConfig, RopeTable, Rotation
 from .ledger import Ledger, SequenceCache
 from .pool import KVPool
 

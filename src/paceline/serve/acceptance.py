@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..distributed.requests import SampleUpdate
+from ..runtime.requests import SampleUpdate
 from .schemas import SpeculationChoice
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from ..distributed.requests import LogprobRow
+from ..runtime.requests import LogprobRow
 from .acceptance import add_shown
 from .generation import Answer, Delta, usage
 from .http import APIError, EventStream, Write, event, json_response

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from ..core.errors import ConfigError
-from ..distributed.requests import LogprobRow
+from ..runtime.requests import LogprobRow
 from .answers import LEAST_LOGPROB, Choice, Choices, Event, chosen
 from .generation import MOST_LOGPROBS, Answer, Delta, Server, begin, field_of
 from .http import APIError

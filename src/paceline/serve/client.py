@@ -19,11 +19,11 @@ from operator import attrgetter
 from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
-from ..distributed.channels import PREFIX, Line, prefix, size_of
-from ..distributed.frames import Codec, FrameError
-from ..distributed.handshake import GREETINGS, Fault
-from ..distributed.placement import Placement
-from ..distributed.requests import (
+from ..runtime.channels import PREFIX, Line, prefix, size_of
+from ..runtime.frames import Codec, FrameError
+from ..runtime.handshake import GREETINGS, Fault
+from ..runtime.placement import Placement
+from ..runtime.requests import (
     KINDS,
     Abort,
     Accepted,
@@ -36,8 +36,8 @@ from ..distributed.requests import (
     SampleUpdate,
     Submit,
 )
-from ..distributed.sockets import SocketChannel
-from ..distributed.worker import Patience, Spare, Worker, WorkerSpec
+from ..runtime.sockets import SocketChannel
+from ..runtime.worker import Patience, Spare, Worker, WorkerSpec
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.25  # between two looks at an engine that is well
@@ -163,13 +163,13 @@ class EngineClient:
     def __init__(self, options: Mapping[str, Any]) -> None:
         spec = WorkerSpec(
             name="engine",
-            service="paceline.engine_worker:service",
+            service="paceline.runtime.engine_worker:service",
             options={"options": {name: value for name, value in options.items() if name != "device"}},
             kinds=KINDS,
             placement=Placement(device=options["device"]),
             channel="socket",
         )
-        self._spare: Spare | None = Spare(spec, "paceline.engine_worker:prepare")
+        self._spare: Spare | None = Spare(spec, "paceline.runtime.engine_worker:prepare")
         self._worker = Worker(spec, PATIENCE, self._spare.launch)
         self.launched_at = self._attached_at = self._detached_at = 0.0
         self._engine: _Messages | None = None  # while there is one

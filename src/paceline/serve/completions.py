@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from ..core.errors import ConfigError
-from ..distributed.requests import LogprobRow
+from ..runtime.requests import LogprobRow
 from .answers import LEAST_LOGPROB, Choice, Choices, chosen
 from .generation import MOST_SAMPLES, Answer, Delta, Server, begin
 from .http import APIError

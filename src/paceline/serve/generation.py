@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..distributed.requests import Description, LogprobRow, SampleUpdate, Submit
+from ..runtime.requests import Description, LogprobRow, SampleUpdate, Submit
 from .acceptance import speculative_decoding
 from .client import STUCK_S, EngineClient, EngineDown, OpenRequest, TooMany
 from .config import ServeConfig

@@ -19,10 +19,10 @@ from ray import serve
 from ray.exceptions import RayError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..api.options import LLMOptions
 from ..core.errors import CapabilityError, ConfigError
-from ..distributed.placement import ClusterConfig, parse_cluster
-from ..distributed.ray_cluster import Bundle, check_fit, connect, even_share
-from ..options import LLMOptions
+from ..runtime.placement import ClusterConfig, parse_cluster
+from ..runtime.ray_cluster import Bundle, check_fit, connect, even_share
 from .app import make_app
 from .client import EngineClient
 from .config import ServeConfig

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from ..core.chat_templates import check_variables
 from ..core.contents import as_read
 from ..core.errors import ConfigError
-from ..distributed.requests import Description
+from ..runtime.requests import Description
 from .schemas import ChatRequest, TokenizeRequest
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..distributed.requests import SampleUpdate
+from ..runtime.requests import SampleUpdate
 from .http import APIError
 from .parsers import ParsedPiece, ToolParser
 from .schemas import ChatRequest, Function

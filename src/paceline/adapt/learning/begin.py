@@ -1,0 +1,95 @@
+"""From the option ``learn`` to learning: what is learned, and what the learner must know."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...api.assembly.drafting import drafter_context, drafter_of
+from ...api.assembly.models import LoadedModel
+from ...api.config import LLMConfig
+from ...core.errors import CapabilityError, ConfigError
+from ...core.inference import inference
+from ...draft import registry
+from ...draft.fit import TrainedDrafterConfig
+from ...draft.states.body import StateDrafter
+from ...engine.engine import Engine
+from ...weights.files import fingerprint
+from . import files
+from .applications import DrafterByApplication, put_in_place
+from .serving import Learning, learned_part
+
+log = logging.getLogger(__name__)
+DEPTH = 3  # tokens ahead, where a drafter does not say
+RATE, WIDTH = 2e-4, 576  # learning rate at this width of the target: half of what a drafter is made with
+
+
+def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
+    """Learn beside an engine.
+
+    Raises:
+        ConfigError: a drafter that cannot learn, a round that runs it elsewhere, a folder that cannot be used.
+    """
+    asked = f"learn={config.learn}"
+    assert config.learn is not None
+    part = learned_part(getattr(engine.round, "drafter", None), asked)
+    chosen = _chosen(config, part, asked)
+    if engine.round.name != "serial":
+        raise CapabilityError(asked, f"the {engine.round.name} round drafts ahead of its steps", "use round=serial")
+    if config.tensor_parallel > 1:
+        raise CapabilityError(asked, "the target lies in several ranks", "leave out learn or tensor_parallel")
+    context = drafter_context(config, target.name, target.folder, target.decoder.dtype)
+    shape = target.decoder.config
+
+    @inference
+    def build(folder: str) -> Any:
+        fresh = registry.build(replace(chosen, path=folder), context)
+        info = target.decoder.info(target.name, target.tokenizer)
+        fresh.bind(info, config.max_sequences, engine.pool.num_tokens, target.decoder.device)
+        return fresh
+
+    task: dict[str, Any] = {
+        "model": config.model,
+        "target": str(target.folder),
+        "fingerprint": fingerprint(target.folder),
+        "width": shape.d_model,
+        "kind": chosen.kind,
+        "weights": str(chosen.folder(context)),
+        "options": {"depth": int(getattr(part, "depth", DEPTH))},
+        "rate": min(1e-3, RATE * WIDTH / shape.d_model),
+    }
+    folder, sizes = Path(config.learn).absolute(), (torch.get_num_threads(), config.max_sequences)
+    made = Learning(folder, engine, part, build, task, *sizes)
+    parts: dict[str | None, StateDrafter] = {}
+    others: dict[str, Learning] = {}
+    try:
+        for name, application in engine.applications.items():
+            parts[name] = build(task["weights"])
+            mark = sha256(f"{name} {application.identity}".encode()).hexdigest()[:16]
+            own = {**task, "application": name}
+            others[name] = Learning(folder / files.APPLICATIONS / mark, engine, parts[name], build, own, *sizes)
+    except ConfigError:
+        made.close()
+        raise
+    made.attend(others)
+    if parts:
+        put_in_place(engine, part, DrafterByApplication(parts | {None: part}))
+    log.warning(
+        "learning is on: token ids and states of requests are kept in %s; a request with store: false is not",
+        made.folder,
+    )
+    return made
+
+
+def _chosen(config: LLMConfig, part: StateDrafter, asked: str) -> TrainedDrafterConfig:
+    """The configuration of the part that learns."""
+    whole = drafter_of(config)
+    for one in getattr(whole, "chosen", (whole,)):
+        if isinstance(one, TrainedDrafterConfig) and one.kind == part.spec.name:
+            return one
+    raise ConfigError(asked, "the drafter's weights are nowhere to be found", "name them: drafter=eagle:FOLDER")

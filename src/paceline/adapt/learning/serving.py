@@ -1,0 +1,301 @@
+"""The server's side of learning: keeps requests, runs the learner beside, and lets better drafters take over.
+
+The learner is a process of the lowest priority. Where the engine's threads leave no core free it is stopped as soon as
+a request runs, and goes on when none has for a moment. What it offers was checked on requests that it had not learned
+from; it takes over between two steps, and the one before it returns where fewer of its tokens are accepted. Tokens of
+answers are the target's in any case.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from threading import Event, Thread
+from time import monotonic
+from typing import Any
+
+from ...core.errors import CapabilityError, ConfigError
+from ...draft.base import Drafter
+from ...draft.states.body import StateDrafter
+from ...draft.states.network import LAST
+from ...engine.engine import Engine
+from ...engine.live import LiveRequest
+from . import files
+from .ring import PROMPT, Ring, StateRing
+from .states import CollectedStates, StateCollector
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1  # between two looks at engine, learner and offers
+IDLE_S = 0.5  # without a request, before the learner goes on
+AGAIN_S, AGAIN_MOST_S = 1.0, 300.0  # before a learner that died is started again: twice as long each time that it
+# did so without having learned anything
+WAITING = 256  # requests that have ended and are not written down yet; of more the oldest are left out
+WINDOW = 64  # requests behind which two drafters are compared at work
+WORSE = 0.9  # of what was accepted before, below which the one before returns
+
+Build = Callable[[str], Drafter]  # folder of weights -> the drafter, bound to the target
+
+
+class Learning:
+    """Learning beside an engine.
+
+    Args:
+        folder: of all that is kept; made with mode 0700 where it is missing.
+        engine: whose requests are learned from.
+        part: the drafter that is learned, as the engine runs it.
+        build: makes another one of its kind.
+        task: what the learner is to know: model, width of its states, kind, weights.
+        threads: of the engine.
+        most: sequences that the engine runs at once.
+
+    Raises:
+        ConfigError: a folder that cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: Engine,
+        part: StateDrafter,
+        build: Build,
+        task: dict[str, Any],
+        threads: int,
+        most: int,
+    ) -> None:
+        self._lanes: dict[str | None, Learning] = {None: self}  # by application
+        self.application: str | None = None
+        self.folder, self.engine, self.part, self._build, self._task = folder, engine, part, build, task
+        self._private()
+        self.ring = Ring(folder / files.RING)
+        self.states = StateRing(folder / files.STATES, task["width"])
+        self._collector = StateCollector(most)
+        part.witness = self._collector.observe
+        self.spare = (os.cpu_count() or 1) - threads >= 1  # a core that the engine leaves to the learner
+        self.number, self.before, self.last_check = 0, 0, {}  # type: tuple[int, int, dict[str, Any]]
+        self.kept = self.left_out = self.taken = self.returned = self.starts = 0
+        self._ready: tuple[int, StateDrafter] | None = None
+        self._good: dict[str, Any] | None = None  # the part as it was before the last one took over
+        self._accepted: dict[int, deque[float]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped, self._ended = False, Event()
+        self._tried = 0
+        self._to_keep: deque[tuple[list[int], list[int], CollectedStates | None]] = deque(maxlen=WAITING)
+        self._thread = Thread(target=self._watch, name="paceline-learning", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def _private(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (self.folder / files.DRAFTERS).mkdir(exist_ok=True, mode=0o700)
+            known = files.read(self.folder / files.TASK, {})
+            names = ("fingerprint", "kind")
+            if known and any(known.get(name) != self._task[name] for name in names):
+                wrong = f"it was learned in for another model ({known.get('model')}) or kind of drafter"
+                raise ConfigError(f"learn={self.folder}", wrong, "name another folder")
+            files.write(self.folder / files.TASK, self._task)
+        except OSError as error:
+            raise ConfigError(f"learn={self.folder}", f"it cannot be used ({error})", "name another folder") from error
+
+    def attend(self, others: Mapping[str, Learning]) -> None:
+        """Learn from the engine's requests from now on, and let ``others`` learn from those of their applications."""
+        self._lanes.update(others)
+        for name, one in others.items():
+            one.application = name
+        self.engine.on_leave = lambda live: self._lanes[live.request.application].ended(live)
+        self.engine.between = self._between
+
+    # -- in the engine's thread
+
+    def ended(self, live: LiveRequest) -> None:
+        """A request has ended: keep it, and count how it was drafted for."""
+        request, state = live.request, live.sequences[0].state
+        states = [self._collector.take(sequence.view.key) for sequence in live.sequences][0]
+        stats = state.stats
+        if stats.passes and stats.drafted:
+            kept = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
+            kept.append(1 + stats.accepted / stats.passes)
+        whole = state.checker.finish_reason in ("stop", "length")
+        if not live.store or not whole or len(state.token_ids) < 2:
+            self.left_out += 1
+            return
+        self._to_keep.append((list(request.prompt_ids), list(state.token_ids), states))
+        self.kept += 1
+
+    def _between(self) -> None:
+        for one in self._lanes.values():
+            one.between()
+
+    def between(self) -> None:
+        """Before a step: the learner makes room, and a drafter that is ready takes over."""
+        if not self.spare and not self._stopped:
+            self._signal("SIGSTOP")
+        if self._ready is not None:
+            number, fresh = self._ready
+            self._ready = None
+            self._take(number, fresh)
+        elif self._good is not None and self._fell():
+            self._give_back()
+
+    def _take(self, number: int, fresh: StateDrafter) -> None:
+        """Another drafter in the place of the part. Sequences that run are drafted for from their next states on."""
+        self.part.body.drop([*self.part.body.texts])
+        self._good = dict(vars(self.part))
+        self.before, self.number, self.taken = self.number, number, self.taken + 1
+        _become(self.part, vars(fresh) | {"witness": self._collector.observe})
+        self.engine.budget.renew(self.application, self.part.spec.name, self.last_check["is"])
+        log.info("drafter %d takes over: %s", number, json.dumps(self.last_check))
+
+    def _fell(self) -> bool:
+        old, new = self._accepted.get(self.before, ()), self._accepted.get(self.number, ())
+        return len(new) == WINDOW and len(old) >= WINDOW // 2 and fmean(new) < WORSE * fmean(old)
+
+    def _give_back(self) -> None:
+        """The one before it returns, and is what is learned on from."""
+        assert self._good is not None
+        refused = [*files.read(self.folder / files.REFUSED, []), self.number]
+        log.warning("drafter %d is accepted less than the one before it, which returns", self.number)
+        _become(self.part, self._good)
+        self.engine.budget.renew(self.application, self.part.spec.name, fmean(self._accepted[self.before]) - 1)
+        self.number, self._good, self.returned = self.before, None, self.returned + 1
+        try:
+            files.write(self.folder / files.REFUSED, refused)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", files.REFUSED, error)
+
+    # -- in a thread of its own
+
+    def _watch(self) -> None:
+        """Look after the learner as long as the engine is there."""
+        idle, again, wait, seen = monotonic(), 0.0, AGAIN_S / 2, 0
+        while not self._ended.wait(LOOK_S):
+            now = monotonic()
+            self._keep()
+            if self.engine.live:
+                idle = now
+            elif now - idle > IDLE_S and self._stopped:
+                self._signal("SIGCONT")
+            wanted = "application" not in self._task or self.ring.last  # an application may never be asked for
+            if wanted and (self._process is None or self._process.poll() is not None) and now >= again:
+                before, seen = seen, files.read(self.folder / files.SEEN, 0)
+                wait = AGAIN_S if seen != before else min(2 * wait, AGAIN_MOST_S)
+                self._start()
+                again = now + wait
+            try:
+                self._look()
+            except Exception as error:  # a drafter that cannot be used: what serves now goes on
+                log.warning("an offer of the learner is refused: %s", error)
+        self._keep()
+
+    def _keep(self) -> None:
+        """Write down the requests that have ended."""
+        while self._to_keep:
+            prompt, answer, states = self._to_keep.popleft()
+            try:
+                number = self.ring.add(prompt, answer)
+                if states is not None:
+                    self.states.add(number, states.start - max(0, len(prompt) - PROMPT), states.bits())
+            except OSError as error:
+                log.warning("a request cannot be kept: %s", error)
+
+    def _look(self) -> None:
+        """Make a drafter of a new offer."""
+        offer = files.read(self.folder / files.OFFER, {})
+        number = int(offer.get("number", 0))
+        if number <= max(self.number, self._tried) or number in files.read(self.folder / files.REFUSED, []):
+            return
+        self._tried = number
+        fresh = self._build(str(self.folder / files.DRAFTERS / str(number)))
+        if type(fresh) is not type(self.part) or fresh.spec != self.part.spec:
+            raise CapabilityError(
+                f"drafter {number}", "it drafts in another way than the one that serves", "train it again"
+            )
+        self.last_check = {name: offer.get(name) for name in ("was", "is", "requests")}
+        self._ready = number, fresh
+
+    def _start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, "-m", "paceline.adapt.learner", str(self.folder), str(os.getpid())]
+        try:
+            handle = os.open(self.folder / files.LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            with os.fdopen(handle, "ab") as said:
+                self._process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+                )
+        except OSError as error:
+            log.warning("the learner cannot be started: %s", error)
+            return
+        self.starts, self._stopped = self.starts + 1, False
+
+    def _signal(self, name: str) -> None:
+        """Stop the learner, or let it go on; where processes cannot be stopped, its priority is all there is."""
+        self._stopped = name == "SIGSTOP"
+        number = getattr(signal, name, None)
+        if number is not None and self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def close(self) -> None:
+        """End the learner; what is kept stays."""
+        self._ended.set()
+        self.engine.on_leave = self.engine.between = None
+        for one in self._lanes.values():
+            if one is not self:
+                one.close()
+        self._thread.join()
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait()
+        atexit.unregister(self.close)
+
+    def describe(self) -> dict[str, Any]:
+        """How it stands, ready for JSON."""
+        window = self._accepted.get(self.number, ())
+        others = {name: one.describe() for name, one in self._lanes.items() if name is not None}
+        return {
+            "state": "on: token ids of requests are kept, and the drafter learns from them when cores are idle",
+            "requests_kept": self.kept,
+            "requests_left_out": self.left_out,
+            "drafter": self.number,
+            "taken_over": self.taken,
+            "returned": self.returned,
+            "learner_starts": self.starts,
+            "last_check": self.last_check,
+            "tokens_a_pass": fmean(window) if window else None,
+            **({"applications": others} if others else {}),
+        }
+
+
+def _become(part: Drafter, values: dict[str, Any]) -> None:
+    """Give a drafter another one's weights and state; who holds it draws from these from now on."""
+    vars(part).clear()
+    vars(part).update(values)
+
+
+def learned_part(drafter: Drafter | None, asked: str) -> StateDrafter:
+    """The drafter, or the part of one, that can be learned.
+
+    Raises:
+        CapabilityError: none can.
+    """
+    parts = getattr(drafter, "parts", [drafter])
+    found = next((part for part in parts if isinstance(part, StateDrafter)), None)
+    if found is None:
+        wrong = "the drafter has no head that learns from states"
+        raise CapabilityError(
+            asked, wrong, "draft with eagle or lyanna, as paceline adapt makes them, or leave learn out"
+        )
+    if found.spec.taps != (LAST,):
+        wrong = "the drafter reads other states of the target than its last one, which alone is kept"
+        raise CapabilityError(asked, wrong, "draft with an eagle or lyanna head of the last state, or leave learn out")
+    return found

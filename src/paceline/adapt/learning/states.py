@@ -1,0 +1,64 @@
+"""States of requests that run, as their drafter is shown them: copied, and kept until the request ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...draft.base import SequenceView, StepFeatures
+from ...draft.states.network import LAST
+from .ring import ANSWER, PROMPT
+
+
+@dataclass(slots=True)
+class CollectedStates:
+    """States of the tokens at positions start .. stop - 1 of a text."""
+
+    start: int
+    stop: int
+    states: list[Tensor] = field(default_factory=list)
+
+    def bits(self) -> np.ndarray:
+        """[stop - start, d] the states, as bits of bfloat16."""
+        return torch.cat(self.states).to("cpu", torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+class StateCollector:
+    """Collects what a ring has room for: of a text that goes on without a gap, from the end of its prompt on.
+
+    Args:
+        most: texts at once; the oldest is forgotten first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._texts: dict[int, CollectedStates] = {}
+
+    def observe(self, step: StepFeatures) -> None:
+        """Note the states that a pass showed; as `Drafter.observe`."""
+        shown = step.hidden.get(LAST)
+        if shown is not None:
+            for view, rows, first in zip(step.sequences, step.hidden_rows, step.first, strict=True):
+                if rows.stop > rows.start:
+                    self._note(view, first, shown, rows)
+
+    def _note(self, view: SequenceView, first: int, shown: Tensor, rows: slice) -> None:
+        text = self._texts.get(view.key)
+        if text is None or text.stop < min(first, view.prompt_len):  # a gap in the prompt, behind which all is anew
+            start = max(first, view.prompt_len - PROMPT)
+            text = self._texts[view.key] = CollectedStates(start, start)
+            if len(self._texts) > self.most:
+                del self._texts[next(iter(self._texts))]
+        end = min(first + rows.stop - rows.start, view.prompt_len + ANSWER - 1)
+        if first <= text.stop < end:  # a gap in the answer ends it; after a preemption rows come again
+            at = rows.start - first
+            text.states.append(shown[at + text.stop : at + end].clone())
+            text.stop = end
+
+    def take(self, key: int) -> CollectedStates | None:
+        """The states of a text, which are forgotten here; None: there are none."""
+        text = self._texts.pop(key, None)
+        return text if text is not None and text.states else None

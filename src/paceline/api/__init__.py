@@ -1,0 +1,1 @@
+"""What users import: `LLM`, `AsyncLLM`, their configuration and outputs."""

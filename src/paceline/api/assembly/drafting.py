@@ -1,0 +1,179 @@
+"""The drafter that a configuration names, with the models it runs, and the budget that says how much it drafts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ...core.errors import CapabilityError, ConfigError
+from ...draft import registry
+from ...draft.base import Drafter
+from ...draft.registry import DrafterConfig, DrafterContext
+from ...engine import calibration
+from ...engine.auto import AutoBudget
+from ...engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
+from ...engine.calibration import Fingerprint
+from ...engine.costs import CostTable, cost_points
+from ...engine.rounds import parse_round
+from ...model.applications import locate
+from ...model.decoder import Decoder
+from ...papers.streaming.model import read_config
+from ...plan import machines
+from ...plan.models import shape_of
+from ...plan.throughput import ServedModel, pass_seconds
+from ...weights import zoo
+from ...weights.loader import parse_device, resolve_folder
+from ..config import AUTO_COSTS, LLMConfig
+from .models import LoadedModel, StartTracks, compiled_layers, load_source, load_track, open_source, stage_devices
+
+
+def _load_drafts(
+    config: LLMConfig,
+    texts: bool,
+    auto: torch.dtype,
+    start: StartTracks | None,
+    name: str,
+    dtype: str,
+    processes: int = 1,
+) -> LoadedModel:
+    """A model that a drafter runs, loaded as the target was; ``auto`` is what dtype "auto" means, and ``start`` starts
+    all but this one of its ``processes``."""
+    wanted = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
+    source = open_source(config, name, wanted)
+    if processes == 1:
+        return load_source(config, source, exact=False, texts=texts)
+    asked = f"drafter='draft_model:{name}' with processes={processes}"
+    if source.shape.tracks != processes:
+        wrong = f"its tracks are {source.shape.tracks}" if source.shape.tracks > 1 else "it is no draft of tracks"
+        raise ConfigError(asked, wrong, "give as many processes as tracks, or leave processes out")
+    if start is None or parse_device(config.device).type != "cpu":
+        wrong = "processes share a draft's tracks on CPUs, beside an engine"
+        raise CapabilityError(asked, wrong, "leave processes out")
+    tokenizer, ranks = source.tokenizer(texts), start(config, source)
+    decoder = load_track(config, source, ranks)
+    assert ranks.line is not None, "rank 0 has the line to the others"
+    ranks.line.start()
+    return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
+
+
+def drafter_of(config: LLMConfig) -> DrafterConfig | None:
+    """The drafter that the configuration names, with the zoo's weights for the target where it means those.
+
+    Raises:
+        ConfigError: the zoo has none.
+    """
+    chosen = registry.parse(config.drafter)
+    if chosen is None:
+        return None
+    applications = locate(config.applications or {}, config.offline)
+    applied = any(read_config(folder).gamma for folder in applications.values())
+    return chosen.with_weights(partial(_of_the_zoo, config.model), applied)
+
+
+def _of_the_zoo(model: str, kind: str) -> str:
+    found = zoo.weights(kind, model)
+    if found is None:
+        trained = [entry.read_by for entry in zoo.trained_for(model) if entry.read_by in registry.names()]
+        fits = ", ".join([*dict.fromkeys(trained), *registry.without_weights()])
+        wrong = "it names no weights, and the zoo has none of it for this model"
+        remedy = f"name them, as {kind}:FOLDER, or use a drafter that fits this model as it is: {fits}"
+        raise ConfigError(f"drafter={kind!r} for {model}", wrong, remedy)
+    return found
+
+
+def build_drafter(
+    config: LLMConfig, target: LoadedModel, streams: int, tracks: StartTracks | None = None
+) -> Drafter | None:
+    """The drafter that the configuration names; None: it names none. Rows of the applications beside it carry
+    ``streams`` at most, and ``tracks`` starts the processes of a draft's tracks."""
+    chosen = drafter_of(config)
+    if chosen is None:
+        return None
+    source = target.name, target.folder, target.decoder.dtype
+    return registry.build(chosen, drafter_context(config, *source, streams, tracks=tracks))
+
+
+def drafter_context(
+    config: LLMConfig,
+    name: str,
+    folder: Path,
+    dtype: torch.dtype,
+    streams: int = 0,
+    texts: bool = True,
+    tracks: StartTracks | None = None,
+) -> DrafterContext:
+    """What a drafter may use while it is built, for a target of this name, folder and dtype; ``streams`` and ``tracks``
+    as of `build_drafter`. Without ``texts`` none are read or written here: of tokenizers their vocabulary is enough."""
+    return DrafterContext(
+        load_model=partial(_load_drafts, config, texts, dtype, tracks),
+        dtype=dtype,
+        device=parse_device(stage_devices(config)[-1]),
+        find=partial(resolve_folder, offline=config.offline),
+        target=name,
+        target_folder=folder,
+        streams=streams,
+    )
+
+
+def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel) -> DraftBudget:
+    """The draft budget: what was asked for, or chosen by the engine."""
+    if drafter is None:
+        return FixedBudget(size=0, why="no drafter was named")
+    chosen = parse_budget(config.budget)
+    if chosen != AUTO:
+        return chosen
+    round_ = parse_round(config.round)
+    if round_ is not None and not round_.weighs:
+        if config.budget is not None:
+            raise CapabilityError(
+                f"budget={config.budget!r} with round={config.round!r}",
+                "the automatic budget adds the times of draft and target, which this round lets run at once",
+                "give a number of nodes or a table, or leave budget out",
+            )
+        return FixedBudget(size=drafter.spec.window)
+    if drafter.spec.default_budget == 0:
+        return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
+    return _auto_budget(config, drafter, target)
+
+
+def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> AutoBudget:
+    """Costs of a machine that is named; else from the model's calibration, where there is one; else estimated now."""
+    decoder = target.decoder
+    if config.costs != AUTO_COSTS:
+        return AutoBudget.of(drafter.spec, _predicted(config.costs, target))
+    found, where = calibration.find(target.folder, fingerprint(config, decoder))
+    if found is not None:
+        table, drafts = found.table, found.drafts
+    else:
+        table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
+    return AutoBudget.of(drafter.spec, table, drafts.get(_draft_name(config)))
+
+
+def _predicted(machine: str, target: LoadedModel) -> CostTable:
+    """The planner's costs of this target on a machine that has a name."""
+    decoder = target.decoder
+    sizes, named = shape_of(decoder.config), machines.machine(machine)
+    network = ServedModel(shape=sizes, weight_bytes=decoder.weight_bytes, kv_bytes=decoder.dtype.itemsize)
+    points = cost_points(lambda *size: pass_seconds(network, named, *size), network.shape.max_position)
+    return CostTable(**points, source=f"predicted by the planner for {machine}")
+
+
+def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
+    """Under which conditions this target's speed was, or would be, measured."""
+    kernels = "native" if compiled_layers(config, decoder.config, decoder.dtype) else "torch"
+    kernels += f" in {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
+    return calibration.fingerprint(decoder, kernels)
+
+
+def _draft_name(config: LLMConfig) -> str:
+    """The calibration's name for the draft model that the drafter runs; empty where it runs none."""
+    chosen = drafter_of(config)
+    name = getattr(chosen, "model", None)
+    return draft_key(str(name), str(getattr(chosen, "dtype", "auto"))) if name else ""
+
+
+def draft_key(name: str, dtype: str) -> str:
+    """What a calibration calls the passes of a draft model."""
+    return f"{name},dtype={dtype}"

@@ -1,0 +1,158 @@
+"""Target, drafter, pool, budget and round as an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from ...core.errors import CapabilityError, ConfigError
+from ...draft.base import Drafter
+from ...draft.sessions import GoingSessions
+from ...engine.base import Origin, Place
+from ...engine.engine import Engine, EngineLimits
+from ...engine.grammar import Grammars
+from ...engine.rounds import make_round, parse_round, round_of
+from ...engine.scheduler import SchedulerConfig, parse_prompt_rows
+from ...engine.tokens import texts_of
+from ...kv.pool import KVPool
+from ...model.applications import Application, load_applications, locate
+from ...model.stage_line import StageLine
+from ...weights import zoo
+from ...weights.loader import resolve_folder
+from ..config import TARGET_OPTIONS, LLMConfig
+from ..split import Split, parse_split
+from .drafting import build_drafter, drafter_of, make_budget
+from .memory import kv_layout, make_pool, model_length, pool_tokens
+from .models import (
+    LoadedModel,
+    StartRanks,
+    StartTracks,
+    TargetPart,
+    exact_layers,
+    load_ranks,
+    load_source,
+    open_source,
+    own_layers,
+    share_of,
+)
+
+log = logging.getLogger(__name__)
+
+
+def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedModel:
+    """The target; ``start`` starts its other ranks, where it has some. Everything that can be checked without the
+    weights is checked before they are read."""
+    source = open_source(config, config.model, config.dtype)
+    if source.shape.tracks > 1:
+        wrong = "it is a draft of tracks, which no target is"
+        raise CapabilityError(f"model {config.model!r}", wrong, f"draft with it: drafter='draft_model:{config.model}'")
+    drafter_of(config)
+    pool_tokens(config, *kv_layout(config, source.shape, source.dtype), model_length(config, source.shape))
+    locate(config.applications or {}, config.offline)
+    layers = own_layers(config, source.shape)
+    if config.tensor_parallel > 1:
+        share_of(config, source, 0)
+        assert start is not None, "nobody starts the other ranks"
+        tokenizer = source.tokenizer()
+        decoder = load_ranks(config, source, TargetPart(layers), start)
+        return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
+    return load_source(config, source, exact_layers(config, source), layers)
+
+
+# Starts the process of a configuration's drafter: given the tokens of the target's K/V pool, the drafted nodes of a
+# sequence that its sessions have room for, and where it runs.
+ServeApart = Callable[[LLMConfig, int, int, Place], GoingSessions]
+
+
+# Starts the processes of a target's stages, and gives the line over them, for the pipeline round.
+StartStages = Callable[[LLMConfig, Split, LoadedModel, KVPool], StageLine]
+
+
+def build_engine(
+    config: LLMConfig,
+    target: LoadedModel,
+    serve: ServeApart | None = None,
+    start: StartStages | None = None,
+    tracks: StartTracks | None = None,
+) -> Engine:
+    """Drafter, pool, budget, round and engine over a loaded target; ``serve`` starts a drafter's own process, ``start``
+    the stages', and ``tracks`` those of a draft's tracks, where these have some.
+
+    Raises:
+        ConfigError: a part that is not available, or parts that do not fit together.
+    """
+    decoder = target.decoder
+    folders = locate(config.applications or {}, config.offline)
+    applications = load_applications(folders, decoder, target.name, target.folder)
+    streams = max([0, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])  # of a row
+    drafter = build_drafter(config, target, streams, tracks)
+    if drafter is not None:
+        round_of(config.round, drafter.spec)  # before anything is allocated or started
+    if decoder.ranks is not None:
+        _check_beside_ranks(config.tensor_parallel, drafter, applications)
+    if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
+        wrong = "it reads the target's keys and values, and turns some, as the activations are"
+        asked = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"
+        raise CapabilityError(asked, wrong, "leave it out, or use another drafter")
+    max_model_len = model_length(config, decoder.config)
+    same = {name: getattr(config, name) for name in ("max_sequences", "max_batch_rows", "max_waiting")}
+    scheduler = SchedulerConfig(**same, max_prompt_rows=parse_prompt_rows(config.max_prompt_rows))
+    rows = streams, config.max_batch_rows, config.max_sequences
+    pool = make_pool(config, target, max_model_len, 0 if drafter is None else drafter.spec.scratch_slots(*rows))
+    for name, context in [] if drafter is None else drafter.spec.limits(max_model_len):
+        short = "drafter %r has %d positions, and the target %d: a text beyond the first %d tokens has no drafts of it"
+        log.warning(short, name, context, max_model_len, context)
+    round_config = parse_round(config.round)
+    apart = round_config is not None and round_config.place is not None
+    if drafter is not None and not apart:
+        info = decoder.info(target.name, target.tokenizer)
+        drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
+    budget = make_budget(config, drafter, target)
+    starts = None if serve is None else partial(serve, config, pool.num_tokens)
+    find, trained = partial(resolve_folder, offline=config.offline), partial(zoo.weights, model=config.model)
+    origin = Origin(target.name, target.folder, find, trained)
+    parts: dict[str, Any] = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
+    parts |= {"origin": origin, "serve": starts}
+    if config.pipeline is not None and start is not None:
+        parts["start"] = partial(start, config, parse_split(config.pipeline), target, pool)
+    round_ = make_round(config.round, **parts)
+    shape = decoder.config
+    limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=max_model_len, eos_ids=shape.eos_ids)
+    grammars = Grammars(target.tokenizer, shape.vocab_size, shape.eos_ids)
+    return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications, grammars)
+
+
+def _check_beside_ranks(count: int, drafter: Drafter | None, applications: Mapping[str, Application]) -> None:
+    """Refuse what reads weights of the target, or does to streams what takes all of its heads."""
+    for name, own in applications.items():
+        if own.streams is not None and own.streams.config.value_rotation is not None:
+            wrong = "its streams rotate values, which ranks do not"
+            raise CapabilityError(f"tensor_parallel={count} with application {name!r}", wrong, "leave one of them out")
+    if drafter is None:
+        return
+    spec, streams, wrong = drafter.spec, drafter.spec.streams, ""
+    if spec.taps or spec.scratch:
+        wrong = "it reads the target's states or weights, of which each rank has a part"
+    elif streams is not None and (streams.attention_limit is not None or streams.rotates):
+        wrong = "its streams see few keys, or rotate values, by what all heads say, and each rank has some"
+    if wrong:
+        remedy = "use draft_model, ngram, suffix or streams"
+        raise CapabilityError(f"tensor_parallel={count} with drafter {spec.name!r}", wrong, remedy)
+
+
+def check_shared(config: LLMConfig, other: LLMConfig) -> None:
+    """Refuse to run one configuration on the target that was loaded for another.
+
+    Raises:
+        ConfigError: they differ in an option on which the target depends.
+    """
+    for name in TARGET_OPTIONS:
+        mine, theirs = getattr(config, name), getattr(other, name)
+        if mine != theirs:
+            raise ConfigError(
+                f"LLM(..., share=...) with {name}={mine!r}",
+                f"the shared target was loaded with {theirs!r}",
+                "give the same, or leave share out",
+            )

@@ -1,0 +1,249 @@
+"""A checkpoint by its name, and a decoder from it: the whole target, some layers, a rank's share, a draft's track."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.errors import CapabilityError, ConfigError
+from ...draft.fit import MODEL, reader_of
+from ...engine.base import Place
+from ...engine.rounds import parse_round
+from ...kernels.layers import unsupported
+from ...model.attention import make_backend
+from ...model.attention.base import AttentionBackend
+from ...model.decoder import Decoder
+from ...model.devices import share_devices
+from ...model.families import DecoderConfig
+from ...model.linear import Quant
+from ...model.parallel import Ranks, Share, by_outputs
+from ...papers.mirror.tracks import load_tracks
+from ...papers.specpipe.config import PipelineConfig
+from ...weights.files import is_file
+from ...weights.gguf import is_gguf
+from ...weights.loader import (
+    load_model,
+    load_tokenizer,
+    load_vocabulary,
+    parse_device,
+    parse_dtype,
+    read_config,
+    resolve_folder,
+)
+from ..config import LLMConfig
+from ..split import parse_split
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder with its tokenizer."""
+
+    name: str
+    decoder: Decoder
+    tokenizer: Any  # None for a folder without one
+    folder: Path
+    layers: int  # of the whole target, of which the decoder may have the last ones alone
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPart:
+    """What a process, or all ranks of one, have of a target."""
+
+    layers: tuple[int, int] | None = None  # the first, and one past the last; None: all
+    ends: bool = True  # whether embedding, final norm and head are there, too
+
+
+# Starts the processes of a target's ranks: rank 0, with the line to the others.
+StartRanks = Callable[[LLMConfig, "Source", TargetPart], Ranks]
+
+
+# Starts the processes of a draft's tracks, likewise.
+StartTracks = Callable[[LLMConfig, "Source"], Ranks]
+
+
+def load_ranks(config: LLMConfig, source: Source, part: TargetPart, start: StartRanks) -> Decoder:
+    """Rank 0's share of a part of the target, while the other ranks load theirs; errors as of `load_model`."""
+    ranks = start(config, source, part)
+    decoder = load_part(config, source, part, ranks)
+    assert ranks.line is not None, "rank 0 has the line to the others"
+    ranks.line.start()
+    return decoder
+
+
+def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = TargetPart()) -> Share:  # noqa: B008  # frozen
+    """What one rank has of the target, or of a part of it.
+
+    Raises:
+        ConfigError: ranks that cannot share it.
+        CapabilityError: ``exact`` on layers that torch runs, or a target that is not cut.
+    """
+    count = config.tensor_parallel
+    compiled = compiled_layers(config, source.shape, source.dtype)
+    if config.exact and not compiled:
+        wrong = "the same bits at any number of ranks are what the compiled layers give, and torch runs these"
+        raise CapabilityError(f"exact=True with tensor_parallel={count}", wrong, "leave out exact, or use bfloat16")
+    if is_gguf(source.folder):
+        wrong = "a GGUF file's weights are in blocks, which are not cut at ranks"
+        raise CapabilityError(f"tensor_parallel={count} with {source.name}", wrong, "use the original checkpoint")
+    shape = source.shape if part.layers is None else source.shape.part(*part.layers, part.ends)
+    if not part.ends:
+        shape = replace(shape, vocab_size=count)  # of which nobody has a use
+    return Share(shape, rank, count, by_outputs(bool(config.exact), source.quant))
+
+
+def load_part(config: LLMConfig, source: Source, part: TargetPart, ranks: Ranks | None = None) -> Decoder:
+    """A part of the target, or a rank's share of it; errors as of `load_model`."""
+    return _decoder(config, source, exact_layers(config, source), stage_devices(config)[-1], part, ranks)
+
+
+def _decoder(
+    config: LLMConfig, source: Source, exact: bool, device: str, part: TargetPart, ranks: Ranks | None = None
+) -> Decoder:
+    """A part of a checkpoint, or one rank's share of it."""
+    given: dict[str, Any] = {
+        "attention": make_attention(config, source.dtype, exact),
+        "dtype": source.quant or source.dtype,
+        "device": device,
+        "native": compiled_layers(config, source.shape, source.dtype),
+        "ranks": ranks,
+    }
+    if source.shape.tracks > 1:
+        return load_tracks(source.folder, **given)
+    given |= {"layers": part.layers, "ends": part.ends}
+    return load_model(source.folder, exact=exact, **given)
+
+
+def stage_devices(config: LLMConfig) -> list[str]:
+    """The devices of the target's stages on this host. The last one is this process's; a target that is not split over
+    processes here has that one alone.
+    """
+    split = None if config.pipeline is None else parse_split(config.pipeline)
+    if split is None or config.cluster is not None:
+        return [config.device]
+    return share_devices(config.device, split.stages, torch.cuda.device_count())
+
+
+def draft_device(config: LLMConfig, place: Place) -> str:
+    """The device of a drafter in a process of its own: the one that is named, or the next one behind the stages'."""
+    devices = len(stage_devices(config)) + 1
+    return place.device or share_devices(config.device, devices, torch.cuda.device_count())[-1]
+
+
+def own_layers(config: LLMConfig, shape: DecoderConfig) -> tuple[int, int] | None:
+    """The layers that stay in this process where others have the rest; None: all.
+
+    Raises:
+        ConfigError: more stages than layers, or a cut of another number of layers.
+    """
+    if config.pipeline is None:
+        return None
+    chosen = parse_round(config.round)
+    assert isinstance(chosen, PipelineConfig), "the configuration makes it one"
+    start, stop = chosen.bounds(shape.num_layers)[-2:]
+    return start, stop
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint whose configuration was read, and nothing else."""
+
+    name: str
+    folder: Path
+    shape: DecoderConfig
+    dtype: torch.dtype  # of the activations
+    quant: Quant | None  # how the weights are stored
+
+    def tokenizer(self, texts: bool = True) -> Any:
+        """Its tokenizer, or without ``texts`` what knows ids and pieces (``get_vocab``) alone; None: it has none.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        load = load_tokenizer if texts else load_vocabulary
+        return load(self.folder) if self.tokenizer_files() else None
+
+    def tokenizer_files(self) -> list[Path]:
+        """Those that are there; a GGUF file is its own."""
+        if is_gguf(self.folder):
+            return [self.folder]
+        files = [self.folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
+        return [file for file in files if is_file(file)]
+
+
+def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
+    """A checkpoint's configuration; ``dtype`` as of `LLMConfig`.
+
+    Raises:
+        ConfigError: it is none that can be used.
+    """
+    revision = config.revision if name == config.model else None
+    folder = resolve_folder(name, revision=revision, offline=config.offline)
+    if (reader := reader_of(folder)) not in (None, MODEL):
+        also = ", or give it as an application" if reader == "streams" else ""
+        wrong = f"{folder} holds weights of the drafter {reader!r}, not a model"
+        raise ConfigError(f"model {name!r}", wrong, f"write drafter='{reader}:{name}'{also}")
+    shape = read_config(folder)
+    kind, quant = parse_dtype(dtype, shape)
+    return Source(name, folder, shape, kind, quant)
+
+
+def load_source(
+    config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None, texts: bool = True
+) -> LoadedModel:
+    """A checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
+    tokenizer = source.tokenizer(texts)  # before the weights: what is wrong with it is said at once
+    decoder = _decoder(config, source, exact, stage_devices(config)[-1], TargetPart(layers))
+    return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
+
+
+def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
+    """The track of one of several processes; errors as of `load_model`."""
+    return _decoder(config, source, False, "cpu", TargetPart(), ranks)
+
+
+def exact_layers(config: LLMConfig, source: Source) -> bool:
+    """Return whether the target's layers must be told to give a row the same bits in every pass. Compiled ones do it
+    anyway, and in float64 what differs decides no token."""
+    if config.exact is not None:
+        return config.exact
+    able = config.tensor_parallel == 1 and config.attention != "reference" and source.dtype != torch.float64
+    return able and not compiled_layers(config, source.shape, source.dtype)
+
+
+def make_attention(config: LLMConfig, dtype: torch.dtype, exact: bool) -> AttentionBackend:
+    """The attention of layers that torch runs.
+
+    Raises:
+        CapabilityError: one that is not exact, where that is asked for.
+    """
+    backend = config.attention
+    if backend == "auto":
+        backend = "reference" if dtype == torch.float64 else "sdpa"
+    if exact and backend == "reference" and dtype != torch.float64:
+        raise CapabilityError(
+            "exact=True with attention='reference'",
+            "the dense reference does not keep a row's order of summation",
+            "use attention='sdpa'",
+        )
+    return make_backend(backend, dtype, exact=exact)
+
+
+def compiled_layers(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
+    """Whether the compiled layers run this model."""
+    asked_for_torch = config.kernels == "torch" or config.attention != "auto"
+    if config.kernels == "native" and config.attention != "auto":
+        raise ConfigError(
+            f"kernels='native' with attention={config.attention!r}",
+            "the compiled layers have an attention of their own",
+            "leave attention out, or use kernels='torch'",
+        )
+    if asked_for_torch:
+        return False
+    why = unsupported(shape, dtype, parse_device(config.device))
+    if why and config.kernels == "native":
+        raise CapabilityError("kernels='native'", why, "use kernels='auto' or 'torch'")
+    return why is None

@@ -1,0 +1,174 @@
+"""The options of `LLM` and of the command line, set at start-up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.options import HIGHEST, check, option, shown
+from ..draft import registry
+from ..draft.registry import DrafterConfig
+from ..engine.budget import AUTO, FixedBudget, parse_budget
+from ..engine.rounds import parse_round
+from ..engine.scheduler import parse_prompt_rows
+from ..engine.verification import DEFAULT_VERIFIER, VERIFIERS
+from ..papers.specpipe.config import PipelineConfig
+from ..plan import machines
+from ..runtime.placement import ClusterConfig, parse_cluster
+from ..weights.loader import check_dtype, parse_device
+from .options import AUTO_DRAFTER, AUTO_ROUND, DRAFTER, LLMOptions
+from .options import MAX_THREADS as MAX_THREADS
+from .split import parse_split
+
+AUTO_COSTS = "auto"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMConfig(LLMOptions):
+    """The options of a model and its engine, checked for what they mean together."""
+
+    drafter: str | DrafterConfig | None = option(None, help=DRAFTER, metavar="NAME|FOLDER")  # type: ignore[assignment]  # from Python
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.trust_remote_code:
+            wrong = "Paceline never runs code that comes with a checkpoint"
+            raise ConfigError("trust_remote_code=True", wrong, "leave it out; the supported families need none")
+        check_dtype(self.dtype)
+        parse_device(self.device)
+        if self.kv_memory is not None:
+            parse_bytes(self.kv_memory)
+        parse_prompt_rows(self.max_prompt_rows)
+        if self.drafter != AUTO_DRAFTER:
+            registry.parse(self.drafter)
+        parse_round(self.round)
+        if self.pipeline is not None:
+            object.__setattr__(self, "round", self._piped(parse_split(self.pipeline).stages))
+        if self.tensor_parallel > 1:
+            self._check_ranks()
+        if self.cluster is not None:
+            self._check_cluster(parse_cluster(self.cluster))
+        elif self.insecure_cluster:
+            raise ConfigError("insecure_cluster", "no cluster is named", "leave it out, or name one: cluster='auto'")
+        chosen = parse_budget(self.budget)
+        off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.size == 0)
+        if not off and self.drafter is None:
+            asked = f"budget={shown(self.budget)} without a drafter"
+            raise ConfigError(asked, "there is no drafter", "name one: drafter='ngram'")
+        if self.costs != AUTO_COSTS:
+            machines.machine(self.costs)
+            if self.drafter is None or chosen != AUTO:
+                wrong = "there is no automatic budget that would read it"
+                raise ConfigError(f"costs={shown(self.costs)}", wrong, "name a drafter, and leave budget=auto")
+        if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
+            asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
+            raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)
+        filled = parse_round(self.round)
+        if filled is not None and filled.place is not None and filled.place.device:
+            parse_device(filled.place.device)
+        if self.exact and isinstance(filled, PipelineConfig) and filled.accept != "strict":
+            asked = f"exact=True with round={shown(self.round)}"
+            raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
+
+    def _check_ranks(self) -> None:
+        """Refuse stages of this process, or a device other than the CPU, beside ranks."""
+        asked = f"tensor_parallel={self.tensor_parallel}"
+        if self.pipeline is None and isinstance(parse_round(self.round), PipelineConfig):
+            wrong = "stages of one process share its ranks, which know no stages"
+            raise CapabilityError(f"{asked} with round={shown(self.round)}", wrong, "give pipeline=STAGES, too")
+        if parse_device(self.device).type != "cpu":
+            wrong = "ranks share the memory of a host, and add in it"
+            raise CapabilityError(f"{asked} with device={shown(self.device)}", wrong, "use device='cpu'")
+
+    def _check_cluster(self, cluster: ClusterConfig) -> None:
+        """Refuse a cluster that nothing would run on, and cores that Ray chooses."""
+        asked, round_ = f"cluster={shown(self.cluster)}", parse_round(self.round)
+        place = None if round_ is None else round_.place
+        if self.pipeline is None and place is None:
+            wrong = "neither stages nor a drafter have a process of their own that could run there"
+            raise ConfigError(asked, wrong, "give pipeline=2, or round='mirror,rollout=process'")
+        named = self.pipeline is not None and parse_split(self.pipeline).cores
+        if named or (place is not None and place.cores):
+            wrong = "which cores a worker gets is the cluster's to say"
+            raise ConfigError(f"{asked} with named cores", wrong, "say how many: cluster='auto,cores=2'")
+
+    def _piped(self, stages: int) -> str:
+        """The round over so many stages in processes."""
+        asked = f"pipeline={shown(self.pipeline)}"
+        if self.applications:
+            wrong = "stages in processes have the base model's layers alone, without adapters or streams"
+            raise CapabilityError(f"{asked} with applications", wrong, "leave out one of the two")
+        text = PipelineConfig.kind if self.round == AUTO_ROUND else self.round
+        chosen = parse_round(text)
+        if not isinstance(chosen, PipelineConfig):
+            wrong = "stages are filled by the pipeline round alone"
+            raise ConfigError(
+                f"{asked} with round={shown(self.round)}", wrong, "leave out round, or use round=pipeline"
+            )
+        if "stages" not in text:
+            return f"{text},stages={stages}"
+        if chosen.stages != stages:
+            wrong = f"these are {stages} stages"
+            raise ConfigError(f"{asked} with round={shown(self.round)}", wrong, "leave out stages=")
+        return text
+
+
+# Options on which the target itself depends: two `LLM` that agree in them can share its weights.
+TARGET_OPTIONS = (
+    "model",
+    "dtype",
+    "device",
+    "exact",
+    "kernels",
+    "attention",
+    "revision",
+    "pipeline",
+    "tensor_parallel",
+)
+
+
+def parse_bytes(value: str | int) -> int:
+    """Bytes from a number or from text such as ``512MiB`` or ``2GB``.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    size: float | None = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?\s*", value.lower())
+        size = None if match is None else float(match[1]) * _UNITS[match[2] or ""]
+    if size is None or not 0 <= size <= HIGHEST:
+        raise ConfigError(f"kv_memory={shown(value)}", "not a size", "write bytes, or a number with MiB or GiB")
+    return int(size)
+
+
+def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
+    """The configuration that `LLM(model, **options)` asks for.
+
+    Raises:
+        ConfigError: an unknown option, or a value that does not fit.
+    """
+    known = sorted(LLMConfig.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            remedy = f"known options: {', '.join(known)}"
+            raise ConfigError(f"LLM(..., {name[:80]}=...)", "there is no such option", remedy)
+    return LLMConfig(model=_in_text(model), **{name: _in_text(value) for name, value in options.items()})
+
+
+def _in_text(value: Any) -> Any:
+    """Paths, and torch's dtypes and devices, as the text that the options take."""
+    if isinstance(value, Path | torch.device):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {name: str(part) if isinstance(part, Path) else part for name, part in value.items()}
+    return value

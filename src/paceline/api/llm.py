@@ -1,0 +1,402 @@
+"""``LLM``, the interface for ordinary programs: batches and streams. `async_llm` is for event loops."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import kernels as native
+from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown
+from ..core.request import RequestOutput
+from ..core.sampling import SamplingParams
+from ..draft import adapted
+from ..draft.hybrid import with_parts
+from ..draft.registry import DrafterConfig
+from ..draft.sessions import GoingSessions
+from ..engine.base import Place
+from ..engine.calibration import Fingerprint
+from ..engine.engine import LiveRequest
+from ..engine.lock import ReentryError
+from ..engine.tokens import Prompt, chat_ids, encode
+from ..kv.pool import KVPool
+from ..model.applications import locate
+from ..model.decoder import Decoder
+from ..model.parallel import Ranks
+from ..model.stage_line import StageLine
+from ..papers.streaming.model import read_config
+from ..weights import generation, zoo
+from ..weights.loader import read_config as model_config
+from ..weights.loader import resolve_folder
+from .assembly.drafting import fingerprint
+from .assembly.engine import build_engine, check_shared, load_target
+from .assembly.models import LoadedModel, Source, TargetPart
+from .chunks import Chunk, StreamedChunks, raise_failed
+from .config import LLMConfig, config_of
+from .options import AUTO_DRAFTER
+from .split import Split
+
+Message = Mapping[str, Any]  # {"role": .., "content": ..}
+log = logging.getLogger(__name__)
+Job = Callable[..., str]  # `Engine.submit` of a request that is all but submitted
+
+
+def _serve_apart(places: Any, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions:
+    """The drafter in a process of its own; what that takes is imported where it is asked for."""
+    from ..runtime.draft_worker import serve_apart
+
+    return serve_apart(config, pool_tokens, rows, place, places)
+
+
+def _start_stages(places: Any, config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageLine:
+    """The target's stages in processes of their own, likewise."""
+    from ..runtime.stage_worker import start_stages
+
+    return start_stages(config, split, target, pool, places)
+
+
+def _reserve(config: LLMConfig) -> Any:
+    """Room on the cluster that is named, likewise; None: none is."""
+    if config.cluster is None:
+        return None
+    from ..runtime.cluster import reserve
+
+    return reserve(config)
+
+
+def _start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
+    """The target's other ranks in processes of their own, likewise."""
+    from ..runtime.rank_worker import start_ranks
+
+    return start_ranks(config, source, part)
+
+
+def _start_tracks(config: LLMConfig, source: Source) -> Ranks:
+    """The tracks of a draft in processes of their own, likewise."""
+    from ..runtime.rank_worker import start_tracks
+
+    return start_tracks(config, source)
+
+
+def _cut(config: LLMConfig) -> LLMConfig:
+    """With a cut into stages that is measured, where one is asked for; likewise."""
+    if config.pipeline is None:
+        return config
+    from ..runtime.stage_worker import with_cut
+
+    return with_cut(config)
+
+
+class LLM:
+    """A target model with an engine, ready for requests.
+
+    Every method may be called from any thread, and from the ``progress`` callback of `generate`. Requests of all
+    threads share the engine's batches; waiting threads run one step each, in their order of arrival.
+
+    Args:
+        model: an embedded model's name, a local Hugging Face folder, or a hub name.
+        share: an `LLM` of the same target, whose weights are used in place of loading them again; K/V, drafter and
+            engine are not shared.
+        beside: drafters that are asked before the one that ``drafter="auto"`` stands for.
+        options: the fields of `LLMConfig`.
+
+    Raises:
+        ConfigError: an option, file or combination that cannot be used; raised before any request.
+    """
+
+    def __init__(self, model: str, *, share: LLM | None = None, beside: Sequence[str] = (), **options: Any) -> None:
+        self.config = config_of(model, options)
+        candidates = drafters_of(self.config, beside)
+        self.config = _cut(replace(self.config, drafter=candidates[0]))
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        places = _reserve(self.config)
+        self._target = load_target(self.config, _start_ranks) if share is None else self._shared(share)
+        self.tokenizer = self._target.tokenizer
+        refusals: list[CapabilityError] = []
+        for drafter in candidates:
+            self.config = replace(self.config, drafter=drafter)
+            try:
+                self.engine = build_engine(
+                    self.config,
+                    self._target,
+                    partial(_serve_apart, places),
+                    partial(_start_stages, places),
+                    _start_tracks,
+                )
+                break
+            except CapabilityError as error:
+                refusals.append(error)
+        else:
+            raise refusals[0]
+        if refusals:
+            words = "drafter %r, the default of this model, cannot be used here: %s. The drafter %r is used instead."
+            log.warning(words, candidates[0], refusals[0].wrong, drafter)
+        self.learning = None if self.config.learn is None else _learn(self)
+
+    def _shared(self, other: Any) -> LoadedModel:
+        """Another one's target, if it is what this one's configuration asks for."""
+        if not isinstance(other, LLM):
+            raise ConfigError(f"LLM(..., share={shown(other)})", "it is no LLM", "give one of the same target")
+        check_shared(self.config, other.config)
+        for name, none in (("pipeline", None), ("tensor_parallel", 1)):
+            if (asked := getattr(self.config, name)) != none:
+                wrong = "its layers lie in processes that serve one engine"
+                raise ConfigError(f"LLM(..., share=..., {name}={shown(asked)})", wrong, "leave share out")
+        return other._target
+
+    @property
+    def decoder(self) -> Decoder:
+        """The target's network."""
+        return self._target.decoder
+
+    @property
+    def folder(self) -> Path:
+        """The target's local folder."""
+        return self._target.folder
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The conditions that the target's speed depends on: a calibration must have been made under the same ones."""
+        return fingerprint(self.config, self.decoder)
+
+    @property
+    def kernels(self) -> str:
+        """The kernels of the layers: "native" with the instructions in use, or "torch"."""
+        return "torch" if self.decoder.stack is None else f"native ({native.describe()})"
+
+    def describe_learning(self) -> dict[str, Any]:
+        """Whether requests are learned from, and how that stands; ready for JSON."""
+        if self.learning is None:
+            return {"state": "off: nothing of any request is kept, and nothing is learned"}
+        found: dict[str, Any] = self.learning.describe()
+        return found
+
+    # -- answers
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """How the model is sampled by ``paceline chat``: as its ``generation_config.json`` says.
+
+        Of that file come temperature, top_p, top_k, min_p and repetition_penalty; with ``do_sample: false`` the
+        temperature is 0.
+        Where it has none of these but a penalty, or there is no file: temperature=0.7 and top_p=0.95. All else is as in
+        `SamplingParams()`, which is also what requests without parameters get.
+
+        Args:
+            given: fields of `SamplingParams` that go before the file's, such as ``max_tokens=256``.
+
+        Raises:
+            ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
+        """
+        return generation.sampling(self.folder, given)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Callable[[int], None] | None = None,
+        application: str | Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, batched as memory and limits allow.
+
+        A request whose own sampling rules, text or stop rules fail ends alone, with
+        ``finish_reason="error"``; see `RequestOutput.error`.
+
+        Args:
+            prompts: one or many; text, or ``{"prompt_token_ids": [...]}``.
+            params: one for all, or one a prompt; default: `SamplingParams()`.
+            progress: called with the number of finished answers.
+            application: whose adapters answer, one for all or one a prompt; None: the base model.
+
+        Returns:
+            One output a prompt, in their order.
+
+        Raises:
+            ConfigError: a prompt, parameters or an application that cannot be used; no request was begun then.
+        """
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        each = _one_each(params, SamplingParams, len(many), "SamplingParams")
+        names = _one_each(application, str, len(many), "applications")
+        return self._run([self.job(*row) for row in zip(many, each, names, strict=True)], progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        stream: bool = False,
+        application: str | None = None,
+    ) -> Any:
+        """Answer a conversation: a list with one output, or with ``stream=True`` an iterator of `Chunk`.
+
+        Raises:
+            ConfigError: the model has no chat template, or the template refuses the messages, or there is no such
+                application.
+        """
+        job = self.chat_job(messages, params, application)
+        return self._stream(job) if stream else self._run([job], None)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None, **options: Any
+    ) -> Iterator[Chunk]:
+        """Stream the answer to one prompt. Closing the iterator early ends the request.
+
+        Args:
+            prompt, params, application: as for `generate`.
+            options: ``said``, ``priority``, ``deadline_s``, ``speculation`` and ``store`` of `Engine.submit`.
+
+        Raises:
+            ConfigError: the prompt, the parameters or the application cannot be used.
+            RequestError: after the last chunk, if the request's own rules failed.
+        """
+        return self._stream(self.job(prompt, params, application, **options))
+
+    def job(self, prompt: Prompt, params: SamplingParams | None, application: str | None, **options: Any) -> Job:
+        """A request for `stream`, not submitted yet; errors as there."""
+        self.engine.check_application(application)
+        return self._job(*encode(prompt, self.tokenizer), params, application, options)
+
+    def chat_job(
+        self, messages: Sequence[Message], params: SamplingParams | None, application: str | None, **options: Any
+    ) -> Job:
+        """A request for `chat`, not submitted yet; errors as there."""
+        self.engine.check_application(application)
+        ids, text = chat_ids(messages, self.tokenizer, self.config.model)
+        return self._job(ids, text, params, application, options)
+
+    def _job(
+        self, ids: list[int], text: str | None, params: SamplingParams | None, application: str | None, options: Any
+    ) -> Job:
+        given = {"prompt": text, "application": application, **options}
+        return partial(self.engine.submit, ids, params or SamplingParams(), **given)
+
+    def forget(self) -> None:
+        """Drop what is kept of requests that ended: K/V of their texts, and what the drafter remembers of them.
+
+        Call it before a prompt is asked that is timed, or whose passes are counted: a drafter may have kept the answer
+        to it. What the draft budget has learned of chances and costs stays.
+        """
+        with self.engine.lock:
+            self.engine.forget()
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request in flight. Returns its output so far, or None if there is no such request."""
+        with self.engine.lock:
+            return self.engine.abort(request_id)
+
+    def _run(self, jobs: Sequence[Job], progress: Callable[[int], None] | None) -> list[RequestOutput]:
+        engine = self.engine
+        lives: list[LiveRequest] = []
+        ended: dict[str, LiveRequest] = {}
+        told = 0
+        try:
+            for job in jobs:
+                with engine.lock:
+                    lives.append(engine.live[job(on_end=lambda live: ended.update({live.request.id: live}))])
+            while told < len(lives):
+                with torch.inference_mode(), engine.lock:
+                    while told == len(ended):  # another thread's steps, or an abort, may have ended one
+                        engine.step()
+                        if engine.lock.wanted:
+                            break
+                while told < len(ended):
+                    told += 1
+                    if progress:
+                        progress(told)
+            with engine.lock:
+                return [engine.output(live) for live in lives]
+        except BaseException as error:
+            if not isinstance(error, ReentryError):  # else the lock belongs to the step that this was called from
+                engine.lock.free_mine()
+            self._give_up(lives)
+            raise
+
+    def _give_up(self, lives: Sequence[LiveRequest]) -> None:
+        """End requests; safe to call from anywhere, even from a garbage collector in the middle of a step."""
+        for live in lives:
+            self.engine.cancel(live.request.id)
+        if self.engine.lock.take_if_free():  # else whoever holds it will see to it
+            try:
+                self.engine.settle()
+            finally:
+                self.engine.lock.__exit__()
+
+    def _stream(self, job: Job) -> Iterator[Chunk]:
+        engine = self.engine
+        with engine.lock:
+            live = engine.live[job()]
+        sent = StreamedChunks()
+
+        def chunks() -> Iterator[Any]:
+            try:
+                yield None  # taken below: a generator that was never entered would not run its end
+                while live.ended is None:
+                    with engine.lock:
+                        if live.ended is None:  # another thread's steps, or an abort, may have ended it
+                            engine.step()
+                        news = sent.new_chunks(engine, live)
+                    yield from news
+                with engine.lock:
+                    news = sent.new_chunks(engine, live)
+                yield from news
+                raise_failed(sent.output)
+            except ReentryError:  # the lock belongs to the step that this was called from
+                raise
+            except (Exception, KeyboardInterrupt):
+                # Not where the generator is closed, which a collector may do in a step.
+                engine.lock.free_mine()
+                raise
+            finally:
+                self._give_up([live])
+
+        answer = chunks()
+        next(answer)
+        return answer
+
+
+def _learn(llm: LLM) -> Any:
+    """Let the drafter learn; what that takes is imported where it is asked for."""
+    from ..adapt.learning.begin import begin
+
+    return begin(llm.config, llm._target, llm.engine)
+
+
+def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
+    """What belongs to each prompt: one of ``kind`` (or None) for all, or one a prompt."""
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if len(given) != count:
+        remedy = "give one for all or one a prompt"
+        raise ConfigError(f"{len(given)} {what} for {count} prompts", "the counts differ", remedy)
+    return list(given)
+
+
+def drafters_of(config: LLMConfig, beside: Sequence[str] = ()) -> list[str | DrafterConfig | None]:
+    """List the drafters that a configuration allows, best first: the one that it names, or where it says ``auto`` what
+    `paceline adapt` made for the model's weights, the zoo's choice, and look-ups; each with ``beside`` before it.
+
+    Applications with streams leave no choice: their answers depend on them.
+
+    Raises:
+        ConfigError: a file of an adapted drafter is not the one that was made.
+    """
+    if config.drafter != AUTO_DRAFTER:
+        return [config.drafter]
+    if any(read_config(folder).gamma for folder in locate(config.applications or {}, config.offline).values()):
+        return ["streams"]
+    name = config.model
+    try:
+        folder = resolve_folder(name, offline=True)
+    except ConfigError:  # loading it reports this
+        own = [zoo.default_drafter(name, config.dtype)]
+    else:
+        made = adapted.found(folder, config.dtype) if adapted.any_made() else None
+        stored = config.dtype == "auto" and folder.is_dir() and model_config(folder).checkpoint_dtype
+        own = [made and adapted.named(made), zoo.default_drafter(str(folder), stored or config.dtype)]
+    names = dict.fromkeys([*filter(None, own), zoo.LOOK_UP])
+    return [with_parts(beside, name) if beside else name for name in names]

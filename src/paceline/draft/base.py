@@ -1,0 +1,279 @@
+"""The contract of a drafter: what it declares, and what the engine calls.
+
+A drafter declares what it reads and can do (`DrafterSpec`, data checked at start-up), is shown every committed token in
+`observe`, and returns one token tree a sequence from `propose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, log
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.tree import TokenTree
+from .proposal import Proposal, to_tree
+from .sessions import DraftSessions, Opening, chains
+
+if TYPE_CHECKING:
+    from ..core.sampling import SequenceSampler
+    from ..kv.pool import SequenceCache
+    from ..model.applications import Application
+    from ..model.decoder import TargetInfo
+    from ..papers.streaming.model import StreamConfig, StreamSet
+
+
+STREAM_ROWS = 32  # of streams, that a pass has room for where they are not on every node
+Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each stream, best first, and their log q
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamRules:
+    """How streams take part in the target's pass, for drafters that draft with them (the fused round)."""
+
+    gamma: int  # streams a row of the drafter's own set; 0: only applications bring streams
+    k: int = 0  # best tokens of a stream that drafts are made of; 0: they need whole distributions
+    noisy: bool = False  # whether these are drawn with the noise of the target's own choices
+    wanted: int | None = None  # streams that drafts are to be read from; None: as many as a set has
+    at: Literal["nodes", "frontier"] = "nodes"  # rows that carry them: every kept node, or the last accepted one
+    prune_threshold: float | None = None  # nodes with a transition probability below it are pruned
+    prune_count: int | None = None  # drafted nodes that pruning keeps
+    prune_layer: int | None = None  # before which trees are pruned; None: where streams begin
+    prune_exit: Literal["trained", "head"] = "trained"  # by the set's map there, or by the head on the state as it is
+    best_path_batch: int = 8  # so many drafts at once are chains, and none is pruned
+    attention_limit: int | None = None  # keys of its main row that a stream attends to; None: all
+    rotates: bool = False  # whether a set rotates values, which the torch layers alone can do
+
+    @property
+    def prunes(self) -> bool:
+        """Whether any tree may be pruned."""
+        return self.prune_threshold is not None or self.prune_count is not None
+
+    def prunes_before(self, streams: StreamConfig) -> int:
+        """The layer before which the trees of a set are pruned."""
+        return streams.insertion if self.prune_layer is None else self.prune_layer
+
+    def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
+        """K/V slots that the streams of the widest pass need.
+
+        Args:
+            shared: most streams that a row of an application carries; 0: no application has streams.
+            rows: of a target pass.
+            sequences: that may run at once.
+        """
+        everywhere = max(shared, self.gamma if self.at == "nodes" else 0)  # any row may carry them
+        # On the frontier one row a sequence does, in a pass of their own: it overwrites what the first one left. A few
+        # likely ones may go with the first pass already.
+        return max(everywhere * rows, self.gamma * min(sequences, rows), min(STREAM_ROWS, self.gamma * rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """What a drafter needs and what it can do. Declared once, checked at start-up."""
+
+    name: str
+    taps: tuple[int, ...] = ()  # target layers whose outputs it reads; -1 is the last, before the final norm
+    past: int | None = 0  # last tokens of a text whose taps it needs; 0: those of the root and behind it; None: all
+    network: bool = False  # runs a network: its time is no trifle, and it heeds `DraftRequest.floor`
+    cached: bool = False  # keeps K/V of its own for every token, and catches up with those that it has not seen
+    level_logits: bool = False  # its logits of a level do not depend on the tokens drafted in front of it
+    proposes: Literal["point", "coupled", "sampled"] = "point"
+    default_budget: int = 0  # drafted nodes a step where the user names no budget
+    context: int | None = None  # tokens of a text that its network has positions for; None: the target's
+    ahead: bool = False  # drafts from tokens alone, below nodes that are not decided on: see `Drafter.sessions`
+    ahead_levels: int = 0  # tokens of a chain that its sessions draft, if it drafts trees else; 0: the default budget
+    observes: bool = True  # whether `observe` does anything: it is not called else
+    tree: bool = False  # may propose several children of a node
+    sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
+    parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it asks, by source mark: see `DraftRule.ask`
+    streams: StreamRules | None = None  # it drafts with streams: see `Drafter.stream_set`
+    scratch: int = 0  # slots a sequence in the target's K/V pool, beside the text's, that its drafts need
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Names of the drafters that a request may choose among, by source mark."""
+        return self.sources if self.parts else (self.name,)
+
+    @property
+    def window(self) -> int:
+        """Tokens of a chain that its sessions draft."""
+        return self.ahead_levels or self.default_budget
+
+    def limits(self, tokens: int) -> list[tuple[str, int]]:
+        """Return name and `context` of the drafters, parts included, that draft for no text of so many tokens."""
+        own = [] if self.context is None or self.context >= tokens else [(self.name, self.context)]
+        return [*own, *(limit for part in self.parts for limit in part.limits(tokens))]
+
+    def idle_reason(self, view: SequenceView) -> str | None:
+        """Return why nothing more is drafted for a sequence; None: this drafter has no reason of its own."""
+        if self.parts:
+            reasons = [part.idle_reason(view) for part in self.parts]
+            return None if None in reasons else "; ".join(map(str, reasons))
+        for name, context in self.limits(len(view.tokens)):
+            return f"drafter {name!r} has {context:,} positions, and prompt and answer have {len(view.tokens):,} tokens"
+        own = view.application
+        if self.streams is not None and not self.streams.gamma and (own is None or own.streams is None):
+            who = "the base model" if own is None else f"application {own.name!r}"
+            return f"drafter {self.name!r} has only the streams of applications, and {who} has none"
+        return None
+
+    def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
+        """K/V slots that drafts, or the streams of the widest pass, need; arguments as for `StreamRules`."""
+        streams = 0 if self.streams is None else self.streams.scratch_slots(shared, rows, sequences)
+        return max(streams, self.scratch * sequences)
+
+
+@dataclass(slots=True)
+class SequenceView:
+    """One running sequence, as a drafter sees it."""
+
+    key: int  # unique while the sequence runs; the argument of `release`
+    tokens: list[int]  # prompt and output so far; the last one is the root. Read only; grows in place
+    prompt_len: int
+    sampler: SequenceSampler  # the sequence's sampling rules and noise (for coupled and sampled drafts)
+    max_len: int | None = None  # prompt and output together cannot grow beyond this
+    application: Application | None = None  # whose adapters its rows have; None: the base model
+    sources: frozenset[int] | None = None  # marks of the drafters that are asked for it; None: all
+    prediction: Sequence[int] = ()  # text that the output is likely to repeat
+    fault: Exception | None = None  # its own sampling rules, text or stop rules failed: the step ends it with this
+
+
+class DraftRule(Protocol):
+    """What a node must be worth, and which source of several is worth asking; see `engine.auto`."""
+
+    def ask(self, source: int, views: Sequence[SequenceView], first: Sequence[float]) -> list[int]:
+        """Indices of the sequences to ask a source for, given each one's chance of having the next token already."""
+
+    def record_cost(self, source: int, passes: int, ms: float) -> None:
+        """Learn the time of the last call of a source, and how many passes its network took."""
+
+    def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
+        """The chance that one of a source's first tokens is right, from its own log scores of them."""
+
+    def level_chance(self, source: int, count: int) -> float:
+        """The chance of a path that pays for one more level below it, in a call for ``count`` sequences."""
+
+    def select(self, views: Sequence[SequenceView], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
+        """The nodes to check, of a proposal that took so many passes (`DraftRequest.passes`); None: none."""
+
+
+@dataclass(slots=True)
+class DraftRequest:
+    """The argument of `propose`: a tree is wanted for each sequence, within its budget."""
+
+    sequences: Sequence[SequenceView]  # [B]
+    budgets: Sequence[int]  # [B] drafted nodes allowed, root not counted; 0: the root alone
+    max_depths: Sequence[int]  # [B] deepest node that can still be used (max_tokens, context)
+    floor: float = 0.0  # chance of a path below which another level of a network does not pay
+    rule: DraftRule | None = None  # for drafters that ask others; None: all of them, for all
+    caches: Sequence[
+        SequenceCache
+    ] = ()  # [B] the target's K/V of each: of all tokens but the root, which has the first
+    # reserved slot; the reserved ones are free to write to, since verification writes them anew. All else is read only
+    passes: int | None = None  # set by `propose`: passes of its network; None: as many as the deepest node's depth
+
+    def rows(self) -> Iterator[tuple[SequenceView, int, int]]:
+        """Sequence, budget and depth of each."""
+        return zip(self.sequences, self.budgets, self.max_depths, strict=True)
+
+    @property
+    def log_floor(self) -> float:
+        """Log of `floor`, for scores of paths."""
+        return log(min(self.floor, 1.0)) if self.floor > 0 else -inf
+
+    def roots(self) -> list[int]:
+        """[B] tokens of the roots."""
+        return [s.tokens[-1] for s in self.sequences]
+
+
+@dataclass(slots=True)
+class StepFeatures:
+    """What a drafter is shown after a target forward pass, prefill included."""
+
+    sequences: Sequence[SequenceView]  # [B] sequences that had rows in the pass
+    committed: Sequence[Sequence[int]]  # [B] tokens that this pass newly committed as output (empty in mid-prefill)
+    num_accepted: Sequence[int]  # [B] drafted tokens accepted, after the stop rules' cut
+    paths: Sequence[Sequence[int]]  # [B] accepted nodes, root excluded
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]; read only
+    hidden_rows: Sequence[slice] = ()  # [B] rows of `hidden` that belong to each sequence, of consecutive positions;
+    # none where no draft will follow. Tokens whose K/V was found in the cache are in none: see `DrafterSpec.past`
+    first: Sequence[int] = ()  # [B] position of the first of them
+    stream_logits: Sequence[Tensor | None] = ()  # [B] [gamma, V] of the last accepted node's streams; None: it had none
+    stream_levels: Sequence[Levels | None] = ()  # [B] the same in short, in place of logits: `StreamRules.k` of each
+
+
+class Drafter:
+    """Proposes draft tokens. A drafter has a `spec`, and one of three: `sessions`, `draft` or `propose`.
+
+    `propose` makes trees of what `draft` gives, and `draft` grows `sessions`. A drafter overrides the first of these
+    that it does better: where one compiled call grows a whole draft, say, or where drafts are no chains.
+    """
+
+    spec: DrafterSpec
+    trusted: ClassVar[bool] = False  # whether what `draft` gives needs no check; see `TokenTree.from_parents`
+    own_sessions: DraftSessions | None = None  # that it keeps; `draft` grows them, or does what they do in one call
+    _lengths: dict[int, int]  # sequence -> tokens that its own session knows
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Called once, before the first request: check the target, load weights, allocate caches.
+
+        Args:
+            target: the target's shape and context.
+            max_sequences: sequences that may run at once.
+            pool_tokens: tokens that the target's K/V pool holds, over all sequences.
+            device: where the target runs.
+        """
+
+    def observe(self, step: StepFeatures) -> None:
+        """Called after every target forward pass, where `DrafterSpec.observes`."""
+
+    def sessions(self, rows: int) -> DraftSessions:
+        """Sessions that draft from tokens alone, where `DrafterSpec.ahead`. Called once, after `bind`; rounds that use
+        them call neither `propose` nor `observe`.
+
+        Args:
+            rows: drafted nodes that a sequence may hold at once.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither sessions nor draft nor propose")
+
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """[B] drafted nodes, within each budget and max depth."""
+        sessions = self.own_sessions or self._begin()
+        for view, budget, max_depth in want.rows():
+            if min(budget, max_depth) > 0:
+                known = self._lengths.get(view.key)
+                if known is None:
+                    sessions.open(Opening.of(view))
+                else:
+                    sessions.commit(view.key, view.tokens[known:])
+                self._lengths[view.key] = len(view.tokens)
+        return chains(sessions, want, self.spec.window)
+
+    def _begin(self) -> DraftSessions:
+        self.own_sessions, self._lengths = self.sessions(self.spec.window), {}
+        return self.own_sessions
+
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """[B, N] trees; every root is the sequence's last token; within each budget and max depth."""
+        return to_tree(want.roots(), self.draft(want), trusted=self.trusted)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Called when sequences end or are preempted: drop all state about them."""
+        if self.own_sessions is not None:
+            for key in keys:
+                if self._lengths.pop(key, None) is not None:
+                    self.own_sessions.close(key)
+
+    def forget(self) -> None:
+        """Drop what is kept of requests that have ended: outputs, K/V of prompts, statistics; what belongs to running
+        sequences stays. Called before a prompt is asked that may have been asked before, so that what is timed does not
+        depend on that: see `LLM.forget`."""
+        if self.own_sessions is not None:
+            self.own_sessions.forget()
+
+    def stream_set(self, sequence: SequenceView) -> StreamSet | None:
+        """The lossless set whose streams the sequence's rows carry; None: they carry none. See `StreamRules`."""
+        return None

@@ -1,0 +1,308 @@
+"""A small language model as the drafter of a large one (Leviathan et al. 2023; Chen et al. 2023).
+
+Three shapes of draft:
+
+    chain     one child a level                                            depth=5
+    static    branching factors a level (SpecInfer, Miao et al. 2024)      branching=1x1x3x1
+    dynamic   top-k children of the best nodes, the best w nodes kept      topk=4, nodes=16
+              by cumulative probability (EAGLE-2's rule, Li et al. 2024)
+
+Three ways to pick a child at temperature > 0: ``point`` the likeliest tokens; ``coupled`` the tokens that
+the target's own noise favours under q, so that both often choose the same; ``sampled`` independent draws
+from q, for rejection sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.inference import inference
+from ..kernels.drafts import ChainStart, TreeStart, grow, roll
+from ..kernels.layers import Stack
+from ..kv.pool import KVPool
+from ..model.hot import load_hot
+from ..papers.streaming.draft_sessions import MAX_CARRIERS, StreamingSessions
+from ..papers.streaming.model import StreamSet, read_config
+from ..weights.files import check_target, fingerprint
+from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
+from .fit import check_vocabulary
+from .growth import Grower, Growth, compiles
+from .model_sessions import Expansion, ModelSessions
+from .proposal import Proposal
+from .registry import DrafterConfig, DrafterContext, option
+from .resampling import REFUSED
+from .sessions import ROOT
+
+if TYPE_CHECKING:
+    from ..model.decoder import Decoder, TargetInfo
+
+MAX_NODES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelConfig(DrafterConfig):
+    """A small language model with the target's tokenizer."""
+
+    kind: ClassVar[str] = "draft_model"
+    weights: ClassVar[str] = "model"
+    refuses = REFUSED
+
+    model: str = option("", help="folder, hub name or embedded model that drafts; none: the zoo's for the model")
+    depth: int = option(5, help="levels of the draft", minimum=1, maximum=64)
+    branching: str = option("", help="static tree: children a level, such as 1x1x3x1; sets the depth")
+    topk: int = option(
+        1, help="dynamic tree: children of a node, and nodes expanded a level; 1: a chain", minimum=1, maximum=64
+    )
+    nodes: int = option(0, help="dynamic tree: nodes kept, best first; 0: topk x depth", minimum=0, maximum=MAX_NODES)
+    proposes: Literal["point", "coupled", "sampled"] = option(
+        "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
+    )
+    dtype: str = option("auto", help="auto (the target's), bfloat16, float32, float64, int8")
+    streams: str = option(
+        "",
+        help="trained set of streams of the draft model itself: the same chains in fewer passes of it (Mirror-SD, 3.2)",
+    )
+    processes: int = option(
+        1,
+        help="processes of this host that share a draft of tracks: 1, or one a track (Mirror-SD, 3.3)",
+        minimum=1,
+        maximum=64,
+    )
+
+    def validate(self) -> None:
+        """Refuse shapes that contradict each other."""
+        self.require("branching", not self.branching or self.topk == 1, "and topk are two kinds of tree: choose one")
+        self.require("nodes", not self.nodes or self.topk > 1, "belongs to a dynamic tree: set topk above 1")
+        self.require(
+            "proposes",
+            not (self.proposes == "sampled" and self.topk > 1),
+            "cannot go with a dynamic tree, which ranks drawn nodes away: use branching or a chain",
+        )
+        self.require("branching", self.num_nodes <= MAX_NODES, f"may have {MAX_NODES} nodes at most")
+        rule = "draft chains: leave out branching, topk and proposes=sampled"
+        self.require("streams", not self.streams or (self.is_chain and self.proposes != "sampled"), rule)
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """Children a level of a static tree or chain."""
+        if not self.branching:
+            return (1,) * self.depth
+        parts = self.branching.strip("<>").replace(",", "x").split("x")
+        if not all(p.strip().isascii() and p.strip().isdigit() and int(p) > 0 for p in parts):
+            raise ConfigError(f"branching={self.branching!r}", "factors are whole numbers above 0", "write 1x1x3x1")
+        return tuple(int(p) for p in parts)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        return self.topk == 1 and all(factor == 1 for factor in self.factors)
+
+    def nodes_of(self, levels: int) -> int:
+        """Drafted nodes of the first levels of a static tree or chain."""
+        return sum(accumulate(self.factors[:levels], mul))
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted nodes of a full tree."""
+        return (self.nodes or self.topk * self.depth) if self.topk > 1 else self.nodes_of(len(self.factors))
+
+    def build(self, context: DrafterContext) -> DraftModel:
+        """Load the model beside the target."""
+        if context.load_model is None:
+            raise CapabilityError(
+                f"drafter {self.kind}:{self.model}", "no model loader was given", "build it through LLM(...)"
+            )
+        apart = (self.processes,) if self.processes > 1 else ()
+        loaded = context.load_model(self.model, self.dtype, *apart)
+        if not self.streams:  # which ride in passes whose choices are over all tokens
+            loaded.decoder.cut(load_hot(loaded.folder, loaded.decoder.config.vocab_size))
+        return DraftModel(self, loaded, _own_streams(self, loaded, context) if self.streams else None)
+
+
+def _own_streams(config: DraftModelConfig, loaded: Any, context: DrafterContext) -> StreamSet:
+    """The streams of the draft model."""
+    folder = Path(config.streams) if context.find is None else Path(context.find(config.streams))
+    asked = f"drafter={config.kind}:{config.model} with streams={config.streams}"
+    if loaded.decoder.config.tracks > 1:
+        raise CapabilityError(asked, "it is a draft of tracks, whose layers run whole", "leave streams out")
+    shape = read_config(folder)
+    if shape.mode != "lossless":
+        raise ConfigError(asked, "the set was trained in shared mode, which changes what the model says", "use another")
+    mark = fingerprint(loaded.folder) if shape.fingerprint and loaded.folder is not None else None
+    decoder: Decoder = loaded.decoder
+    check_target(asked, shape, loaded.name, decoder.info(loaded.name), mark)
+    if shape.value_rotation is not None:
+        raise CapabilityError(asked, "it rotates values, and these streams do not", "use a set with embeddings")
+    found = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device)
+    if found.adapters is not None:
+        found.adapters.prepare()
+    return found
+
+
+class DraftModel(Drafter):
+    """Drafts with a decoder of its own and its own K/V pool.
+
+    Args:
+        config: shape and kind of the drafts.
+        loaded: the draft's decoder, tokenizer and name.
+        streams: of the draft itself; None: it drafts a token a pass.
+    """
+
+    trusted = True
+    own_sessions: ModelSessions | None = None  # texts and K/V of the sequences that it proposes for
+
+    def __init__(self, config: DraftModelConfig, loaded: Any, streams: StreamSet | None = None) -> None:
+        self.config, self.streams = config, streams
+        self.decoder: Decoder = loaded.decoder
+        self.tokenizer = loaded.tokenizer
+        self.name: str = loaded.name
+        self.spec = DrafterSpec(
+            name="draft_model",
+            network=True,
+            cached=True,
+            proposes=config.proposes,
+            default_budget=config.num_nodes,
+            context=self.decoder.config.max_position,
+            ahead=config.proposes != "sampled",
+            observes=False,
+            tree=not config.is_chain,
+        )
+        self._vocab, self._eos_ids = 0, tuple[int, ...]()
+        self._size = 0, 0, self.decoder.device  # sequences, tokens of the target's pool, device
+        self._grower = Grower(config.factors, config.topk, config.proposes)
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the tokenizers against each other and allocate the draft's K/V."""
+        check_vocabulary(target, self.tokenizer, self.decoder.config.vocab_size, self.name)
+        self._vocab, self._eos_ids = target.vocab_size, target.eos_ids
+        self._size = max_sequences, pool_tokens, device
+        self.own_sessions, self._lengths = self._make(self.config.num_nodes), {}
+
+    @property
+    def model(self) -> ModelSessions:
+        """Texts and K/V of the sequences that it proposes for."""
+        assert self.own_sessions is not None, "bind comes before propose, and `sessions` stand in its place"
+        return self.own_sessions
+
+    def sessions(self, rows: int) -> ModelSessions:
+        """See `Drafter`: over K/V of their own."""
+        assert self._vocab and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
+        self.own_sessions = None
+        return self._make(rows)
+
+    def _make(self, rows: int) -> ModelSessions:
+        """Sessions with K/V for texts as long as the target's, and so many drafted rows of each sequence."""
+        sequences, tokens, device = self._size
+        gamma = 0 if self.streams is None else self.streams.config.gamma
+        room = rows * (1 + gamma) + 32  # guesses that were wrong stay until the next cut
+        scratch = gamma * min(sequences * rows, MAX_CARRIERS)
+        shape = self.decoder.cache_shape
+        pool = KVPool(*shape, tokens + sequences * room, self.decoder.dtype, device, scratch_slots=scratch)
+        if self.decoder.ranks is not None and self.decoder.ranks.line is not None:
+            self.decoder.ranks.line.follow(pool)
+        given = self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled"
+        return ModelSessions(*given) if self.streams is None else StreamingSessions(self.streams, *given)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Free the K/V of ended or preempted sequences (their blocks remain in the prefix cache)."""
+        if self.own_sessions is not None:
+            for key in keys:
+                self._lengths.pop(key, None)
+                self.own_sessions.close(key)
+
+    @inference
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """One tree a sequence, level by level, all sequences together."""
+        if self.streams is not None:  # several tokens a pass
+            depths = [self._depth(sequence, max_depth) for sequence, _, max_depth in want.rows()]
+            return super().draft(replace(want, max_depths=depths))
+        self._grower = self._grower.bounded(want.log_floor)
+        growths = [self._start(*row) for row in want.rows()]
+        able = [g for g in growths if g.budget > 0]
+        stack = self.decoder.stack
+        if able and stack is not None and compiles(able, self.config.proposes):
+            (self._roll if self.config.is_chain else self._sprout)(able, stack)
+        else:
+            self._grower.grow(able, self._forward)
+        # Of a dynamic tree the best nodes: a node's score is never above its parent's.
+        return [g.draft.best(g.budget) if self.config.topk > 1 else g.draft for g in growths]
+
+    def _roll(self, growths: Sequence[Growth], stack: Stack) -> None:
+        """Grow chains in one compiled call."""
+        chains = []
+        for growth in growths:
+            cache, tokens = self.model.follow(growth.sequence).cache, growth.sequence.tokens
+            steps = min(growth.max_depth, growth.budget)
+            keys = cache.slots(0, len(tokens) + steps - 1)
+            chains.append(
+                ChainStart(tokens[cache.committed :], cache.committed, steps, keys, self._grower.floor, growth.rules)
+            )
+        for growth, drafted in zip(growths, roll(stack, chains, self.model.pool, self._vocab), strict=True):
+            growth.follow(drafted)
+            self.model.computed(growth.sequence, growth.draft, len(drafted) - 1)
+
+    def _sprout(self, growths: Sequence[Growth], stack: Stack) -> None:
+        """The same for trees."""
+        config, seeds = self.config, []
+        for growth in growths:
+            cache, tokens = self.model.follow(growth.sequence).cache, growth.sequence.tokens
+            levels = growth.max_depth
+            most = config.topk * (1 + config.topk * (levels - 1)) if config.topk > 1 else config.nodes_of(levels)
+            room, first = self._room(levels), cache.committed
+            keys = cache.slots(0, len(tokens) + room)
+            seeds.append(TreeStart(tokens[first:], first, room, keys, growth.budget, levels, most, growth.rules))
+        pool, floor = self.model.pool, self._grower.floor
+        grown = grow(stack, seeds, config.factors, config.topk, floor, pool, self._vocab)
+        for growth, tree in zip(growths, grown, strict=True):
+            growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
+            self.model.computed(growth.sequence, growth.draft, tree.forwarded)
+
+    def _forward(self, growths: Sequence[Growth]) -> Tensor:
+        """K/V and logits [frontier nodes of all, V] of the next level."""
+        parts = []
+        for growth in growths:
+            session = self.model.follow(growth.sequence)
+            if growth.frontier == [0]:
+                session.cache.reserve(session.pending)
+                parts.append(Expansion(session, [ROOT], []))
+            else:
+                growth.compact()
+                session.cache.reserve(len(growth.frontier))  # in blocks that are there
+                tokens = [[growth.token(above) for above in growth.path(node)] for node in growth.frontier]
+                nodes = [reduce(session.add, path, ROOT) for path in tokens]
+                parts.append(Expansion(session, nodes, nodes))
+        return self.model.compute(parts)
+
+    def _start(self, view: SequenceView, budget: int, max_depth: int) -> Growth:
+        """A tree that is still empty; its budget is 0 where the target goes on alone."""
+        session = self.model.follow(view)
+        growth = Growth(view, 0, self._depth(view, max_depth))
+        if not self.model.reads(session):
+            session.cache.release()  # of no use any more: the text will keep that token
+            return growth
+        wanted = min(budget, growth.max_depth, session.pending) > 0
+        if wanted and self.model.make_room(session, self._room(growth.max_depth)):
+            growth.budget = budget
+        return growth
+
+    def _depth(self, sequence: SequenceView, max_depth: int) -> int:
+        """Levels that can be drafted; 0 or less where the sequence fills the draft's context."""
+        return min(max_depth, len(self.config.factors), self.decoder.config.max_position - len(sequence.tokens))
+
+    def _room(self, depth: int) -> int:
+        """Rows of a tree of so many levels: nodes above its last one, which is not expanded."""
+        if self.config.topk > 1:
+            return self.config.topk * (depth - 1)
+        return self.config.nodes_of(depth - 1)

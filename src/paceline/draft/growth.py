@@ -1,0 +1,222 @@
+"""Growing a draft tree level by level, from the logits after its last nodes: what all drafters with a network share.
+
+Three shapes: a chain; a static tree, with so many children a level (SpecInfer, Miao et al. 2024); a dynamic one, of the
+top-k children of the best nodes (EAGLE-2, Li et al. 2024b, section 4.1), of which `Proposal.best` keeps the best by
+cumulative probability (its re-ranking, section 4.2).
+
+K/V of a drafted node lies behind that of the text, at the node's index, so that the nodes that a pass computes must be
+the first ones of the tree: see `Growth.compact`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..core.tree import padded_paths
+from ..kv.pool import SequenceCache
+from ..model.packing import RowPacker
+from .base import SequenceView
+from .proposal import Proposal
+
+NONE = torch.empty(0)
+
+
+@dataclass(slots=True)
+class Growth:
+    """A tree while it grows. Node i + 1 is entry i, node 0 the root."""
+
+    sequence: SequenceView
+    budget: int
+    max_depth: int
+    draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
+    frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
+    forwarded: int = 0  # the first so many nodes have K/V
+    states: dict[int, Tensor] = field(default_factory=dict)  # [d] what a node's row gave, where its children are fed it
+    cache: SequenceCache | None = None  # the target's K/V of the text, where the target's layers draft
+    logits: Tensor = NONE  # [levels, V] raw, where a whole tree is made of a draft's levels
+
+    @property
+    def rules(self) -> bytes | None:
+        """How compiled code draws coupled drafts; None: the likeliest tokens."""
+        sampler = self.sequence.sampler
+        return None if sampler.plain else sampler.rules
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from below the root to ``node``."""
+        nodes: list[int] = []
+        while node:
+            nodes.append(node)
+            node = self.draft.parents[node - 1]
+        return nodes[::-1]
+
+    def add(self, parent: int, token: int, log_q: float) -> int:
+        """Append a child; returns its node."""
+        return self.draft.add(parent, token, self.score(parent) + log_q)
+
+    def token(self, node: int) -> int:
+        """Of a node; the root's is the text's last."""
+        return self.draft.tokens[node - 1] if node else self.sequence.tokens[-1]
+
+    def follow(self, chain: Sequence[tuple[int, float]]) -> None:
+        """Append a chain below the root: tokens and their log q."""
+        for node, (token, log_q) in enumerate(chain):
+            self.add(node, token, log_q)
+
+    def score(self, node: int) -> float:
+        """Cumulative log q of a node."""
+        return self.draft.log_scores[node - 1] if node else 0.0
+
+    def depth(self, node: int) -> int:
+        """Of a node; the root's is 0."""
+        return len(self.path(node))
+
+    def compact(self) -> None:
+        """The frontier gets K/V: move it in front of the nodes that will never be expanded.
+
+        A node's K/V slot is its index, so the forwarded nodes must be the first ones.
+        """
+        done, old = self.forwarded, self.draft
+        if self.frontier == [*range(done + 1, len(old) + 1)]:
+            self.forwarded = len(old)
+            return
+        rest = set(range(done + 1, len(old) + 1)) - set(self.frontier)
+        order = [*range(1, done + 1), *self.frontier, *sorted(rest)]
+        moved = {0: 0} | {node: new for new, node in enumerate(order, start=1)}
+        self.draft = Proposal(
+            tokens=[old.tokens[node - 1] for node in order],
+            parents=[moved[old.parents[node - 1]] for node in order],
+            log_scores=[old.log_scores[node - 1] for node in order],
+            q={moved[node]: row for node, row in old.q.items()},
+        )
+        self.frontier = [moved[node] for node in self.frontier]
+        self.forwarded = done + len(self.frontier)
+
+    def visible(self) -> Tensor:
+        """[frontier, forwarded] bool: each frontier node's ancestors and itself."""
+        mask = torch.zeros(len(self.frontier), self.forwarded, dtype=torch.bool)
+        rows = [i for i, node in enumerate(self.frontier) for _ in self.path(node)]
+        columns = [n - 1 for node in self.frontier for n in self.path(node)]
+        mask[rows, columns] = True
+        return mask
+
+
+@dataclass(frozen=True, slots=True)
+class Grower:
+    """The shape of trees, and how children are picked."""
+
+    factors: tuple[int, ...]  # children a level of a static tree or chain
+    topk: int = 1  # of a dynamic tree children of a node, and nodes of a level that are expanded; 1: a static one
+    proposes: Literal["point", "coupled", "sampled"] = "point"
+    floor: float = -math.inf  # score of a path that is expanded at least
+
+    def bounded(self, floor: float) -> Grower:
+        """The same with a floor, where tokens are not drawn: whether a node is drawn must not depend on the draw."""
+        return replace(self, floor=-math.inf if self.proposes == "sampled" else floor)
+
+    def grow(self, growths: Sequence[Growth], forward: Callable[[Sequence[Growth]], Tensor]) -> int:
+        """Grow all trees, a pass a level; returns the passes that it took.
+
+        Args:
+            growths: new ones.
+            forward: [frontier nodes of all, V] the logits after the frontiers of growths that have one.
+        """
+        level = 0
+        while growths:
+            self.expand(growths, forward(growths), level)
+            growths = [growth for growth in growths if growth.frontier]
+            level += 1
+        return level
+
+    def expand(self, growths: Sequence[Growth], logits: Tensor, level: int) -> None:
+        """Children of every frontier node, from the logits after it; then choose the next frontier.
+
+        Args:
+            logits: [frontier nodes of all, V].
+            level: 0 for the root's children.
+        """
+        children = self.topk if self.topk > 1 else self.factors[level]
+        scores = self._scores(growths, logits)  # [frontier nodes, V]
+        log_q = scores.log_softmax(dim=-1)
+        if children == 1:
+            best = log_q.max(dim=-1)
+            values, tokens = best.values[:, None].tolist(), best.indices[:, None].tolist()
+        else:
+            top = log_q.topk(min(children, log_q.shape[-1]), dim=-1)
+            values, tokens = top.values.tolist(), top.indices.tolist()
+        rows = zip(values, tokens, strict=True)
+        for growth in growths:
+            fresh: list[int] = []
+            # Later levels are grown only where they fit; of the first one, what fits.
+            most = growth.budget if level == 0 and self.topk == 1 else children
+            for node in growth.frontier:
+                for value, token in islice(zip(*next(rows), strict=True), most):
+                    if value > -math.inf:  # else a rule forbids it: fewer tokens are possible than children wanted
+                        fresh.append(growth.add(node, token, value))
+            growth.frontier = self._next_frontier(growth, fresh, level + 1)
+
+    def _scores(self, growths: Sequence[Growth], logits: Tensor) -> Tensor:
+        """What children are ranked by; its softmax is the chance that a child is what the target says."""
+        if all(g.sequence.sampler.plain for g in growths) and self.proposes != "sampled":
+            return logits
+        parts = zip(growths, logits.split([len(growth.frontier) for growth in growths]), strict=True)
+        return torch.cat([self._sequence_scores(growth, part) for growth, part in parts if growth.frontier])
+
+    def _sequence_scores(self, growth: Growth, logits: Tensor) -> Tensor:
+        sampler = growth.sequence.sampler
+        paths = [[growth.draft.tokens[n - 1] for n in growth.path(node)] for node in growth.frontier]
+        positions = [len(growth.sequence.tokens) + growth.depth(node) for node in growth.frontier]
+        if self.proposes != "sampled":
+            return sampler.ranked(logits, paths, positions, self.proposes == "coupled")
+        probs = sampler.probs(logits, padded_paths(paths, logits.device))  # [n, V]
+        growth.draft.q.update(zip(growth.frontier, probs, strict=True))
+        return probs.log() + sampler.draft_noise(positions, growth.frontier, logits.device)
+
+    def _next_frontier(self, growth: Growth, fresh: list[int], level: int) -> list[int]:
+        """The nodes worth expanding: within depth and budget, likely enough, the best few of a dynamic tree."""
+        if level >= growth.max_depth:
+            return []
+        if self.topk > 1:
+            fresh = sorted(fresh, key=growth.score, reverse=True)[: self.topk]
+        else:
+            following = len(growth.draft) + len(fresh) * self.factors[level]
+            if following > growth.budget:
+                return []
+        return sorted(node for node in fresh if growth.score(node) >= self.floor)
+
+
+def compiles(growths: Sequence[Growth], proposes: str) -> bool:
+    """Whether compiled code can choose the drafts' tokens: likeliest ones, or coupled ones."""
+    samplers = [growth.sequence.sampler for growth in growths]
+    return proposes != "sampled" and all(s.plain or (s.draws and proposes == "coupled") for s in samplers)
+
+
+def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache) -> None:
+    """The rows of the frontier's nodes, behind the K/V of the text and of the nodes before them.
+
+    Args:
+        cache: of the sequence, from its first row on; the tree's nodes lie in its speculative region.
+    """
+    growth.compact()
+    base, first, stop = cache.committed, growth.frontier[0], cache.committed + growth.forwarded
+    before = base - 1  # position of the root's row
+    depths = [0]  # of the nodes that have K/V and of the frontier
+    for parent in growth.draft.parents[: growth.forwarded]:
+        depths.append(depths[parent] + 1)
+    chain = len(growth.frontier) == 1 and depths[growth.frontier[0]] == growth.forwarded
+    packer.add(
+        [growth.draft.tokens[node - 1] for node in growth.frontier],
+        [before + depths[node] for node in growth.frontier],
+        slots=cache.slots(base + first - 1, stop),
+        keys=cache.slots(0, stop),
+        num_keys=stop,
+        prefix=stop - 1 if chain else base,
+        visible=None if chain else growth.visible(),
+        block_positions=None if chain else [before + depth for depth in depths[1:]],
+    )

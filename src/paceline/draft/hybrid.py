@@ -1,0 +1,280 @@
+"""Several drafters as one: their nodes are merged into one tree, under one budget.
+
+Drafters are asked in the order given, cheapest first. A look-up costs next to nothing and has long accepted runs where
+an answer copies from its prompt or from itself; a draft model is accepted more often elsewhere, at the cost of its
+passes. So each is asked only for sequences where what it adds to the drafts on hand pays for its time: the rule of
+`engine.auto` says where, and which of the merged nodes are checked. With a fixed budget there are no prices; then a
+drafter is asked unless those before it are nearly sure of the next token.
+
+Streams are asked a step ahead: the rows of a sequence that they are asked for carry streams in the coming pass, and
+what these say is merged in the step after it, with what the others say then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import exp, log
+from time import perf_counter
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from ..core.errors import CapabilityError, ConfigError
+from .base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from .draft_model import DraftModel
+from .none import NoneConfig
+from .proposal import Proposal
+from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
+from .sessions import DraftSessions
+from .text_sessions import LookUp, LookUps, TextSessions
+
+if TYPE_CHECKING:
+    from ..model.decoder import TargetInfo
+    from ..papers.streaming.model import StreamSet
+
+LOOKUP = "suffix,depth=14,max_tokens=0"  # beside a model that is named alone
+MODEL = "draft_model:{},depth=8"
+SURE = 0.8  # with a fixed budget: chance of the next token from which no other drafter is asked
+UNSURE = 0.3  # with a fixed budget: chance of a path below which a network goes no further
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(DrafterConfig):
+    """Several drafters merged under one budget: look-ups where the text repeats itself, a draft model elsewhere."""
+
+    kind: ClassVar[str] = "hybrid"
+    subject: ClassVar[str] = "parts"
+    nests: ClassVar[bool] = True
+
+    parts: str = option(
+        help="drafters joined by +, cheapest first, their options behind ;: suffix;depth=8+draft_model:NAME;topk=2, "
+        "or suffix+streams:NAME. A model's name alone: a suffix look-up beside it"
+    )
+    nodes: int = option(24, help="most nodes of a merged draft", minimum=1, maximum=1024)
+    dtype: str = option(
+        "auto", help="dtype of draft models that name none: auto (the target's), bfloat16, float32, int8 .."
+    )
+
+    def validate(self) -> None:
+        """Refuse parts that are no drafters, or cannot be merged."""
+        for chosen in self.chosen:
+            self.require("parts", chosen.kind != self.kind, "cannot be hybrids themselves")
+
+    @cached_property
+    def chosen(self) -> tuple[DrafterConfig, ...]:
+        """The drafters' configurations."""
+        texts = [text.strip().replace(";", ",") for text in self.parts.split("+")]
+        self.require("parts", all(texts), "names an empty drafter")
+        known = {*names()}
+        if len(texts) == 1 and _name(texts[0]) not in known:
+            texts = [LOOKUP, MODEL.format(texts[0])]
+        return tuple(self._read(text if _name(text) in known else f"draft_model:{text}") for text in texts)
+
+    def with_weights(self, find: Callable[[str], str], applied: bool = False) -> HybridConfig:
+        """The same, each part with the weights that it means; see `DrafterConfig`."""
+        texts = self.parts.split("+")
+        if len(texts) != len(self.chosen):  # a model's name alone
+            return self
+        for place, part in enumerate(self.chosen):
+            full = part.with_weights(find, applied)
+            if full != part:
+                head, semicolon, rest = texts[place].partition(";")
+                texts[place] = f"{head.strip()}:{getattr(full, full.weights)}{semicolon}{rest}"
+        return replace(self, parts="+".join(texts))
+
+    def _read(self, text: str) -> DrafterConfig:
+        has_model = "dtype" in config_class(_name(text)).__dataclass_fields__
+        if has_model and self.dtype != "auto" and ",dtype=" not in text:
+            text += f",dtype={self.dtype}"
+        chosen = parse(text)
+        assert chosen is not None, "a text was given"
+        return chosen
+
+    @property
+    def model(self) -> str | None:
+        """The first draft model among the drafters."""
+        return next((chosen.model for chosen in self.chosen if hasattr(chosen, "model")), None)
+
+    def build(self, context: DrafterContext) -> Hybrid:
+        """Build every drafter."""
+        return Hybrid(self, [build(chosen, context) for chosen in self.chosen])
+
+
+def _name(text: str) -> str:
+    return text.partition(",")[0].partition(":")[0].strip()
+
+
+def with_parts(parts: Sequence[str], drafter: str) -> str:
+    """A drafter, as it is named, with others asked before it; of one that drafts nothing the others alone."""
+    kind, _, rest = drafter.partition(":")
+    if kind == NoneConfig.kind:
+        return f"hybrid:{'+'.join(parts)}"
+    if kind != HybridConfig.kind:
+        return f"hybrid:{'+'.join([*parts, drafter.replace(',', ';')])}"
+    own, comma, options = rest.partition(",")
+    if "+" not in own and _name(own) not in {*names()}:  # a model's name alone: see `HybridConfig.parts`
+        own = f"{LOOKUP}+{MODEL.format(own)}".replace(",", ";")
+    return f"hybrid:{'+'.join([*parts, own])}{comma}{options}"
+
+
+class Hybrid(Drafter):
+    """Asks several drafters and merges what they propose.
+
+    Args:
+        config: options.
+        parts: the drafters, cheapest first.
+
+    Raises:
+        CapabilityError: one of them cannot be merged.
+    """
+
+    trusted = True
+
+    def __init__(self, config: HybridConfig, parts: Sequence[Drafter]) -> None:
+        for part in parts:
+            _check(config, part.spec)
+        self.config, self.parts = config, [*parts]
+        specs = [part.spec for part in parts]
+        streaming = [source for source, spec in enumerate(specs) if spec.streams is not None]
+        if len(streaming) > 1:
+            raise CapabilityError(f"hybrid:{config.parts}", "a row carries one set of streams", "name one set")
+        self._streaming = streaming[0] if streaming else -1  # the source that drafts with streams
+        self._models = [part for part in parts if isinstance(part, DraftModel)]
+        self._target: TargetInfo | None = None
+        self._carries: dict[int, bool] = {}  # by sequence: whether streams were asked for it last time
+        self.spec = DrafterSpec(
+            name=config.kind,
+            taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
+            past=_furthest([spec.past for spec in specs]),
+            network=any(spec.network for spec in specs),
+            cached=any(spec.cached for spec in specs),
+            level_logits=all(spec.level_logits for spec in specs),
+            proposes="coupled" if any(spec.proposes == "coupled" for spec in specs) else "point",
+            streams=specs[streaming[0]].streams if streaming else None,
+            scratch=max(spec.scratch for spec in specs),
+            default_budget=config.nodes,
+            tree=True,
+            ahead=self._levels() > 0,
+            ahead_levels=self._levels(),
+            sources=tuple(_distinct([spec.name for spec in specs])),
+            parts=tuple(specs),
+        )
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Bind every drafter."""
+        self._target = target
+        for part in self.parts:
+            part.bind(target, max_sequences, pool_tokens, device)
+
+    def _levels(self) -> int:
+        """Tokens of a chain that its sessions draft; 0: it has none, for want of drafters that look up or have them."""
+        others = [part for part in self.parts if part not in self._models]
+        looks = all(isinstance(part, LookUp) for part in others)
+        if not looks or len(self._models) > 1 or not all(model.spec.ahead for model in self._models):
+            return 0
+        return max([len(m.config.factors) for m in self._models] or [part.spec.default_budget for part in others])
+
+    def sessions(self, rows: int) -> DraftSessions:
+        """See `Drafter`: look-ups are asked first, and the draft model where none is nearly sure."""
+        assert self._target is not None and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
+        look_ups = LookUps({k: part for k, part in enumerate(self.parts) if isinstance(part, LookUp)}, log(SURE))
+        if self._models:
+            found = self._models[0].sessions(rows)
+            found.look_ups, found.source = look_ups, self.parts.index(self._models[0])
+            return found
+        return TextSessions(look_ups, self._target.vocab_size, self._target.eos_ids)
+
+    def observe(self, step: StepFeatures) -> None:
+        """Show every drafter the step."""
+        for part in self.parts:
+            part.observe(step)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Drop the state of ended or preempted sequences."""
+        for part in self.parts:
+            part.release(keys)
+        for key in keys:
+            self._carries.pop(key, None)
+
+    def forget(self) -> None:
+        """Forget what is kept from one request to the next."""
+        for part in self.parts:
+            part.forget()
+
+    def stream_set(self, sequence: SequenceView) -> StreamSet | None:
+        """The set of the part with streams, for sequences that it is asked for; and at the end of a prompt, where none
+        was asked yet."""
+        if not self._carries.get(sequence.key, True):
+            return None
+        return self.parts[self._streaming].stream_set(sequence)
+
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """One tree a sequence; a node's source is the drafter that proposed it first."""
+        drafts = [Proposal() for _ in want.sequences]
+        first = [0.0 for _ in drafts]  # chance that each draft begins right
+        for source in range(len(self.parts)):
+            began = perf_counter()
+            asked = self._asked(source, want, first)
+            if source == self._streaming:
+                ahead = {*asked}
+                self._carries.update((view.key, i in ahead) for i, view in enumerate(want.sequences))
+            if not asked:
+                continue
+            passes = self._add(source, want, asked, drafts, first)
+            if want.rule is not None:
+                want.rule.record_cost(source, passes, (perf_counter() - began) * 1e3)
+        return [draft.best(min(budget, self.config.nodes)) for draft, budget in zip(drafts, want.budgets, strict=True)]
+
+    def _asked(self, source: int, want: DraftRequest, first: Sequence[float]) -> list[int]:
+        """The sequences to ask a drafter for."""
+        if want.rule is not None:
+            return want.rule.ask(source, want.sequences, first)
+        open_ = [i for i, view in enumerate(want.sequences) if view.sources is None or source in view.sources]
+        if source == self._streaming:  # of the next step nothing is known
+            return open_
+        return [i for i in open_ if first[i] < SURE]
+
+    def _add(
+        self, source: int, want: DraftRequest, asked: Sequence[int], drafts: Sequence[Proposal], first: list[float]
+    ) -> int:
+        """Ask one drafter, and merge what it proposes. Returns the passes that it took."""
+        part, rule = self.parts[source], want.rule
+        request = DraftRequest(
+            sequences=[want.sequences[i] for i in asked],
+            budgets=[min(want.budgets[i], part.spec.default_budget) for i in asked],
+            max_depths=[want.max_depths[i] for i in asked],
+            floor=UNSURE if rule is None else rule.level_chance(source, len(asked)),
+            caches=[want.caches[i] for i in asked] if want.caches else (),
+        )
+        found = part.draft(request)
+        for i, draft in zip(asked, found, strict=True):
+            if not draft.tokens:
+                continue
+            if source + 1 < len(self.parts):  # whom a later one is asked for depends on it
+                begins = [score for score, parent in zip(draft.log_scores, draft.parents, strict=True) if not parent]
+                chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
+                first[i] = max(first[i], chance)
+            drafts[i].graft(draft, source)
+        return max(draft.depth for draft in found) if request.passes is None else request.passes
+
+
+def _check(config: HybridConfig, spec: DrafterSpec) -> None:
+    """Refuse a drafter whose drafts cannot be merged with others'."""
+    asked, remedy = f"hybrid:{config.parts}", "leave it out, or run it alone"
+    if spec.proposes == "sampled":
+        raise CapabilityError(asked, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
+    if spec.default_budget == 0:
+        raise ConfigError(asked, f"{spec.name} drafts nothing", remedy)
+
+
+def _furthest(pasts: Sequence[int | None]) -> int | None:
+    """What of a text's past all of them need; None: all of it."""
+    known = [past for past in pasts if past is not None]
+    return max(known, default=0) if len(known) == len(pasts) else None
+
+
+def _distinct(given: Sequence[str]) -> list[str]:
+    """Names as they are; a repeated one with a number."""
+    return [n if n not in given[:i] else f"{n} {given[: i + 1].count(n)}" for i, n in enumerate(given)]

@@ -1,0 +1,76 @@
+"""What is known of each place ahead whatever is drafted in front of it, and the product trees made of it.
+
+A level is said by logits, or in short by its best tokens and their log q, where compiled code gave no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.linear import top
+from .base import Levels, SequenceView
+from .proposal import Proposal, best_nodes
+
+Said = Tensor | Levels  # logits [levels, V], or the same in short
+
+
+def count(said: Said) -> int:
+    """How many levels there are."""
+    return len(said[0]) if isinstance(said, tuple) else len(said)
+
+
+def cut(said: Said, start: int, stop: int | None = None) -> Said:
+    """The levels from ``start`` to in front of ``stop``."""
+    if isinstance(said, tuple):
+        return said[0][start:stop], said[1][start:stop]
+    return said[start:stop]
+
+
+def best_levels(said: Sequence[tuple[SequenceView, Said]], k: int, coupled: bool) -> list[Levels]:
+    """The k best tokens of each level and their log q, best first, in one call for all sequences.
+
+    Args:
+        said: levels of each sequence; the first one is of the place behind its text.
+        k: tokens of a level; levels in short have at least as many, or what they have.
+        coupled: ranked with the noise of the target's own choices; levels in short were already.
+    """
+    rows = [_scores(view, own, coupled) for view, own in said if isinstance(own, Tensor)]
+    made = _best(rows, k)
+    return [
+        next(made) if isinstance(own, Tensor) else ([t[:k] for t in own[0]], [q[:k] for q in own[1]]) for _, own in said
+    ]
+
+
+def product_trees(
+    rows: Sequence[tuple[SequenceView, Said | None, int]], k: int, coupled: bool, floor: float = 0.0
+) -> list[Proposal]:
+    """For each sequence `best_nodes` of its levels; an empty proposal where it has none.
+
+    Args:
+        rows: sequence, levels, nodes wanted.
+        k, coupled: see `best_levels`.
+        floor: see `best_nodes`.
+    """
+    found = iter(best_levels([(view, said) for view, said, _ in rows if said is not None], k, coupled))
+    return [Proposal() if said is None else best_nodes(*next(found), nodes, floor) for _, said, nodes in rows]
+
+
+def _scores(view: SequenceView, logits: Tensor, coupled: bool) -> Tensor:
+    """[levels, V]: the softmax of row j is the chance that a token is what the target says j places behind the text."""
+    first = len(view.tokens)
+    return view.sampler.ranked(logits, (), range(first, first + len(logits)), coupled)
+
+
+def _best(rows: Sequence[Tensor], k: int) -> Iterator[Levels]:
+    """From [levels, V] scores of each sequence, in one call."""
+    if not rows:
+        return
+    tokens, log_q = top(rows[0] if len(rows) == 1 else torch.cat([*rows]), k)
+    start = 0
+    for part in rows:
+        stop = start + len(part)
+        yield tokens[start:stop], log_q[start:stop]
+        start = stop

@@ -1,0 +1,262 @@
+"""Drafts by several heads on the target's last state (Medusa, Cai et al. 2024).
+
+Head j says what comes j + 2 tokens behind the last state's own token, whatever the token in between is. That state is
+of the token in front of the root, so head 0 proposes children of the root, head 1 their children, and so on. Which of a
+head's likeliest tokens become nodes is fixed before: the tree that has the most hits by the heads' calibrated rates
+(section 3.3). Its tokens and their scores are those of the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, log
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.errors import CapabilityError
+from ...core.inference import inference
+from ...kernels.calls import join
+from ...kernels.drafts import NativeHeads
+from ...model.hot import FILE, load_hot, masked
+from ...model.linear import LinearOp, make_linear
+from ...weights.files import check_target
+from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..fit import TrainedDrafterConfig
+from ..levels import Said, best_levels, product_trees
+from ..proposal import Proposal, best_nodes
+from ..registry import DrafterContext, option, proposes_option
+from ..resampling import Resampling, ResamplingConfig, merge
+from .heads import MOST_HEADS, Heads, load, read_config
+
+if TYPE_CHECKING:
+    from ...model.decoder import TargetInfo
+    from ...model.handle import TargetHandle
+
+MAX_NODES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(TrainedDrafterConfig, ResamplingConfig):
+    """Medusa: heads on the target's last state, one for each token ahead."""
+
+    kind: ClassVar[str] = "medusa"
+
+    path: str = option(
+        "", help="folder of trained heads, ours or as the Medusa repository saves them; none: the zoo's for the model"
+    )
+    depth: int | None = option(
+        None, help="heads to draft with; default: as many as were trained", minimum=1, maximum=MOST_HEADS
+    )
+    nodes: int = option(24, help="nodes of the tree, those with the best hit rates", minimum=1, maximum=MAX_NODES)
+    topk: int = option(10, help="most tokens taken of a head; 1: a chain", minimum=1, maximum=64)
+    proposes: Literal["point", "coupled"] = proposes_option()
+
+    def build(self, context: DrafterContext) -> MedusaDrafter:
+        """Load the heads, and check that they were trained for the target."""
+        folder = self.folder(context)
+        config = read_config(folder)
+        if config is not None:
+            self.check_weights(config, context)
+        heads = load(folder, context.dtype, context.device or "cpu")
+        hot = load_hot(folder, heads.config.vocab_size)
+        if hot is not None and heads.own is not None:
+            wrong = "its folder names hot tokens, and its heads are its own, over all tokens"
+            raise CapabilityError(self.asked, wrong, f"remove {FILE} from it")
+        return MedusaDrafter(self, heads, hot)
+
+
+class MedusaDrafter(Drafter):
+    """Proposes a static tree over the heads' likeliest tokens.
+
+    Args:
+        config: shape and kind of the drafts.
+        heads: trained heads, in the target's dtype.
+
+    Raises:
+        ConfigError: more heads are asked for than there are, or re-sampling that cannot be.
+    """
+
+    trusted = True
+    _pass: HeadPass  # `bind` sets it
+
+    def __init__(self, config: MedusaConfig, heads: Heads, hot: Tensor | None = None) -> None:
+        self.config, self.heads, self._hot = config, heads, hot
+        trained = heads.config.heads
+        config.require("depth", (config.depth or 1) <= trained, f"is more than the {trained} heads that were trained")
+        self.trees = static_trees(
+            heads.config.hit_rates(config.topk)[: config.depth], config.nodes if config.topk > 1 else trained
+        )
+        full = self.trees[-1]
+        self._resampling = Resampling(config, len(full), len(self.trees))
+        self._k = 1 + max(rank for tree in self.trees for rank in tree.tokens)
+        self.spec = DrafterSpec(
+            name=config.kind,
+            taps=(-1,),
+            network=True,
+            level_logits=True,
+            proposes=config.proposes,
+            default_budget=self._resampling.most,
+            tree=not full.is_chain or self._resampling.on,
+            sources=self._resampling.sources(config.kind),
+        )
+        self._last: dict[int, tuple[Tensor, int, int]] = {}  # sequence -> states, row of its last one, position behind
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the heads against the target, and bring them into the fastest form."""
+        config = self.heads.config
+        check_target(f"Medusa heads for {config.target or 'another target'}", config, target.name, target)
+        self._k = min(self._k, target.vocab_size)
+        self._pass = HeadPass(self.heads, target.handle, len(self.trees), self._hot)
+
+    def observe(self, step: StepFeatures) -> None:
+        """Note where each sequence's last state is."""
+        states = step.hidden.get(-1)
+        for b, view in enumerate(step.sequences):
+            rows = step.hidden_rows[b] if states is not None else slice(0, 0)
+            if states is None or rows.start == rows.stop:
+                self._last.pop(view.key, None)
+            else:
+                self._last[view.key] = states, rows.stop - 1, step.first[b] + rows.stop - rows.start
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget ended or preempted sequences."""
+        self._resampling.release(keys)
+        for key in keys:
+            self._last.pop(key, None)
+
+    @inference
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """One tree a sequence; nothing where no state of the token in front of it was seen, and nothing was left
+        over of the last draft."""
+        rows = [*want.rows()]
+        left = [self._resampling.take(*row) for row in rows]
+        fresh, again = self._fresh(want, left), [Proposal() for _ in rows]
+        if self._resampling.on:
+            rooms = [
+                self._resampling.share(budget, rest is not None)[1]
+                for (_, budget, _), rest in zip(rows, left, strict=True)
+            ]
+            again = product_trees([*zip(want.sequences, left, rooms, strict=True)], self._k, self._coupled)
+        return [*map(merge, fresh, again)]
+
+    def _fresh(self, want: DraftRequest, left: Sequence[Said | None]) -> list[Proposal]:
+        """What the heads say now, as far as they are asked."""
+        views = want.sequences
+        room = [min(*row) for row in zip(want.budgets, want.max_depths, strict=True)]
+        able = [
+            i for i, view in enumerate(views) if room[i] > 0 and self._knows(view) and self._resampling.fresh(left[i])
+        ]
+        proposals = [Proposal() for _ in views]
+        want.passes = 1 if able else 0
+        if able:
+            said = self._said([views[i] for i in able])
+            found = best_levels([(views[i], own) for i, own in zip(able, said, strict=True)], self._k, self._coupled)
+            for i, own, levels in zip(able, said, found, strict=True):
+                self._resampling.keep(views[i], own)
+                tree = self.trees[min(want.max_depths[i], len(self.trees)) - 1]
+                proposals[i] = filled(tree, *levels, self._resampling.share(want.budgets[i], left[i] is not None)[0])
+        return proposals
+
+    # -- the heads
+
+    def _knows(self, view: SequenceView) -> bool:
+        """Whether its last known state is that of the token in front of the root."""
+        last = self._last.get(view.key)
+        return last is not None and last[2] == len(view.tokens) - 1
+
+    @property
+    def _coupled(self) -> bool:
+        return self.config.proposes == "coupled"
+
+    def _said(self, views: Sequence[SequenceView]) -> list[Said]:
+        """What the heads say to each sequence: in short where compiled code knows its rules, else by logits."""
+        states, samplers = self._states(views), [view.sampler for view in views]
+        compiled = self._pass.native
+        if compiled is not None and all(s.plain or s.draws for s in samplers):
+            rules = None if all(s.plain for s in samplers) else b"".join([s.rules for s in samplers])
+            return [*compiled.best(states, self._k, [len(view.tokens) for view in views], rules, self._coupled)]
+        return [*self._pass.logits(states)]  # [heads, V] each
+
+    def _states(self, views: Sequence[SequenceView]) -> Tensor:
+        """[n, d_model] the last states; without a copy where there is one."""
+        places = [self._last[view.key] for view in views]
+        return join([held[row : row + 1] for held, row, _ in places])
+
+
+class HeadPass:
+    """The heads over a target, ready to run.
+
+    Args:
+        heads: trained heads.
+        handle: of the target.
+        count: heads that are used, the first ones.
+        hot: [H] int64, the only tokens that they say; None: all.
+    """
+
+    def __init__(self, heads: Heads, handle: TargetHandle, count: int, hot: Tensor | None = None) -> None:
+        dtype, width = handle.dtype, heads.config.d_model
+        matrices, bias = heads.matrices()[: count * width].to(dtype), heads.bias.detach()[:count].to(dtype)
+        own = None if heads.own is None else heads.own.detach()[:count].to(dtype)
+        self.handle, self.count, self._hot = handle, count, hot
+        self.native = None if handle.stack is None else NativeHeads(handle.stack, matrices, bias, own, hot)
+        self.blocks: LinearOp
+        self.own: Sequence[LinearOp] | None
+        if self.native is not None:
+            self.blocks, self.own = self.native.blocks, self.native.own or None
+        else:
+            self.blocks = make_linear(matrices, bias.flatten())
+            self.own = None if own is None else [make_linear(part, None) for part in own]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[rows, heads, V] float32 or wider, from raw states [rows, d_model]: the reference of `NativeHeads.best`."""
+        said = self._said(states)
+        return said if self._hot is None else masked(said, self._hot)
+
+    def _said(self, states: Tensor) -> Tensor:
+        normed = self.handle.final(states)
+        inner = self.blocks.wide(normed).unflatten(1, (self.count, -1))  # [rows, heads, d_model]
+        made = (normed.to(inner.dtype)[:, None] + torch.nn.functional.silu(inner)).to(normed.dtype)
+        if self.own is None:
+            return self.handle.logits(made.flatten(0, 1), normed=True).unflatten(0, (-1, self.count))
+        return torch.stack([head.wide(made[:, j].contiguous()) for j, head in enumerate(self.own)], dim=1)
+
+
+def static_trees(rates: Sequence[Sequence[float]], nodes: int) -> list[Proposal]:
+    """The trees of 1, 2, .. levels that hit most often, best nodes first; ``tokens`` are ranks among a head's tokens.
+
+    A path of ranks is taken to be right with the product of their hit rates (section 3.3).
+
+    Args:
+        rates: [heads][k] how often each of a head's likeliest tokens is right, never rising.
+        nodes: of a tree, at most.
+    """
+    ranks, scores = [[*range(len(row))] for row in rates], [[log(rate) for rate in row] for row in rates]
+    return [best_nodes(ranks[:depth], scores[:depth], nodes) for depth in range(1, len(rates) + 1)]
+
+
+def filled(tree: Proposal, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int) -> Proposal:
+    """The first nodes of a static tree with the tokens of the moment, without those that a rule forbids.
+
+    Args:
+        tree: of `static_trees`.
+        tokens, log_q: [levels][k] of each head, best first.
+        budget: nodes wanted.
+    """
+    made, places, levels = Proposal(), [0], [0]  # of the tree's nodes: the node made of each, -1 none; its level
+    for rank, parent in zip(tree.tokens, tree.parents, strict=True):
+        if len(made) == budget:
+            break
+        level, place = levels[parent], places[parent]
+        levels.append(level + 1)
+        chance = log_q[level][rank] if rank < len(log_q[level]) else -inf
+        if place < 0 or chance == -inf:
+            places.append(-1)
+            continue
+        above = made.log_scores[place - 1] if place else 0.0
+        places.append(made.add(place, tokens[level][rank], above + chance))
+    return made

@@ -1,0 +1,194 @@
+"""Prompt lookup: continue as the last few tokens were continued where they occurred before.
+
+Source: prompt lookup decoding (Saxena 2023); LLMA (Yang et al. 2023, arXiv 2304.04487) copies from
+references in the same way. Differences: the index is updated token by token, so a step never rescans the
+context; a match may run into its own continuation (periodic text).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
+
+from .. import kernels
+from ..kernels.lookup import NgramTexts
+from .base import DrafterSpec, DraftRequest, SequenceView
+from .proposal import Proposal
+from .registry import DrafterConfig, DrafterContext, option
+from .text_sessions import LookUp
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..model.decoder import TargetInfo
+
+LONGEST = 32  # matched tokens beyond which lengths are not told apart
+_LOOK_BACK = 64  # earlier occurrences of one n-gram that are looked at for another continuation: bounds a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig(DrafterConfig):
+    """Prompt lookup: continues as the last n tokens were continued before. Needs no model."""
+
+    kind: ClassVar[str] = "ngram"
+
+    max_ngram: int = option(4, help="longest run of last tokens that is looked up", minimum=1, maximum=64)
+    min_ngram: int = option(1, help="shortest run of last tokens that is looked up", minimum=1, maximum=64)
+    depth: int = option(8, help="tokens drafted along one continuation", minimum=1, maximum=1024)
+
+    def validate(self) -> None:
+        self.require("min_ngram", self.min_ngram <= self.max_ngram, f"must not exceed max_ngram={self.max_ngram}")
+
+    def build(self, context: DrafterContext) -> NgramDrafter:
+        return NgramDrafter(self)
+
+
+class NgramIndex:
+    """Where each n-gram of a growing token list was last seen; an update costs O(new tokens).
+
+    An occurrence is stored as the position that follows it. The n-gram that ends the list is left out until a
+    token follows it, so that every occurrence found has a continuation.
+    """
+
+    __slots__ = ("_earlier", "_indexed", "_latest", "_sizes")
+
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._latest: dict[tuple[int, ...], int] = {}
+        self._earlier: dict[int, list[int]] = {n: [-1] for n in self._sizes}  # by n, by position: the one before
+        self._indexed = 1  # occurrences are known that are followed by positions below this
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add the new tokens of ``tokens``."""
+        for follower in range(self._indexed, len(tokens)):
+            for n in self._sizes:
+                before = -1
+                if n <= follower:
+                    ngram = tuple(tokens[follower - n : follower])
+                    before = self._latest.get(ngram, -1)
+                    self._latest[ngram] = follower
+                self._earlier[n].append(before)
+        self._indexed = max(self._indexed, len(tokens))
+
+    def matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(n, follower) for occurrences of the last n tokens, longest n first, most recent first."""
+        for n in self._sizes:
+            if n > len(tokens):
+                continue
+            follower = self._latest.get(tuple(tokens[len(tokens) - n :]), -1)
+            for _ in range(_LOOK_BACK):
+                if follower < 0:
+                    break
+                yield n, follower
+                follower = self._earlier[n][follower]
+
+
+class NgramDrafter(LookUp):
+    """Drafts the continuation of the most recent occurrence of the longest n-gram that ends the context."""
+
+    def __init__(self, config: NgramConfig) -> None:
+        self.config = config
+        self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False, ahead=True)
+        self._indices: dict[int, NgramIndex] = {}
+        self._texts: NgramTexts | None = None  # in their place, where chains are looked up by compiled code
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Look up in compiled code, where the target runs on it."""
+        config = self.config
+        super().bind(target, max_sequences, pool_tokens, device)
+        if kernels.in_use() is not None:
+            self._texts = NgramTexts(config.min_ngram, config.max_ngram, LONGEST)
+
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """`draft_one` for all, in one compiled call where there is one."""
+        texts, most = self._texts, self.config.depth
+        if texts is None:
+            return super().draft(want)
+        depths = [min(most, max_depth, budget) for _, budget, max_depth in want.rows()]
+        rows = zip(want.sequences, depths, strict=True)
+        asked = [(seq.key, seq.tokens, depth) for seq, depth in rows if depth > 0]
+        found = iter(texts.draft(asked) if asked else ())
+        return [_proposal(*next(found), depth) if depth > 0 else Proposal() for depth in depths]
+
+    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+        """A chain."""
+        depth = min(self.config.depth, max_depth, budget)
+        if depth <= 0:
+            return Proposal()
+        index = self._index(seq)
+        return next((_chain(seq.tokens, n, at, depth) for n, at in index.matches(seq.tokens)), Proposal())
+
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+        """What followed the longest n-grams of the text that end text and path."""
+        index, tokens = self._index(sequence), [*sequence.tokens, *path]
+        found: dict[int, float] = {}
+        left = 0.0  # log of the chance that none of those before is right
+        for n, follower in index.matches(tokens):
+            if tokens[follower] not in found:
+                m = matched(tokens, n, follower)
+                found[tokens[follower]] = left + log_trust(m, 1)
+                left += math.log(2 / (m + 2))
+            if len(found) == width:
+                break
+        return [*found.items()]
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget these sequences."""
+        for key in keys:
+            self._indices.pop(key, None)
+            if self._texts is not None:
+                self._texts.drop(key)
+
+    def _index(self, seq: SequenceView) -> NgramIndex:
+        index = self._indices.get(seq.key)
+        if index is None:
+            index = self._indices[seq.key] = NgramIndex(self.config.min_ngram, self.config.max_ngram)
+        index.extend(seq.tokens)
+        return index
+
+
+def log_trust(n: int, depth: int) -> float:
+    """Log of the estimated chance that a match of n tokens goes on alike for ``depth`` tokens.
+
+    One token with a chance of n / (n + 2), and each makes the match longer: n / (n + 2) x (n + 1) / (n + 3) x ..; a
+    rule of thumb, which the automatic budget corrects by what came of such matches.
+    """
+    return math.log(n * (n + 1) / ((n + depth) * (n + depth + 1)))
+
+
+def matched(tokens: Sequence[int], n: int, follower: int) -> int:
+    """How many tokens before ``follower`` are those that end the text, given that ``n`` are; `LONGEST` at most."""
+    end = len(tokens)
+    most = min(LONGEST, follower)
+    while n < most and tokens[follower - 1 - n] == tokens[end - 1 - n]:
+        n += 1
+    return n
+
+
+def _copy(tokens: Sequence[int], follower: int, depth: int) -> list[int]:
+    """``depth`` tokens from ``follower`` on; past the end, what was just copied repeats (periodic text)."""
+    copied = list(tokens[follower : follower + depth])
+    while len(copied) < depth:
+        copied.append(copied[follower - len(tokens)])  # one period back: the period is len(tokens) - follower
+    return copied
+
+
+def _chain(tokens: Sequence[int], n: int, follower: int, depth: int) -> Proposal:
+    return _proposal(matched(tokens, n, follower), _copy(tokens, follower, depth), depth)
+
+
+def _proposal(matched: int, tokens: list[int], depth: int) -> Proposal:
+    return Proposal(tokens, _parents(depth), _trust(matched, depth)) if matched else Proposal()
+
+
+@cache
+def _parents(depth: int) -> list[int]:
+    return [*range(depth)]
+
+
+@cache
+def _trust(n: int, depth: int) -> list[float]:
+    return [log_trust(n, i) for i in range(1, depth + 1)]

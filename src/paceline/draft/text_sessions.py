@@ -1,0 +1,277 @@
+"""Draft sessions in this process: a text and a tree of drafted nodes for each sequence.
+
+Drafters that look texts up compute nothing below a node: a tree is all that their sessions keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import ConfigError
+from ..core.sampling import SequenceSampler
+from .base import Drafter, DraftRequest, SequenceView
+from .proposal import Proposal
+from .sessions import ROOT, Ask, Grown, Opening
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..model.decoder import TargetInfo
+
+Found = list[tuple[int, float]]  # tokens and the log of each one's chance, best first
+
+
+class LookUp(Drafter):
+    """Base of drafters that look texts up: they add `spec`, `draft_one` and `continuations`."""
+
+    trusted = True
+    target: TargetInfo | None = None
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Note the target, for sessions."""
+        self.target = target
+
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """`draft_one` for every sequence. What comes out is read only."""
+        return [self.draft_one(*row) for row in want.rows()]
+
+    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+        """Draft for one sequence, without a tensor; tokens that are new since the last call are taken in now."""
+        raise NotImplementedError(f"{type(self).__name__}.draft_one")
+
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> Found:
+        """Tokens that may follow the text and the drafted ``path`` behind it, which is not decided on.
+
+        Args:
+            sequence: the text is taken in as far as it is new; ``path`` is not.
+            path: drafted tokens.
+            width: tokens wanted, at most.
+
+        Returns:
+            Different tokens and the log of each one's estimated chance, best first.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.continuations")
+
+    def sessions(self, rows: int) -> TextSessions:
+        """See `Drafter`."""
+        assert self.target is not None, "bind comes before sessions"
+        return TextSessions(LookUps({0: self}), self.target.vocab_size, self.target.eos_ids)
+
+
+class LookUps:
+    """Look-ups as one, in the order in which they are asked.
+
+    Args:
+        parts: the look-ups, by their source marks.
+        sure: log of the chance from which on none of the others is asked.
+    """
+
+    def __init__(self, parts: Mapping[int, LookUp], sure: float = 0.0) -> None:
+        self._parts, self._sure = parts, sure
+
+    def knows(self, found: Found) -> bool:
+        """Whether nobody else need be asked."""
+        return bool(found) and found[0][1] >= self._sure
+
+    def find(self, sequence: SequenceView, path: Sequence[int], width: int) -> tuple[int, Found]:
+        """Return what the first says that is sure, else what the surest says, and its source mark.
+
+        Tokens that the sequence's grammar does not allow are left out.
+        """
+        best: tuple[int, Found] = 0, []
+        for source, part in self._parts.items():
+            if sequence.sources is not None and source not in sequence.sources:
+                continue
+            try:
+                found = _allowed(sequence, path, part.continuations(sequence, path, width))
+            except ConfigError:  # of the request's grammar: the target meets it, too, and ends the request
+                continue
+            if found and (not best[1] or found[0][1] > best[1][0][1]):
+                best = source, found
+            if self.knows(found):
+                break
+        return best
+
+    def release(self, keys: Sequence[int]) -> None:
+        """See `Drafter`."""
+        for part in self._parts.values():
+            part.release(keys)
+
+    def forget(self) -> None:
+        """See `Drafter`."""
+        for part in self._parts.values():
+            part.forget()
+
+
+def _allowed(sequence: SequenceView, path: Sequence[int], found: Found) -> Found:
+    """Return the tokens that the sequence's grammar allows after ``path``."""
+    sampler = sequence.sampler
+    if sampler.matcher is None or not found:
+        return found
+    allowed = sampler.matcher.within(sampler.output_ids, [[*path, token] for token, _ in found])
+    return [one for one, fits in zip(found, allowed, strict=True) if fits]
+
+
+@dataclass(slots=True)
+class Node:
+    """A node of a session's tree."""
+
+    parent: int
+    token: int
+    depth: int  # below the root, as of now
+    score: float = 0.0  # log q of the drafted tokens behind the last given one
+    row: int = -1  # of its K/V, behind the text's; -1: not computed
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """One sequence: its text, and the nodes below its root by their numbers."""
+
+    view: SequenceView
+    nodes: dict[int, Node] = field(default_factory=dict)
+    children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
+    fresh: int = ROOT + 1  # the next number
+
+    def add(self, parent: int, token: int, score: float = 0.0) -> int:
+        """A child of a node, new or there already."""
+        found = self.children.get((parent, token))
+        if found is not None:
+            return found
+        if parent != ROOT and parent not in self.nodes:
+            raise KeyError(f"node {parent} of sequence {self.view.key}")
+        number, self.fresh = self.fresh, self.fresh + 1
+        self.nodes[number] = Node(parent, token, self.depth(parent) + 1, score)
+        self.children[parent, token] = number
+        return number
+
+    def depth(self, node: int) -> int:
+        """Of a node; the root's is 0."""
+        return self.nodes[node].depth if node != ROOT else 0
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from below the root to ``node``."""
+        found: list[int] = []
+        while node != ROOT:
+            found.append(node)
+            node = self.nodes[node].parent
+        return found[::-1]
+
+    def tokens(self, node: int) -> list[int]:
+        """Drafted tokens from below the root to ``node``."""
+        return [self.nodes[number].token for number in self.path(node)]
+
+    def cut(self, root: int) -> tuple[list[int], int]:
+        """Make a node the root and drop all that is not below it.
+
+        Returns:
+            Rows of K/V that stay, ascending, and how many of them, the first ones, are of the text now.
+        """
+        path, depth = self.path(root), self.depth(root)
+        below = {root}
+        for number in sorted(self.nodes):  # children have higher numbers than their parents
+            if self.nodes[number].parent in below:
+                below.add(number)
+        stays = [number for number in [*path, *sorted(below - {root})] if self.nodes[number].row >= 0]
+        done = sum(self.nodes[number].row >= 0 for number in path)
+        rows = sorted(self.nodes[number].row for number in stays)
+        moved = {row: place - done for place, row in enumerate(rows)}
+        kept = {number: self.nodes[number] for number in below - {root}}
+        for node in kept.values():
+            node.depth -= depth
+            node.parent = ROOT if node.parent == root else node.parent
+            node.row = moved.get(node.row, -1)
+        self.nodes = kept
+        self.children = {(node.parent, node.token): number for number, node in kept.items()}
+        return rows, done
+
+
+class TextSessions:
+    """Sessions of a look-up, and what those of a draft model share with them.
+
+    Args:
+        look_ups: say how texts go on; None: nobody does.
+        vocab_size, eos_ids: of the target.
+    """
+
+    def __init__(self, look_ups: LookUps | None, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        self.look_ups, self._vocab, self._eos_ids = look_ups, vocab_size, eos_ids
+        self._open: dict[int, Any] = {}  # by sequence: its tree
+
+    def begin(self, view: SequenceView) -> DraftTree:
+        """A sequence's tree, without nodes."""
+        return DraftTree(view)
+
+    def open(self, opening: Opening) -> None:
+        """See `DraftSessions`."""
+        self.close(opening.key)
+        self._open[opening.key] = self.begin(opened(opening, self._vocab, self._eos_ids))
+
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        """See `DraftSessions`."""
+        return [self._grow(ask) for ask in asks]
+
+    def _grow(self, ask: Ask) -> Grown:
+        assert self.look_ups is not None
+        tree: DraftTree = self._open[ask.key]
+        grown = Grown([tree.add(*one) for one in ask.given])
+        for parent in dict.fromkeys([*grown.given, *ask.expand]):
+            source, found = self.look_ups.find(tree.view, tree.tokens(parent), ask.width)
+            for token, log_q in found:
+                grown.add(parent, tree.add(parent, token), token, log_q, source)
+        return grown
+
+    def reroot(self, key: int, node: int) -> None:
+        """See `DraftSessions`."""
+        tree: DraftTree = self._open[key]
+        said = tree.tokens(node)
+        rows, done = tree.cut(node)
+        self._say(tree, said)
+        self.keep(tree, rows, done)
+
+    def commit(self, key: int, tokens: Sequence[int]) -> None:
+        """See `DraftSessions`."""
+        tree: DraftTree = self._open[key]
+        self._say(tree, tokens)
+        self.clear(tree, tokens)
+
+    @staticmethod
+    def _say(tree: DraftTree, tokens: Sequence[int]) -> None:
+        tree.view.tokens += tokens
+        tree.view.sampler.commit(tokens)
+
+    def clear(self, tree: Any, said: Sequence[int]) -> None:
+        """The text has gone on with these tokens: drop all nodes."""
+        tree.nodes, tree.children = {}, {}
+
+    def keep(self, tree: Any, rows: Sequence[int], done: int) -> None:
+        """Keep these rows of K/V, of which the first are of the text, where there is any."""
+
+    def close(self, key: int) -> None:
+        """See `DraftSessions`."""
+        self._open.pop(key, None)
+        if self.look_ups is not None:
+            self.look_ups.release([key])
+
+    def forget(self) -> None:
+        """See `DraftSessions`."""
+        if self.look_ups is not None:
+            self.look_ups.forget()
+
+
+def opened(opening: Opening, vocab_size: int, eos_ids: tuple[int, ...]) -> SequenceView:
+    """A sequence with a sampler of its own, for a target of so many tokens."""
+    tokens, prompt = [*opening.tokens], [*opening.tokens[: opening.prompt_len]]
+    sampler = SequenceSampler(
+        opening.params,
+        prompt,
+        seed=opening.seed,
+        sample_index=opening.sample_index,
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+        matcher=opening.matcher,
+    )
+    sampler.commit(tokens[opening.prompt_len :])
+    shape = opening.key, tokens, opening.prompt_len, sampler, opening.max_len
+    return SequenceView(*shape, sources=opening.sources, prediction=opening.prediction)

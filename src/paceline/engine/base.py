@@ -1,0 +1,244 @@
+"""The contract of a round, and the running sequence that engine and rounds share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from ..core.named import NamedConfig
+from ..core.request import Logprob, SequenceState
+from ..core.sampling import SamplingParams
+from ..core.trace import StepTrace
+from ..draft.base import Drafter, DrafterSpec, DraftRule, SequenceView
+from ..draft.sessions import GoingSessions
+from ..kv.pool import KVPool, SequenceCache
+from ..model.applications import Application
+from ..model.decoder import Decoder
+from ..papers.streaming.model import StreamSet
+
+if TYPE_CHECKING:
+    from ..model.stage_line import StageLine
+
+DEFAULT_VERIFIER = "sample_and_match"
+
+
+@dataclass(slots=True, eq=False)
+class RunningSequence:
+    """One of a request's n samples, from submission to its last token."""
+
+    state: SequenceState  # request, output, stop rules, statistics
+    view: SequenceView  # tokens, prompt length, sampler: what a drafter may see
+    max_len: int  # prompt and output together cannot grow beyond this
+    cache: SequenceCache | None = None  # None while waiting
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)  # [0] is None: nothing before it
+    max_nodes: int | None = None  # most drafted nodes a step that the request allows; None: any number
+    trace: list[StepTrace] | None = None  # its steps, until somebody takes them out; None: nobody wants to see them
+    admitted: float | None = None  # when it was scheduled first, in perf_counter seconds
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's parameters."""
+        return self.state.request.params
+
+    @property
+    def application(self) -> Application | None:
+        """Whose adapter answers; None: the base model."""
+        return self.view.application
+
+    @property
+    def identity(self) -> str | None:
+        """What its K/V depends on besides its tokens (its application); None: nothing."""
+        return None if self.view.application is None else self.view.application.identity
+
+    @property
+    def shareable(self) -> int | None:
+        """Leading tokens whose K/V depends on them and on `identity` alone; None: all.
+
+        Where main rows attend to their streams, generated rows (the last prompt row is the first of them) have
+        other K/V than the same tokens have in a prompt.
+        """
+        application = self.view.application
+        return None if application is None or application.streams is None else self.view.prompt_len - 1
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose K/V no pass computes yet: the rest of the prompt, or the root alone."""
+        return len(self.view.tokens) - (self.cache.front if self.cache else 0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last token was emitted."""
+        return self.state.finished
+
+    def emit(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[dict[int, Logprob]] | None) -> int:
+        """Append the tokens of one pass, cut by the stop rules.
+
+        Args:
+            tokens: accepted drafts, then the target's own next token.
+            drafted: how many of them were drafted.
+            logprobs: one a token, where the request asked for them.
+
+        Returns:
+            How many tokens were kept. If text or stop rules fail at one, those before it are kept, and the view notes
+            the fault.
+        """
+        before = len(self.state.token_ids)
+        try:
+            self.state.accept(tokens, drafted, logprobs)
+        except Exception as error:  # its own text or stop rules
+            self.view.fault = error
+        kept = len(self.state.token_ids) - before
+        self.view.tokens.extend(tokens[:kept])
+        return kept
+
+    def fail(self) -> None:
+        """End the sequence with the fault that its view notes."""
+        assert self.view.fault is not None
+        self.state.fail(self.view.fault)
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One sequence's part of a step. Its K/V slots are reserved. Read only."""
+
+    sequence: RunningSequence
+    rows: int  # pending tokens to compute now
+    generates: bool  # whether these reach the last known token, so that a new one is generated
+    budget: int  # drafted nodes allowed
+    max_depth: int  # deepest useful node (max_tokens, context)
+    may_draft: bool = False  # whether the next step may draft: worth preparing for even where the budget is 0 now
+
+
+@dataclass(slots=True, eq=False)
+class StepResult:
+    """What came out of one step: of the passes that it ended, which earlier steps may have begun."""
+
+    works: Sequence[Work]  # whose passes ended
+    counts: Mapping[int, tuple[int, int]]  # drafted and accepted tokens by their index; missing: none
+    emitted: Sequence[tuple[RunningSequence, int]]  # sequences that got tokens, and how many; 0: ended by a fault
+    draft_ms: float
+    verify_ms: float
+    host_ms: float
+    ask_ms: float  # of draft_ms: what asking the drafter took; the rest is taps and `observe`, asked or not
+
+
+class Round(Protocol):
+    """One step of drafting and verification, in an order of its own.
+
+    A round may have several passes in flight, and a step may end passes that earlier ones began. Such a round *enters*
+    the rows of a pass that goes on behind the step (`SequenceCache.enter`), so that they are not scheduled again. The
+    slots of a sequence that is released go to others at once: such a round sees to it that no pass writes them later.
+    """
+
+    name: str
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The drafter; None: nothing is drafted."""
+
+    @property
+    def admits(self) -> Callable[[StreamSet], None] | None:
+        """Checks an application's set against the rules of the drafter and the layers, and raises CapabilityError where
+        it does not fit; None: no main row can attend to streams here."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The drafters that a request may choose among, by source mark; none: nothing is drafted."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do without new work: passes are in flight."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the drafter was disabled, if it failed."""
+
+    @property
+    def past(self) -> int | None:
+        """Last tokens of a text that must be computed while the drafter looks on; see `DrafterSpec.past`."""
+
+    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+        """One target pass over the rows of ``works``, with whatever drafting belongs to it.
+
+        Args:
+            works: the sequences' parts of it; empty only while the round is busy.
+            rule: chooses which of the proposed nodes are checked; None: all.
+
+        Tokens, caches, statistics and the drafter's state of what came out are updated when it returns.
+        """
+
+    def release(self, sequences: Sequence[RunningSequence]) -> None:
+        """The sequences ended or were preempted: let the drafter drop their state. Nothing of them comes out any more,
+        and none of their passes in flight touches a sequence, or the slots that it had, again."""
+
+    def forget(self) -> None:
+        """Let the drafter forget sequences that ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a drafter's own process runs."""
+
+    cores: tuple[int, ...] = ()  # of the CPU; none: all
+    threads: int | None = None  # of its layers; None: one a core
+    level_ms: float | None = None  # that a level is given, as on another device; None: as long as it takes
+    device: str = ""  # none: one behind the target's
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a target comes from, for rounds that read what was trained for it."""
+
+    name: str = "this target"
+    folder: Path | None = None  # of its checkpoint; None: in memory alone
+    find: Callable[[str], Path] = Path  # name of an embedded, local or hub folder -> its path
+    trained: Callable[[str], str | None] = lambda kind: None  # a round -> what the zoo has that it reads, of the target
+
+
+UNKNOWN = Origin()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundParts:
+    """What a round is made of."""
+
+    target: Decoder  # verifies
+    pool: KVPool  # its K/V
+    drafter: Drafter | None = None  # where `RoundConfig.place` names a process the same drafter runs there; this one is
+    # not bound then, and is asked for nothing but what it declares
+    verifier: str = DEFAULT_VERIFIER
+    origin: Origin = UNKNOWN  # where the target comes from
+    serve: Callable[[int, Place], GoingSessions] | None = None  # starts the drafter's process, where one is named, with
+    # room for so many drafted nodes of a sequence
+    start: Callable[[], StageLine] | None = None  # starts stages elsewhere, where the target has the last one's layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundConfig(NamedConfig):
+    """Base of a round's options: its name, what it needs of a drafter, and how it is made.
+
+    Which rounds a drafter can run in follows from what it declares: a round says what it needs in `refusal`.
+    """
+
+    automatic: ClassVar[bool] = True  # whether it may be chosen where the user names no round
+    weighs: ClassVar[bool] = True  # whether the automatic budget, which adds times of drafts and passes, fits it
+
+    @property
+    def place(self) -> Place | None:
+        """Where the drafter runs, if that is a process of its own; None: in the target's."""
+        return None
+
+    def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
+        """Why a drafter (None: no drafter) cannot run in this round, and what to do; None: it can."""
+        raise NotImplementedError(f"{type(self).__name__}.refusal")
+
+    def build(self, parts: RoundParts) -> Round:
+        """Make the round of parts that `refusal` has nothing against.
+
+        Raises:
+            ConfigError: options, or a verifier, that do not fit the target or the drafter; a process that cannot be
+                started.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.build")

@@ -1,0 +1,177 @@
+"""After verification: tokens are emitted and counted, K and V of accepted nodes are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.request import Logprob, token_logprobs
+from ..core.trace import StepTrace
+from ..draft.base import DrafterSpec
+from ..kv.pool import KVPool, SequenceCache
+from .base import RunningSequence
+from .passes import Pass
+
+
+class Emitter:
+    """Applies the stop rules and counts.
+
+    Args:
+        num_layers: of the target, which every row of a pass goes through.
+        spec: of the drafter, for the names of its sources; None: nothing is drafted.
+    """
+
+    def __init__(self, num_layers: int, spec: DrafterSpec | None) -> None:
+        self.num_layers, self.spec = num_layers, spec
+
+    def emit(self, p: Pass) -> None:
+        """Sets `Pass.emitted`; cuts `Pass.paths` to the emitted tokens.
+
+        A sequence whose own rules fail, here or in verification, ends with that error; the others go on.
+        """
+        p.emitted = [0] * len(p.works)
+        for i in p.generating:
+            view = p.works[i].sequence.view
+            if view.fault is None:
+                try:
+                    p.emitted[i] = self._emit(p, i)
+                except Exception as error:
+                    view.fault = error
+            if len(p.paths[i]) > p.emitted[i]:
+                p.paths[i] = p.paths[i][: p.emitted[i]]
+            if p.works[i].sequence.trace is not None and p.emitted[i]:
+                self._trace(p, i)
+        for work in p.works:
+            if work.sequence.view.fault is not None:
+                work.sequence.fail()
+
+    def _emit(self, p: Pass, i: int) -> int:
+        """Emit the tokens of one work and count them; returns how many were emitted."""
+        sequence, path = p.works[i].sequence, p.paths[i]
+        if p.spans[i].tree_index < 0 and sequence.state.accept_plain(p.tokens[i]):
+            sequence.view.tokens += p.tokens[i]
+            stats = sequence.state.stats
+            stats.row_layers += self.num_layers
+            stats.record_plain()
+            return 1
+        logprobs = None
+        if sequence.state.request.params.logprobs is not None:
+            nodes, index = [0, *path], p.spans[i].tree_index
+            paths = p.tree.path_tokens(index)[nodes] if p.tree is not None and index >= 0 else None
+            logprobs = logprobs_of(sequence, p.logits[p.rows[i]][nodes], p.tokens[i], paths)
+        emitted = sequence.emit(p.tokens[i], len(path), logprobs)
+        if emitted:
+            self._count(p, i, emitted)
+        return emitted
+
+    def _count(self, p: Pass, i: int, emitted: int) -> None:
+        """Statistics of one work's pass, after the stop rules' cut."""
+        stats, span, path = p.works[i].sequence.state.stats, p.spans[i], p.paths[i]
+        nodes = span.nodes
+        stats.row_layers += nodes * self.num_layers
+        if p.tree is None or span.tree_index < 0 or self.spec is None:
+            stats.record_pass(drafted=0, accepted=0, emitted=emitted)
+            return
+        accepted = path[:emitted]
+        p.counts[i] = nodes - 1, len(accepted)
+        parents, marks = p.tree.parents[span.tree_index][1:], p.tree.sources[span.tree_index]
+        # The whole path was emitted, and the next draft token was wrong.
+        refused = emitted > len(path) and p.frontier(i) in parents
+        stats.record_pass(
+            drafted=nodes - 1,
+            accepted=len(accepted),
+            emitted=emitted,
+            offered=len(accepted) + refused,
+            sources=_by_source(self.spec, marks[1:], [marks[n] for n in accepted]),
+        )
+
+    def _trace(self, p: Pass, i: int) -> None:
+        """Keep what one work's pass did."""
+        sequence, b = p.works[i].sequence, p.spans[i].tree_index
+        emitted, view = p.emitted[i], sequence.view
+        assert sequence.trace is not None
+        tokens, parents, marks, scores = [view.tokens[-emitted - 1]], [-1], [0], None
+        if p.tree is not None and b >= 0:
+            tokens, parents, marks = p.tree.tokens[b], p.tree.parents[b], p.tree.sources[b]
+            scores = None if p.tree.scores is None else p.tree.scores[b]
+        sequence.trace.append(
+            StepTrace(
+                first=len(sequence.state.token_ids) - emitted,
+                emitted=emitted,
+                tokens=tokens,
+                parents=parents,
+                sources=["", *(source_name(self.spec, mark) for mark in marks[1:])],
+                scores=scores,
+                path=p.paths[i],
+                allowed=p.works[i].budget,
+            )
+        )
+
+
+def source_name(spec: DrafterSpec | None, mark: int) -> str:
+    """Who proposed a node with this mark."""
+    names = () if spec is None else spec.sources or (spec.name,)
+    return names[mark] if mark < len(names) else f"source {mark}"
+
+
+def logprobs_of(
+    sequence: RunningSequence, logits: Tensor, tokens: Sequence[int], paths: Tensor | None = None
+) -> list[dict[int, Logprob]] | None:
+    """One entry a token, where the request asked for them.
+
+    Args:
+        sequence: whose tokens they are.
+        logits: [n, V] after the nodes that they follow.
+        tokens: [n].
+        paths: [n, D] drafted tokens up to each node; None: all follow the text.
+    """
+    wanted = sequence.state.request.params.logprobs
+    if wanted is None:
+        return None
+    if sequence.params.logprobs_mode == "processed":
+        logits = sequence.view.sampler.process(logits, paths)
+    return token_logprobs(logits, torch.tensor(tokens), wanted, sequence.state.token_text)
+
+
+def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, Sequence[int]]]:
+    """Drafted nodes, and depths of accepted ones, by the name of who proposed them.
+
+    Args:
+        spec: of the drafter.
+        drafted: the nodes' marks.
+        accepted: those of the accepted path.
+    """
+    if len(spec.sources) <= 1 and not any(drafted):
+        return {source_name(spec, 0): (len(drafted), range(1, len(accepted) + 1))}
+    return {
+        source_name(spec, m): (
+            drafted.count(m),
+            [depth for depth, mark in enumerate(accepted, 1) if mark == m],
+        )
+        for m in {*drafted}
+    }
+
+
+def keep(p: Pass, pool: KVPool) -> None:
+    """Commit the K/V of pending tokens and accepted nodes; the root is the last pending token.
+
+    K and V are in the slot of the node's index at the proposal, whatever was pruned since.
+    """
+    kept: list[tuple[SequenceCache, Sequence[int]]] = []
+    for i, work in enumerate(p.works):
+        cache, path = work.sequence.cache, p.paths.get(i)
+        assert cache is not None
+        if path:
+            proposed, first = p.kept.get(i), work.rows - 1
+            nodes = path if proposed is None else [proposed[n] for n in path]
+            kept.append((cache, [*range(work.rows), *[first + n for n in nodes]]))
+        else:
+            cache.advance(work.rows)
+    if kept:
+        pool.commit(kept)
+    for work in p.works:
+        cache = work.sequence.cache
+        assert cache is not None
+        cache.publish(work.sequence.view.tokens)

@@ -1,0 +1,131 @@
+"""From packed logits to accepted paths: the verifiers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core import verify
+from ..core.errors import CapabilityError, ConfigError
+from ..core.tree import TokenTree
+from ..core.verify import Accepted
+from ..draft.base import DrafterSpec, SequenceView
+from ..model.decoder import likeliest as likeliest
+from .base import DEFAULT_VERIFIER as DEFAULT_VERIFIER
+
+# (sequences [B], trees [B, N], packed logits [sum of nodes, V]) -> verdicts [B]
+Verifier = Callable[[Sequence[SequenceView], TokenTree, Tensor], list[Accepted]]
+
+
+def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None, b: int) -> Tensor:
+    """[n] int64: one sequence's own choice after each of its nodes, as plain decoding would make it.
+
+    Where its rules fail at the root, that is noted, and the rest goes on. Where they fail below it, where plain
+    decoding may never come, the root alone has a choice, and the nodes below have -1.
+
+    Args:
+        sequence: whose sampler chooses.
+        logits: [n, V] raw.
+        tree, b: the nodes' tree; None, or below 0: the root alone.
+    """
+    if sequence.sampler.plain:
+        return likeliest(logits)
+    depths, paths = [0], None
+    if tree is not None and b >= 0:
+        depths, paths = tree.depths()[b], tree.path_tokens(b)
+    try:
+        return sequence.sampler.choose(logits, paths, [len(sequence.tokens) + depth for depth in depths])
+    except Exception as error:
+        if len(depths) > 1:
+            root = choose_nodes(sequence, logits[:1], None, -1)
+            return torch.cat([root, root.new_full((len(depths) - 1,), -1)])
+        sequence.fault = error
+        return likeliest(logits)  # a placeholder: it is not emitted
+
+
+def _against_q(rule: Callable[..., list[Accepted]]) -> Verifier:
+    """A verifier that weighs p against the q that the drafts were drawn from."""
+
+    def verifier(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
+        """p, uniforms and residual noise of every node, for ``rule``."""
+        depths, size = tree.depths(), (len(tree.counts), max(tree.counts))
+        p = logits.new_zeros((*size, logits.shape[-1]))  # [B, N, V]
+        uniform = torch.ones(size, dtype=torch.float64)  # [B, N]
+        rows = zip(sequences, logits.split(tree.counts), tree.counts, strict=True)
+        for b, (sequence, own, count) in enumerate(rows):
+            try:
+                p[b, :count] = sequence.sampler.probs(own, tree.path_tokens(b))
+            except Exception as error:
+                sequence.fault = error
+                p[b, :count, 0] = 1  # any distribution: nothing that is drawn from it comes out
+            places = [len(sequence.tokens) - 1 + depth for depth in depths[b]]
+            uniform[b, :count] = sequence.sampler.accept_uniform(places, list(range(count)))
+
+        def residual(b: int, node: int) -> Tensor:
+            place = len(sequences[b].tokens) + depths[b][node]
+            return sequences[b].sampler.residual_gumbel([place], [0], device=p.device)[0]
+
+        return rule(tree, p, uniform.to(p.device), residual)
+
+    return verifier
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierKind:
+    """A verifier and what it asks of the drafts."""
+
+    verify: Verifier | None = None  # None: the target's own choices are followed along the tree
+    needs_q: bool = False  # weighs p against the q that the drafts were drawn from: ids depend on the drafter
+    chains_only: bool = False
+    lossy: bool = False  # the output is not the target's distribution; the word is in its name
+    reads_streams: bool = False  # weighs p against the streams' own scores
+
+    @property
+    def ids_depend_on_drafter(self) -> bool:
+        """Whether another drafter may give other ids, so that ``exact`` cannot hold."""
+        return self.needs_q or self.lossy
+
+
+VERIFIERS: dict[str, VerifierKind] = {
+    DEFAULT_VERIFIER: VerifierKind(),
+    "rejection": VerifierKind(_against_q(verify.rejection), needs_q=True),
+    "block": VerifierKind(_against_q(verify.block), needs_q=True, chains_only=True),
+    "lossy_stream_rejection": VerifierKind(_against_q(verify.lossy_stream_rejection), lossy=True, reads_streams=True),
+}
+
+
+def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
+    """The verifier called ``name``, checked against what the drafter proposes.
+
+    Raises:
+        ConfigError: unknown name.
+        CapabilityError: a verifier that needs q, or chains, with a drafter that does not give them.
+    """
+    if name not in VERIFIERS:
+        known = ", ".join(VERIFIERS)
+        raise ConfigError(f"verifier={name!r}", "there is no such verifier", f"use one of: {known}")
+    kind = VERIFIERS[name]
+    if kind.needs_q and (spec is None or spec.proposes != "sampled"):
+        drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
+        raise CapabilityError(
+            f"verifier={name!r} with {drafter}",
+            "it needs drafts that were drawn from a known distribution",
+            f"use draft_model with proposes=sampled, or verifier={DEFAULT_VERIFIER!r}",
+        )
+    if kind.reads_streams and (spec is None or spec.streams is None or spec.parts or spec.proposes != "point"):
+        drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
+        raise CapabilityError(
+            f"verifier={name!r} with {drafter}",
+            "it weighs the target against the streams' own probabilities",
+            f"use streams with proposes=point, or verifier={DEFAULT_VERIFIER!r}",
+        )
+    if kind.chains_only and spec is not None and spec.tree:
+        raise CapabilityError(
+            f"verifier={name!r} with drafter {spec.name!r}, which proposes trees",
+            "this verification is defined on chains",
+            "let the drafter propose a chain, or use verifier='rejection'",
+        )
+    return kind

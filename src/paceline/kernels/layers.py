@@ -1,0 +1,401 @@
+"""A decoder's layers in one call: the compiled counterpart of `layers.Layer.run`.
+
+Used where it can run (float32, bf16, int8 or 4-bit weights on the CPU, SiLU or tanh GELU); everything else runs layer
+by layer on torch. Heads and a feed-forward width that are no multiple of 16 are padded with zeros: these add exactly 0
+to every sum.
+
+A row's bits depend on that row and on the keys it sees alone, so what ``exact`` asks for holds here at no cost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import kernels
+from ..core.errors import CapabilityError
+from ..model.adapters import AdapterRange, LowRank
+from ..model.attention.base import AttentionPlan, Segment
+from ..model.base import ForwardState, KVCache
+from ..model.families import DecoderConfig
+from ..model.hot import cut_head
+from ..model.padding import SCALE_ROOM, padded
+from ..model.rope import RopeTables
+from ..papers.streaming.model import StreamSet
+from ..weights.blocks import StoredWeights
+from . import abi
+from .calls import NativeTaps, TokenPass, hold, keys_of
+from .linear import BAD_POSITION, NativeAdapters, require
+from .streams import StreamRun, StreamTokens, limits_of, native_streams
+from .weights import Loaded, NativeWeights
+
+ACTIVATIONS = ("silu", "gelu_tanh")  # in the order of `enum Activation`
+
+
+def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the compiled layers cannot run this network; None where they can."""
+    c = config
+    rules = (
+        (device.type == "cpu", f"they run on the CPU, not on {device.type}"),
+        (dtype in (torch.float32, torch.bfloat16), f"they compute in float32 or bfloat16, not {dtype}"),
+        (c.activation in ACTIVATIONS, f"{c.family} has another activation, {c.activation}"),
+        (any(c.rotations), f"no layer of {c.family} has rotary positions"),
+        (len({rope.dim for rope in c.rotations if rope}) <= 1, f"layers of {c.family} rotate parts of different sizes"),
+        (c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} heads cannot share {c.num_kv_heads} of K and V evenly"),
+    )
+    return next((why for holds, why in rules if not holds), None) or kernels.unavailable()
+
+
+class Stack:
+    """All layers of a decoder and its head, whose weights it takes over, packed; arguments as of `NativeWeights`."""
+
+    def __init__(
+        self, decoder: Loaded, stored: StoredWeights | None = None, lender: NativeWeights | None = None
+    ) -> None:
+        c, quant = decoder.own, decoder.quant
+        self.dtype = decoder.dtype
+        why = unsupported(c, decoder.dtype, decoder.device)
+        if quant and decoder.dtype != torch.bfloat16:
+            why = why or f"beside {quant} weights they compute in bfloat16, not {decoder.dtype}"
+        if why:
+            raise CapabilityError("native=True", why, "use native=False")
+        self._rope = RopeTables(c.rotations, c.max_position, torch.float32, decoder.device)
+        self._quant = quant
+        self.weights = NativeWeights(decoder, stored or {}, lender)
+        self.head = self.weights.head
+        self._model = abi.CModel(
+            d_model=c.d_model,
+            heads=c.num_heads,
+            kv_heads=c.num_kv_heads,
+            head_dim=padded(c.head_dim),
+            own_head_dim=c.head_dim,
+            d_ff=padded(c.d_ff),
+            rotated=next(rope.dim for rope in c.rotations if rope),
+            tokens=c.vocab_size,
+            vocab=c.vocab_size,
+            wide_activations=decoder.dtype == torch.float32,
+            eps=c.norm_eps,
+            scale=c.scale,
+            activation=ACTIVATIONS.index(c.activation),
+            layers=ctypes.addressof(self.weights.layers),
+            norm=self.weights.norm,
+            head=self.head.struct,
+            ranks=None if decoder.ranks is None else ctypes.addressof(decoder.ranks.joins.struct),
+        )
+        self.reference = ctypes.byref(self._model)
+        # By engine, and an engine runs in one thread at a time: two threads never look for the same one.
+        self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int, bool]] = WeakKeyDictionary()
+        # The cache of the last pass, and what `_pass` keeps for it.
+        self._last: tuple[Callable[[], Any], abi.CPass] | None = None
+        self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
+        self._streams: WeakKeyDictionary[StreamSet, abi.CStreamSet] = WeakKeyDictionary()
+        self._packing = threading.Lock()
+        self.library = kernels.library()
+        self.stream_prices = WeakKeyDictionary[StreamSet, tuple[float, float]]()  # see `stream_prices.stream_prices`
+        self.free_rows = kernels.TILE_ROWS if self.library.isa == kernels.AMX else kernels.VECTOR_ROWS
+        self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
+        self.embedding_at = ctypes.addressof(self.weights.embedding)
+        self._hot: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs of the head and width of states."""
+        return self._model.vocab, self._model.d_model
+
+    @property
+    def norm_at(self) -> tuple[int | None, float]:
+        """Where the weights of the final norm lie, float32 (None: there is none), and its eps."""
+        return self._model.norm, self._model.eps
+
+    def cut(self, hot: Tensor) -> None:
+        """Compute the head for the tokens ``hot`` [H] int64, ascending, alone; others have no chance from now on."""
+        self.head = self.weights.head = cut_head(self._model, self.head, hot, self.dtype, self._quant)
+        self._hot = hot
+
+    def ends(self, hot: Tensor | None) -> abi.CModel:
+        """The model for calls that read its final norm and head alone: the whole head, or a copy that is cut."""
+        if hot is None:
+            return self._model
+        made = abi.CModel.from_buffer_copy(self._model)
+        cut_head(made, self.head, hot, self.dtype)
+        return made
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one weight of the products, in the mean."""
+        products = self.weights.products
+        return sum(linear.nbytes for linear in products) / sum(linear.struct.n * linear.struct.k for linear in products)
+
+    def plan(self, segments: Sequence[Segment]) -> AttentionPlan:
+        """A table of `abi.CSegment`, with addresses in place of tensors.
+
+        Raises:
+            ValueError: keys, masks or positions of another shape or dtype than the segment says.
+        """
+        table = (abi.CSegment * len(segments))()
+        held: list[Tensor] = []
+        for row, s in zip(table, segments, strict=True):
+            row.start, row.stop, row.prefix, row.num_keys = s.start, s.stop, s.prefix, s.num_keys
+            block = s.num_keys - s.prefix
+            row.base, row.keys = keys_of(s.keys, s.num_keys, held)
+            if s.visible is not None:
+                row.visible = hold(s.visible, (s.stop - s.start, block), held, torch.bool)
+            if s.positions is not None:
+                row.block_positions = hold(s.positions, (block,), held)
+        return AttentionPlan(segments, table, held)
+
+    def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
+        """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is.
+
+        Rows in ``state.adapters`` get those adapters' deltas; the limits in ``state.special`` hold for its streams. A
+        `LowRank` is packed when it first comes, for as long as it lives: its parameters must not change afterwards.
+
+        Raises:
+            ConfigError: adapters that are not for this model; see `NativeAdapters`.
+            ValueError: a cache, states or a plan of other shapes; slots, keys or positions that are not there; ranges
+                of adapters that overlap, are out of order or beyond the rows.
+        """
+        hidden, plan = self.states(state.hidden), state.attn
+        out = torch.empty_like(hidden)
+        k, v, stride, packed = self._addresses(cache)
+        held: list[Tensor] = []
+        run = abi.CPass(
+            rows=hidden.shape[0],
+            hidden_in=hidden.data_ptr(),
+            hidden_out=out.data_ptr(),
+            positions=hold(state.positions, hidden.shape[:1], held),
+            k_cache=ctypes.addressof(k),
+            v_cache=ctypes.addressof(v),
+            head_stride=stride,
+            packed=packed,
+            segments=ctypes.addressof(plan.made),
+            num_segments=len(plan.made),
+            threads=torch.get_num_threads(),
+            layers=self._num_layers,
+        )
+        slots = state.slots
+        if isinstance(slots, slice):
+            run.slot_base = slots.start
+        else:
+            run.slots = hold(slots, hidden.shape[:1], held)
+        if state.adapters:
+            table = self._ranges(state.adapters, run.rows)
+            run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
+        if state.special is not None and state.special.limits:
+            limits = limits_of(state.special.limits)
+            run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
+        self._rotate(run, self._rope.joined())
+        self._call(run, lambda: _highest(state.positions), self.library.pl_run_layers, start, stop)
+        return out
+
+    def _call(self, run: abi.CPass, highest: Callable[[], int], function: Any, *given: Any) -> None:
+        """Compiled code for a pass, and once more with a longer rotation table where positions lie beyond it."""
+        refused = function(self.reference, ctypes.byref(run), *given)
+        if refused == BAD_POSITION:
+            run.rotation = None
+            self._rotate(run, self._rope.reach(highest()))
+            refused = function(self.reference, ctypes.byref(run), *given)
+        require(refused)
+
+    def decide(self, whole: TokenPass, cache: KVCache, taps: NativeTaps | None = None) -> list[int]:
+        """The choice after each of the wanted rows of a pass: all of it, from token ids on, in one call. The same
+        numbers as `run` and `logits` give, without a tensor in between; ``taps`` are states that are wanted beside the
+        choices.
+
+        Returns:
+            The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
+            compiled code does not know, or by so little that the last bits of a logarithm count.
+
+        Raises:
+            ConfigError, ValueError: as `run`.
+        """
+        held = list[Any]()
+        given = whole.packed(self._model.vocab, held)
+        self._decide(self.library.pl_choose, whole, cache, max(whole.positions), given.buffer_info()[0], taps=taps)
+        return given[-len(whole.wanted) :].tolist() if whole.wanted else []
+
+    def decide_streams(
+        self, whole: TokenPass, streams: StreamRun, cache: KVCache, taps: NativeTaps | None = None
+    ) -> tuple[list[int], list[StreamTokens | None], float]:
+        """`decide`, and for every carrier what the streams of its last accepted node say, in the same call. Streams
+        that do not ride in the pass go through their layers behind it. The pass's wanted rows hold the root of every
+        carrier and all rows behind it; streams are read by its rules, too, and its logits have room for those of
+        ``streams.rows``.
+
+        Returns:
+            The token after each of the wanted rows, as by `decide`; for each carrier the ``streams.k`` best tokens of
+            its streams, None where no draft behind its last accepted node is of use, or where that node is not
+            known here; ms that streams took behind the pass.
+
+        Raises:
+            ConfigError, ValueError: as `run`; a set that `native_streams` refuses.
+        """
+        held, made = list[Any](), self.streams(streams.streams)
+        struct, read = streams.begin(made, held)
+        given = whole.packed(self._model.vocab, held, streams.rows)
+        highest = max(whole.positions) + made.gamma
+        both = given.buffer_info()[0], ctypes.byref(struct)
+        self._decide(self.library.pl_choose_streams, whole, cache, highest, *both, taps=taps)
+        return given[-len(whole.wanted) :].tolist(), read(), struct.late_us / 1e3
+
+    def _decide(
+        self, call: Any, whole: TokenPass, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None
+    ) -> None:
+        """A pass from token ids on."""
+        run, held = self._pass(cache), list[Any]()
+        table = None if taps is None else taps.struct(self._model.d_model, self.dtype, held)
+        at = None if table is None else ctypes.byref(table)
+        run.num_adapters = 0
+        if whole.adapters:
+            ranges = self._ranges(whole.adapters, len(whole.tokens))
+            run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
+        self._call(run, lambda: highest, call, self.embedding_at, *given, at)
+        if taps is not None and table is not None:
+            taps.ms = table.ms
+
+    def streams(self, streams: StreamSet) -> abi.CStreamSet:
+        """A set of streams in the form that the compiled layers use, made once."""
+        found = self._streams.get(streams)
+        if found is None:
+            adapters = None if streams.adapters is None else self.adapters(streams.adapters)
+            found = self._streams[streams] = native_streams(streams, adapters, self.dtype)
+        return found
+
+    def _pass(self, cache: KVCache) -> abi.CPass:
+        """What passes over a cache have in common, kept from pass to pass; with the rotation and the threads of now."""
+        last = self._last
+        if last is None or last[0]() is not cache:
+            last = self._last = ref(cache), self._new_pass(cache)
+        found = last[1]
+        rotation = self._rope.joined()
+        if found.rotation is not rotation:  # if an interrupt ends this, the next call does it again
+            found.rotation = None
+            self._rotate(found, rotation)
+            found.rotation = rotation
+        found.threads = torch.get_num_threads()
+        return found
+
+    def _new_pass(self, cache: KVCache) -> abi.CPass:
+        k, v, stride, packed = self._addresses(cache)
+        caches = {"k_cache": ctypes.addressof(k), "v_cache": ctypes.addressof(v)}
+        made = abi.CPass(**caches, head_stride=stride, packed=packed, layers=self._num_layers)
+        made.rotation = None
+        return made
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Hidden states [rows, d_model] in one piece."""
+        if hidden.dim() != 2 or hidden.shape[1] != self._model.d_model or hidden.dtype != self.dtype:
+            wanted = f"[rows, {self._model.d_model}] of {self.dtype}"
+            raise ValueError(f"hidden states {list(hidden.shape)} of {hidden.dtype}, not {wanted}")
+        return hidden.contiguous()
+
+    def adapters(self, adapter: LowRank) -> NativeAdapters:
+        """One set of adapters in the form that the compiled layers use, made once, whoever asks."""
+        found = self._adapters.get(adapter)
+        if found is None:
+            with self._packing:  # a second one would replace the first while another thread's pass reads that
+                found = self._adapters.get(adapter)
+                if found is None:
+                    found = self._adapters[adapter] = NativeAdapters(adapter, self.weights.linears)
+        return found
+
+    def _ranges(self, ranges: Sequence[AdapterRange], rows: int) -> Any:
+        """The ranges that hold a row, as the compiled layers read them."""
+        table = (abi.CAdapterRange * len(ranges))()
+        end = 0
+        for made, r in zip(table, ranges, strict=True):
+            if not end <= r.start < r.stop <= rows:
+                raise ValueError(f"adapters for rows {r.start} to {r.stop} of {rows}, behind others up to row {end}")
+            packed, end = self.adapters(r.adapter), r.stop
+            made.start, made.stop, made.rank = r.start, r.stop, packed.rank
+            made.adapter = ctypes.addressof(packed.table)
+        return table
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[.., d_model] embeddings of ``tokens`` [..] int64.
+
+        Raises:
+            IndexError: one that is none of the vocabulary's.
+        """
+        if not self._embedding.is_meta:
+            return F.embedding(tokens, self._embedding)
+        tokens = tokens.contiguous()
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._model.tokens:
+            raise IndexError(f"a token id outside 0 .. {self._model.tokens - 1}")
+        out = torch.empty(*tokens.shape, self._model.d_model, dtype=self.dtype)
+        self.library.pl_embed(self.reference, self.embedding_at, tokens.data_ptr(), tokens.numel(), out.data_ptr())
+        return out
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """[rows, d_model]: the final norm."""
+        hidden = self.states(hidden)
+        out = torch.empty_like(hidden)
+        require(self.library.pl_norm(self.reference, hidden.data_ptr(), hidden.shape[0], out.data_ptr()))
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] float32: final norm and head; -inf for tokens that are not hot."""
+        hidden = self.states(hidden)
+        rows, threads = hidden.shape[0], torch.get_num_threads()
+        out = torch.empty(rows, self._model.vocab)
+        require(self.library.pl_logits(self.reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
+        if self._hot is None:
+            return out
+        return torch.full((rows, self._model.tokens), -torch.inf).index_copy_(1, self._hot, out)
+
+    def reaching(self, cache: KVCache, last: int) -> abi.CPass:
+        """A pass without adapters, whose rotation table reaches beyond position ``last``."""
+        run = self._pass(cache)
+        run.num_adapters = 0
+        if last >= run.num_positions:
+            run.rotation = None
+            self._rotate(run, self._rope.reach(last))
+        return run
+
+    @staticmethod
+    def _rotate(run: abi.CPass, rotation: tuple[Tensor, Tensor]) -> None:
+        cos, sin = run.held = rotation  # kept alive here, since another thread may grow the tables and drop these
+        run.cos, run.sin, run.num_positions = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+
+    def _addresses(self, cache: KVCache) -> tuple[Any, Any, int, bool]:
+        """Pointers to every layer's K and V, elements between two heads, and whether rows are packed."""
+        found = self._caches.get(cache)
+        if found is None:
+            self._check_cache(cache)
+            pointers = [(ctypes.c_void_p * len(part))(*(t.data_ptr() for t in part)) for part in (cache.k, cache.v)]
+            found = pointers[0], pointers[1], cache.k[0].stride(0), cache.k[0].dtype == torch.int8
+            self._caches[cache] = found
+        return found
+
+    def _check_cache(self, cache: KVCache) -> None:
+        """Refuse what would be read or written beyond its end: compiled code knows a cache by its strides."""
+        m, slots = self._model, cache.k[0].shape[1]
+        dtype, row = self.dtype, m.head_dim
+        if cache.k[0].dtype == torch.int8:
+            dtype, row = torch.int8, row + SCALE_ROOM
+        shape, strides = (m.kv_heads, slots, row), (slots * row, row, 1)
+        if len(cache.k) != self._num_layers or len(cache.v) != self._num_layers:
+            raise ValueError(f"a cache of {len(cache.k)} and {len(cache.v)} layers for {self._num_layers}")
+        for layer in (*cache.k, *cache.v):
+            if layer.dtype != dtype or layer.shape != shape or layer.stride() != strides:
+                found = f"{layer.dtype} {list(layer.shape)} in strides of {layer.stride()}"
+                raise ValueError(f"a cache of {found} under a model of {dtype} {list(shape)}")
+
+
+def _highest(positions: Tensor) -> int:
+    """The largest of the positions [rows].
+
+    Raises:
+        ValueError: a negative one.
+    """
+    lowest, highest = positions.aminmax()
+    if lowest < 0:
+        raise ValueError(f"negative position {int(lowest)}")
+    return int(highest)

@@ -1,0 +1,397 @@
+"""Tensor parallel: ranks, processes that each hold a part of every weight and compute a part of every product.
+
+    embedding    rows by vocabulary; a row that a rank lacks is zero there, and ranks sum what they have
+    qkv, up      outputs are divided: heads of queries, keys and values, and the MLP's inside, are a rank's own
+    out, down    inputs are divided, and what comes of them is summed: two sums a layer
+    head         outputs are divided: each rank gives the best of its tokens, or its logits, where a rule reads all
+
+With weights by outputs alone (``by_outputs``) no sum crosses ranks: `out` and `down` read what all ranks have,
+gathered, and each rank computes some of their outputs, with the same bits at any number of ranks: four gathers a layer.
+Weights of 8 and 4 bits are so divided, too: their scales are those of whole rows.
+
+Rank 0 is in the engine's process. What it embeds, runs and reads, the others do as well: it sends them the rows of a
+pass in one message (`Run`), and they meet in its sums.
+
+Source: Shoeybi et al. 2019 (Megatron-LM), section 3; plans use transformers' words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..core.errors import CapabilityError, ConfigError, RankLost
+from ..weights.names import Piece
+from .adapters import MLP, AdapterRange, LowRank
+from .attention.base import Segment, slot_indices
+from .base import ForwardState, KVCache
+from .families import FAMILIES, DecoderConfig, linear_shapes
+from .joins import Joins
+from .linear import Quant
+
+COLWISE, ROWWISE, BY_VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
+PLAN = {"embedding": BY_VOCABULARY, "qkv": COLWISE, "out": ROWWISE, "up": COLWISE, "down": ROWWISE, "head": COLWISE}
+LANES = 16  # outputs that compiled layers compute together
+Span = tuple[int, int]  # the first, and one past the last
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of a network.
+
+    Args:
+        config: of the network.
+        rank, count: which of how many ranks.
+        by_outputs: whether all weights are divided by their outputs; see the module.
+
+    Raises:
+        ConfigError: ranks that do not divide heads or widths.
+        CapabilityError: a family without a plan, or weights in blocks, which are not cut.
+    """
+
+    config: DecoderConfig
+    rank: int
+    count: int
+    by_outputs: bool = False
+
+    def __post_init__(self) -> None:
+        c, asked = self.config, f"tensor_parallel={self.count}"
+        if c.family not in FAMILIES:
+            raise CapabilityError(asked, f"there is no plan for {c.family}", f"use one of: {', '.join(FAMILIES)}")
+        if c.checkpoint_dtype == "stored":
+            wrong = "its weights are stored in blocks, which are not cut at ranks"
+            raise CapabilityError(asked, wrong, "use the original checkpoint, with dtype='int8' or 'bfloat16'")
+        widths = {"heads": c.num_heads, "d_ff": c.d_ff} | ({"width": c.d_model} if self.by_outputs else {})
+        for name, width in widths.items():
+            unit = LANES if self.by_outputs and name != "heads" else 1
+            if width % (self.count * unit):
+                wrong = f"{self.count} ranks do not divide {name}: {width}" + (
+                    f" in pieces of {unit}" if unit > 1 else ""
+                )
+                raise ConfigError(asked, wrong, "give a number that divides it, such as 1 or 2")
+        if max(c.num_kv_heads, self.count) % min(c.num_kv_heads, self.count):
+            wrong = f"{self.count} ranks cannot share {c.num_kv_heads} heads of K and V evenly"
+            raise ConfigError(asked, wrong, "give a number that divides them, or a multiple of them")
+        if -(-c.vocab_size // self.count) * (self.count - 1) >= c.vocab_size:
+            raise ConfigError(asked, f"the vocabulary has {c.vocab_size} tokens", "give fewer ranks")
+
+    @property
+    def plan(self) -> Mapping[str, str]:
+        """How each weight is divided."""
+        return {**PLAN, "out": COLWISE, "down": COLWISE} if self.by_outputs else PLAN
+
+    @cached_property
+    def vocabulary(self) -> Span:
+        """Its tokens."""
+        size = -(-self.config.vocab_size // self.count)
+        return self.rank * size, min(self.config.vocab_size, (self.rank + 1) * size)
+
+    @property
+    def own(self) -> DecoderConfig:
+        """The network that its layers are."""
+        c, first, last = self.config, *self.vocabulary
+        return replace(
+            c,
+            num_heads=c.num_heads // self.count,
+            num_kv_heads=max(1, c.num_kv_heads // self.count),
+            d_ff=c.d_ff // self.count,
+            vocab_size=last - first,
+            gathered=self.count if self.by_outputs else 1,
+        )
+
+    def _even(self, width: int) -> Span:
+        return self.rank * width // self.count, (self.rank + 1) * width // self.count
+
+    def outputs(self, weight: str) -> list[Span]:
+        """Rows of a whole weight that are its own, one range behind the other."""
+        c, hd = self.config, self.config.head_dim
+        if weight in ("embedding", "head"):
+            return [self.vocabulary]
+        if self.plan[weight] == ROWWISE:
+            return [(0, c.d_model)]
+        if weight == "up":
+            first, last = self._even(c.d_ff)
+            return [(first, last), (c.d_ff + first, c.d_ff + last)]
+        if weight != "qkv":
+            return [self._even(c.d_model)]
+        kv = self.rank * c.num_kv_heads // self.count * hd
+        width = max(1, c.num_kv_heads // self.count) * hd
+        heads, queries, all_kv = self._even(c.num_heads), c.num_heads * hd, c.num_kv_heads * hd
+        return [(heads[0] * hd, heads[1] * hd), *((at + kv, at + kv + width) for at in (queries, queries + all_kv))]
+
+    def inputs(self, weight: str) -> slice:
+        """Columns of a whole weight that are its own."""
+        if self.plan.get(weight) != ROWWISE:
+            return slice(None)
+        width, unit = linear_shapes(self.config)[weight][0], self.config.head_dim if weight == "out" else 1
+        first, last = self._even(width // unit)
+        return slice(first * unit, last * unit)
+
+    def cut(self, piece: Piece) -> list[Piece]:
+        """The part of a checkpoint's tensor that this rank reads."""
+        weight, bias = weight_of(piece.into)
+        if weight not in self.plan:
+            return [piece]
+        if bias and self.plan[weight] == ROWWISE:  # a bias is added once: by one rank of those that sum
+            return [piece] if self.rank == 0 else []
+        begin, rows = piece.at, piece.shape[0]
+        spans = self.outputs(weight)
+        found = []
+        for (first, last), at in zip(spans, accumulate((b - a for a, b in spans), initial=0), strict=False):
+            low, high = max(first, begin), min(last, begin + rows)
+            if low < high:
+                take = slice(low - begin, high - begin), *(() if bias else (self.inputs(weight),))
+                found.append(replace(piece, at=at + low - first, rows=high - low, take=take))
+        return found
+
+    def absent(self, name: str) -> bool:
+        """Whether a parameter is another rank's alone, and zero here."""
+        weight, bias = weight_of(name)
+        return bias and self.rank > 0 and self.plan.get(weight) == ROWWISE
+
+    def adapters(self, whole: LowRank) -> LowRank:
+        """Its part of adapters: of what the parts of a weight read and give."""
+        shapes = linear_shapes(self.own) | ({MLP: (self.config.d_model,) * 2} if MLP in whole.config.linears else {})
+        made = LowRank(whole.config, shapes, dtype=next(whole.parameters()).dtype)
+        for (_, linear, down, up), (_, _, all_down, all_up) in zip(made.pairs(), whole.pairs(), strict=True):
+            spans = [(0, len(all_up))] if linear == MLP else self.outputs(linear)
+            up.data.copy_(torch.cat([all_up.data[first:last] for first, last in spans]))
+            down.data.copy_(all_down.data[:, self.inputs(linear)])
+        return made
+
+
+def by_outputs(exact: bool, quant: Quant | None) -> bool:
+    """Whether ranks divide all weights by their outputs."""
+    return exact or quant is not None
+
+
+def weight_of(parameter: str) -> tuple[str, bool]:
+    """The plan's name for a decoder's parameter, and whether it is a bias."""
+    parts = parameter.split(".")
+    return parts[2] if parts[0] == "layers" else parts[0], parts[-1] == "bias"
+
+
+# -- passes
+
+NOTHING, BEST, LOGITS = range(3)  # what is read of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One sequence's rows in a `Run`; see `model.attention.base.Segment`."""
+
+    start: int
+    stop: int
+    num_keys: int
+    prefix: int
+    first_key: int  # of keys that lie in one piece; -1: they are among the run's
+    masked: bool
+    placed: bool  # whether the run has positions of the block's keys
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+Move = tuple[int, list[int], list[int]]  # of K and V: cache, slots from, to
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A pass, or a part of one, as rank 0 sends it to the others."""
+
+    start: int  # layers; none where it is not below `stop`
+    stop: int
+    read: int
+    parts: list[Rows]
+    embeds: bool  # whether the rows begin as tokens; else as states
+    # int64, one behind the other, and how many of each: tokens, positions and slots of the rows, keys that lie in no
+    # piece and positions of blocks, one part's behind the other, rows that are read (none: all). One tensor, since each
+    # costs a message 30 us.
+    numbers: Tensor
+    counts: list[int]
+    visible: Tensor  # [..] bool masks, one part's behind the other
+    hidden: Tensor  # [rows, d_model]; empty where tokens are embedded
+    # What rank 0's line adds.
+    epoch: int = 0
+    cache: int = -1  # which K and V, and slots in them
+    slots: int = 0
+    adapters: list[tuple[int, int, int]] = field(default_factory=list)  # which, of rows from .. to
+    moves: list[Move] = field(default_factory=list)  # before anything is computed
+    dropped: list[int] = field(default_factory=list)  # caches that were freed: no later run names them
+
+    @property
+    def rows(self) -> int:
+        """Of the pass."""
+        return max(1, self.counts[0], len(self.hidden))
+
+    def lists(self) -> Sequence[Tensor]:
+        """What `numbers` holds, each for itself."""
+        return self.numbers.split(self.counts)
+
+    def segments(self) -> list[Segment]:
+        """The attention segments of the run."""
+        _, _, _, all_keys, all_places, _ = self.lists()
+        blocks = [(p, p.num_keys - p.prefix) for p in self.parts]
+        keys = iter(all_keys.split([p.num_keys for p in self.parts if p.first_key < 0]))
+        places = iter(all_places.split([block for p, block in blocks if p.placed]))
+        masks = iter(self.visible.split([(p.stop - p.start) * block for p, block in blocks if p.masked]))
+        found = []
+        for p, block in blocks:
+            own = slice(p.first_key, p.first_key + p.num_keys) if p.first_key >= 0 else next(keys)
+            mask = next(masks).view(-1, block) if p.masked else None
+            placed = next(places) if p.placed else None
+            found.append(Segment(p.start, p.stop, own, p.num_keys, p.prefix, mask, placed))
+        return found
+
+
+def run_of(
+    *,
+    tokens: Tensor | None = None,
+    hidden: Tensor = _NONE,
+    positions: Tensor = _NONE,
+    state: ForwardState | None = None,
+    layers: Span = (0, 0),
+    read: int = NOTHING,
+    wanted: Tensor = _NONE,
+) -> Run:
+    """A run; ``state`` says where its rows' K and V go and what they see."""
+    segments: Sequence[Segment] = [] if state is None else state.attn.segments
+    keys = [s.keys[: s.num_keys] for s in segments if not isinstance(s.keys, slice)]
+    masks = [s.visible.reshape(-1) for s in segments if s.visible is not None]
+    blocks = [s.positions for s in segments if s.positions is not None]
+    slots = _NONE if state is None else slot_indices(state.slots, positions.device)
+    lists = [[_NONE if tokens is None else tokens], [positions], [slots], keys, blocks, [wanted]]
+    return Run(
+        *layers,
+        read,
+        [_rows_of(s) for s in segments],
+        embeds=tokens is not None,
+        numbers=torch.cat([part for parts in lists for part in parts]),
+        counts=[sum(map(len, parts)) for parts in lists],
+        visible=torch.cat(masks) if masks else _NONE,
+        hidden=hidden,
+    )
+
+
+def _rows_of(s: Segment) -> Rows:
+    first = s.keys.start if isinstance(s.keys, slice) else -1
+    return Rows(s.start, s.stop, s.num_keys, s.prefix, first, s.visible is not None, s.positions is not None)
+
+
+class RankLine(Protocol):
+    """From rank 0 to the others."""
+
+    def start(self) -> None:
+        """Wait until all ranks have started; raises ConfigError or WorkerFailed where one cannot."""
+        ...
+
+    def back(self) -> None:
+        """Wait until lost ranks have started again; raises WorkerFailed where one cannot."""
+        ...
+
+    def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
+        """Have the other ranks do a run.
+
+        Raises:
+            PassesLost, WorkerFailed: one is not there.
+        """
+        ...
+
+    def done(self) -> None:
+        """Note that the others have completed the run."""
+        ...
+
+    def follow(self, pool: Any) -> None:
+        """Have the others move what a pool of K and V (`kv.pool.KVPool`) moves."""
+        ...
+
+    def followed(self, store: Any, cache: KVCache) -> Any:
+        """A store (`kv.store.KVStore`) whose moves the others make, too, in what runs name as ``cache``."""
+        ...
+
+    def lost(self) -> Exception:
+        """Find the ranks that were lost and have them started again; returns the error to raise."""
+        ...
+
+
+@dataclass(eq=False)
+class Ranks:
+    """One of several ranks, at work.
+
+    Args:
+        share: what it has.
+        joins: what it gives the others, and takes of them.
+        line: of rank 0, to the others.
+    """
+
+    share: Share
+    joins: Joins
+    line: RankLine | None = None
+    _inside: bool = False
+    _adapters: WeakKeyDictionary[LowRank, LowRank] = field(default_factory=WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        self.joins.struct.by_outputs = self.share.by_outputs
+
+    @contextmanager
+    def together(
+        self, run: Callable[[], Run], cache: KVCache | None = None, adapters: Sequence[AdapterRange] = ()
+    ) -> Iterator[None]:
+        """What all ranks do at once, inside of a run that was sent already or of this one."""
+        if self.line is None or self._inside:
+            yield
+            return
+        self.line.send(run(), cache, adapters)
+        self._inside = True
+        try:
+            yield
+            self.line.done()
+        except RankLost:
+            raise self.line.lost() from None
+        finally:
+            self._inside = False
+
+    def adapters(self, ranges: Sequence[AdapterRange], exact: bool | None) -> tuple[AdapterRange, ...]:
+        """Its parts of adapters; ``exact``: as of `LowRank.prepare`, None: they are for compiled layers."""
+        return tuple(replace(r, adapter=self._part(r.adapter, exact)) for r in ranges)
+
+    def _part(self, whole: LowRank, exact: bool | None) -> LowRank:
+        if whole not in self._adapters:
+            made = self.share.adapters(whole)
+            self._adapters[whole] = made if exact is None else made.prepare(exact)
+        return self._adapters[whole]
+
+    def embedded(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """[rows, d_model] of ``tokens`` [rows], of which this rank's ``table`` has some."""
+        first, last = self.share.vocabulary
+        own = (tokens >= first) & (tokens < last)
+        rows = torch.nn.functional.embedding((tokens - first).clamp(0, last - first - 1), table)
+        wide = rows if rows.dtype == torch.float64 else rows.float()
+        return self.joins.sum(wide.masked_fill_(~own[:, None], 0)).to(table.dtype)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What `out` and `down` read of ``x`` [rows, own width], which is their own inputs."""
+        return self.joins.gather(x) if self.share.by_outputs else x
+
+    def outputs(self, y: Tensor) -> Tensor:
+        """[rows, d_model] of what they gave here, float32 or wider."""
+        return self.joins.gather(y) if self.share.by_outputs else self.joins.sum(y)
+
+    def logits(self, own: Tensor) -> Tensor:
+        """[rows, V] of all ranks' [rows, own tokens]."""
+        widest = -(-self.share.config.vocab_size // self.share.count)
+        padded = torch.nn.functional.pad(own, (0, widest - own.shape[1]), value=-torch.inf)
+        return self.joins.gather(padded)[:, : self.share.config.vocab_size]
+
+    def best(self, own: Tensor, ids: Tensor) -> Tensor:
+        """[rows] int64 the first of the best tokens, of the best of this rank's, ``ids`` [rows] among ``own``."""
+        score = own.gather(1, ids[:, None]).double()
+        pairs = torch.cat((score, (ids[:, None] + self.share.vocabulary[0]).double()), 1)  # [rows, 2]
+        each = self.joins.gather(pairs).view(len(ids), -1, 2)
+        return each[torch.arange(len(ids)), each[..., 0].argmax(1), 1].long()

@@ -1,0 +1,37 @@
+"""The line of stages that frames go through, a tick at a time."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .stages import Frame
+
+
+class StageLine(Protocol):
+    """Stages that work in step: in a tick each computes the frame that it holds and hands it on."""
+
+    count: int  # of stages: a frame is through after so many ticks
+    layers: int  # of all stages
+
+    def tick(self, entering: Frame | None) -> Frame | None:
+        """One tick of all stages.
+
+        Args:
+            entering: what the first stage computes; None: it stands still.
+
+        Returns:
+            What the last stage computed.
+        """
+
+    def rest(self) -> bool:
+        """After a tick from which no row came: wait for a moment, so that a level which is late may still enter with
+        the next one. False: the tick is over, and nobody has waited."""
+
+    def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
+        """A verdict, to all stages; see `Stage.tell`."""
+
+    def close(self, request: int) -> None:
+        """A request ended; see `Stage.close`."""
+
+    def clear(self) -> int:
+        """Drop all frames and begin a new epoch, which is returned."""

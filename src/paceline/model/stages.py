@@ -1,0 +1,326 @@
+"""A target in stages: each runs a range of its layers, over K and V of its own.
+
+    frame -> stage 0: embed, layers 0 .. a - 1 -> stage 1: layers a .. b - 1 -> .. -> the last layer's states
+
+A frame says everything that a stage must know: where rows stand, which slots they write and which they see. K and V are
+moved in the order of the frames: what is to be moved rides on the next frame, and each stage moves its own layers'
+before it computes. So a frame that was sent before a move has written its rows, at every stage, before they are moved.
+
+Verdicts overtake frames. They spare a stage rows that are of no use any more, and change nothing else.
+
+Source: SpecPipe, section 3.3 and algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from ..kv.ledger import SlotStore
+from ..kv.store import KVStore
+from .applications import Application, adapter_ranges
+from .attention.base import slot_indices
+from .base import ForwardState, LayerCache
+from .decoder import Decoder
+from .packing import RowPacker
+
+TEXT = -1  # in place of a node: a token of the text
+
+
+@dataclass(frozen=True, slots=True)
+class StageRows:
+    """One request's rows in a frame."""
+
+    request: int  # unique among all that ever enter
+    version: int  # verdicts of the request before its rows entered
+    tokens: Sequence[int]
+    nodes: Sequence[int]  # of each row; `TEXT`: a token of the text, which no verdict drops
+    positions: Sequence[int]
+    keys: slice | Tensor  # slots of all keys in logical order, those of the rows themselves last
+    num_keys: int
+    prefix: int  # leading keys that every row sees
+    visible: Tensor | None = None  # [rows, num_keys - prefix] bool; None: a chain
+    block_positions: Sequence[int] | None = None  # [num_keys - prefix]; None: prefix, prefix + 1, ..
+    application: Application | None = None  # whose adapters the rows have
+
+    @property
+    def slots(self) -> slice | Tensor:
+        """Where the rows' own K and V go."""
+        own = self.num_keys - len(self.nodes)
+        return slice(self.keys.start + own, self.keys.stop) if isinstance(self.keys, slice) else self.keys[own:]
+
+    def keep(self, rows: Sequence[int]) -> StageRows:
+        """Some of the rows, ascending, alone; the others are neither written nor seen from here on.
+
+        Rows of a tree: those of a text stay, or go, together.
+        """
+        assert self.visible is not None and self.block_positions is not None, "a text's rows go together"
+        own = self.num_keys - len(self.nodes)
+        columns = [*range(own - self.prefix), *(own - self.prefix + row for row in rows)]
+        keys = slot_indices(self.keys, self.visible.device)
+        return replace(
+            self,
+            tokens=[self.tokens[row] for row in rows],
+            nodes=[self.nodes[row] for row in rows],
+            positions=[self.positions[row] for row in rows],
+            keys=torch.cat([keys[: self.prefix], keys[self.prefix :][columns]]),
+            num_keys=self.prefix + len(columns),
+            visible=self.visible[[*rows]][:, columns],
+            block_positions=[self.block_positions[column] for column in columns],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What goes from stage to stage in one tick."""
+
+    epoch: int
+    parts: Sequence[StageRows]
+    hidden: Tensor | None = None  # [rows, d_model]; None: not embedded yet
+    moves: Sequence[tuple[Sequence[int], Sequence[int]]] = ()  # source and target slots, to be copied before
+    ended: Sequence[int] = ()  # requests of which no frame comes any more
+
+    @property
+    def rows(self) -> int:
+        """Rows of all requests."""
+        return sum(len(part.nodes) for part in self.parts)
+
+
+class Survivors:
+    """What a stage knows of a request's verdicts, which may come late and in any order: the newest one tells all.
+
+    A node that a later verdict left was left by the earlier ones, so an older verdict that comes after a newer one
+    says nothing new. Nodes that entered after a verdict are none of its business. One thread may tell while another
+    looks at rows: a verdict's version and nodes are taken as one.
+    """
+
+    def __init__(self) -> None:
+        self._newest: tuple[int, frozenset[int]] = (0, frozenset())
+
+    @property
+    def version(self) -> int:
+        """Of the newest verdict."""
+        return self._newest[0]
+
+    def tell(self, version: int, alive: frozenset[int]) -> bool:
+        """Take a verdict. False: a newer one is known."""
+        if version <= self.version:
+            return False
+        self._newest = version, alive
+        return True
+
+    def rows(self, version: int, nodes: Sequence[int]) -> list[int]:
+        """Indices of the nodes that are left, of those that entered after so many verdicts; text always is."""
+        newest, alive = self._newest
+        if version >= newest:
+            return [*range(len(nodes))]
+        return [row for row, node in enumerate(nodes) if node == TEXT or node in alive]
+
+
+@dataclass(eq=False)
+class Stage:
+    """A range of a target's layers with K and V of their own, in ``store``.
+
+    Raises:
+        ConfigError: a range that is empty or outside of the target, a store of other layers.
+    """
+
+    decoder: Decoder
+    start: int
+    stop: int
+    store: KVStore
+    epoch: int = 0
+    _told: dict[int, Survivors] = field(default_factory=dict)
+    _closed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        layers, depth = self.decoder.num_layers, self.stop - self.start
+        if not 0 <= self.start < self.stop <= layers:
+            asked = f"a stage of layers {self.start} to {self.stop - 1}"
+            raise ConfigError(asked, f"the target has layers 0 to {layers - 1}", "give each stage a layer or more")
+        if len(self.store.k) != depth:
+            asked = f"a stage of {depth} layers over a store of {len(self.store.k)}"
+            raise ConfigError(asked, "each layer has K and V of its own", "give it a store of as many layers")
+        first, behind = self.start, self.decoder.cache_shape[0] - self.stop
+        # By the layers' own numbers: those of other layers are never touched.
+        self._cache = LayerCache(*([*own[:1] * first, *own, *own[:1] * behind] for own in (self.store.k, self.store.v)))
+        ranks = self.decoder.ranks
+        line = None if ranks is None else ranks.line
+        self._moved: SlotStore = self.store if line is None else line.followed(self.store, self._cache)
+
+    def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
+        """A verdict: of the request's rows that had entered before it, only these nodes are of use."""
+        self._told.setdefault(request, Survivors()).tell(version, alive)
+
+    def close(self, request: int) -> None:
+        """The request ended: none of its rows is of use."""
+        self._told.pop(request, None)
+        self._closed.add(request)
+
+    def end(self, requests: Iterable[int]) -> None:
+        """No frame of these comes any more: what was told of them is of no use."""
+        for request in requests:
+            self._told.pop(request, None)
+            self._closed.discard(request)
+
+    def forget(self, epoch: int) -> None:
+        """Begin a new epoch: frames of others are nothing, and no request is known."""
+        self.epoch, self._told, self._closed = epoch, {}, set()
+
+    def run(self, frame: Frame) -> Frame:
+        """One frame through the stage's layers: what of it is still of use."""
+        if frame.epoch != self.epoch:
+            return Frame(frame.epoch, ())
+        for sources, targets in frame.moves:
+            self._moved.copy_slots(sources, targets)
+        frame = self.pruned(frame)
+        self.end(frame.ended)
+        if not frame.rows:
+            return replace(frame, hidden=None)
+        state = self._state(frame)
+        hidden = self.decoder.run_layers(state, self.start, self.stop, self._cache).hidden
+        return replace(frame, hidden=hidden)
+
+    def pruned(self, frame: Frame) -> Frame:
+        """Without rows that are of no use, as far as the stage was told."""
+        parts: list[StageRows] = []
+        kept: list[int] = []
+        begin = 0
+        for part in frame.parts:
+            rows = self._alive(part)
+            kept += [begin + row for row in rows]
+            begin += len(part.nodes)
+            if rows:
+                parts.append(part if len(rows) == len(part.nodes) else part.keep(rows))
+        if len(kept) == begin:
+            return frame
+        hidden = None if frame.hidden is None or not kept else frame.hidden[kept]
+        return replace(frame, parts=parts, hidden=hidden)
+
+    def _alive(self, part: StageRows) -> Sequence[int]:
+        if part.request in self._closed:
+            return ()
+        told = self._told.get(part.request)
+        return range(len(part.nodes)) if told is None else told.rows(part.version, part.nodes)
+
+    def _state(self, frame: Frame) -> ForwardState:
+        """The stage's own plan for a frame's rows, over its own K and V."""
+        packer = RowPacker(self.decoder, self.decoder.device)
+        ranges = []
+        for part in frame.parts:
+            first = packer.rows
+            packer.add(
+                part.tokens,
+                part.positions,
+                slots=part.slots,
+                keys=part.keys,
+                num_keys=part.num_keys,
+                prefix=part.prefix,
+                visible=part.visible,
+                block_positions=part.block_positions,
+            )
+            ranges.append((first, packer.rows))
+        batch = packer.batch()
+        if frame.hidden is None:
+            state = self.decoder.embed(batch)
+        else:
+            state = ForwardState(frame.hidden, batch.positions, batch.slots, batch.attn)
+        if any(part.application is not None for part in frame.parts):
+            state.adapters = adapter_ranges([part.application for part in frame.parts], ranges)
+        return state
+
+
+def cut_layers(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
+    """Where to cut a target so that the slowest stage is as fast as can be: the m + 1 bounds, from 0 to ``layers``; of
+    equals the earliest.
+
+    Args:
+        cost: of a stage (its number, its first layer, one past its last one), in any unit; what is measured with the
+            rows that this stage has, and with what else it does: the last one reads the head.
+
+    Raises:
+        ConfigError: fewer layers than stages, or no stage.
+    """
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"{stages} stages", f"the target has {layers} layers", f"give 1 to {layers} stages")
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}  # by end: the slowest stage so far, and the bounds
+    for stage in range(stages):
+        left = stages - stage - 1
+        best = {
+            end: min(
+                (max(slow, cost(stage, start, end)), [*cuts, end])
+                for start, (slow, cuts) in best.items()
+                if start < end
+            )
+            for end in range(stage + 1, layers - left + 1)
+        }
+    return best[layers][1]
+
+
+def cut_by_rows(
+    layers: int, rows: Sequence[float], layer_time: Callable[[float], float], head_time: float = 0.0
+) -> list[int]:
+    """Bounds of stages that take about as long: rows fall along a pipeline, since its trees are pruned on their way.
+    ``rows`` are what each stage has in a tick, as measured; ``layer_time`` of one layer by rows, and ``head_time`` of
+    the last stage's head, in one unit.
+
+    Raises:
+        ConfigError: as of `cut_layers`.
+    """
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        return (stop - start) * layer_time(rows[stage]) + head_time * (stage == len(rows) - 1)
+
+    return cut_layers(layers, len(rows), cost)
+
+
+def even_cuts(layers: int, stages: int) -> list[int]:
+    """`cut_layers` where all layers cost the same."""
+    return cut_layers(layers, stages, lambda stage, start, stop: float(stop - start))
+
+
+class StagesInTurn:
+    """Stages of this process, one after the other."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages, self.count = stages, len(stages)
+        self.layers = stages[-1].stop
+        self._held: list[Frame | None] = [None] * self.count
+
+    def tick(self, entering: Frame | None) -> Frame | None:
+        """See `model.stage_line.StageLine`."""
+        self._held[0] = entering
+        done = self.compute(self._held)
+        self._held = [None, *done[:-1]]
+        return done[-1]
+
+    def rest(self) -> bool:
+        """See `model.stage_line.StageLine`."""
+        return False
+
+    def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
+        """What each stage makes of what it holds."""
+        pairs = zip(self.stages, held, strict=True)
+        return [None if frame is None else stage.run(frame) for stage, frame in pairs]
+
+    def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
+        """See `model.stage_line.StageLine`."""
+        for stage in self.stages:
+            stage.tell(request, version, alive)
+
+    def close(self, request: int) -> None:
+        """See `model.stage_line.StageLine`."""
+        for stage in self.stages:
+            stage.close(request)
+
+    def clear(self) -> int:
+        """See `model.stage_line.StageLine`."""
+        self._held = [None] * self.count
+        epoch = self.stages[0].epoch + 1
+        for stage in self.stages:
+            stage.forget(epoch)
+        return epoch

@@ -1,0 +1,1 @@
+"""Lyanna: states are drafted first and tokens second, so that a rejected token does not waste the state."""

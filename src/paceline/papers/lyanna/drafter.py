@@ -1,0 +1,272 @@
+"""Lyanna: a chain of drafted states, a tree of tokens made of it, and a second tree where the first was wrong.
+
+A draft is k passes of one layer, each from the state that the one before predicted, then one product of all k states
+with the target's head, then Algorithm 1 on its logits. The logits are kept: once the target has said which token was
+right, the levels behind it are biased by that token and give new candidates (Algorithm 2), without a pass. They are
+verified together with the next draft (verification fusion), or in its place.
+
+Source: Lyanna, sections 4 to 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.errors import CapabilityError
+from ...core.inference import inference
+from ...draft.base import DrafterSpec, DraftRequest, SequenceView
+from ...draft.fit import TrainedDrafterConfig, tokenizer_mark
+from ...draft.growth import Grower, Growth
+from ...draft.proposal import Proposal
+from ...draft.registry import DrafterContext, option, proposes_option
+from ...draft.resampling import FORMS, Resample, Resampling, ResamplingConfig, merge
+from ...draft.states.body import StateBody, StateDrafter
+from ...draft.states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
+from ...kernels.drafts import MANY, SampleStart, sample, token_info
+from ...kernels.linear import NativeLinear
+from ...model.hot import load_hot
+from .model import LyannaModel, read_shape
+from .trees import Bias, beam_sampling, token_info_sampling
+
+if TYPE_CHECKING:
+    from ...model.decoder import TargetInfo
+    from ...model.handle import TargetHandle
+
+MAX_NODES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class LyannaConfig(TrainedDrafterConfig, ResamplingConfig):
+    """Lyanna: states are drafted first and tokens second, and a rejected token wastes no state."""
+
+    kind: ClassVar[str] = "lyanna"
+
+    depth: int | None = option(
+        None, help="steps, levels of the tree; default: as many as it was trained for", minimum=1, maximum=16
+    )
+    width: int = option(4, help="children of a node, and nodes of a level that have some", minimum=1, maximum=64)
+    nodes: int = option(12, help="nodes of a fresh draft to verify, best first", minimum=1, maximum=MAX_NODES)
+    resample: Resample = option("top", help=FORMS)
+    sampling: Literal["token_info", "beam"] = option(
+        "token_info", help="how tokens are chosen from logits; beam: levels independently (the naive way)"
+    )
+    proposes: Literal["point", "coupled"] = proposes_option()
+    past: int = option(256, help="last tokens of a text that its K/V begins with", minimum=1)
+    storage: Storage = storage_option()
+
+    def validate(self) -> None:
+        """Refuse options that contradict each other."""
+        beam = self.sampling == "beam"
+        self.require("sampling", not beam or self.resample == "off", "by beam knows no re-sampling: resample=off")
+        self.require("sampling", not beam or self.proposes == "point", "by beam takes likeliest tokens: proposes=point")
+
+    def build(self, context: DrafterContext) -> LyannaDrafter:
+        """Load the trained drafter.
+
+        Raises:
+            ConfigError: a folder that holds none, a threshold that leaves nothing to re-sample.
+            CapabilityError: it was trained for another target.
+        """
+        folder = self.folder(context)
+        self.check_weights(read_shape(folder), context)
+        model = LyannaModel.load(folder)
+        return LyannaDrafter(self, model, load_hot(folder, model.head.config.vocab_size))
+
+
+class LyannaDrafter(StateDrafter):
+    """Drafts with a trained `LyannaModel`.
+
+    Args:
+        config: shape of the drafts.
+        model: the trained drafter.
+        hot: [H] int64, the only tokens that it drafts; None: all.
+
+    Raises:
+        ConfigError: a threshold deeper than the draft, no fresh node left.
+    """
+
+    def __init__(self, config: LyannaConfig, model: LyannaModel, hot: Tensor | None = None) -> None:
+        self.config, self.model, self._hot = config, model, hot
+        self.depth = config.depth or model.shape.steps
+        self._resampling = Resampling(config, config.nodes, self.depth)
+        self.spec = DrafterSpec(
+            name=config.kind,
+            taps=(LAST,),
+            past=config.past,
+            network=True,
+            level_logits=True,
+            proposes=config.proposes,
+            default_budget=self._resampling.most,
+            tree=config.width > 1 or self._resampling.on,
+            sources=self._resampling.sources(config.kind),
+        )
+        self._grower = Grower((1,) * self.depth, config.width, config.proposes)
+        self._bias: Bias = lambda tokens: None
+        self._info: Any = None  # the same for compiled code
+        self.states_drafted = self.states_reused = 0  # so far: states, and how many gave logits a second time
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the target, and make the layer over its embedding and head."""
+        shape = self.model.shape
+        self.config.check_shape(self.model.head.config, shape.target, target)
+        if shape.tokenizer and (tokenizer_mark(target.tokenizer) or shape.tokenizer) != shape.tokenizer:
+            wrong = f"trained for {shape.target or 'another model'}: its tokenizer differs from {target.name}'s"
+            remedy = f"use one that was trained for {target.name}, or train one"
+            raise CapabilityError(self.config.asked, wrong, remedy)
+        reads, quant = self.model.reads_tokens, stored_as(self.config.storage, target)
+        network = HeadNetwork(self.model.head, target.handle, device, reads, self._hot, quant)
+        self.body = StateBody(network, self.depth, self.config.past, max_sequences, pool_tokens, device)
+        info = _token_info(self.model, target.handle, device)
+        self._bias = _bias(info)
+        if info is not None and self.body.fuse is not None:
+            table = info[1] if self._hot is None else info[1][self._hot]
+            self._info = token_info(info[0], NativeLinear(table, None))
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Drop the state of ended or preempted sequences."""
+        super().release(keys)
+        self._resampling.release(keys)
+
+    @inference
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """One tree a sequence; nodes that come from states of the draft before are marked."""
+        drafts = [_SequenceDraft(*row) for row in want.rows()]
+        for draft in drafts:
+            self._plan(draft)
+        fresh = [draft for draft in drafts if draft.steps]
+        want.passes = max((draft.steps for draft in fresh), default=0)
+        if self._compiles(drafts):
+            self._grow_compiled(drafts)
+        else:
+            self._grow(drafts, fresh)
+        return [self._merge(draft) for draft in drafts]
+
+    # -- its parts
+
+    def _grow(self, drafts: Sequence[_SequenceDraft], fresh: Sequence[_SequenceDraft]) -> None:
+        """Both trees of each sequence, part by part."""
+        if fresh:
+            self._draft_states(fresh)
+        growths = [growth for draft in drafts for growth in (draft.fresh, draft.again) if growth is not None]
+        if self.config.sampling == "beam":
+            for growth in growths:
+                growth.draft = beam_sampling(growth.logits, self.config.width, self.config.nodes)
+        else:
+            token_info_sampling(growths, self._grower, self._bias)
+
+    def _compiles(self, drafts: Sequence[_SequenceDraft]) -> bool:
+        """Whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
+        known = all(d.view.sampler.plain or d.view.sampler.draws for d in drafts)
+        return self.body.fuse is not None and known and self.config.sampling == "token_info"
+
+    def _grow_compiled(self, drafts: Sequence[_SequenceDraft]) -> None:
+        """What `_grow` does, in one compiled call."""
+        body, stack = self.body, self.body.stack
+        assert stack is not None and body.fuse is not None
+        able = [draft for draft in drafts if draft.steps or draft.again is not None]
+        fresh = [draft for draft in able if draft.steps]
+        if not able:
+            return
+        starts = [self._sample_start(draft) for draft in able]
+        noisy = self.config.proposes == "coupled"
+        raw, found = sample(stack, starts, self.config.width, noisy, body.fuse, self._info, body.pool)
+        counts = [len(start.pending) for start in starts if start.steps]
+        body.settle([draft.view for draft in fresh], counts)
+        rows = iter(raw.split([draft.steps for draft in fresh]))
+        for draft, (tree, again) in zip(able, found, strict=True):
+            if tree is not None:
+                self._keep(draft, next(rows)).draft = Proposal(*tree[:3])
+            if again is not None and draft.again is not None:
+                draft.again.draft = Proposal(*again[:3])
+
+    def _sample_start(self, draft: _SequenceDraft) -> SampleStart:
+        """Where its trees start, for compiled code."""
+        tokens, sampler, steps = draft.view.tokens, draft.view.sampler, draft.steps
+        rules = None if sampler.plain else sampler.rules
+        left = None if draft.again is None else draft.again.logits.contiguous()
+        most = self._resampling.share(draft.budget, left is not None)
+        if not steps:
+            return SampleStart([], 0, slice(0, 0), 0, tokens[-1], len(tokens), rules, left, None, most)
+        text, pending, states = self.body.take(draft.view)
+        first = text.cache.committed
+        keys = text.cache.slots(0, first + len(pending) + steps - 1)
+        return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
+
+    def _keep(self, draft: _SequenceDraft, logits: Tensor) -> Growth:
+        """The new draft's tree, still empty; its logits [steps, V] stay for the next time."""
+        draft.fresh = Growth(draft.view, MANY, len(logits), logits=logits)
+        self.states_drafted += len(logits)
+        self._resampling.keep(draft.view, logits)
+        return draft.fresh
+
+    def _plan(self, draft: _SequenceDraft) -> None:
+        """Which of both trees a sequence gets: what is left over of the last draft, and how many steps of a new one."""
+        left = self._resampling.take(draft.view, draft.budget, draft.max_depth)
+        most = min(draft.budget, draft.max_depth)
+        if most <= 0 or not self.body.ready(draft.view):
+            return
+        if isinstance(left, Tensor):  # logits are what is kept here
+            draft.again = Growth(draft.view, MANY, len(left), logits=left)
+            self.states_reused += len(left)
+        if self._resampling.fresh(left):
+            draft.steps = min(self.depth, most)
+
+    def _draft_states(self, drafts: Sequence[_SequenceDraft]) -> None:
+        """k passes, and one product of all states with the head (section 4.2)."""
+        body = self.body
+        chains = [[state] for state in body.catch_up([draft.view for draft in drafts])]  # [d] each
+        for step in range(1, max(draft.steps for draft in drafts)):
+            alive = [i for i, draft in enumerate(drafts) if draft.steps > step]
+            states = body.extend([drafts[i].view for i in alive], torch.stack([chains[i][-1] for i in alive]), step)
+            for i, state in zip(alive, states, strict=True):
+                chains[i].append(state)
+        logits = body.network.logits(torch.stack([state for chain in chains for state in chain]))
+        for draft, own in zip(drafts, logits.split([*map(len, chains)]), strict=True):
+            self._keep(draft, own)
+
+    def _merge(self, draft: _SequenceDraft) -> Proposal:
+        """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
+        own, room = self._resampling.share(draft.budget, draft.again is not None)
+        fresh = Proposal() if draft.fresh is None else draft.fresh.draft.best(own)
+        return merge(fresh, None if draft.again is None else draft.again.draft.best(room))
+
+
+@dataclass(slots=True)
+class _SequenceDraft:
+    """What a sequence is given."""
+
+    view: SequenceView
+    budget: int
+    max_depth: int
+    steps: int = 0  # of a new draft; 0: none
+    fresh: Growth | None = None
+    again: Growth | None = None  # of the states left over
+
+
+@torch.no_grad()
+def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Token-info collapsed: u of every token, and the table that it is multiplied with, [V, r] each; None: none.
+
+    Both in the dtype of states, as the other weights: what is multiplied is rounded, sums are wide.
+    """
+    if model.info is None:
+        return None
+    info = model.info.to(device, torch.float64 if handle.dtype == torch.float64 else torch.float32)
+    factors = info.factors(handle.table(), torch.arange(info.vocab, device=device))
+    return factors.to(handle.dtype), info.table().data.to(handle.dtype).contiguous()
+
+
+def _bias(info: tuple[Tensor, Tensor] | None) -> Bias:
+    """What a few tokens say about their children, [tokens, V]."""
+    if info is None:
+        return lambda tokens: None
+    wide = torch.float64 if info[0].dtype == torch.float64 else torch.float32
+    factors, table = (part.to(wide) for part in info)
+    return lambda tokens: factors[[*tokens]] @ table.t()

@@ -1,0 +1,55 @@
+"""Token trees from a chain of logits: token-info sampling, and naive beam sampling beside it.
+
+The logits of a level do not depend on the tokens drafted in front of it; what a parent's token says about its children
+is a bias on them (`token_info`). So one chain of logits gives a whole tree, and another tree when the true token is
+known.
+
+Source: Lyanna, section 5.2 (Algorithm 1, naive beam sampling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...draft.growth import Grower, Growth
+from ...draft.proposal import Proposal, best_nodes
+
+# Tokens [n] -> what each says about the logits of its children, [n, V]; None: nothing, for all
+Bias = Callable[[Sequence[int]], "Tensor | None"]
+
+
+def token_info_sampling(growths: Sequence[Growth], grower: Grower, bias: Bias) -> None:
+    """Algorithm 1 for several sequences at once: level by level the k likeliest children of every node of Q, and of all
+    of them the k with the highest joint probability are the next Q.
+
+    The trees are whole ones; `Proposal.best` cuts one to a verification budget: the nodes with the highest cumulative
+    probability, which holds every kept node's parent, since no node is likelier than its parent.
+
+    Args:
+        growths: each with the levels' logits; their trees are filled. A frontier is Q of Algorithm 1.
+        grower: of dynamic trees; k is its ``topk``.
+        bias: token-info.
+    """
+    for level in range(max((growth.max_depth for growth in growths), default=0)):
+        alive = [growth for growth in growths if growth.frontier]
+        if not alive:
+            return
+        logits = torch.cat([growth.logits[level].expand(len(growth.frontier), -1) for growth in alive])
+        info = bias([growth.token(node) for growth in alive for node in growth.frontier])
+        grower.expand(alive, logits if info is None else logits + info, level)
+
+
+def beam_sampling(logits: Tensor, width: int, budget: int) -> Proposal:
+    """The naive way (section 5.2): the ``budget`` paths with the highest product of probabilities, levels independent.
+
+    Args:
+        logits: [levels, V] raw.
+        width: tokens of a level that are looked at.
+    """
+    if not len(logits):
+        return Proposal()
+    best = logits.log_softmax(-1).topk(min(width, logits.shape[1]), dim=-1)
+    return best_nodes(best.indices.tolist(), best.values.tolist(), budget)

@@ -1,0 +1,72 @@
+"""The token channel: what the target may be about to say at each position of a pass, told at mid-depth.
+
+Source: Mirror Speculative Decoding, section 3.1, eq. 7 and 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+
+from torch import Tensor
+
+from ...draft.base import Levels, SequenceView
+
+
+def speak(view: SequenceView, window: Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Levels | None:
+    """M_t, what the exit says of one sequence; None: its own sampling rules fail, and verification will end it.
+
+    Tokens of position j are the corrections that may come after j accepted tokens; of the last one, the bonus token.
+    The window's own next token is left out: it cannot be the correction there.
+
+    The scores go through the rules of the request and are ranked with the noise of the target's own choices, so that at
+    temperature > 0 the tokens are those that the target would say if its exit were its end.
+
+    Args:
+        view: the sequence.
+        window: [gamma] drafted tokens under verification.
+        logits: [gamma + 1, V] of the exit.
+        kappa: tokens of a position.
+        noisy: whether that noise counts; else scores alone do, as in the paper.
+
+    Returns:
+        [gamma + 1][<= kappa] tokens, likeliest first, and the log of their shares of the exit's scores.
+    """
+    paths, first = [window[:place] for place in range(len(logits))], len(view.tokens)
+    try:
+        log_p = view.sampler.ranked(logits, paths, range(first, first + len(logits)), noisy).log_softmax(dim=-1)
+    except Exception:
+        if view.sampler.fault is None:
+            raise
+        return None
+    best = log_p.topk(min(kappa + 1, log_p.shape[-1]), dim=-1)
+    tokens_of, log_p_of = list[list[int]](), list[list[float]]()
+    for place, (values, tokens) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+        own = window[place] if place < len(window) else -1
+        rows = zip(tokens, values, strict=True)
+        kept = [(token, value) for token, value in rows if token != own and value > float("-inf")][:kappa]
+        tokens_of.append([token for token, _ in kept])
+        log_p_of.append([value for _, value in kept])
+    return tokens_of, log_p_of
+
+
+def outcome_chances(log_p: Sequence[Sequence[float]], kept: Sequence[float]) -> list[list[float]]:
+    """How likely each candidate is to be what comes next, as far as can be known at mid-depth.
+
+    Where a window ends goes by how often drafts were accepted so far; the exit says with what, if it is with one of
+    its candidates.
+
+    Args:
+        log_p: [gamma + 1][<= kappa] of the candidates, see `speak`.
+        kept: [gamma] chance of the token at each place of the window to be accepted after those in front of it.
+
+    Returns:
+        [gamma + 1][<= kappa], 1 together at most.
+    """
+    found, reached = [], 1.0
+    for place, row in enumerate(log_p):
+        passed = kept[place] if place < len(log_p) - 1 else 0.0
+        shares = [exp(value) for value in row]
+        found.append([reached * (1 - passed) * share / (sum(shares) or 1.0) for share in shares])
+        reached *= passed
+    return found

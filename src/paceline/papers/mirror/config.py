@@ -1,0 +1,121 @@
+"""The options of the mirror round, and the drafters that can run in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from ...core.errors import CapabilityError, ConfigError
+from ...core.options import option
+from ...draft.base import DrafterSpec
+from ...engine.ahead import AheadConfig
+from ...engine.base import UNKNOWN, Origin, Place, RoundParts
+from ...model.decoder import Decoder
+from ...weights.files import fingerprint
+from .exits import ExitHead, exit_layer, exit_of
+from .round import MirrorRound
+
+# Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
+KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
+
+AUTO, OWN, ZOO = "auto", "own", "zoo"  # in place of a folder of exits
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorConfig(AheadConfig):
+    """Drafts for every likely outcome of a pass while the pass is under way (Mirror Speculative Decoding)."""
+
+    kind: ClassVar[str] = "mirror"
+    chooser: ClassVar[str] = "rollout"
+    apart_only: ClassVar[tuple[str, ...]] = (*AheadConfig.apart_only, "level_ms")
+
+    kappa: int | None = option(
+        None, help="candidates of each position, 1 or more; none: by batch size, from 8 alone to 1 of 64", minimum=1
+    )
+    exit: str = option("1/2", help="where the target says them: a number of layers, or a share of them such as 1/2")
+    heads: str = option(
+        AUTO,
+        help="trained early exits, one of them behind these layers; zoo: the embedded ones for the model; own: the "
+        "target's own norm and head; auto: zoo where it has such exits, else own",
+    )
+    policy: Literal["wait", "plain"] = option(
+        "wait", help="after an outcome that was not prepared for: wait for a fresh draft, or a pass without one"
+    )
+    ranks: Literal["noise", "scores"] = option(
+        "noise", help="candidates at temperature > 0: with the noise of the target's own choices, or by scores alone"
+    )
+    rollout: Literal["between", "beside", "process"] = option(
+        "between",
+        help="drafts while the target stands still at its exit, or beside its other layers: in a thread, in a process",
+    )
+    rows: int | None = option(
+        None,
+        help="drafted tokens of a request's rollout at most, most below its likeliest outcomes; none: below each "
+        "outcome as many as a window has",
+        minimum=1,
+    )
+    level_ms: float | None = option(
+        None,
+        help="with rollout=process: ms that a level is given, as if the drafter were on another device; none: what it "
+        "takes",
+        above=0,
+    )
+
+    @property
+    def place(self) -> Place | None:
+        """See `RoundConfig`."""
+        place = super().place
+        return None if place is None else replace(place, level_ms=self.level_ms)
+
+    def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
+        remedy = "use drafter='draft_model:MODEL'"
+        if spec is None:
+            return "it has nothing to draft with", remedy
+        late = "which ends too late", "and drafting begins in the middle of a pass"
+        if spec.ahead and spec.tree and not spec.ahead_levels:
+            wrong = f"{spec.name} drafts trees, and what is prepared for an outcome is a chain"
+            return wrong, "leave out branching and topk"
+        return self.misfit(spec, *late, remedy)
+
+    def build(self, parts: RoundParts) -> MirrorRound:
+        assert parts.drafter is not None
+        exit_head = self.exit_head(parts.target, parts.origin)  # before anything is allocated or started
+        sessions = self.sessions(parts, self.capacity(parts.drafter.spec), self.rollout == "beside")
+        return MirrorRound(self, parts, exit_head, sessions)
+
+    def capacity(self, spec: DrafterSpec) -> int:
+        """Drafted nodes that a sequence may hold at once: a window, and a branch below every candidate."""
+        gamma = spec.window
+        return (gamma + 1) * (1 + max(self.kappas.values()) * gamma)
+
+    @property
+    def kappas(self) -> Mapping[int, int]:
+        """Candidates of a position by batch size, from each size on."""
+        return KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}
+
+    def exit_head(self, target: Decoder, origin: Origin = UNKNOWN) -> ExitHead:
+        """The exit of a target, and all else that is asked for checked against it.
+
+        Raises:
+            ConfigError: an exit outside the target, more candidates than tokens, a folder without trained exits.
+            CapabilityError: exits that were trained for another target, or none behind these layers.
+        """
+        vocab = target.config.vocab_size
+        if self.kappa is not None and self.kappa > vocab:
+            wrong = f"the vocabulary has {vocab} tokens"
+            raise ConfigError(f"round='mirror,kappa={self.kappa}'", wrong, f"give {vocab} or fewer")
+        layer = exit_layer(self.exit, target.num_layers, f"round='mirror,exit={self.exit}'")
+        name = origin.trained(self.kind) if self.heads in (AUTO, ZOO) else self.heads
+        if name is None and self.heads == ZOO:
+            wrong, remedy = f"the zoo has no exits for {origin.name}", "name a folder of them, or leave heads out"
+            raise ConfigError(f"round='mirror,heads={ZOO}'", wrong, remedy)
+        if name is None or name == OWN:
+            return ExitHead(target, layer)
+        mark = None if origin.folder is None else fingerprint(origin.folder)
+        try:
+            return exit_of(origin.find(name), target, layer, origin.name, mark)
+        except CapabilityError:  # none of them lies there
+            if self.heads != AUTO:
+                raise
+            return ExitHead(target, layer)

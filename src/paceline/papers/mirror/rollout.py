@@ -1,0 +1,261 @@
+"""The branch-complete rollout: a chain below every token that a pass may say next, a level at a time.
+
+    window    w1 - w2 - w3          verified by the pass under way
+    position  0    1    2    3      after so many accepted tokens
+    branches  c - x - x - x         one for each candidate of each position, all advanced together
+
+Source: Mirror Speculative Decoding, section 3.1, eq. 8 and figure 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import ClassVar
+
+from ...draft.sessions import ROOT, Ask, GoingSessions, Growing, Grown
+
+Outcome = tuple[int, int, int]  # of a pass: a sequence, its accepted tokens, and the token that follows
+
+
+@dataclass(slots=True)
+class Chain:
+    """Drafted tokens in a row, and the session's nodes that hold them."""
+
+    nodes: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # marks of the drafters that proposed them
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def behind(self, place: int) -> int:
+        """The node after so many of its tokens."""
+        return self.nodes[place - 1] if place else ROOT
+
+
+@dataclass(slots=True)
+class Branch:
+    """A chain below a token that a pass may say next, or below the root."""
+
+    key: int  # of the sequence
+    tip: int  # node below which the next token is drafted; before ``token`` has a node, that which it follows
+    levels: int  # tokens wanted
+    token: int = -1  # that may be said; -1: a chain below the root
+    place: int = -1  # of it: after so many accepted tokens
+    whole: int = 0  # tokens wanted if it is said; 0: as many
+    node: int = ROOT  # of ``token``
+    stuck: bool = False  # it goes no further: want of room, or no token is allowed
+    prepared: int = 0  # tokens that were there at the verdict, if the token was said
+    chain: Chain = field(default_factory=Chain)
+
+    @property
+    def outcome(self) -> Outcome:
+        """That it is prepared for."""
+        return self.key, self.place, self.token
+
+
+class Rollout:
+    """Chains of several sequences that grow together, one batched level a call, wherever their sessions are.
+
+    Nobody else may use the sessions between `start` and `finish`. The verdict calls off what is left of a growth, once
+    the nodes are known that it is about; what is then missing of the branches that are reused is asked for once more.
+
+    Args:
+        sessions: of the drafter.
+        vocab_size: of the target: nothing else comes out of a drafter that is to be trusted.
+    """
+
+    spin_s: ClassVar[float] = 0.05  # how long the first level is looked for without sleep; after that it is waited for
+
+    def __init__(self, sessions: GoingSessions, vocab_size: int) -> None:
+        self.sessions, self._vocab = sessions, vocab_size
+        self._given: dict[int, list[Branch]] = {}  # by sequence: whose tokens have no nodes yet
+        self._open: list[Branch] = []
+        self._found: dict[Outcome, Branch] = {}
+        self.fresh: dict[int, Branch] = {}  # by sequence: chains below the root
+        self.ms = 0.0  # that its levels took
+        self.told_ms = 0.0  # that telling the drafter the verdict took
+        self.nodes = 0  # drafted
+        self._growing: Growing | None = None
+        self._taken = 0  # levels of it
+        self._began = 0.0
+
+    def prepare(self, branches: Iterable[Branch]) -> None:
+        """Branches below tokens that may be said."""
+        for branch in branches:
+            self._given.setdefault(branch.key, []).append(branch)
+
+    def begin(self, key: int, levels: int) -> None:
+        """A chain below the root."""
+        self.fresh[key] = Branch(key, ROOT, levels)
+        self._open.append(self.fresh[key])
+
+    # -- drafting
+
+    def run(self) -> None:
+        """Have all of it drafted now. Raises what the drafter raises, and ValueError where it answers nonsense; so do
+        `start` and `finish`."""
+        self.start()
+        self._end()
+
+    def start(self) -> None:
+        """Have it drafted, now or from now on."""
+        asks, levels = self.asks()
+        self._growing, self._taken, self._began = None, 0, perf_counter()
+        if asks:
+            self._growing = self.sessions.begin(asks, levels)
+
+    def finish(self, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
+        """The verdict: waits for what is reused, and for nothing else.
+
+        Args:
+            said: the outcomes that came true, and their tokens.
+            ended: sequences that have ended.
+
+        Returns:
+            The branches that are reused; of the other outcomes nothing is drafted.
+        """
+        self._look(said)
+        reused = self._go_on(said, ended)
+        self._end()
+        self._given, self._open = {}, []
+        for branch in reused.values():  # what came true is wanted whole
+            branch.levels = max(branch.levels, branch.whole)
+            if not branch.stuck and len(branch.chain) < branch.levels:
+                self._open.append(branch)
+        self.run()
+        return reused
+
+    def _look(self, said: Iterable[Outcome]) -> None:
+        """Take what came, and at least the nodes of what was said."""
+        until = perf_counter() + self.spin_s
+        while True:
+            self.sessions.look()
+            self._take()
+            if not self._owes(said):
+                return
+            if perf_counter() >= until:
+                return self._end()
+
+    def _go_on(self, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
+        """Let the drafter go on to what was said, all branches of which it keeps or drops (section 3.1)."""
+        reused, began = {}, perf_counter()
+        for key in ended:
+            self.sessions.close(key)
+        for outcome, tokens in said.items():
+            branch = self._found.get(outcome)
+            if branch is None:
+                self.sessions.commit(outcome[0], tokens)
+            else:
+                self.sessions.reroot(outcome[0], branch.node)
+                branch.prepared = len(branch.chain)
+                reused[outcome] = branch
+        self.told_ms = (perf_counter() - began) * 1e3
+        return reused
+
+    def _end(self) -> None:
+        """Wait until nothing more comes."""
+        if self._growing is not None:
+            self.sessions.wait(self._growing)
+            self._take()
+            times = self._growing.times  # of what was drafted, also where nobody looked before the verdict
+            self.ms += ((times[-1][1] if times else perf_counter()) - self._began) * 1e3
+            self._growing = None
+
+    def _take(self) -> None:
+        """The levels that came since the last look."""
+        if self._growing is not None:
+            levels = self._growing.levels[self._taken :]
+            for level in levels:
+                self.take(level)
+            self._taken += len(levels)
+
+    # -- levels
+
+    def asks(self) -> tuple[list[Ask], list[list[int]]]:
+        """The first level of everything, and how many tokens are wanted below each of its nodes, given ones first."""
+        asks, levels = [], []
+        for key, branches in self._by_key().items():
+            given = self._given.get(key, ())
+            asks.append(Ask(key, [(b.tip, b.token) for b in given], [b.tip for b in branches]))
+            levels.append([branch.levels - len(branch.chain) for branch in [*given, *branches]])
+        return asks, levels
+
+    def _owes(self, outcomes: Iterable[Outcome]) -> bool:
+        """Whether one of these was prepared for, and has no node yet."""
+        given = {branch.outcome for own in self._given.values() for branch in own}
+        return any(outcome in given for outcome in outcomes)
+
+    def take(self, answers: Mapping[int, Grown]) -> None:
+        """One level, by sequence; of those that are missing nothing came.
+
+        Raises:
+            ValueError: the drafter answers nonsense.
+        """
+        by_key, self._open = self._by_key(), []
+        for key, branches in by_key.items():
+            answer = answers.get(key)
+            if answer is None:
+                self._open += branches
+                continue
+            self._check(key, answer)
+            begun = self._given.pop(key, [])
+            for branch, node in zip(begun, answer.given, strict=True):
+                branch.tip = branch.node = node
+                self._found[branch.outcome] = branch
+            self._append(branches + begun, answer)
+
+    def _by_key(self) -> dict[int, list[Branch]]:
+        found: dict[int, list[Branch]] = {key: [] for key in self._given}
+        for branch in self._open:
+            found.setdefault(branch.key, []).append(branch)
+        return found
+
+    def _append(self, branches: Sequence[Branch], answer: Grown) -> None:
+        """Append to each branch what was drafted below its tip."""
+        below = {parent: at for at, parent in reversed([*enumerate(answer.parents)])}
+        for branch in branches:
+            at, before = below.get(branch.tip), len(branch.chain)
+            while at is not None and len(branch.chain) < branch.levels:
+                branch.chain.nodes.append(answer.nodes[at])
+                branch.chain.tokens.append(answer.tokens[at])
+                branch.chain.sources.append(answer.sources[at])
+                branch.tip = answer.nodes[at]
+                at = below.get(branch.tip)
+            self.nodes += len(branch.chain) - before
+            branch.stuck = len(branch.chain) == before
+            if not branch.stuck and len(branch.chain) < branch.levels:
+                self._open.append(branch)
+
+    def _check(self, key: int, answer: Grown) -> None:
+        """Refuse what is no answer."""
+        given = len(self._given.get(key, ()))
+        columns = answer.parents, answer.nodes, answer.tokens, answer.sources
+        if len(answer.given) != given or len({*map(len, columns)}) > 1:
+            raise ValueError("an answer of another form than its question")
+        if any(not 0 <= token < self._vocab for token in answer.tokens):
+            raise ValueError("a drafted token lies outside the vocabulary")
+
+
+def share_rows(chances: Sequence[float], most: Sequence[int], rows: int, kept: float) -> list[int]:
+    """Levels of each branch under one budget, so that what is prepared is worth most.
+
+    A row on level l of a branch is of use where its outcome comes true and the l tokens in front of it are accepted:
+    the likeliest rows are taken. Of equals the earlier branch's.
+
+    Args:
+        chances: [branches] of the outcomes.
+        most: [branches] levels that are wanted at most.
+        rows: of all branches together.
+        kept: chance of a drafted token to be accepted after those in front of it.
+
+    Returns:
+        [branches] levels, 0 for those that are not worth a row.
+    """
+    worth = [(chance * kept**level, branch) for branch, chance in enumerate(chances) for level in range(most[branch])]
+    levels = [0] * len(chances)
+    for _, branch in sorted(worth, key=lambda one: (-one[0], one[1]))[:rows]:
+        levels[branch] += 1
+    return levels

@@ -1,0 +1,296 @@
+"""The mirror round: while the target's upper layers decide on a window, the drafter prepares the next for all outcomes.
+
+fresh windows where there are none -> layers 0 .. e - 1 -> token channel -> rollout below every candidate
+-> layers e .. N - 1 -> decide -> emit -> keep K/V -> the branch of what was said, or a fallback
+
+Source: Mirror Speculative Decoding, sections 3.1 and 3.4. Where the rollout runs changes when a window is there, never
+what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...core.inference import inference
+from ...core.tree import TokenTree
+from ...draft.base import DraftRule, Levels
+from ...draft.sessions import GoingSessions, Opening
+from ...engine.ahead import SessionGuard
+from ...engine.base import RoundParts, RunningSequence, StepResult, Work
+from ...engine.outcome import Emitter, keep
+from ...engine.passes import Pass, decide, embed, lay_out, read_logits
+from ...engine.verification import make_verifier
+from .channel import outcome_chances, speak
+from .exits import ExitHead
+from .rollout import Branch, Chain, Outcome, Rollout, share_rows
+
+if TYPE_CHECKING:
+    from .config import MirrorConfig
+
+# Told of a pass once it is decided, before its tokens are emitted: windows by work, and what the exit said. Gives what
+# is told of the step's end: the rollout, the branches that are reused, and when, by `perf_counter`, the step began,
+# windows were drafted, the exit was reached, candidates were laid out, the rollout had started, the pass was decided,
+# tokens were emitted, and the step ended.
+Tell = Callable[[Rollout, Mapping[Outcome, Branch], Sequence[float]], None]
+Watch = Callable[[Pass, Mapping[int, Chain], Mapping[int, Levels]], Tell]
+
+
+class MirrorRound:
+    """Verification of one window and drafting of the next at the same time.
+
+    Args:
+        config: its options. With ``rows`` branches are of unequal depth, and the one that is reused is drafted to its
+            end after the verdict; without, all are as long as a window.
+        parts: target, pool, verifier, and a drafter with draft sessions.
+        exit_head: what the target says in the middle of its layers.
+        sessions: of the drafter, with room for `MirrorConfig.capacity`.
+
+    Raises:
+        ConfigError: a verifier that does not fit the drafter.
+    """
+
+    name = "mirror"
+    busy = False  # a pass ends in the step that began it
+    admits = None
+    past = 0
+
+    def __init__(self, config: MirrorConfig, parts: RoundParts, exit_head: ExitHead, sessions: GoingSessions) -> None:
+        assert parts.drafter is not None
+        spec = parts.drafter.spec
+        self.sources = spec.choices
+        self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
+        self.exit, self.sessions = exit_head, sessions
+        self.verifier = make_verifier(parts.verifier, spec)
+        self.emitter = Emitter(parts.target.num_layers, spec)
+        self.gamma = spec.window
+        self.waits = config.policy == "wait"
+        vocab = parts.target.config.vocab_size
+        self._kappas = [(size, min(k, vocab)) for size, k in sorted(config.kappas.items(), reverse=True)]
+        self.watch: Watch | None = None  # told of every pass, where anybody listens
+        self._rollout: Rollout | None = None  # the one under way
+        self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
+        self._fallen: set[int] = set()  # whose last outcome was not prepared for
+        self._guarded = SessionGuard(spec.name, sessions, self._drop)
+        # By place of a window: tokens that were verified behind accepted ones, and how many of them were accepted.
+        self._offered, self._accepted = [0] * self.gamma, [0] * self.gamma
+
+    @property
+    def failure(self) -> str | None:
+        """Why drafting has ended."""
+        return self._guarded.failure
+
+    @inference
+    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+        """One pass of the target, and one rollout while it is under way."""
+        assert rule is None, "a rule weighs drafts by the time that they add to a step"
+        began = perf_counter()
+        self._open(works)
+        self._draft_fresh(works)
+        drafting = [w for w in works if w.budget > 0 and w.generates and len(self._window(w))]
+        p = lay_out(works, drafting, self._trees(drafting))
+        windows = {i: self._window(p.works[i]) if p.spans[i].tree_index >= 0 else Chain() for i in p.generating}
+        drafted = perf_counter()
+        embed(p, self.target)
+        self.target.run_layers(p.state, 0, self.exit.layer, self.pool)
+        halfway = perf_counter()
+        told = self._speak(p, windows)
+        rollout = self._prepare(p, windows, told)
+        prepared = perf_counter()
+        self._start(rollout)
+        started = perf_counter()
+        self.target.run_layers(p.state, self.exit.layer, self.target.num_layers, self.pool)
+        verify = self.verifier.verify
+        decide(p, verify, read_logits(p, self.target, verify))
+        checked = perf_counter()
+        self._count(p, windows)
+        tell = None if self.watch is None else self.watch(p, windows, told)
+        self.emitter.emit(p)
+        keep(p, self.pool)
+        emitted = perf_counter()
+        reused = self._finish(self._said(p), [w.sequence.view.key for w in works if w.sequence.finished])
+        ended = perf_counter()
+        if tell is not None:
+            tell(rollout, reused, (began, drafted, halfway, prepared, started, checked, emitted, ended))
+        draft = (drafted - began + started - halfway + ended - emitted) * 1e3
+        verified = (halfway - drafted + checked - started) * 1e3
+        return p.result(draft, verified, (emitted - checked) * 1e3, draft)
+
+    def release(self, sequences: Sequence[RunningSequence]) -> None:
+        """Close the sessions of ended or preempted sequences."""
+        keys = [sequence.view.key for sequence in sequences]
+        self._finish({}, keys)  # where a step ended in its middle
+        for key in keys:
+            self._close(key)
+
+    def forget(self) -> None:
+        """Let the sessions forget sequences that ended."""
+        self._guarded.forget()
+
+    # -- windows
+
+    def _window(self, work: Work) -> Chain:
+        """What is to be verified of a sequence, within its limits."""
+        whole = self._windows.get(work.sequence.view.key)
+        if whole is None:
+            return Chain()
+        most = min(work.budget, work.max_depth)
+        return Chain(whole.nodes[:most], whole.tokens[:most], whole.sources[:most])
+
+    def _open(self, works: Sequence[Work]) -> None:
+        """Sessions of sequences that get tokens from now on."""
+        with self._guarded:
+            if not self._guarded.look():
+                return
+            for work in works:
+                view = work.sequence.view
+                if work.generates and work.may_draft and view.key not in self._windows:
+                    self._windows[view.key] = Chain()
+                    self.sessions.open(Opening.of(view))
+
+    def _draft_fresh(self, works: Sequence[Work]) -> None:
+        """A chain below the root where a pass would verify nothing."""
+        if not self._windows:
+            return
+        rollout = Rollout(self.sessions, self.target.config.vocab_size)
+        for work in works:
+            key = work.sequence.view.key
+            waits = self.waits or key not in self._fallen
+            if work.budget > 0 and work.generates and waits and key in self._windows and not self._windows[key]:
+                rollout.begin(key, min(work.budget, work.max_depth, self.gamma))
+        with self._guarded:
+            rollout.run()
+        for key, branch in rollout.fresh.items():
+            if key in self._windows:
+                self._windows[key] = branch.chain
+
+    def _trees(self, drafting: Sequence[Work]) -> TokenTree | None:
+        if not drafting:
+            return None
+        roots = [work.sequence.view.tokens[-1] for work in drafting]
+        windows = [self._window(work) for work in drafting]
+        parents, tokens = [range(len(window)) for window in windows], [window.tokens for window in windows]
+        return TokenTree.from_parents(roots, parents, tokens, [window.sources for window in windows])
+
+    # -- while the pass is under way
+
+    def _speak(self, p: Pass, windows: Mapping[int, Chain]) -> dict[int, Levels]:
+        """The token channel: by work, where a draft may follow."""
+        told: dict[int, Levels] = {}
+        kappa = self._kappa(len(p.generating))
+        listening = [i for i in p.generating if self._listens(p.works[i])] if kappa else []
+        if not listening:
+            return told
+        rows = [row for i in listening for row in range(p.spans[i].root, p.spans[i].stop)]
+        logits = self.exit.logits(p.state.hidden[torch.tensor(rows, device=p.state.hidden.device)])
+        begin, noisy = 0, self.config.ranks == "noise"
+        for i in listening:
+            end = begin + p.spans[i].nodes
+            message = speak(p.works[i].sequence.view, windows[i].tokens, logits[begin:end], kappa, noisy)
+            if message is not None:
+                told[i] = message
+            begin = end
+        return told
+
+    def _listens(self, work: Work) -> bool:
+        """Whether a draft may follow the pass: not where the batch is too large for any."""
+        resting = work.rows == 1 and work.budget == 0
+        return work.may_draft and not resting and work.sequence.view.key in self._windows
+
+    def _kappa(self, batch: int) -> int:
+        """Candidates of a position at a batch size."""
+        return next((k for size, k in self._kappas if batch >= size), 0)
+
+    def _prepare(self, p: Pass, windows: Mapping[int, Chain], told: Mapping[int, Levels]) -> Rollout:
+        """A branch below every candidate that leaves room for a draft."""
+        rollout = Rollout(self.sessions, self.target.config.vocab_size)
+        for i, (tokens_of, log_p) in told.items():
+            work, window = p.works[i], windows[i]
+            wanted = min(work.budget or self.gamma, self.gamma)
+            key, branches = work.sequence.view.key, list[Branch]()
+            for place, tokens in enumerate(tokens_of):
+                levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
+                if levels > 0:
+                    branches += [Branch(key, window.behind(place), levels, token, place) for token in tokens]
+            if self.config.rows is not None:
+                branches = self._share(branches, tokens_of, log_p, self.config.rows)
+            rollout.prepare(branches)
+        return rollout
+
+    def _share(
+        self, branches: Sequence[Branch], tokens: list[list[int]], log_p: list[list[float]], rows: int
+    ) -> list[Branch]:
+        """The branches that are worth a row, with as many levels as they are worth."""
+        counts = [*zip(self._accepted, self._offered, strict=True)]
+        kept = [(1 + accepted) / (2 + offered) for accepted, offered in counts]
+        mean = (1 + sum(self._accepted)) / (2 + sum(self._offered))
+        by_place = outcome_chances(log_p, kept)
+        chances = [by_place[b.place][tokens[b.place].index(b.token)] for b in branches]
+        for branch, count in zip(branches, share_rows(chances, [b.levels for b in branches], rows, mean), strict=True):
+            branch.levels, branch.whole = count, branch.levels if self.waits else 0
+        return [branch for branch in branches if branch.levels]
+
+    def _count(self, p: Pass, windows: Mapping[int, Chain]) -> None:
+        """Note how many tokens of each window were accepted."""
+        for i in p.generating:
+            accepted, width = len(p.paths[i]), len(windows[i])
+            for place in range(min(accepted + 1, width, self.gamma)):
+                self._offered[place] += 1
+                self._accepted[place] += place < accepted
+
+    def _start(self, rollout: Rollout) -> None:
+        """Have the rollout drafted."""
+        if self.failure is None:
+            self._rollout = rollout
+            with self._guarded:
+                rollout.start()
+
+    def _finish(self, said: Mapping[Outcome, Sequence[int]], ended: Sequence[int]) -> Mapping[Outcome, Branch]:
+        """The verdict: the windows of the branches that are reused, and none where there was nothing to reuse."""
+        rollout, reused = self._rollout, dict[Outcome, Branch]()
+        if rollout is None:
+            return reused
+        with self._guarded:
+            known = {outcome: tokens for outcome, tokens in said.items() if outcome[0] in self._windows}
+            reused = rollout.finish(known, [key for key in ended if key in self._windows])
+        self._rollout = None
+        for key in ended:
+            self._forget(key)
+        for outcome in said:
+            key, branch = outcome[0], reused.get(outcome)
+            if key in self._windows:
+                self._windows[key] = Chain() if branch is None else branch.chain
+                self._fallen.discard(key)
+                if branch is None:
+                    self._fallen.add(key)
+        return reused
+
+    # -- the verdict
+
+    def _said(self, p: Pass) -> dict[Outcome, list[int]]:
+        """What was said in answers that go on."""
+        found = {}
+        for i in p.generating:
+            sequence, count = p.works[i].sequence, p.emitted[i]
+            if count and not sequence.finished:
+                said = p.tokens[i][:count]
+                found[sequence.view.key, count - 1, said[-1]] = said
+        return found
+
+    def _close(self, key: int) -> None:
+        if self._forget(key):
+            with self._guarded:
+                self.sessions.close(key)
+
+    def _forget(self, key: int) -> bool:
+        """Whether it had a session."""
+        self._fallen.discard(key)
+        return self._windows.pop(key, None) is not None
+
+    def _drop(self) -> None:
+        """All sessions are gone."""
+        self._windows.clear()
+        self._fallen.clear()

@@ -1,0 +1,250 @@
+"""A draft of tracks: two segments of layers, in each of which G narrow networks compute side by side without traffic.
+
+    embedding    of width G d; a track reads its own d columns
+    segment      a track is a decoder of width d with its own heads, MLP and K/V
+    merge        one join between the segments. ``gather``: each track reads, by a product of its own, the normed states
+                 of all tracks. ``sum``: each track gives a product of its own normed state, and all add the sum.
+    segment
+    end          one join: all states, side by side, are the row of width G d that final norm and head read
+    choice       one join of logits, of which each process has those of a part of the vocabulary
+
+In one process tracks are computed one after the other. In G processes each has a track, as one of several `Ranks`,
+which join through their shared memory, with the same numbers: products are the same, a gather rounds nothing, and sums
+begin with track 0's in both.
+
+Source: Mirror Speculative Decoding, 3.3 and G.2, where the merge is not described; the rules here are ours. After SPD
+(Kim et al. 2025, arXiv 2502.20727), which leaves out joins of a trained model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.linear import NativeLinear
+from ...model.attention.base import AttentionBackend, Segment
+from ...model.base import Batch, ForwardState, KVCache, LayerCache, Taps
+from ...model.decoder import Decoder, likeliest
+from ...model.families import SEGMENTS, DecoderConfig, linear_shapes
+from ...model.layers import Norm
+from ...model.linear import Dense, LinearOp, Quant, make_linear, nan_parameter
+from ...model.parallel import Ranks, Share
+from ...weights.loader import fill_all, memory_for, parse_device, parse_dtype, read_config, read_layout
+from ...weights.names import Piece
+
+
+def track_share(config: DecoderConfig, rank: int) -> Share:
+    """What the process of a track has: in the words of tensor parallel, of which vocabulary and joins are used."""
+    return Share(replace(config, family="llama"), rank, config.tracks)
+
+
+class Track(nn.Module):
+    """One track, and its part of the head; ``options`` are further arguments of `Decoder`."""
+
+    def __init__(self, config: DecoderConfig, number: int, attention: AttentionBackend, **options: Any) -> None:
+        super().__init__()
+        own = config.track
+        self.vocabulary = track_share(config, number).vocabulary
+        self.body = Decoder(own, attention, **options)
+        for parameter in (self.body.embedding, *(() if self.body.norm is None else self.body.norm.parameters())):
+            parameter.data.zero_()  # ends that nobody reads
+        dtype, device = self.body.dtype, self.body.device
+        reads = config.d_model if config.merge == "gather" else own.d_model
+        self.merge = Dense(reads, own.d_model, False, dtype, device)
+        self.merge_norm = Norm(own, dtype, device)
+        first, last = self.vocabulary
+        self.head = Dense(config.d_model, last - first, False, dtype, device)
+        self.product: LinearOp  # of the merge
+        self.logits: Callable[[Tensor], Tensor]  # [rows, its vocabulary] of normed states
+
+    def finish(self) -> None:
+        """See `Decoder.finish`."""
+        merge, head = self.merge.weight.data, self.head.weight.data
+        del self.merge, self.head  # one copy of the weights is enough
+        self.body.finish()
+        self.merge_norm.finish()
+        if self.body.stack is None:
+            self.product, self.logits = make_linear(merge, None), make_linear(head, None, quant=self.body.quant)
+        else:
+            self.product, self.logits = NativeLinear(merge, None), NativeLinear(head, None, self.body.quant).wide
+
+
+class Tracks(Decoder):
+    """A draft of tracks in place of a decoder, with all of its tracks or, as one of several ranks, with the one of its
+    number. Passes go through all layers, without taps or adapters; among ranks each is inside of a `whole_run`.
+    Arguments as of `Decoder`."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        attention: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        quant: Quant | None = None,
+        native: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.config, self.ranks, self.num_layers = config, ranks, config.num_layers
+        self.dtype, self.device, self.exact, self.quant = dtype, torch.device(device), False, quant
+        self.lender, self.normed, self.stack = None, False, None
+        own = config.track
+        self.here = range(config.tracks) if ranks is None else range(ranks.share.rank, ranks.share.rank + 1)
+        self.own = replace(own, num_layers=len(self.here) * own.num_layers)  # whose K and V are here
+        self.embedding = nan_parameter((config.vocab_size, len(self.here) * own.d_model), dtype, self.device)
+        self.norm: Norm = Norm(config, dtype, self.device)
+        given: dict[str, Any] = {"dtype": dtype, "device": device, "quant": quant, "native": native}
+        self.tracks = nn.ModuleDict({str(track): Track(config, track, attention, **given) for track in self.here})
+        self._each: list[Any] = [self.tracks[str(track)] for track in self.here]
+        self._hot: Tensor | None = None
+        self._parts: WeakKeyDictionary[KVCache, list[LayerCache]] = WeakKeyDictionary()
+
+    def cut_of(self, piece: Piece) -> list[Piece]:
+        """What of a checkpoint's tensor is read here; the table is both ends."""
+        kind, _, rest = piece.into.partition(".")
+        if kind == "tracks":
+            return [piece] if int(rest.partition(".")[0]) in self.here else []
+        if kind != "embedding":
+            return [piece]
+        width = self.config.track.d_model
+        columns = slice(self.here[0] * width, (self.here[-1] + 1) * width)
+        rows = [(f"tracks.{n}.head.weight", slice(*t.vocabulary)) for n, t in zip(self.here, self._each, strict=True)]
+        parts = [replace(piece, into=into, take=(own, slice(None))) for into, own in rows]
+        return [replace(piece, take=(slice(None), columns)), *parts]
+
+    # -- see `Decoder`
+
+    def finish(self, stored: Any = None) -> Tracks:
+        """See `Decoder`."""
+        self.assert_loaded()
+        for track in self._each:
+            track.finish()
+        self.norm.finish()
+        return self
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """See `Decoder`: of the tracks that are here, one's layers behind the other's."""
+        layers, heads, width = self._each[0].body.cache_shape
+        return len(self._each) * layers, heads, width
+
+    @property
+    def pass_bytes(self) -> int:
+        """See `Decoder`: of the tracks that are here, with their merges and their parts of the head."""
+        own = self.config.track
+        layer = sum(inputs * outputs for inputs, outputs in linear_shapes(own).values())
+        reads = self.config.d_model if self.config.merge == "gather" else own.d_model
+        head = sum(last - first for first, last in (track.vocabulary for track in self._each)) * self.config.d_model
+        weights = len(self._each) * (self.num_layers * layer + own.d_model * reads) + head
+        return round(self.weight_bytes * weights)
+
+    @property
+    def weight_bytes(self) -> float:
+        """See `Decoder`."""
+        stack = self._each[0].body.stack
+        return self.dtype.itemsize if self.quant is None or stack is None else float(stack.weight_bytes)
+
+    def expect(self, position: int) -> None:
+        """See `Decoder`."""
+        for track in self._each:
+            track.body.expect(position)
+
+    def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
+        """See `Decoder`: the same for all tracks."""
+        return self._each[0].body.plan(segments, positions)
+
+    def embed(self, batch: Batch) -> ForwardState:
+        """See `Decoder`: the columns of the tracks that are here."""
+        hidden = self.embed_tokens(batch.tokens)
+        return ForwardState(hidden, batch.positions, batch.slots, batch.attn)
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """See `embed`; nothing is joined."""
+        return nn.functional.embedding(tokens, self.embedding)
+
+    def run_layers(
+        self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None
+    ) -> ForwardState:
+        """See `Decoder`: of all layers; [rows, G d] of all tracks come out.
+
+        Raises:
+            RankLost: another track is gone.
+            ValueError: some of the layers alone, taps or adapters.
+        """
+        if (start, stop) != (0, self.num_layers) or taps is not None or state.adapters:
+            raise ValueError("a draft of tracks runs whole, without taps or adapters")
+        states = [replace(state, hidden=part.contiguous()) for part in state.hidden.chunk(len(self._each), dim=1)]
+        for segment in range(SEGMENTS):
+            layers = [(segment + i) * self.num_layers // SEGMENTS for i in (0, 1)]
+            if segment:
+                self._merge(states)
+            for track, own, part in zip(self._each, states, self._cache(cache), strict=True):
+                own.hidden = track.body.run_layers(own, *layers, part).hidden
+        state.hidden = self._side_by_side([own.hidden for own in states])
+        return state
+
+    def _merge(self, states: Sequence[ForwardState]) -> None:
+        pairs = [*zip(self._each, states, strict=True)]
+        normed = [track.merge_norm(state.hidden) for track, state in pairs]
+        if self.config.merge == "gather":
+            seen = self._side_by_side(normed)
+            for track, state in pairs:
+                state.hidden = track.product.add(seen, state.hidden)
+            return
+        said = [track.product.wide(x) for track, x in zip(self._each, normed, strict=True)]
+        total = said[0] if self.ranks is None else self.ranks.joins.sum(said[0])
+        total = reduce(torch.Tensor.add_, said[1:], total)
+        for _, state in pairs:
+            state.hidden = state.hidden + total.to(self.dtype)
+
+    def _side_by_side(self, own: Sequence[Tensor]) -> Tensor:
+        """[rows, G d] of all tracks' [rows, d]."""
+        return torch.cat(tuple(own), dim=1) if self.ranks is None else self.ranks.joins.gather(own[0].contiguous())
+
+    def _cache(self, cache: KVCache) -> list[LayerCache]:
+        """Of each track, whose layers lie one behind the other."""
+        if cache not in self._parts:
+            n = self.num_layers
+            parts = [slice(i * n, (i + 1) * n) for i in range(len(self._each))]
+            self._parts[cache] = [LayerCache(cache.k[part], cache.v[part]) for part in parts]
+        return self._parts[cache]
+
+    def _read_own(self, hidden: Tensor) -> Tensor:
+        x = self.norm(hidden)
+        logits = torch.cat([track.logits(x) for track in self._each], dim=1)  # as in processes: the same bits
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """See `Decoder`."""
+        return likeliest(self.read(hidden))
+
+
+def load_tracks(
+    folder: Path,
+    *,
+    attention: AttentionBackend,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    native: bool = False,
+    ranks: Ranks | None = None,
+) -> Tracks:
+    """Load a draft of tracks, or the track of one of several ranks, of which nothing else is read.
+
+    Args, errors: as of `loader.load_model`.
+    """
+    config = read_config(folder)
+    kind, quant = parse_dtype(dtype, config)
+    layout, place = read_layout(folder, config), parse_device(device)
+    with memory_for(folder, layout, config, kind, place, {}):
+        given: dict[str, Any] = {"device": place, "quant": quant, "native": native, "ranks": ranks}
+        made = Tracks(config, attention, dtype=kind, **given)
+        fill_all(made, layout.cut(made.cut_of))
+        return made.finish()

@@ -1,0 +1,1 @@
+"""The pipeline round: the stages of a target are filled with the future of one request (SpecPipe)."""

@@ -1,0 +1,166 @@
+"""The options of the pipeline round, and the drafters that can run in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar, Literal
+
+from ...core.errors import CapabilityError, ConfigError
+from ...core.options import option
+from ...draft.base import DrafterSpec
+from ...draft.sessions import GoingSessions
+from ...engine.ahead import AheadConfig
+from ...engine.base import RoundParts
+from ...engine.verification import make_verifier
+from ...kv.pool import KVPool
+from ...model.decoder import Decoder
+from ...model.stage_line import StageLine
+from ...model.stages import Stage, StagesInTurn, even_cuts
+from .round import PipelineRound
+from .source import Source
+
+MEASURED = "auto"  # in place of a cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(AheadConfig):
+    """Fills the stages of a target with the future of a request (SpecPipe)."""
+
+    kind: ClassVar[str] = "pipeline"
+    chooser: ClassVar[str] = "source"
+
+    stages: int = option(2, help="parts of the target's layers, one behind the other", minimum=1)
+    layers: str = option(
+        "", help="layers of each stage, such as 5x4x3; auto: by measured times; none: as even as can be"
+    )
+    width: int = option(8, help="drafted tokens of a request that enter together, at most", minimum=1)
+    children: int = option(4, help="candidates below each of them", minimum=1)
+    rows: int | None = option(
+        None, help="drafted tokens of all requests that enter together, at most; none: no limit", minimum=1
+    )
+    texts: int | None = option(
+        None, help="requests whose text enters together: running / stages make micro-batches; none: all", minimum=1
+    )
+    tree: str = option(
+        "", help="in place of levels a whole tree, such as SpecInfer's 1x1x3x1x1x1x1x1: children by level"
+    )
+    accept: Literal["strict", "lossy_relaxed", "lossy_top_p"] = option(
+        "strict",
+        help="what the target says; or, lossy, what it likes best of the drafts that cost no tick, or the best draft "
+        "in its top-p set, of p = 0.9",
+    )
+    frames: Literal["straight", "coordinator"] = option(
+        "straight",
+        help="states of stages in processes go from stage to stage, and verdicts to all at once; or through the "
+        "coordinator, which prunes them on the way",
+    )
+    source: Literal["here", "process"] = option(
+        "here", help="drafts in this process, between the ticks, or beside the stages in a process of its own"
+    )
+
+    def validate(self) -> None:
+        """Trees and cuts are numbers of at least 1; a cut names all stages."""
+        super().validate()
+        for name, text in (("tree", self.tree), ("layers", "" if self.layers == MEASURED else self.layers)):
+            parts = text.split("x") if text else []
+            self.require(name, all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 1x1x3x1")
+        self.require("rows", self.rows is None or not self.tree, "is for levels, and tree= lets whole trees enter")
+        named = 0 if self.layers == MEASURED else len(_numbers(self.layers))
+        self.require("layers", named in (0, self.stages), f"names {named} stages, and stages={self.stages}")
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """Children by level of a tree that enters whole (SpecInfer), in place of levels; none: levels enter."""
+        return _numbers(self.tree)
+
+    def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
+        remedy = "use drafter='draft_model:MODEL', ngram or suffix"
+        if spec is None or not (spec.ahead or spec.window):  # nothing is drafted
+            return self._needless(remedy)
+        late = f"which ends {self.stages} ticks too late", f"which leave the last stage {self.stages} ticks too late"
+        return self.misfit(spec, *late, remedy)
+
+    def _needless(self, remedy: str) -> tuple[str, str] | None:
+        """What is asked for that needs a drafter, where there is none."""
+        if self.place is not None:
+            return "no drafter is named that a process could serve", remedy
+        named = [name for name in ("rows", "tree") if getattr(self, name)] + ["accept"] * (self.accept != "strict")
+        return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
+
+    def build(self, parts: RoundParts) -> PipelineRound:
+        self._fit(parts)
+        if parts.start is None and self.frames != "straight":
+            wrong = "the stages are in this process, and send each other nothing"
+            raise ConfigError(f"round='pipeline,frames={self.frames}'", wrong, "give pipeline=STAGES, or leave it out")
+        stage_line = StagesInTurn(self.cut(parts.target, parts.pool)) if parts.start is None else parts.start()
+        return self.over(parts, stage_line)
+
+    def bounds(self, layers: int) -> list[int]:
+        """First layer of every stage, and one past the last one's last.
+
+        Raises:
+            ConfigError: more stages than layers, a cut of another number of layers, or one that is still to be
+                measured.
+        """
+        if not self.layers:
+            return even_cuts(layers, self.stages)
+        if self.layers == MEASURED:
+            wrong = "times are measured where stages start in processes of this host"
+            raise ConfigError("round='pipeline,layers=auto'", wrong, "give pipeline=STAGES, or name the layers")
+        found = [0, *accumulate(_numbers(self.layers))]
+        if found[-1] != layers:
+            wrong = f"these are {found[-1]} layers, and the target has {layers}"
+            raise ConfigError(f"round='pipeline,layers={self.layers}'", wrong, "name all of them")
+        return found
+
+    def cut(self, target: Decoder, pool: KVPool) -> list[Stage]:
+        """The stages, over their part of the pool's K/V.
+
+        Raises:
+            ConfigError: as of `bounds`.
+        """
+        bounds = self.bounds(target.num_layers)
+        pairs = zip(bounds[:-1], bounds[1:], strict=True)
+        return [Stage(target, a, b, pool.tensors.part(a, b)) for a, b in pairs]
+
+    def over(
+        self, parts: RoundParts, stage_line: StageLine, going: Callable[[GoingSessions], GoingSessions] | None = None
+    ) -> PipelineRound:
+        """The round over stages wherever they are.
+
+        Args:
+            parts: as for `build`.
+            stage_line: the stages.
+            going: how the drafter's sessions grow, in their place; None: as they are.
+
+        Raises:
+            ConfigError, CapabilityError: a verifier that does not fit.
+        """
+        self._fit(parts)
+        source = None
+        if parts.drafter is not None and parts.drafter.spec.ahead:
+            sessions = self.sessions(parts, self.nodes)
+            vocab = parts.target.config.vocab_size
+            source = Source(going(sessions) if going else sessions, self.children, vocab, self.factors)
+        return PipelineRound(self, parts, stage_line, source)
+
+    @staticmethod
+    def _fit(parts: RoundParts) -> None:
+        spec = None if parts.drafter is None else parts.drafter.spec
+        if make_verifier(parts.verifier, spec).verify is not None:
+            wrong = "what the target says itself decides here, and nothing else"
+            raise CapabilityError(f"verifier={parts.verifier!r} with round='pipeline'", wrong, "leave out the verifier")
+
+    @property
+    def nodes(self) -> int:
+        """Drafted nodes that a session may hold at once: a level for every stage, and what is owed."""
+        if tree := self.factors:
+            return (self.stages + 2 + len(tree)) * math.prod(tree) ** 2  # the next one below each leaf
+        return (self.stages + 2) * self.width * self.children
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("x")) if text else ()

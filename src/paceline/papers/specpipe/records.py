@@ -1,0 +1,38 @@
+"""What the pipeline round keeps of each request, and what it tells of each tick."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...engine.base import RunningSequence
+from ...kv.pool import SequenceCache
+from .flight import Cut, Flight
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What a tick did, for who measures."""
+
+    entered: int  # rows
+    said: int  # tokens
+    hits: int  # of them in flight when they were said
+    waits: bool  # whether the source was late
+    verdicts: Sequence[Cut] = ()  # behind each token but an answer's last one
+    refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
+    late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A sequence whose levels are in flight, or parts of its prompt."""
+
+    request: int
+    sequence: RunningSequence
+    cache: SequenceCache
+    flight: Flight | None = None  # None: the end of the prompt has not entered
+    farthest: int = 0  # place of the last token that is of use
+    # By source mark: nodes that entered since the last verdict, roots not counted.
+    counted: Counter[int] = field(default_factory=Counter)
+    newest: int = 0  # place of the newest level since the last flush

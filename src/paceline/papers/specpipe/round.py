@@ -1,0 +1,477 @@
+"""The pipeline round: each tick a level of the tree enters the stages, and while drafts hold a token leaves them.
+
+a level enters -> all stages compute, the source drafts -> what the last one has is decided -> trees are cut
+-> K/V is settled -> all stages hear of it -> the drafted level waits for the next tick
+
+Whatever the source gives, and when, the tokens are those of plain decoding: a level that is late or wrong costs ticks.
+
+Source: SpecPipe, algorithm 1. Of its lines 8 and 9, which can be read in two ways, here: where the newest level was
+pruned away but an older one is left, drafting goes on below that; the token that was said is computed anew only where
+it is not in flight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ...core.errors import PassesLost
+from ...core.inference import inference
+from ...draft.base import DraftRule, SequenceView
+from ...draft.sessions import Opening
+from ...engine.ahead import SessionGuard
+from ...engine.base import RoundParts, RunningSequence, StepResult, Work
+from ...engine.outcome import logprobs_of, source_name
+from ...engine.passes import record_prompt
+from ...engine.verification import choose_nodes
+from ...model.stage_line import StageLine
+from ...model.stages import TEXT, Frame, StageRows
+from . import lossy
+from .flight import Cut, Flight, Offer
+from .records import Running, Tick
+from .source import Source
+
+if TYPE_CHECKING:
+    from .config import PipelineConfig
+
+
+class PipelineRound:
+    """Levels of trees enter a target's stages behind each other.
+
+    Args:
+        config: its options.
+        parts: the target, which reads the states of the last stage; a pool whose slots the stages' stores have, and
+            whose moves go with the frames; the drafter.
+        stage_line: the stages.
+        source: of tokens; None: a plain pipeline, in which a token enters when the one before it was said.
+    """
+
+    name = "pipeline"
+    past = 0
+    admits = None
+
+    def __init__(self, config: PipelineConfig, parts: RoundParts, stage_line: StageLine, source: Source | None) -> None:
+        self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
+        self.stage_line, self.source = stage_line, source
+        self.on_tick: Callable[[Tick], None] | None = None  # told every tick, where anybody listens
+        self._accept = lossy.RULES[config.accept]
+        self._tree = config.factors
+        self._spec = None if parts.drafter is None else parts.drafter.spec
+        self.sources = () if self._spec is None else self._spec.choices
+        self._guard = None
+        if source is not None and self._spec is not None:
+            self._guard = SessionGuard(self._spec.name, source.sessions, self._lost)
+        self._running: dict[int, Running] = {}  # by request
+        self._requests: dict[int, int] = {}  # by sequence's key
+        self._queue: list[tuple[Running, Work]] = []  # text that waits for its turn
+        self._ended: list[int] = []  # requests that the stages may forget
+        self._moves: list[tuple[Sequence[int], Sequence[int]]] = []  # of K/V, that the next frame takes along
+        self.pool.store = self
+        self._fresh = self._epoch = 0
+        self._turn = 0  # who comes first where not all have room in a tick
+        self._verdicts: list[Cut] = []  # of the tick
+        self._added = 0, 0  # refills and late siblings of the tick
+        self._tick_count = 0
+        self._ticks = 0  # since the last frame that has rows entered
+        # Rows of the frames in flight; 0: of text, which says nothing of w.
+        self._torn = False  # whether a step has begun, or ended in its middle
+
+    @property
+    def failure(self) -> str | None:
+        """Why drafting has ended."""
+        return None if self._guard is None else self._guard.failure
+
+    @property
+    def busy(self) -> bool:
+        """Whether rows are in flight, or wait."""
+        return bool(self._running)
+
+    @inference
+    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+        """Ticks until a token is said, or until nothing is in flight."""
+        assert rule is None, "a rule weighs drafts by the time that they add to a pass"
+        began, self._torn = perf_counter(), True
+        self._enqueue([(self._admit(work), work) for work in works])
+        said: list[tuple[Running, int]] = []
+        while not said and (self._queue or self._ticks < self.stage_line.count):
+            said = self._tick()
+        self._torn = False
+        told = [(running.sequence, count) for running, count in said]
+        passes = [Work(running.sequence, 1, True, 0, 0) for running, _ in said]
+        return StepResult(passes, {}, told, 0.0, (perf_counter() - began) * 1e3, 0.0, 0.0)
+
+    def _enqueue(self, fresh: Sequence[tuple[Running, Work]]) -> None:
+        """Work that has waited is scheduled anew, as it is now, and keeps its place."""
+        now = {running.request: (running, work) for running, work in fresh}
+        waiting = [now.pop(running.request, (running, work)) for running, work in self._queue]
+        self._queue = [*waiting, *now.values()]
+
+    def release(self, sequences: Sequence[RunningSequence]) -> None:
+        """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots.
+
+        Frames go on without these rows: what they move may belong to text that others find.
+        """
+        for sequence in sequences:
+            request = self._requests.pop(sequence.view.key, None)
+            if request is None:
+                continue
+            del self._running[request]
+            self._queue = [item for item in self._queue if item[0].request != request]
+            self.stage_line.close(request)
+            self._ended.append(request)
+            self._asked(partial(Source.close, request=request))
+        if self._torn:  # the engine starts over: nothing of the stages' K/V will be found again
+            self._epoch, self._torn = self.stage_line.clear(), False
+            self._moves.clear()
+            self._ended.clear()
+
+    def forget(self) -> None:
+        """Let the source forget requests that ended."""
+        if self._guard is not None:
+            self._guard.forget()
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `SlotStore`: moves go with the next frame."""
+        self._moves.append((sources, targets))
+
+    # -- what enters
+
+    def _admit(self, work: Work) -> Running:
+        """The sequence of some work, known or new."""
+        sequence = work.sequence
+        request = self._requests.get(sequence.view.key)
+        if request is None:
+            request = self._requests[sequence.view.key] = self._fresh
+            self._fresh += 1
+            assert sequence.cache is not None
+            self._running[request] = Running(request, sequence, sequence.cache)
+        return self._running[request]
+
+    def _tick(self) -> list[tuple[Running, int]]:
+        """One tick of everything; returns who got how many tokens."""
+        self._tick_count += 1
+        frame = self._frame()
+        self._look()
+        self._asked(self._ask)
+        self._ticks = 0 if frame is not None and frame.rows else self._ticks + 1
+        out = self.stage_line.tick(frame)
+        said, hits = self._decide(out)
+        waits = self._guard is not None and self._guard.there and not self._asked(self._take)
+        while waits and (out is None or not out.rows) and self.stage_line.rest():
+            waits = not self._asked(self._take)
+        verdicts, self._verdicts = self._verdicts, []
+        added, self._added = self._added, (0, 0)
+        if self.on_tick is not None:
+            rows = 0 if frame is None else frame.rows
+            self.on_tick(Tick(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
+        return said
+
+    def _frame(self) -> Frame | None:
+        """What enters now: text that waits, and a level of each tree."""
+        taken = self._queue[: self.config.texts]
+        self._queue = self._queue[len(taken) :]
+        parts = [self._text(running, work) for running, work in taken]
+        if not self._tree:
+            parts += self._levels({running.request for running, _ in taken})
+        ended, self._ended = self._ended, []
+        moves, self._moves = self._moves, []
+        if not (parts or moves or ended):
+            return None
+        return Frame(self._epoch, parts, None, moves, ended)
+
+    def _width(self, running: Running) -> int:
+        """Return w: drafted tokens of a request in a tick, as far as it allows them."""
+        return min(self.config.width, running.sequence.max_nodes or self.config.width)
+
+    def _levels(self, begun: Container[int]) -> list[StageRows]:
+        """The next level of each tree but those that have just begun, ragged, in rows that all share.
+
+        What one request leaves the others take; where there are fewer rows than requests, they take turns.
+        """
+        live = [one for one in self._running.values() if one.flight is not None and one.request not in begun]
+        if not live:
+            return []
+        self._turn += 1
+        start = self._turn % len(live)
+        parts: list[StageRows] = []
+        left = self.config.rows
+        for place, running in enumerate([*live[start:], *live[:start]]):
+            share = self._width(running)
+            if left is not None:
+                share = min(share, -(-left // (len(live) - place)))
+            part = self._level(running, share) if share else None
+            if part is not None:
+                parts.append(part)
+                left = None if left is None else left - len(part.nodes)
+        return parts
+
+    def _text(self, running: Running, work: Work) -> StageRows:
+        """Rows of a text; its last one is the root. Those before it are committed: what comes later finds them."""
+        if self._tree and work.rows == 1 and work.generates and running.flight is not None:
+            return self._whole_tree(running)
+        sequence, cache = running.sequence, running.cache
+        view, rows = sequence.view, work.rows
+        first = cache.committed
+        nodes = [TEXT] * rows
+        part = StageRows(
+            running.request,
+            0 if running.flight is None else running.flight.version,
+            view.tokens[first : first + rows],
+            nodes,
+            range(first, first + rows),
+            cache.slots(0, first + rows),
+            first + rows,
+            first,
+            application=sequence.application,
+        )
+        cache.advance(rows - work.generates)
+        if work.generates:
+            cache.reserve_here(1)
+            cache.enter()
+            self._begin(running, work)
+            assert running.flight is not None
+            nodes[-1] = running.flight.root
+            running.flight.enter(1, tick=self._tick_count)
+        return part
+
+    def _begin(self, running: Running, work: Work) -> None:
+        """The tree of a sequence whose text ends here, where there is none."""
+        if running.flight is not None:
+            return
+        view = running.sequence.view
+        root = len(view.tokens) - 1
+        running.farthest = root + (work.max_depth if work.may_draft else 0)
+        running.flight = Flight(view.tokens[-1], root, len(self._tree))
+        if running.farthest > root:
+            self._asked(lambda source: self._open(source, running))
+
+    def _level(self, running: Running, width: int) -> StageRows | None:
+        """The next level of a tree, as far as there are slots for it: drafts never displace anybody."""
+        flight = running.flight
+        if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
+            return None
+        level = flight.enter(min(width, self._room(running)), tick=self._tick_count)
+        running.counted.update(flight.nodes[number].mark for number in level)
+        return self._rows(running, flight, level) if level else None
+
+    def _whole_tree(self, running: Running) -> StageRows:
+        """A root with all that is drafted below it, within the static tree; what is missing is waited for."""
+        flight = running.flight
+        assert flight is not None
+        source, deepest = self.source, flight.place + len(self._tree)
+        while source is not None and running.request in source.open and flight.tips(min(running.farthest, deepest)):
+            self._asked(self._ask)
+            if not self._asked(self._wait):
+                break
+        running.cache.reserve(0)  # what was reserved for the root alone
+        room, own = self._room(running), running.sequence.max_nodes
+        most = max(1, room if own is None else min(room, 1 + own))
+        level = flight.enter(most, deepest, self._tick_count)
+        running.counted.update(flight.nodes[number].mark for number in level[1:])
+        return self._rows(running, flight, level)
+
+    def _wait(self, source: Source) -> bool:
+        self._extend(found := source.take(wait=True))
+        return bool(found)
+
+    def _room(self, running: Running) -> int:
+        """Slots for rows of a tree."""
+        cache = running.cache
+        blocks = self.pool.allocator.num_free * self.pool.block_size
+        return cache.capacity - cache.committed - cache.ahead + blocks
+
+    def _rows(self, running: Running, flight: Flight, level: Sequence[int]) -> StageRows:
+        """Nodes that have just entered, as rows."""
+        cache = running.cache
+        cache.reserve(len(level))
+        first = cache.enter()
+        places = [flight.nodes[number].place for number in level]
+        behind = sorted((n for n in flight.nodes.values() if n.row >= 0), key=lambda node: node.row)
+        prefix, stop = cache.committed, first + len(level)
+        return StageRows(
+            running.request,
+            flight.version,
+            [flight.nodes[number].token for number in level],
+            level,
+            places,
+            cache.slots(0, stop),
+            stop,
+            prefix,
+            flight.visible(level),
+            [node.place for node in behind],
+            running.sequence.application,
+        )
+
+    # -- the source
+
+    def _asked(self, call: Callable[[Source], bool | None]) -> bool:
+        """Ask the source for something; returns what it gives, False where it fails or is away."""
+        if self.source is None or self._guard is None or not self._guard.there:
+            return False
+        with self._guard:
+            return call(self.source) is not False
+        return False
+
+    def _lost(self) -> None:
+        """All sessions are gone."""
+        assert self.source is not None
+        self.source.lost()
+        for running in self._running.values():
+            if running.flight is not None:
+                running.flight.orphan()
+
+    def _look(self) -> None:
+        """Open the sessions that a source has lost, if it is there again."""
+        if self.source is None or self._guard is None or self._guard.there:
+            return
+        with self._guard:
+            if self._guard.look():
+                for running in self._running.values():
+                    if running.flight is not None and running.flight.place < running.farthest:
+                        self._open(self.source, running)
+
+    @staticmethod
+    def _open(source: Source, running: Running) -> None:
+        source.begin(running.request, replace(Opening.of(running.sequence.view), key=running.request))
+
+    def _ask(self, source: Source) -> None:
+        flights = {request: r.flight for request, r in self._running.items() if r.flight is not None}
+        source.ask(flights, {request: running.farthest for request, running in self._running.items()})
+
+    def _take(self, source: Source) -> bool:
+        """Append the level that came. False: it is late, and its room stays free."""
+        came = source.take()
+        if source.owes:
+            return False
+        self._extend(came)
+        return True
+
+    def _extend(self, came: Mapping[int, Sequence[Offer]]) -> None:
+        """Append to every tree what came for it, and where there is room what earlier levels had no room for."""
+        for running in self._running.values():
+            flight = running.flight
+            if flight is None:
+                continue
+            offers = came.get(running.request, ())
+            if self._tree:
+                flight.extend(offer for offer in offers if offer.parent in flight.nodes)
+            else:
+                self._append(running, flight, offers)
+
+    def _append(self, running: Running, flight: Flight, offers: Sequence[Offer]) -> None:
+        deepest = max(node.place for node in flight.nodes.values())
+        waiting = sum(number != flight.root for number in flight.waiting)
+        width, rows = self._width(running), self.config.rows
+        if rows is not None:
+            width = max(1, min(width, rows // len(self._running)))
+        room = width - waiting  # what has not entered yet is part of the coming level
+        places = [flight.nodes[number].place for number in flight.append(offers, max(0, room))]
+        refills, late = self._added
+        refilled = any(deepest < place <= running.newest for place in places)
+        self._added = refills + refilled, late + sum(place <= deepest for place in places)
+        running.newest = max([running.newest, deepest, *places])
+
+    # -- what leaves
+
+    def _decide(self, out: Frame | None) -> tuple[list[tuple[Running, int]], int]:
+        """The verdicts on roots that the last stage has computed: who got how many tokens, and how many were hits."""
+        said: list[tuple[Running, int]] = []
+        hits = begin = 0
+        for part in () if out is None else out.parts:
+            assert out is not None and out.hidden is not None
+            hidden = out.hidden[begin : begin + len(part.nodes)]
+            begin += len(part.nodes)
+            running = self._running[part.request]
+            self._record(running, part, hidden)
+            count, found = self._say(running, part, hidden)
+            hits += found
+            if running.sequence.view.fault is not None:
+                running.sequence.fail()
+            if count or running.sequence.view.fault is not None:
+                said.append((running, count))
+        return said, hits
+
+    def _record(self, running: Running, part: StageRows, hidden: Tensor) -> None:
+        """Log-probabilities of a prompt, where they were asked for."""
+        sequence = running.sequence
+        if sequence.params.prompt_logprobs is None or part.visible is not None:
+            return
+        try:
+            record_prompt(sequence, part.positions[0], hidden, self.target)
+        except PassesLost:  # of a rank: nothing of the request's own
+            raise
+        except Exception as error:
+            sequence.view.fault = error
+
+    def _say(self, running: Running, part: StageRows, hidden: Tensor) -> tuple[int, int]:
+        """What the target says behind the root, where its row is among these, and behind what becomes the root."""
+        count = hits = 0
+        flight, sequence = running.flight, running.sequence
+        while flight is not None and not (sequence.view.fault or sequence.finished) and flight.root in part.nodes:
+            row = part.nodes.index(flight.root)
+            logits = self.target.read(hidden[row : row + 1])
+            token = self._choose(sequence.view, flight, logits)
+            kept = self._emit(running, token, logits)
+            if not kept or sequence.finished:
+                return count + kept, hits
+            count += 1
+            hits += self._go_on(running, flight, token)
+        return count, hits
+
+    def _choose(self, view: SequenceView, flight: Flight, logits: Tensor) -> int:
+        """The token behind the root: the target's own choice, unless a lossy rule is asked for and finds another."""
+        token = int(choose_nodes(view, logits, None, 0)[0])
+        if self._accept is None or view.fault is not None:
+            return token
+        found = self._accept(view.sampler.process(logits)[0], flight.in_flight())
+        return token if found is None else found
+
+    def _emit(self, running: Running, token: int, logits: Tensor) -> int:
+        """One token for the output, and its statistics; 0: a fault, which the view notes."""
+        sequence, flight = running.sequence, running.flight
+        assert flight is not None
+        if sequence.view.fault is not None:  # its own sampling rules
+            return 0
+        hit = flight.holds(token)
+        try:
+            kept = sequence.emit([token], int(hit), logprobs_of(sequence, logits, [token]))
+            counted, running.counted = running.counted, Counter()
+            stats = sequence.state.stats
+            stats.row_layers += (1 + counted.total()) * self.stage_line.layers
+            right = flight.child(token) if hit else None
+            if right is not None:  # it may have entered before the last verdict
+                counted[right.mark] = max(1, counted[right.mark])
+            if kept:
+                names, drafted = partial(source_name, self._spec), counted.total()
+                sources = {names(m): (n, [1] * (right is not None and right.mark == m)) for m, n in counted.items()}
+                offered = min(1, drafted)
+                stats.record_pass(drafted=drafted, accepted=int(hit), emitted=kept, offered=offered, sources=sources)
+                if sequence.trace is not None:
+                    sequence.trace.append(flight.trace(token, len(sequence.state.token_ids) - 1, names))
+        except Exception as error:
+            sequence.view.fault = error
+            return 0
+        return kept
+
+    def _go_on(self, running: Running, flight: Flight, token: int) -> bool:
+        """Cut the tree, and let ledger, stages and source know; returns whether the token was in flight."""
+        node = flight.child(token)
+        verdict = flight.say(token)
+        self._verdicts.append(verdict)
+        if node is None:
+            running.newest = 0
+        self.pool.settle([(running.cache, verdict.rows, 1)])
+        running.cache.publish(running.sequence.view.tokens)
+        self.stage_line.tell(running.request, verdict.version, verdict.alive)
+        if self.source is not None and running.request in self.source.open:
+            number = -1 if node is None else node.source
+            self._asked(lambda source: source.go_on(running.request, token, number))
+            if number < 0:  # what the source has of it begins here
+                flight.ask_again([flight.root])
+        return verdict.hit

@@ -1,0 +1,1 @@
+"""SPIRe: a draft model for throughput, with a sparse K/V cache, a pruned start and feedback memory."""

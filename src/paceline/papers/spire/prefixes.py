@@ -1,0 +1,231 @@
+"""Feedback memory with gradients: k passes over every k-th prefix of packed rows (SPIRe, section 3.3, figure 2).
+
+A *block* is k tokens in a row. In its pass j, from 0 on, every block computes its token j: a row of its own for each
+block, all blocks at once. It sees the memory of verified tokens (activations of the target) in front of its block, and
+that of the block's tokens 0 .. j - 1, which the passes before have made. So a text of T tokens costs T rows, as in a
+plain network, and k passes, not T; and each row sees what it will see in use, where a draft begins at the root.
+
+                     verified                     the block's own
+    pass 0   row bk  sinks, window in front of bk          -
+    pass 1   bk + 1  the same, for its own window     of bk
+    pass 2   bk + 2                                   of bk, bk + 1
+
+Blocks that lie side by side see nearly the same keys. So attention is computed in *groups* of blocks, each over the
+tokens that its blocks may see (a band of the row, and their sinks): what a row costs does not grow with its length.
+
+Shapes: B rows of packed documents, T tokens in each, P blocks of a row, k tokens of a block, d wide; G groups of C
+blocks, whose keys are L verified tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...model.families import DecoderConfig
+from ...model.layers import Layer
+from ...model.linear import Dense
+from ...train.data import TokenBatch
+from ...train.network import KeyValues, Network, Rotation, finish, head_norm, normed, rotate
+from .model import SpireShape
+
+GROUP = 16  # blocks that attend together, where a view is narrower than a row
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Where the blocks of a batch lie."""
+
+    places: Tensor  # [P, k] of each block's tokens in their row; the last place where a row has ended
+    there: Tensor  # [B, P, k] bool: the token is there, and of the document that its block begins in
+
+    @staticmethod
+    def of(batch: TokenBatch, depth: int, offset: int = 0) -> Blocks:
+        """Blocks of ``depth`` tokens, the first of which begins at ``offset``."""
+        length = batch.tokens.shape[1]
+        starts = torch.arange(offset, length, depth, device=batch.tokens.device)
+        places = starts[:, None] + torch.arange(depth, device=starts.device)
+        inside, places = places < length, places.clamp_max(length - 1)
+        documents = batch.documents[:, places]  # [B, P, k]
+        same = (documents == documents[:, :, :1]) & (documents >= 0)
+        return Blocks(places, same & inside)
+
+
+def mask_of(batch: TokenBatch, blocks: Blocks, shape: SpireShape, step: int) -> Tensor:
+    """[B, 1, P, T + P * own] bool: what the rows of a pass see, figure 2.
+
+    First the T verified tokens, then the block's own ones, pass by pass: those of the passes before; without feedback
+    that of this pass, too.
+
+    Args:
+        step: the pass, from 0 on.
+    """
+    rows, starts = blocks.places[:, step], blocks.places[:, 0]
+    position, of_block = batch.positions[:, rows], batch.documents[:, starts]  # [B, P]
+    stop = position if shape.feedback else position + 1  # the first position that a row does not see
+    keys = torch.arange(batch.tokens.shape[1], device=rows.device)
+    near = batch.positions[:, None] >= stop[:, :, None] - shape.window
+    near = near | (batch.positions[:, None] < shape.sinks)
+    verified = (batch.documents[:, None] == of_block[:, :, None]) & (keys < starts[:, None]) & near  # [B, P, T]
+    own = []
+    same = torch.eye(len(starts), dtype=torch.bool, device=rows.device)
+    for other in range(step if shape.feedback else step + 1):
+        at = batch.positions[:, blocks.places[:, other]]
+        close = (at >= stop - shape.window) | (at < shape.sinks)
+        own.append(same & close[:, None])  # [B, P, P]
+    return torch.cat([verified, *own], -1)[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The blocks of a batch by groups, and the verified tokens that each group attends to."""
+
+    size: int  # C
+    places: Tensor  # [B, G, L] in the row, of the band and then of each block's sinks
+    open: Tensor  # [G or 1, C or 1, L] or [B, G, C, L] bool: whether a block may look there, if its mask lets it
+
+    @staticmethod
+    def of(batch: TokenBatch, blocks: Blocks, shape: SpireShape) -> Groups:
+        """Groups of `GROUP` blocks; one of all blocks, over the whole row, where that is no more work."""
+        rows, length = batch.tokens.shape
+        starts = blocks.places[:, 0]
+        count, depth, device = len(starts), blocks.places.shape[1], starts.device
+        band = shape.window + (GROUP - 1) * depth
+        if band + GROUP * shape.sinks >= length:
+            whole = torch.arange(length, device=device).expand(rows, 1, -1)
+            return Groups(count, whole, torch.ones(1, 1, length, dtype=torch.bool, device=device))
+        starts = F.pad(starts, (0, -count % GROUP), value=length - 1).view(-1, GROUP)  # [G, C]
+        first = starts[:, :1] - shape.window  # [G, 1] place at which its band begins
+        near = first + torch.arange(band, device=device)
+        inside = (near >= 0) & (near < length)
+        near = near.clamp(0, length - 1).expand(rows, -1, -1)
+        at = starts.expand(rows, -1, -1)
+        begins = at - batch.positions.gather(1, at.flatten(1)).view_as(at)  # [B, G, C] a document's first token
+        sinks = begins[..., None] + torch.arange(shape.sinks, device=device)  # [B, G, C, S]
+        own = torch.eye(GROUP, dtype=torch.bool, device=device)[:, :, None]  # [C, C, 1]
+        apart = ((sinks < first[:, :, None]) & (sinks >= 0))[:, :, None] & own  # [B, G, C, C, S]
+        seen = inside[:, None].expand(rows, -1, GROUP, -1)
+        places = torch.cat((near, sinks.clamp(0, length - 1).flatten(2)), -1)
+        return Groups(GROUP, places, torch.cat((seen, apart.flatten(3)), -1))
+
+    def keys(self, whole: Tensor) -> Tensor:
+        """[B * G, L, ..] of a row's [B, T, ..]."""
+        rows, length = whole.shape[:2]
+        first = torch.arange(rows, device=whole.device)[:, None, None] * length
+        found = whole.flatten(0, 1).index_select(0, (self.places + first).flatten())
+        return found.view(-1, self.places.shape[2], *whole.shape[2:])
+
+    def split(self, each: Tensor) -> Tensor:
+        """[B * G, C, ..] of the blocks' [B, P, ..]; the last group is filled up with zeros."""
+        padded = F.pad(each, (0, 0) * (each.ndim - 2) + (0, -each.shape[1] % self.size))
+        return padded.reshape(-1, self.size, *each.shape[2:])
+
+    def mask(self, mask: Tensor, length: int) -> Tensor:
+        """[B * G, 1, C, L + C * own] of the blocks' mask [B, 1, P, T + P * own]."""
+        mask = mask[:, 0]
+        rows, count = mask.shape[:2]
+        verified = self.split(mask[:, :, :length]).view(rows, -1, self.size, length)
+        places = self.places[:, :, None].expand(rows, verified.shape[1], self.size, -1)
+        parts = [verified.gather(3, places) & self.open]
+        eye = torch.eye(self.size, dtype=torch.bool, device=mask.device)
+        for own in mask[:, :, length:].unflatten(2, (-1, count)).unbind(2) if mask.shape[2] > length else ():
+            diagonal = self.split(own.diagonal(dim1=1, dim2=2)).view(rows, -1, self.size, 1)
+            parts.append(diagonal & eye)
+        return torch.cat(parts, -1).flatten(0, 1)[:, None]
+
+
+def keys_and_values(layer: Layer, c: DecoderConfig, memory: Tensor, rotation: Rotation) -> KeyValues:
+    """[.., kv_heads, head_dim] a layer's projections of memory vectors [.., d]."""
+    both = _part(layer, normed(layer.attention_norm, memory), slice(c.num_heads * c.head_dim, None))
+    k, v = both.unflatten(-1, (-1, c.head_dim)).chunk(2, dim=-2)
+    return rotate(head_norm(k, layer.k_norm, c), rotation), v
+
+
+def _queries(layer: Layer, c: DecoderConfig, hidden: Tensor, rotation: Rotation) -> Tensor:
+    """[.., heads, head_dim] of a layer's input [.., d]."""
+    q = _part(layer, normed(layer.attention_norm, hidden), slice(0, c.num_heads * c.head_dim))
+    return rotate(head_norm(q.unflatten(-1, (-1, c.head_dim)), layer.q_norm, c), rotation)
+
+
+def _part(layer: Layer, x: Tensor, outputs: slice) -> Tensor:
+    """Some of the outputs of a layer's first product."""
+    dense = layer._modules["qkv"]
+    assert isinstance(dense, Dense), "the draft was finished for inference"
+    return F.linear(x, dense.weight[outputs], None if dense.bias is None else dense.bias[outputs])
+
+
+def run_blocks(
+    network: Network,
+    memory: Tensor | None,
+    shape: SpireShape,
+    batch: TokenBatch,
+    blocks: Blocks,
+    past: Sequence[Tensor] | None,
+) -> list[Tensor]:
+    """The k passes.
+
+    Args:
+        network: the draft.
+        memory: w of its feedback memory; None: it has none.
+        past: of each layer [B, T, d] what stands for the memory of verified tokens; None: the draft's embeddings.
+
+    Returns:
+        Of each pass [B, P, d] the draft's last states, after its final norm.
+    """
+    c, layers = network.config, network.layers
+    if past is None:
+        past = [network.embed(batch.tokens)] * len(layers)
+    whole, groups = network.rotation(batch.positions), Groups.of(batch, blocks, shape)
+    rows, count, length = len(batch.tokens), len(blocks.places), batch.tokens.shape[1]
+    known: list[list[KeyValues]] = [
+        [_each(groups.keys, keys_and_values(layer, c, own, whole))] for layer, own in zip(layers, past, strict=True)
+    ]
+    mix = None if memory is None else memory.softmax(-1).expand(len(layers), -1)
+    said = []
+    for step in range(shape.depth):
+        at = blocks.places[:, step]
+        positions = batch.positions[:, at]
+        rotation, mask = network.rotation(positions), mask_of(batch, blocks, shape, step)
+        seen = mask.any(-1)[:, 0, :, None]  # [B, P, 1]: the first token of a document has nothing before it
+        mask = groups.mask(mask, length)
+        mask = mask | ~mask.any(-1, keepdim=True)
+        hidden = network.embed(batch.tokens[:, at])
+        activations = [hidden]
+        for layer, own in zip(layers, known, strict=True):
+            if mix is None:
+                own.append(_each(groups.split, keys_and_values(layer, c, hidden, rotation)))
+            k, v = (torch.cat(parts, 1) for parts in zip(*own, strict=True))
+            attended = _attend(groups.split(_queries(layer, c, hidden, rotation)), k, v, mask, c.scale)
+            attended = attended.view(rows, -1, attended.shape[-1])[:, :count]
+            hidden = finish(layer, c, hidden, attended * seen)
+            activations.append(hidden)
+        said.append(network.final(hidden))
+        if mix is not None and step + 1 < shape.depth:
+            every = torch.stack(activations)  # [n + 1, B, P, d]
+            for index, (layer, own) in enumerate(zip(layers, known, strict=True)):
+                mixed = torch.einsum("l,lbpd->bpd", mix[index].to(every.dtype), every)
+                own.append(_each(groups.split, keys_and_values(layer, c, mixed, rotation)))
+    return said
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[N, C, heads * head_dim] from q [N, C, heads, head_dim], k and v [N, L, kv_heads, head_dim], mask [N, 1, C, L].
+
+    In products, since torch's own attention takes five times as long for so few queries.
+    """
+    count, rows, heads, width = q.shape
+    shared = k.shape[2]
+    q = q.view(count, rows, shared, heads // shared, width).permute(0, 2, 3, 1, 4)
+    scores = (q * scale).flatten(2, 3) @ k.permute(0, 2, 3, 1)  # [N, kv_heads, heads / kv_heads * C, L]
+    scores = scores.unflatten(2, (-1, rows)).masked_fill(~mask[:, :, None], -torch.inf)
+    found = scores.softmax(-1).flatten(2, 3).to(v.dtype) @ v.transpose(1, 2)
+    return found.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2)
+
+
+def _each(act: Callable[[Tensor], Tensor], both: KeyValues) -> KeyValues:
+    """Keys and values, the same done to each."""
+    return act(both[0]), act(both[1])

@@ -1,0 +1,321 @@
+"""The recipe ``spire``: a draft of the target's last layers, with feedback memory, over a frozen target (SPIRe, 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import ConfigError
+from ...core.options import check, option
+from ...draft.fit import check_rotary
+from ...model.families import decoder_config
+from ...model.hot import hot_share, masked
+from ...train.ahead import EVALUATED_LOGITS, no_loss
+from ...train.data import TokenBatch
+from ...train.losses import TargetHidden, cross_entropy, mixed
+from ...train.network import Network, config_of_layers, take_layers
+from ...train.scoring import CompiledScorer, compiled_scorer
+from ...weights.files import fingerprint
+from ...weights.loader import load_weights
+from ...weights.names import weight_map
+from ...weights.trained_files import continued
+from .model import Ends, Past, SpireShape, read_memory, read_shape, save_shape
+from .prefixes import Blocks, run_blocks
+
+if TYPE_CHECKING:
+    from ...train.registry import BuildContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpireOptions:
+    """What is trained, and on what loss. The defaults are SPIRe's; figure 5's ablations are one option each."""
+
+    hot_head: float = hot_share()
+    layers: int = option(0, help="layers of the draft, the target's last ones; 0: a quarter of the target's", minimum=0)
+    window: int = option(64, help="last tokens that a row sees; as many as the context: K/V is not sparse", minimum=1)
+    sinks: int = option(1, help="first tokens that a row sees beside them", minimum=0)
+    depth: int = option(4, help="k: passes, and tokens that will be drafted", minimum=1, maximum=16)
+    feedback: bool = option(True, help="rows see memory of earlier tokens; no: the layers' inputs, their own, too")
+    past: Past = option(
+        "layers", help="memory of verified tokens: the target's activations (layers, last), or draft embeddings"
+    )
+    shared: bool = option(False, help="one memory for all layers; with past = embedding or last")
+    start: Literal["pruned", "random"] = option("pruned", help="from the target's last layers and ends, or at random")
+    ends: Ends = option(
+        "own", help="embedding, final norm and head: own ones, trained and stored; or the target's as they are"
+    )
+    loss: Literal["mixed", "text"] = option(
+        "mixed", help="mixed: omega CE(p, q) - (1 - omega) alpha; text: cross-entropy with the text"
+    )
+    omega: float = option(0.5, help="weight of distillation in the mixed loss; 1: it alone", minimum=0, maximum=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def shape(self, layers: int, target: str = "", mark: str = "") -> SpireShape:
+        """What the draft is; refuses what does not go together."""
+        names = ("window", "sinks", "depth", "feedback", "past", "shared", "ends")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return SpireShape(layers=layers, target=target, fingerprint=mark, **values)
+
+
+class SpireModule(nn.Module):
+    """The draft in training.
+
+    Args:
+        network: its layers and ends.
+        shape: what it is.
+    """
+
+    def __init__(self, network: Network, shape: SpireShape) -> None:
+        super().__init__()
+        self.network = network
+        if shape.ends == "target":
+            for piece in weight_map(network.config):
+                if not piece.of_layer:
+                    network.decoder.get_parameter(piece.into).requires_grad_(False)
+        made = shape.fresh_memory()
+        self.memory = None if made is None else nn.Parameter(made.to(network.head_weight.device))
+
+
+# What the target makes of a batch: of each layer [B, T, d] the memory of verified tokens (None: the draft's
+# embeddings), and [B, T, d] its last states behind the final norm.
+TargetStates = tuple[list[Tensor] | None, Tensor]
+
+
+class PassRows(NamedTuple):
+    """The rows of a pass that have something to learn."""
+
+    hidden: Tensor  # [R, d] the draft's last states
+    places: Tensor  # [R] in the flat batch
+    targets: Tensor  # [R] int64 next tokens of the text
+    weights: Tensor  # [R]
+    kept: Tensor  # [B, P] bool which of the blocks' rows they are
+
+
+class SpireRecipe:
+    """Trains a draft by k passes over every k-th prefix.
+
+    Blocks begin at a place of the batch that is drawn anew in each step, so that every token is a root now and then.
+
+    Args:
+        module: the draft.
+        target: the frozen target.
+        shape: what the draft is.
+        options: the loss.
+        config: the draft's config.json.
+        held_out: batches by domain.
+        hot: [H] int64, ascending: the only tokens that are drafted. Distillation is from the target over these alone,
+            so that both heads are applied to no others; None: all.
+        serving: the target by the layers that serve it, for activations where products are made in bfloat16; None: it
+            is run by ``target``.
+    """
+
+    name = "spire"
+
+    def __init__(
+        self,
+        module: SpireModule,
+        target: Network,
+        shape: SpireShape,
+        options: SpireOptions,
+        config: Mapping[str, Any],
+        held_out: Mapping[str, Sequence[TokenBatch]],
+        hot: Tensor | None = None,
+        serving: CompiledScorer | None = None,
+    ) -> None:
+        self.module, self.target, self.shape, self.options = module, target, shape, options
+        self.config, self.held_out, self.serving = config, held_out, serving
+        self.hot = None if hot is None else hot.to(target.head_weight.device)
+
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+        """The weighted mean over the rows of all passes, and that of each pass."""
+        offset = int(torch.randint(self.shape.depth, (1,), generator=generator))
+        needed = self.shape.past != "embedding" or self.options.loss == "mixed"
+        past, final = self.know(batch) if needed else (None, None)
+        rows = list(self._rows(batch, offset, past))
+        total = sum((part.weights.sum() for part in rows), start=batch.weights.new_zeros(()))
+        if not total > 0:
+            return no_loss(self.module), {}
+        loss, figures = batch.weights.new_zeros(()), {}
+        for step, part in enumerate(rows, 1):
+            share, mean = part.weights.sum() / total, self._mean(part, final)
+            loss = loss + share * mean
+            figures[f"loss_{step}"] = float(mean.detach())
+        return loss, figures
+
+    def _mean(self, part: PassRows, final: Tensor | None) -> Tensor:
+        """The loss of the rows of a pass."""
+        head = self.module.network.head_weight
+        frozen = 0 if head.requires_grad else head.shape[1]
+        if self.options.loss == "text":
+            return cross_entropy(part.hidden, head, part.targets, part.weights, frozen=frozen)
+        assert final is not None, "the target was run"
+        taught = self.target.head_weight
+        if self.hot is not None:
+            head, taught = head[self.hot], taught[self.hot]
+        says = TargetHidden(final.flatten(0, 1)[part.places], taught)
+        return mixed(part.hidden, head, says, part.weights, frozen=frozen, omega=self.options.omega)
+
+    @torch.no_grad()
+    def know(self, batch: TokenBatch) -> TargetStates:
+        """What the target makes of the tokens."""
+        target, n = self.target, self.shape.layers
+        if self.serving is not None and torch.is_autocast_enabled("cpu"):
+            end = target.config.num_layers - 1
+            *served, last = self.serving.activations(batch, (*self.shape.taps(end + 1), end))
+            return served or None, target.final(last)
+        last, inputs = target.run(target.embed(batch.tokens), 0, target.config.num_layers, batch)
+        # y^{N-n-1+i} for draft layer i: what the target's own layer N - n + i reads (section 3.3)
+        past = {"layers": inputs[-n:], "last": [last] * n, "embedding": None}[self.shape.past]
+        return past, target.final(last)
+
+    def _rows(self, batch: TokenBatch, offset: int, past: list[Tensor] | None) -> Iterator[PassRows]:
+        """Of each pass the rows that have something to learn."""
+        blocks = Blocks.of(batch, self.shape.depth, offset)
+        passes = run_blocks(self.module.network, self.module.memory, self.shape, batch, blocks, past)
+        first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * batch.tokens.shape[1]
+        # A document's first token has no earlier one, and no draft begins there.
+        useful = blocks.there & (batch.positions[:, blocks.places[:, 0], None] > 0)
+        targets, weights = batch.targets.flatten(), batch.weights.flatten()
+        for step, hidden in enumerate(passes):
+            places = first + blocks.places[:, step]  # [B, P]
+            own = torch.where(useful[:, :, step], weights[places], 0.0)
+            kept = own > 0
+            yield PassRows(hidden[kept], places[kept], targets[places[kept]], own[kept], kept)
+
+    # -- held-out figures
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """By domain, teacher-forced, over blocks of k rows.
+
+        ``tau/DOMAIN``: tokens a round, of drafts of k sampled tokens verified by rejection: 1 + the mean sum of the
+        products of min(1, q/p) at the text's tokens, which is unbiased on text that the target drew.
+        ``alpha/DOMAIN/J``: the mean of sum_x min(p, q) at a block's row J, its expected acceptance.
+        """
+        figures: dict[str, float] = {}
+        device = self.module.network.head_weight.device
+        for domain, batches in self.held_out.items():
+            found = [self.judge(batch.to(device)) for batch in batches]
+            chances, alphas = torch.cat([c for c, _ in found]), torch.cat([a for _, a in found])
+            whole = ~chances.isnan().any(1)
+            if bool(whole.any()):
+                figures[f"tau/{domain}"] = 1 + float(chances[whole].cumprod(1).sum(1).mean())
+                for place, alpha in enumerate(alphas[whole].mean(0).tolist(), 1):
+                    figures[f"alpha/{domain}/{place}"] = alpha
+        return figures
+
+    @torch.no_grad()
+    def judge(self, batch: TokenBatch, offset: int = 0, known: TargetStates | None = None) -> tuple[Tensor, Tensor]:
+        """[B * P, k] each: min(1, q/p) at the text's token, and sum min(p, q); NaN where a row is not there.
+
+        Args:
+            batch: the text.
+            offset: where its first block begins.
+            known: what `know` made of it, for several offsets.
+        """
+        past, final = known or self.know(batch)
+        chances, alphas = [], []
+        for part in self._rows(batch, offset, past):
+            of_rows = torch.full((2, *part.kept.shape), torch.nan, device=part.hidden.device)
+            of_rows[:, part.kept] = self._compare(part, final.flatten(0, 1)[part.places])
+            chances.append(of_rows[0].flatten())
+            alphas.append(of_rows[1].flatten())
+        return torch.stack(chances, 1), torch.stack(alphas, 1)
+
+    def _compare(self, part: PassRows, final: Tensor) -> Tensor:
+        """[2, R] of the rows of a pass."""
+        weight, found = self.module.network.head_weight, [part.hidden.new_empty(2, 0)]
+        for some in torch.arange(len(final), device=final.device).split(max(1, EVALUATED_LOGITS // len(weight))):
+            said = self.module.network.logits(part.hidden[some].to(weight.dtype)).float()
+            q = (said if self.hot is None else masked(said, self.hot)).softmax(-1)
+            p = self.target.logits(final[some]).float().softmax(-1)
+            at = part.targets[some, None]
+            ratio = (q.gather(1, at) / p.gather(1, at)).clamp_max(1.0)[:, 0]
+            found.append(torch.stack((ratio, torch.minimum(p, q).sum(-1))))
+        return torch.cat(found, 1)
+
+    def export(self, folder: Path) -> dict[str, Any]:
+        """What users load."""
+        layers_only = self.shape.ends == "target"
+        self.module.network.save(folder, dict(self.config), torch.bfloat16, layers_only)
+        save_shape(self.shape, self.module.memory, folder)
+        return {}
+
+
+def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
+    """A draft cut out of the target, or one that goes on from ``context.init``.
+
+    Raises:
+        ConfigError: as many layers as it has or more, or a draft of another shape to go on from.
+        CapabilityError: a target whose layers have sliding windows or rotations of their own.
+    """
+    target, folder = context.subject()
+    whole = target.config
+    check_rotary("training spire", whole, folder.name, "train a draft_model for this target")
+    layers = options.layers or max(1, round(whole.num_layers / 4))
+    if layers >= whole.num_layers:
+        asked = f"layers={options.layers}" if options.layers else "a quarter of its layers"
+        raise ConfigError(asked, f"the target has {whole.num_layers} in all", f"give 1 to {whole.num_layers - 1}")
+    shape = options.shape(layers, folder.name, fingerprint(folder))
+    config = config_of_layers(folder, range(whole.num_layers)[-layers:])
+    network = Network(decoder_config(config), context.device)
+    if context.init is None:
+        _start(network, target, options, context.seed)
+    module = SpireModule(network, shape)
+    if context.init is not None:
+        _resume(module, shape, target, context.init)
+    serving = compiled_scorer(folder, target)
+    return SpireRecipe(module, target, shape, options, config, context.held_out, context.hot, serving)
+
+
+@torch.no_grad()
+def _start(network: Network, target: Network, options: SpireOptions, seed: int) -> None:
+    """The target's embedding, last layers, norm and head (section 3.2); or random weights for all that is trained."""
+    if options.start == "pruned":
+        take_layers(network, target, range(len(target.layers))[-len(network.layers) :])
+        return
+    network.init_weights(seed)
+    if options.ends == "target":
+        _lend_ends(network, target)
+
+
+def _lend_ends(network: Network, target: Network) -> None:
+    """The target's embedding, norm and head."""
+    known = dict(target.decoder.named_parameters())
+    for name, parameter in network.decoder.named_parameters():
+        if not name.startswith("layers."):
+            parameter.copy_(known[name])
+
+
+@torch.no_grad()
+def load_draft(module: SpireModule, shape: SpireShape, target: Network, folder: Path) -> None:
+    """Fill a draft with what a folder holds.
+
+    Args:
+        shape: what it is.
+        target: whose ends it gets where the folder has none.
+
+    Raises:
+        ConfigError: a folder that holds no such draft.
+    """
+    decoder, lent = module.network.decoder, shape.ends == "target"
+    if lent:
+        _lend_ends(module.network, target)
+    load_weights(decoder, folder, layers_only=lent)
+    memory = read_memory(shape, folder)
+    if module.memory is not None and memory is not None:
+        module.memory.copy_(memory)
+
+
+def _resume(module: SpireModule, shape: SpireShape, target: Network, folder: Path) -> None:
+    """Take the weights of another draft, to train them on."""
+    free = ("window", "sinks", "depth", "past")  # of no parameter
+    continued(read_shape(folder), shape, folder, free)
+    load_draft(module, shape, target, folder)

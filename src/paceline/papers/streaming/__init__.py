@@ -1,0 +1,1 @@
+"""Drafting with streams in the target's own pass (Speculative Streaming)."""

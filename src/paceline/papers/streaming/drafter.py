@@ -1,0 +1,283 @@
+"""Reads the next draft from the streams of the last accepted node.
+
+Stream j predicts the token j places after the target's own next token, whatever that token is. So the k
+likeliest tokens of stream 1 are children of the root, those of stream 2 are children of each of these, and
+so on: a product tree of 1 + k + k^2 + .. nodes, of which the best by the sum of log q along their path are
+proposed.
+
+Source: Speculative Streaming, section 2.2; appendix G.1 (trees), appendix L (best path in batches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.errors import ConfigError
+from ...draft.base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
+from ...draft.fit import TrainedDrafterConfig
+from ...draft.levels import Said, count, cut, product_trees
+from ...draft.proposal import Proposal
+from ...draft.registry import DrafterContext, option, proposes_option
+from ...draft.resampling import Resampling, ResamplingConfig, merge
+from ...weights.files import check_target
+from .model import MAX_STREAMS, StreamSet, check_exit, read_config
+from .prices import stream_prices
+
+if TYPE_CHECKING:
+    from ...model.decoder import TargetInfo
+
+MAX_NODES = 1024
+SLACK = 2.0  # by which a score may be too low: the rule that sets the floor knows better, see `engine.chances`
+USUAL_GAMMA = 4  # where it is not known who brings streams, and no gamma is given: decides the default tree alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
+    """Speculative streams: the target's own pass drafts, by a trained set or by a request's application."""
+
+    kind: ClassVar[str] = "streams"
+    of_applications: ClassVar[bool] = True
+
+    path: str = option(
+        "",
+        help="trained set for lossless drafting; none: the applications' streams; without any, the zoo's for the model",
+    )
+    gamma: int | None = option(
+        None, help="streams to draft with; default: as many as were trained", minimum=1, maximum=MAX_STREAMS
+    )
+    k: int = option(3, help="tokens taken from each stream: children of a node", minimum=1, maximum=64)
+    nodes: int | None = option(
+        None, help="most nodes of a draft, before pruning; default: the full tree", minimum=1, maximum=MAX_NODES
+    )
+    chain: bool = option(False, help="the best path alone, whatever k is")
+    prune_threshold: float | None = option(
+        None, help="prune nodes whose early-exit probability given their parent is below this (0 to 1)"
+    )
+    prune_count: int | None = option(None, help="prune to so many nodes by early-exit probability", minimum=1)
+    prune_layer: int | None = option(
+        None, help="layer before which trees are pruned, at any depth; default: the one where streams begin", minimum=1
+    )
+    prune_exit: Literal["trained", "head"] = option(
+        "trained", help="early exit there: the set's own, or the target's head on the state as it is, untrained"
+    )
+    best_path_batch: int = option(
+        8, help="from so many drafting sequences on, the best path alone, and no pruning (the paper: 2)", minimum=1
+    )
+    at: Literal["nodes", "frontier"] = option(
+        "frontier",
+        help="rows that carry streams: every kept node in the same pass, or the last accepted one, after verification "
+        "unless it was likely enough to carry them in the pass",
+    )
+    attention_limit: int | None = option(
+        None, help="keys of its main row that a stream attends to, best first (at=nodes)", minimum=1
+    )
+    proposes: Literal["point", "coupled", "sampled"] = proposes_option(sampled=True)
+
+    def validate(self) -> None:
+        """Refuse options that contradict each other."""
+        off = self.resample == "off"
+        drawn = self.proposes == "sampled"
+        self.require("resample", off or not drawn, "cannot go with proposes=sampled: a drawn chain has no second one")
+        self.require("resample", off or not self.chain, "cannot go with chain, which is the best path alone")
+        threshold = self.prune_threshold
+        self.require("prune_threshold", threshold is None or 0 < threshold < 1, "must be above 0 and below 1")
+        for name, unset in (("prune_layer", None), ("prune_exit", "trained")):
+            given = getattr(self, name) != unset
+            self.require(name, self.prunes or not given, "means nothing without prune_threshold or prune_count")
+        self.require(
+            "proposes",
+            not drawn or not self.prunes,
+            "cannot be sampled with pruning: whether a node is checked must not depend on the draw",
+        )
+        self.require(
+            "attention_limit",
+            self.attention_limit is None or self.at == "nodes",
+            "needs at=nodes: the weights that choose are those of the pass",
+        )
+
+    @property
+    def prunes(self) -> bool:
+        """Whether trees are pruned in mid-pass."""
+        return self.prune_threshold is not None or self.prune_count is not None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether drafts never branch."""
+        return self.chain or self.k == 1 or self.proposes == "sampled"
+
+    def num_nodes(self, gamma: int) -> int:
+        """Drafted nodes of a full draft: k + k^2 + .. + k^gamma, or the cap."""
+        full = gamma if self.is_chain else sum(self.k**g for g in range(1, gamma + 1))
+        size = full if self.nodes is None else min(self.nodes, full)
+        self.require("k", size <= MAX_NODES, f"makes a tree of {size} nodes over {gamma} streams: set nodes")
+        return size
+
+    def build(self, context: DrafterContext) -> StreamsDrafter:
+        """Load the trained set, where one is named."""
+        if not self.path:
+            return StreamsDrafter(self, applied=context.streams)
+        folder = self.folder(context)
+        self.check_weights(read_config(folder), context)
+        return StreamsDrafter(self, StreamSet.load(folder, dtype=context.dtype, device=context.device or "cpu"))
+
+
+class StreamsDrafter(Drafter):
+    """Proposes trees from the streams of the last accepted node.
+
+    Args:
+        config: shape and kind of the drafts.
+        streams: the general lossless set; None: only requests whose application has streams get drafts.
+        applied: most streams of such an application; 0: not known. Decides the default tree alone.
+
+    Raises:
+        ConfigError: more streams than were trained, a set in shared mode, or re-sampling that cannot be.
+        CapabilityError: pruning with a set that cannot prune.
+    """
+
+    def __init__(self, config: StreamsConfig, streams: StreamSet | None = None, applied: int = 0) -> None:
+        self.config = config
+        self.streams = None if streams is None else _fitted(config, streams)
+        own = 0 if self.streams is None else self.streams.config.gamma
+        self.gamma = own or config.gamma or applied or USUAL_GAMMA
+        self._resampling = Resampling(config, config.num_nodes(self.gamma), self.gamma)
+        rotation = None if streams is None else streams.config.value_rotation
+        self.spec = DrafterSpec(
+            name=config.kind,
+            proposes=config.proposes,
+            level_logits=True,
+            default_budget=self._resampling.most,
+            tree=not config.is_chain or self._resampling.on,
+            sources=self._resampling.sources(config.kind),
+            streams=StreamRules(
+                gamma=own,
+                k=0 if config.proposes == "sampled" else 1 if config.is_chain else config.k,
+                wanted=config.gamma,
+                noisy=config.proposes == "coupled",
+                at=config.at,
+                prune_threshold=config.prune_threshold,
+                prune_count=config.prune_count,
+                prune_layer=config.prune_layer,
+                prune_exit=config.prune_exit,
+                best_path_batch=config.best_path_batch,
+                attention_limit=config.attention_limit,
+                rotates=rotation is not None,
+            ),
+        )
+        self._heard: dict[int, Said] = {}  # by sequence: what the streams of its last accepted node said
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the pruning and the set's shape against the target's."""
+        layer = self.config.prune_layer
+        rule = f"must be below the {target.num_layers} layers of {target.name}"
+        self.config.require("prune_layer", layer is None or layer < target.num_layers, rule)
+        if self.streams is None:
+            return
+        config = self.streams.config
+        check_target(f"streams trained for {config.target or 'another target'}", config, target.name, target)
+        if self.streams.adapters is not None:
+            self.streams.adapters.prepare()
+        decoder, plain = target.decoder, config.start_rank == 0 and config.value_rotation is None
+        if decoder and decoder.stack and decoder.ranks is None and plain and self.config.at == "frontier":
+            stream_prices(decoder, self.streams)  # now, not in the first request
+
+    def stream_set(self, sequence: SequenceView) -> StreamSet | None:
+        """The general set, for every sequence without streams of its own."""
+        return self.streams
+
+    def observe(self, step: StepFeatures) -> None:
+        """Keep the streams' distributions, in place of the earlier ones."""
+        said = step.stream_levels or step.stream_logits
+        for sequence, committed, heard in zip(step.sequences, step.committed, said, strict=False):
+            if heard is not None:
+                self._heard[sequence.key] = heard
+            elif committed:
+                self._heard.pop(sequence.key, None)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget ended sequences."""
+        self._resampling.release(keys)
+        for key in keys:
+            self._heard.pop(key, None)
+
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """One tree a sequence; the root alone where its last node carried no streams."""
+        depths = [self._depth(*row) for row in want.rows()]
+        if self.config.proposes == "sampled":
+            return [self._drawn(view, depth) for view, depth in zip(want.sequences, depths, strict=True)]
+        batch = sum(depth > 0 for depth in depths) >= self.config.best_path_batch
+        left = [self._resampling.take(*row) for row in want.rows()]
+        if batch:  # the best path alone
+            left = [None] * len(left)
+        return self._merged(want, depths, left, 1 if batch or self.config.is_chain else self.config.k)
+
+    # -- the tree
+
+    def _cap(self, budget: int) -> int:
+        return budget if self.config.nodes is None else min(budget, self.config.nodes)
+
+    def _depth(self, sequence: SequenceView, budget: int, max_depth: int) -> int:
+        """Of how many streams a draft can be made; 0: there are none."""
+        heard = self._heard.get(sequence.key)
+        if heard is None:
+            return 0
+        return min(max_depth, self._cap(budget), self.config.gamma or max_depth, count(heard))
+
+    def _merged(
+        self, want: DraftRequest, depths: Sequence[int], left: Sequence[Said | None], children: int
+    ) -> list[Proposal]:
+        """For each sequence the tree of what its streams say now, and that of what was left over below it."""
+        fresh: list[tuple[SequenceView, Said | None, int]] = []
+        again: list[tuple[SequenceView, Said | None, int]] = []
+        for view, budget, depth, rest in zip(want.sequences, want.budgets, depths, left, strict=True):
+            own, room = self._shares(budget, rest)
+            heard = self._hear(view) if depth > 0 and self._resampling.fresh(rest) else None
+            fresh.append((view, None if heard is None else cut(heard, 0, depth), own))
+            again.append((view, rest, room))
+        rules = children, self.config.proposes == "coupled", want.floor / SLACK
+        return [*map(merge, product_trees(fresh, *rules), product_trees(again, *rules))]
+
+    def _shares(self, budget: int, left: Said | None) -> tuple[int, int]:
+        """Fresh and re-sampled nodes of a sequence."""
+        return self._resampling.share(budget, left is not None) if self._resampling.on else (self._cap(budget), 0)
+
+    def _hear(self, view: SequenceView) -> Said:
+        """What the streams said, of which a draft is made now."""
+        heard = cut(self._heard[view.key], 0, self.config.gamma)
+        self._resampling.keep(view, heard)
+        return heard
+
+    # -- drawn chains
+
+    def _drawn(self, sequence: SequenceView, depth: int) -> Proposal:
+        """One token from each stream, drawn with noise of its own, and the distributions they came from."""
+        heard = self._heard.get(sequence.key)
+        if not depth or not isinstance(heard, Tensor):
+            return Proposal()
+        first, sampler = len(sequence.tokens), sequence.sampler
+        q = sampler.probs(heard[:depth])  # [depth, V]
+        tokens = sampler.draw(q, [*range(first, first + len(q))])
+        log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
+        return Proposal(tokens.tolist(), [*range(len(q))], [*accumulate(log_q)], q=dict(enumerate(q)))
+
+
+def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
+    """The set with as many streams as are wanted."""
+    trained = streams.config.gamma
+    if streams.config.mode != "lossless":
+        wrong = "the set was trained in shared mode: its adapters change the target's own answers"
+        remedy = "load it as an application, and let requests name it: LLM(..., applications={'name': FOLDER})"
+        raise ConfigError(config.asked, wrong, remedy)
+    if config.prunes and config.prune_exit == "trained":
+        check_exit(f"pruning with the streams of {config.path or 'this set'}", streams, config.prune_layer)
+    if config.gamma is None or config.gamma == trained:
+        return streams
+    config.require("gamma", config.gamma <= trained, f"is more than the {trained} streams that were trained")
+    return streams.first(config.gamma)

@@ -1,0 +1,267 @@
+"""Streams as rows of a running pass: which rows carry them, how their rows are added, what each row sees.
+
+Stream rows follow the main rows and have K and V of their own in the pool's scratch slots: main rows of a lossless
+set never see those keys, so that they stay what plain decoding computes, bit for bit.
+
+Source: Speculative Streaming, sections 2.1 and 2.2, appendices E.4 and H.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...draft.base import SequenceView, StreamRules
+from ...engine.base import Work
+from ...engine.passes import Pass, main_adapters
+from ...kv.pool import KVPool
+from ...model.adapters import AdapterRange, joined
+from ...model.attention.base import Segment, block_visibility, key_positions, slot_indices
+from ...model.decoder import Decoder
+from .layer_rows import StreamLimit, StreamRows, rotated_dtype, value_rotation
+from .model import StreamSet
+from .visibility import main_sees, stream_sees
+
+KEPT_MASK = 256  # streams of a mask that is kept for later passes: 64 KiB
+
+
+@dataclass(slots=True, eq=False)
+class Carriers:
+    """The main rows of one sequence that carry streams in one pass, and their streams."""
+
+    work: int  # index of the sequence's work
+    streams: StreamSet
+    first: int  # of the sequence's main rows, the first that carries streams; all later ones do
+    shared: bool  # main rows attend to their streams (eq. 3)
+    scratch: Tensor | None = None  # [streams] int64 slots of the streams' own keys, once they are in the pass
+    places: Tensor | None = None  # [streams] int64 their positions
+    segment: Segment | None = None  # of the streams' rows, once they are planned
+    limit: StreamLimit | None = None  # where their attention is limited
+    hidden: Tensor | None = None  # [nodes, d_model] at the insertion layer, if the streams run after verification
+    pruned: int = 0  # nodes that went
+    pruned_at: int = 0  # the layers that those went through
+
+    @property
+    def gamma(self) -> int:
+        """Streams a row."""
+        return self.streams.config.gamma
+
+    @property
+    def insertion(self) -> int:
+        """The first layer that the streams go through."""
+        return self.streams.config.insertion
+
+
+def choose_carriers(p: Pass, general: Callable[[SequenceView], StreamSet | None] | None) -> list[Carriers]:
+    """The rows that carry streams: every generated row of a shared set, and roots and nodes where drafts are wanted.
+
+    Args:
+        p: the pass.
+        general: the lossless set of a sequence without streams of its own; None: no more drafts are wanted.
+    """
+    found = []
+    for i, (work, span) in enumerate(zip(p.works, p.spans, strict=True)):
+        view, cache = work.sequence.view, work.sequence.cache
+        assert cache is not None
+        own = view.application.streams if view.application is not None else None
+        if own is not None:
+            first = max(0, view.prompt_len - 1 - cache.committed)
+            if first < span.stop - span.start:
+                found.append(Carriers(i, own, first, True))
+        elif general is not None and _wants_streams(work):
+            streams = general(view)
+            if streams is not None:
+                found.append(Carriers(i, streams, span.root - span.start, False))
+    return found
+
+
+def _wants_streams(work: Work) -> bool:
+    """Whether a lossless sequence needs a draft for its next step. At the end of a prompt the budget is always 0."""
+    drafts = work.budget > 0 or (work.may_draft and work.rows > 1)
+    return work.generates and drafts and work.max_depth > 1
+
+
+class StreamInsertion:
+    """Adds streams to one pass, and plans its rows anew as they change.
+
+    Args:
+        p: the pass, its state embedded and planned.
+        target: the model whose layers it goes through.
+        pool: its K/V; the streams' go to scratch slots.
+        rules: of the drafter.
+    """
+
+    def __init__(self, p: Pass, target: Decoder, pool: KVPool, rules: StreamRules) -> None:
+        self.p, self.target, self.pool, self.rules = p, target, pool, rules
+        self.main: list[Segment] = list(p.state.attn.segments)  # of the main rows alone, one a work
+        self.inserted: list[Carriers] = []  # in the order of their streams' rows
+        self.used = 0  # scratch slots
+
+    def append(self, carriers: Sequence[Carriers]) -> None:
+        """Append the streams of every row that carries them to the rows of the pass, with their initial states (eq.
+        4)."""
+        state, device = self.p.state, self.target.device
+        parts = [self._start(c) for c in carriers]
+        scratch = slot_indices(self.pool.scratch(self.used + sum(len(part[0]) for part in parts)), device)
+        state.slots = torch.cat((slot_indices(state.slots, device), scratch[self.used :]))
+        for c, part in zip(carriers, parts, strict=True):
+            c.scratch, c.places = scratch[self.used : self.used + len(part[0])], part[1]
+            self.used += len(part[0])
+            self.inserted.append(c)
+        joint = [torch.cat(column) for column in zip((state.hidden, state.positions), *parts, strict=True)]
+        state.hidden, state.positions = joint
+
+    def _start(self, c: Carriers) -> tuple[Tensor, Tensor]:
+        """Hidden states and positions of one sequence's streams, carrier by carrier."""
+        state, span, gamma = self.p.state, self.p.spans[c.work], c.gamma
+        rows = slice(span.start + c.first, span.stop)
+        numbers = torch.arange(1, gamma + 1, device=self.target.device).expand(rows.stop - rows.start, gamma)
+        return (
+            c.streams.begin(state.hidden[rows]).flatten(0, 1),
+            (state.positions[rows, None] + numbers).flatten(),
+        )
+
+    def drop(self, kept: Mapping[int, Sequence[int]]) -> list[int]:
+        """Forget the streams of main rows that are pruned; those of the pass have still to go.
+
+        Args:
+            kept: work -> rows of its segment that are kept, ascending.
+
+        Returns:
+            The stream rows of the pass that stay, ascending.
+        """
+        rows: list[int] = []
+        start = self.p.main_rows
+        for c in self.inserted:
+            assert c.scratch is not None and c.places is not None
+            stop = start + len(c.scratch)
+            if c.work in kept:
+                carriers = [row - c.first for row in kept[c.work] if row >= c.first]
+                own = [n * c.gamma + j for n in carriers for j in range(c.gamma)]
+                index = torch.tensor(own, dtype=torch.int64, device=c.scratch.device)
+                c.scratch, c.places = c.scratch[index], c.places[index]
+                rows += [start + n for n in own]
+            else:
+                rows += range(start, stop)
+            start = stop
+        return rows
+
+    def _connect(self, c: Carriers) -> Segment:
+        """Sets the segment of the streams; returns that of their main rows, which sees them where they are shared."""
+        main, scratch, positions = self.main[c.work], c.scratch, c.places
+        assert scratch is not None and positions is not None
+        gamma, width = c.gamma, main.stop - main.start
+        device = scratch.device
+        seen = block_visibility(main, device)  # [width, block]
+        keys = torch.cat((slot_indices(main.keys, device), scratch))
+        where = torch.cat((key_positions(main, device)[main.prefix :], positions))
+        count = main.num_keys + len(scratch)
+        left = seen[c.first :].repeat_interleave(gamma, 0)
+        visible = torch.cat((left, _kept(siblings, width - c.first, gamma, device)), 1)
+        c.segment = Segment(0, len(scratch), keys, count, main.prefix, visible, where)
+        if self.rules.attention_limit is not None:
+            c.limit = _limit(main, c, seen, scratch, self.rules.attention_limit)
+        if not c.shared:
+            return main
+        own = torch.zeros(width, len(scratch), dtype=torch.bool, device=device)
+        own[c.first :] = _kept(owned, width - c.first, gamma, device)
+        return replace(main, keys=keys, num_keys=count, visible=torch.cat((seen, own), 1), positions=where)
+
+    def plan(self) -> None:
+        """Plan, adapters and stream rules of the rows as they are now."""
+        p, state, start = self.p, self.p.state, self.p.main_rows
+        main, streams = [*self.main], []
+        for c in self.inserted:
+            main[c.work] = self._connect(c)
+            assert c.segment is not None
+            c.segment = replace(c.segment, start=start, stop=start + c.segment.stop)
+            if c.limit is not None:
+                rows = torch.arange(p.spans[c.work].start + c.first, p.spans[c.work].stop, device=self.target.device)
+                c.limit = replace(c.limit, rows=rows, streams=slice(start, c.segment.stop))
+            start = c.segment.stop
+            streams.append(c.segment)
+        # Torch's attention leaves streams out that attend to few keys: see `StreamRows.attend`.
+        few = self.rules.attention_limit is not None and self.target.stack is None
+        state.attn = self.target.plan(main if few else [*main, *streams], state.positions)
+        state.adapters = (*main_adapters(p), *stream_adapters(self.inserted, streams))
+        state.rope.clear()
+        rotation = stream_rotation(self.inserted, state.hidden)
+        limits = tuple(c.limit for c in self.inserted if c.limit is not None)
+        if rotation is None and self.rules.attention_limit is None:
+            state.special = None
+        else:
+            state.special = StreamRows(p.main_rows, rotation, limits)
+
+
+def stream_adapters(carriers: Sequence[Carriers], segments: Sequence[Segment]) -> tuple[AdapterRange, ...]:
+    """The adapters of stream rows; ``segments`` are those of each one's streams."""
+    parts = zip(carriers, segments, strict=True)
+    return joined([(segment.start, segment.stop, c.streams.adapters) for c, segment in parts])
+
+
+def stream_rotation(carriers: Sequence[Carriers], like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`value_rotation` of the carriers' stream rows, sequence by sequence; None: no set has any."""
+    epsilons = [c.streams.config.value_rotation for c in carriers]
+    if all(epsilon is None for epsilon in epsilons):
+        return None
+    rows = [c.gamma if c.segment is None else c.segment.stop - c.segment.start for c in carriers]
+    each = [epsilon or 0.0 for epsilon, count in zip(epsilons, rows, strict=True) for _ in range(count)]
+    numbers = [row % c.gamma + 1 for c, count in zip(carriers, rows, strict=True) for row in range(count)]
+    stream, epsilon = torch.tensor([numbers, each], dtype=torch.float64, device=like.device).unbind(0)
+    return value_rotation(stream, epsilon, rotated_dtype(like))
+
+
+def _limit(main: Segment, c: Carriers, seen: Tensor, scratch: Tensor, most: int) -> StreamLimit:
+    """Limited attention of one sequence's streams; their rows are known once the pass is planned."""
+    device = scratch.device
+    carriers = torch.arange(c.first, main.stop - main.start, device=device)
+    before = torch.ones(len(carriers), main.prefix, dtype=torch.bool, device=device)
+    places = key_positions(main, device)
+    own = main.num_keys - (main.stop - main.start) + carriers  # the segment's rows are the last of its keys
+    return StreamLimit(
+        most=most,
+        rows=carriers,
+        streams=slice(0, 0),
+        keys=slot_indices(main.keys, device),
+        key_positions=places,
+        visible=torch.cat((before, seen[c.first :]), 1),
+        own=own,
+        positions=places[own],
+        scratch=scratch,
+        shared=c.shared,
+    )
+
+
+# -- masks of the streams' own keys
+
+
+MakeMask = Callable[[int, int, torch.device], Tensor]
+
+
+def siblings(carriers: int, gamma: int, device: torch.device) -> Tensor:
+    """[carriers * gamma, same] bool: which streams each stream sees (eq. 2), carrier by carrier."""
+    owner = torch.arange(carriers, device=device).repeat_interleave(gamma)
+    number = torch.arange(gamma, device=device).repeat(carriers)
+    return stream_sees(owner, number, owner, number)
+
+
+def owned(carriers: int, gamma: int, device: torch.device) -> Tensor:
+    """[carriers, carriers * gamma] bool: which streams each carrier sees in shared mode (eq. 3)."""
+    rows = torch.arange(carriers, device=device)
+    return main_sees(rows, rows.repeat_interleave(gamma))
+
+
+def _kept(make: MakeMask, carriers: int, gamma: int, device: torch.device) -> Tensor:
+    """Steps ask for the same few small masks again and again; those of long prompts would fill the memory."""
+    if carriers * gamma > KEPT_MASK:
+        return make(carriers, gamma, device)
+    return _kept_mask(make, carriers, gamma, device)
+
+
+@lru_cache(maxsize=256)
+def _kept_mask(make: MakeMask, carriers: int, gamma: int, device: torch.device) -> Tensor:
+    return make(carriers, gamma, device)

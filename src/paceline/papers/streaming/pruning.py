@@ -1,0 +1,153 @@
+"""Pruning token trees in mid-pass by an early exit: before the streams' first layer, or at any other depth.
+
+Nodes that are pruned keep the K/V that the lower layers wrote until the sequence's region is committed (lazy trimming).
+Above the streams' first layer, streams of pruned nodes that are in the pass go with them.
+
+Source: Speculative Streaming, section 2.3 (threshold) and appendix G.1 (fixed size, lazy trimming).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ...draft.base import StreamRules
+from ...engine.passes import Pass, Span
+from ...model.attention.base import Segment, slot_indices
+from ...model.decoder import Decoder
+from .pass_rows import Carriers, StreamInsertion
+
+
+def prune(
+    p: Pass, carriers: Sequence[Carriers], insertion: StreamInsertion, target: Decoder, rules: StreamRules
+) -> bool:
+    """Drop unlikely nodes from tree and rows by the early exit's transition probabilities.
+
+    Args:
+        p: the pass; its tree, spans and state become those of the nodes that are kept, listed in `Pass.kept`.
+        carriers: whose trees may be pruned now: each is pruned once.
+        insertion: the pass's segments, and the streams that are in it; to be planned anew where nodes went.
+        target, rules: the model, and what is pruned.
+
+    Returns:
+        Whether any node was pruned.
+    """
+    treed = [c for c in carriers if p.spans[c.work].nodes > 1]
+    if p.tree is None or not treed:
+        return False
+    remaining: list[Sequence[int]] = [range(count) for count in p.tree.counts]
+    cut = set()
+    for c, transitions in zip(treed, _transitions(p, treed, target, rules), strict=True):
+        b = p.spans[c.work].tree_index
+        kept = surviving(p.tree.parents[b], transitions, rules.prune_threshold, rules.prune_count)
+        c.pruned, c.pruned_at = len(transitions) - len(kept), rules.prunes_before(c.streams.config)
+        if c.pruned:
+            remaining[b] = p.kept[c.work] = kept
+            cut.add(c.work)
+            c.hidden = None if c.hidden is None else c.hidden[kept]
+    if cut:
+        p.tree = p.tree.kept(remaining)
+        _drop_rows(p, insertion, cut, target.device)
+    return bool(cut)
+
+
+def surviving(
+    parents: Sequence[int], transitions: Sequence[float], threshold: float | None, count: int | None
+) -> list[int]:
+    """Nodes of one tree that are kept, ascending, including the root.
+
+    Args:
+        parents: of each node, -1 for the root; those after the last of ``transitions`` are not read.
+        transitions: log p of each node given its parent; the root's is not read.
+        threshold: a node whose transition probability is below it is pruned with its subtree.
+        count: drafted nodes to keep: those with the best cumulative score, of equals the earlier ones.
+
+    Source: Speculative Streaming, section 2.3 and appendix G.1.
+    """
+    floor = -math.inf if threshold is None else math.log(threshold)
+    scores = [0.0] * len(transitions)
+    alive = []
+    gone = set()
+    for node in range(1, len(transitions)):
+        parent = parents[node]
+        scores[node] = scores[parent] + transitions[node]
+        if parent in gone or transitions[node] < floor:
+            gone.add(node)
+        else:
+            alive.append(node)
+    if count is not None and len(alive) > count:
+        # A score is never above its parent's, and parents come first: what stays is a tree.
+        alive = sorted(sorted(alive, key=lambda n: (-scores[n], n))[:count])
+    return [0, *alive]
+
+
+def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder, rules: StreamRules) -> list[list[float]]:
+    """log p of every node given its parent, by the early exit; 0 for the root.
+
+    Source: Speculative Streaming, section 2.3: z = H(o_theta(M)), with M before the pruning layer. An untrained exit
+    has the identity in place of o_theta.
+    """
+    assert p.tree is not None
+    tokens, parents = p.tree.tokens, p.tree.parents
+    mapped, rows, columns, base = [], [], [], 0
+    for c in carriers:
+        span = p.spans[c.work]
+        b = span.tree_index
+        above = parents[b][1 : span.nodes]
+        inner = sorted({*above})
+        place = {node: base + i for i, node in enumerate(inner)}
+        base += len(inner)
+        hidden = p.state.hidden[[span.root + node for node in inner]]
+        if rules.prune_exit == "trained":
+            hidden = c.streams.exit_maps()[rules.prunes_before(c.streams.config)](hidden)
+        mapped.append(hidden)
+        rows += [place[parent] for parent in above]
+        columns += tokens[b][1 : span.nodes]
+    z = target.read(torch.cat(mapped))
+    values = (z[rows, columns] - z.logsumexp(dim=-1)[rows]).tolist()
+    ends = [*accumulate(p.spans[c.work].nodes - 1 for c in carriers)]
+    return [[0.0, *values[begin:end]] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _drop_rows(p: Pass, insertion: StreamInsertion, cut: set[int], device: torch.device) -> None:
+    """Take pruned nodes and their streams out of the rows; the others keep their slots."""
+    segments = insertion.main
+    rows: list[int] = []
+    spans = []
+    kept = {}
+    for i, span in enumerate(p.spans):
+        before = span.root - span.start  # rows of the segment that stay whatever goes
+        nodes: Sequence[int] = p.kept[i] if i in cut else range(span.nodes)
+        left = [*range(before), *(before + n for n in nodes)]
+        if i in cut:
+            segments[i] = _thinned(segments[i], left, device)
+            kept[i] = left
+        start = len(rows)
+        rows += [span.start + row for row in left]
+        spans.append(Span(start, len(rows), start + before, span.tree_index))
+        segments[i] = replace(segments[i], start=start, stop=len(rows))
+    rows += insertion.drop(kept)
+    p.state = p.state.keep(torch.tensor(rows, device=device))
+    p.spans = spans
+
+
+def _thinned(segment: Segment, rows: Sequence[int], device: torch.device) -> Segment:
+    """The segment of the rows (and their keys) that are left; the rows are its whole block."""
+    prefix, left = segment.prefix, len(rows)
+    index: Tensor | slice
+    keys = segment.keys
+    if rows[-1] == left - 1:  # the first ones
+        index = slice(0, left)
+        keys = slice(keys.start, keys.start + prefix + left) if isinstance(keys, slice) else keys[: prefix + left]
+    else:
+        index = torch.tensor(rows, device=device)
+        slots = slot_indices(keys, device)
+        keys = torch.cat((slots[:prefix], slots[prefix:][index]))
+    visible = None if segment.visible is None else segment.visible[index][:, index]
+    positions = None if segment.positions is None else segment.positions[index]
+    return replace(segment, keys=keys, num_keys=prefix + left, visible=visible, positions=positions)

@@ -1,0 +1,384 @@
+"""The recipe ``streams``: trains a set of speculative streams, or adapters alone, over a frozen target.
+
+Source: Speculative Streaming, section 2.4 and appendices E.4, H.2, I, M, N.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import ConfigError
+from ...core.options import check, option
+from ...model.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
+from ...train.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, no_loss, said_at
+from ...train.chunked import KnownGradients
+from ...train.data import TokenBatch
+from ...train.features import likeliest, top_tokens
+from ...train.losses import SoftTarget, TargetHidden, cross_entropy, distilled
+from ...train.multistream import CarrierRows, MainPass, choose_carriers, lossless_streams, main_pass, shared_pass
+from ...train.network import Network
+from ...weights.files import fingerprint
+from ...weights.trained_files import resumed
+from .model import StreamConfig, StreamSet
+
+if TYPE_CHECKING:
+    from ...train.registry import BuildContext
+
+# Streams start far from what they are to say (9.6 nats a token where a trained set has 2), so adapters must move fast:
+# with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
+ALPHA_PER_RANK = 4.0
+Said: TypeAlias = "Callable[[Aims], SoftTarget]"  # the target's distributions in the main rows of some aims
+_OF_STREAMS = (
+    "layers",
+    "identity",
+    "prune_rank",
+    "exits",
+    "alpha_j",
+    "segment",
+    "positions",
+    "attention_limit",
+)  # of no meaning to adapters alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamsOptions:
+    """What is trained, and on what loss."""
+
+    mode: Literal["lossless", "shared"] = option(
+        "lossless",
+        help="lossless: the target's answers stay as they are; shared: adapters change them, for an application",
+    )
+    gamma: int = option(4, help="streams, tokens drafted ahead; 0 in shared mode: adapters alone")
+    layers: int = option(4, help="layers at the top of the target that streams go through")
+    rank: int = option(8, help="rank of the adapters", minimum=1)
+    alpha: float | None = option(None, help="adapters' output is scaled by alpha / rank; default: 4 times the rank")
+    linears: tuple[str, ...] = option(
+        LINEARS, help="linear layers with an adapter: qkv, out, up, down; mlp: one in place of the MLP (lossless, H.2)"
+    )
+    start_rank: int = option(0, help="rank of the map from main state to stream start; 0: the identity")
+    identity: Literal["embedding", "rotation"] = option(
+        "embedding", help="what tells streams apart: a trained embedding each, or rotated values"
+    )
+    attention_limit: int | None = option(
+        None, help="keys of its main row that a stream sees, best first; draft with the same. Default: all", minimum=1
+    )
+    prune_rank: int = option(8, help="rank of the early exits that prune trees; 0: no exit is trained")
+    exits: tuple[int, ...] = option(
+        (), help="layers before which there is an early exit, beside the one where streams begin"
+    )
+    alpha_j: float | None = option(
+        None, help="weight of each stream's loss; default: 1 lossless, 0.1 shared", minimum=0, below=math.inf
+    )
+    distill: float = option(
+        0.0, help="share of distillation from the target in the streams' loss, 0 to 1 (lossless)", minimum=0, maximum=1
+    )
+    top: int = top_tokens()
+    segment: int | None = option(
+        None, help="carriers (answer tokens) run at a time, to bound memory; default: all", minimum=1
+    )
+    positions: float = option(
+        1.0, help="share of the answer tokens that carry streams in a step (below 1: lossless)", above=0, maximum=1
+    )
+    application: str = option("", help="name of the application that a shared set is for")
+
+    def __post_init__(self) -> None:
+        check(self, "streams with ")
+        shared = self.mode == "shared"
+        rules = (
+            ("positions", self.positions == 1 or not shared, "in shared mode all tokens carry streams"),
+            ("distill", not self.distill or not shared, "only a frozen target is distilled from"),
+            ("top", not self.top or self.distill > 0, "nothing is distilled (distill=0)"),
+            ("linears", MLP not in self.linears or not shared, "main rows, which share the adapters, keep their MLP"),
+            ("start_rank", self.gamma > 0 or not self.start_rank, "there are no streams to start"),
+        )
+        for name, holds, rule in rules:
+            _require(name, getattr(self, name), holds, rule)
+        general = shared or not self.application
+        _require("application", self.application, general, "a lossless set is for no application", "leave it out")
+        if not self.gamma:
+            self._require_unset()
+
+    def _require_unset(self) -> None:
+        """Refuse options of streams if none are trained; prune_rank=0 is allowed, since it is true."""
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in _OF_STREAMS:
+            value = getattr(self, name)
+            unset = value == defaults[name] or (name == "prune_rank" and not value)
+            _require(name, value, unset, "there are no streams (gamma=0)", "leave it out, or give gamma=4")
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """alpha_0 and alpha_j of eq. 6 (section 2.4, appendix M): a frozen main stream has no loss to lower."""
+        main, stream = (1.0, 0.1) if self.mode == "shared" else (0.0, 1.0)
+        return main, stream if self.alpha_j is None else self.alpha_j
+
+    def config(self, network: Network, target: str = "", mark: str = "") -> StreamConfig:
+        """The set's shape over a target.
+
+        Args:
+            target: its name.
+            mark: its fingerprint.
+        """
+        c = network.config
+        insertion = c.num_layers - self.layers
+        adapted = range(0 if self.mode == "shared" else max(0, insertion), c.num_layers)
+        alpha = ALPHA_PER_RANK * self.rank if self.alpha is None else self.alpha
+        angle = math.pi / (2 * (c.max_position + self.gamma))  # of stream 1; of stream j j times that (E.4)
+        return StreamConfig(
+            mode=self.mode,
+            gamma=self.gamma,
+            msa_layers=self.layers if self.gamma else 0,
+            num_layers=c.num_layers,
+            d_model=c.d_model,
+            vocab_size=c.vocab_size,
+            start_rank=self.start_rank,
+            prune_rank=self.prune_rank if self.gamma else 0,
+            exits=tuple(self.exits),
+            value_rotation=angle if self.gamma and self.identity == "rotation" else None,
+            adapter=AdapterConfig(rank=self.rank, alpha=alpha, layers=tuple(adapted), linears=tuple(self.linears)),
+            target=target,
+            fingerprint=mark,
+        )
+
+
+def _require(name: str, value: Any, holds: bool, rule: str, remedy: str = "") -> None:
+    if not holds:
+        raise ConfigError(f"streams with {name}={value!r}", rule, remedy or f"choose another {name}")
+
+
+class StreamRecipe:
+    """N-gram objective over streams of a frozen target (eq. 6), and next-token loss of the early exit (section 2.3).
+
+    Args:
+        network: the target; none of its parameters is trained.
+        trained: the set.
+        options: mode and losses.
+        held_out: batches by domain, for the evaluation.
+    """
+
+    name = "streams"
+
+    def __init__(
+        self,
+        network: Network,
+        trained: StreamSet,
+        options: StreamsOptions,
+        held_out: Mapping[str, Sequence[TokenBatch]] | None = None,
+    ) -> None:
+        network.requires_grad_(False)
+        self.network, self.module, self.options = network, trained, options
+        self.held_out = held_out or {}
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+        """alpha_0 CE(main) + sum_j alpha_j CE(stream j) + CE(early exit), each a mean over its rows (nats).
+
+        Returns:
+            The loss, and the mean loss of each part: ``main``, ``stream_1`` ..., ``exit``, ``exit_LAYER`` of others.
+        """
+        if self.options.mode == "shared":
+            return self._shared(batch)
+        carriers = choose_carriers(batch, self.options.positions, generator)
+        return self._lossless(batch, carriers)
+
+    # -- lossless mode
+
+    def _lossless(self, batch: TokenBatch, carriers: CarrierRows) -> tuple[Tensor, dict[str, float]]:
+        """Each segment forward and backward on its own; the returned loss passes on the gradients computed so far."""
+        main = main_pass(self.network, batch, self.module.config.insertion, self.module.config.exits)
+        aims = Aims.of(batch, carriers, self.module.config.gamma)
+        said = self._said(main.final, aims)
+        total: Tensor | None = None
+        figures: Counter[str] = Counter()  # every segment's are shares of the batch's means
+        grads: list[Tensor | None] = [None] * len(self._parameters)
+        for part in carriers.segments(self.options.segment):
+            loss, shares = self._segment(batch, main, part, aims, said)
+            total = loss.detach() if total is None else total + loss.detach()
+            figures.update(shares)
+            if torch.is_grad_enabled():
+                made = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+                grads = [_sum(old, new) for old, new in zip(grads, made, strict=True)]
+        if total is None:
+            return no_loss(self.module), {}
+        if torch.is_grad_enabled():
+            total = KnownGradients.apply(total, grads, *self._parameters)
+        return total, dict(figures)
+
+    def _segment(
+        self, batch: TokenBatch, main: MainPass, part: CarrierRows, aims: Aims, said: Said | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        streams, _ = lossless_streams(self.network, self.module, main, part, self.options.attention_limit)
+        own = Aims.of(batch, part, streams.shape[1], aims)
+        loss, figures = self._stream_loss(streams, own, said)
+        early, exit_figures = self._exit_loss(main.before, part, own)
+        return loss + early, figures | exit_figures
+
+    def _said(self, final: Tensor, aims: Aims) -> Said | None:
+        """What the target says in the main rows ``final`` [B * T, d] that streams stand for; None: it is not asked."""
+        head, top = self.network.head_weight, self.options.top
+        if not self.options.distill:
+            return None
+        if not top:
+            return lambda own: TargetHidden(final[own.main.flatten()], head)
+        read = torch.zeros(len(final), dtype=torch.bool, device=final.device)
+        read[aims.main] = True
+        found, places = likeliest(self.network, final[read], top), read.cumsum(0) - 1  # once, for all streams of a row
+        return lambda own: said_at(found, places[own.main.flatten()])
+
+    def _stream_loss(self, streams: Tensor, aims: Aims, said: Said | None) -> tuple[Tensor, dict[str, float]]:
+        """sum_j alpha_j ((1 - w) CE_j + w KL_j) (eq. 6 of the paper, w = 0; each a mean over the rows that have a token
+        so far ahead); w: ``distill``; p: main row t + j, frozen."""
+        head, share, alpha_j = self.network.head_weight, self.options.distill, self.options.factors[1]
+        rows, gamma = streams.flatten(0, 1), streams.shape[1]
+        targets = aims.tokens.flatten()
+        scale = (aims.exists.double() / aims.counts.clamp(min=1)).flatten()  # shares of the whole batch's means
+        p = None if said is None else said(aims)
+        loss, each = distilled(rows, head, p, targets, alpha_j * scale, share=share, denominator=1.0)
+        soft, hard = (each * scale).unflatten(1, (-1, gamma)).sum(1)  # [gamma] each
+        figures = _by_stream(torch.where(aims.exists.any(0), hard, torch.nan)) if share < 1 else {}
+        return loss, figures if p is None else figures | {"kl": float(soft.sum()) / gamma}
+
+    def _exit_loss(
+        self, before: Mapping[int, Tensor], part: CarrierRows, aims: Aims
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Sum over exits of CE of head(norm(M + up down M)) with the next token.
+
+        M is detached, so that it trains nothing else.
+
+        Args:
+            before: [B * T, d] main rows before each layer with an exit.
+        """
+        total, figures = self.network.head_weight.new_zeros(()), {}
+        for layer, exit_map in self.module.exit_maps().items():
+            hidden = self.network.final(exit_map(before[layer].detach()[part.index]))
+            loss = cross_entropy(hidden, self.network.head_weight, aims.following, denominator=aims.rows)
+            total = total + loss
+            name = "exit" if layer == self.module.config.insertion else f"exit_{layer}"
+            figures[name] = float(loss.detach())
+        return total, figures
+
+    # -- shared mode
+
+    def _shared(self, batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
+        gamma = self.module.config.gamma
+        carriers = choose_carriers(batch)
+        most, exits = self.options.attention_limit, self.module.config.exits
+        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most, exits)
+        main = self._main_loss(run.final, batch)
+        figures = {"main": float(main.detach())}
+        loss = self.options.factors[0] * main
+        if gamma and len(carriers):
+            aims = Aims.of(batch, carriers, gamma)
+            ahead, more = self._stream_loss(run.streams, aims, None)
+            early, exit_figures = self._exit_loss(run.before, carriers, aims)
+            loss, figures = loss + ahead + early, figures | more | exit_figures
+        return loss, figures
+
+    def _main_loss(self, final: Tensor, batch: TokenBatch) -> Tensor:
+        weights = batch.weights.flatten()
+        return cross_entropy(final, self.network.head_weight, batch.targets.flatten(), weights)
+
+    # -- held-out figures
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Figures on held-out answers, by domain.
+
+        ``loss/..``: of each stream (nats), ``agreement/../j``: share of rows where the likeliest token of stream j is
+        the target's own, ``accepted/..``: mean number of tokens that a chain of the likeliest tokens gets accepted
+        (the run of agreements from stream 1 on), ``accepted_top3/..``: the same where a place counts if the target's
+        token is among a stream's three likeliest, which bounds a tree of three children. All teacher-forced: the
+        target's token at t + 1 + j is the likeliest of main row t + j along the data. In shared mode also
+        ``loss/../main``.
+        """
+        figures: dict[str, float] = {}
+        for domain, batches in self.held_out.items():
+            figures |= {name.format(domain): value for name, value in self._domain(batches).items()}
+        return figures
+
+    def _domain(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
+        tally = Tally(self.module.config.gamma)
+        for held in batches:
+            batch = held.to(self.network.head_weight.device)
+            carriers = choose_carriers(batch)
+            final, streams = self._outputs(batch, carriers)
+            if self.options.mode == "shared":
+                weights = batch.weights.sum()
+                tally.main(float(self._main_loss(final, batch) * weights), float(weights))
+            if self.module.config.gamma and len(carriers):
+                self._tally(tally, final, streams, Aims.of(batch, carriers, self.module.config.gamma))
+        return tally.figures()
+
+    def _outputs(self, batch: TokenBatch, carriers: CarrierRows) -> tuple[Tensor, Tensor]:
+        """Main rows [B * T, d] and streams [R, gamma, d] after the final norm."""
+        most = self.options.attention_limit
+        if self.options.mode == "shared":
+            run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most)
+            return run.final, run.streams
+        main = main_pass(self.network, batch, self.module.config.insertion)
+        parts = carriers.segments(self.options.segment or 512)
+        streams = [lossless_streams(self.network, self.module, main, part, most)[0] for part in parts]
+        return main.final, torch.cat(streams) if streams else main.final.new_zeros(0, 0, 0)
+
+    def _tally(self, tally: Tally, final: Tensor, streams: Tensor, aims: Aims) -> None:
+        """Count a batch, some carriers at a time."""
+        says = argmax(final, self.network.head_weight)  # [B * T] the target's own next tokens
+        step = max(1, EVALUATED_LOGITS // (self.network.head_weight.shape[0] * streams.shape[1]))
+        for start in range(0, len(streams), step):
+            cut = slice(start, start + step)
+            logits = self.network.logits(streams[cut].to(self.network.head_weight.dtype)).float()  # [n, gamma, V]
+            tally.count(logits, says[aims.main[cut]], aims.tokens[cut], aims.exists[cut])
+
+    # -- result
+
+    def export(self, folder: Path) -> dict[str, Any]:
+        """`StreamSet.save`, in bf16 as all weights are; the number of parameters of each part, and the limit that
+        drafts are best made with."""
+        self.module.save(folder, torch.bfloat16)
+        counted = {"parameters": self.module.parameters_by_part(), "application": self.options.application}
+        return {**counted, "attention_limit": self.options.attention_limit}
+
+
+def _by_stream(losses: Tensor) -> dict[str, float]:
+    """Figures of the streams that some row of the batch has."""
+    return {f"stream_{j}": value for j, value in enumerate(losses.tolist(), 1) if value == value}
+
+
+def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    if old is None or new is None:
+        return new if old is None else old
+    return old.add_(new)
+
+
+def build(options: StreamsOptions, context: BuildContext) -> StreamRecipe:
+    """A fresh set over the context's target, or the one in ``context.init``.
+
+    Raises:
+        ConfigError: options that do not fit it, a set of another shape, or prompt tokens that weigh
+            something and have no loss.
+    """
+    target, folder = context.subject()
+    if context.prompt_weight and not options.factors[0]:
+        raise ConfigError(
+            f"streams with prompt_weight={context.prompt_weight}",
+            "prompt tokens carry no streams, and main rows have no loss",
+            "leave prompt_weight out, or train in shared mode",
+        )
+    config = options.config(target, folder.name, fingerprint(folder))
+    if context.init is None:
+        generator = torch.Generator().manual_seed(context.seed)
+        trained = StreamSet.fresh(config, linear_shapes(target.config), generator)
+    else:
+        trained = resumed(StreamSet.load(context.init, dtype=torch.float32), config, context.init)
+    return StreamRecipe(target, trained.to(context.device), options, context.held_out)

@@ -1,3 +1,0 @@
-"""The pipeline round: the stages of a target are filled with the future of one request (SpecPipe)."""
-
-from .config import PipelineConfig as PipelineConfig

@@ -1,0 +1,168 @@
+"""A drafter in a process of its own: from the options of an `LLM` to a worker that serves its draft sessions.
+
+The target is not loaded there: of it a drafter that runs ahead knows name, sizes and vocabulary. It reads and writes no
+text, so that what does need not be imported, and it is soon back after its process has died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import torch
+
+from ..api.assembly.drafting import drafter_context, drafter_of
+from ..api.assembly.models import Source, draft_device, open_source
+from ..api.config import LLMConfig
+from ..core.errors import CapabilityError, ConfigError
+from ..core.options import written
+from ..draft import registry
+from ..draft.fit import tokenizer_mark
+from ..draft.registry import DrafterConfig
+from ..engine.base import Place
+from ..engine.grammar import Grammars
+from ..model.decoder import TargetInfo
+from ..weights.files import fingerprint
+from ..weights.loader import parse_device, read_config, resolve_folder
+from .drafts import KINDS, DraftService, RemoteSessions
+from .handshake import Facts
+from .placement import Placement, cores, pin
+from .rank_worker import start_tracks
+from .shared import SPIN_US
+from .worker import Patience, Worker, WorkerSpec, launch_here
+
+if TYPE_CHECKING:
+    from .cluster import Places
+
+# What the drafter's process must know of the options; the rest is the target's and its engine's.
+OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences", "revision", "offline")
+
+
+# Drafting is to be back within seconds, however often a drafter died; taking one for dead too soon costs no token.
+PATIENCE = Patience(silent_s=1.5, most_rest_s=1.0)
+SPIN_OWN_US = 20_000  # how long a drafter on cores of its own looks for the next message before it sleeps
+
+
+def draft_worker(
+    config: LLMConfig, rows: int, pool_tokens: int, placement: Placement, level_ms: float | None = None
+) -> WorkerSpec:
+    """A worker that serves the draft sessions of the drafter that the configuration names.
+
+    Args:
+        config: the options of the target's process.
+        rows: drafted nodes that a sequence may hold at once.
+        pool_tokens: tokens that the target's K/V pool holds.
+        placement: where it runs.
+        level_ms: what a level is given; None: as long as it takes.
+
+    Raises:
+        ConfigError: no drafter is named, or one that cannot run ahead of the target.
+    """
+    chosen = _chosen(config)
+    options = {name: getattr(config, name) for name in OPTIONS} | {"drafter": named(chosen)}
+    source = open_source(config, config.model, config.dtype)
+    return WorkerSpec(
+        name="draft",
+        service=f"{__name__}:service",
+        options={"options": options, "rows": rows, "pool_tokens": pool_tokens, "level_ms": level_ms},
+        kinds=KINDS,
+        expected=_facts(config, chosen, source),
+        placement=placement,
+        spin_us=SPIN_OWN_US if placement.cores else SPIN_US,
+    )
+
+
+def serve_apart(
+    config: LLMConfig, pool_tokens: int, rows: int, place: Place, places: Places | None = None
+) -> RemoteSessions:
+    """Start the process of a configuration's drafter, and wait until it is ready. It ends with what is returned.
+
+    Where it gets cores of its own, this process keeps to the others, and its layers to as many threads.
+
+    Args:
+        config: the options of this process.
+        pool_tokens: tokens that the target's K/V pool holds.
+        rows: drafted nodes that a sequence may hold at once.
+        place: where it runs.
+        places: on a cluster; None: on this host.
+
+    Raises:
+        ConfigError: cores that are not there, or no core left for the target; a drafter that cannot be had there.
+        WorkerFailed: it does not start.
+    """
+    device = draft_device(config, place)
+    placement = Placement(cores=place.cores, threads=place.threads, device=device)
+    if places is not None:
+        if getattr(_chosen(config), "processes", 1) > 1:
+            wrong = "the drafter runs on another host, and its tracks are placed beside the target's process alone"
+            raise CapabilityError(f"drafter {config.drafter!r} with cluster=..", wrong, "leave processes out")
+        placement = places.placement(device, place.threads)
+    rest = [core for core in cores() if core not in place.cores]
+    if place.cores and not rest:
+        wrong = "no core is left for the target"
+        raise ConfigError(f"cores={written(place.cores)} of the drafter", wrong, "leave one out")
+    spec = draft_worker(config, rows, pool_tokens, placement, place.level_ms)
+    worker = Worker(spec, PATIENCE, launch_here if places is None else places.drafter)
+    worker.start()
+    sessions = RemoteSessions(worker)
+    finalize(sessions, worker.stop)
+    if place.cores:
+        pin(rest)
+        torch.set_num_threads(min(torch.get_num_threads(), len(rest)))
+    return sessions
+
+
+def service(
+    device: str, options: Mapping[str, Any], rows: int, pool_tokens: int, level_ms: float | None = None
+) -> DraftService:
+    """What that worker makes, in its own process; arguments as of `draft_worker`.
+
+    Raises:
+        ConfigError: the drafter cannot be had, or is not for the target.
+    """
+    config = LLMConfig(**{**options, "device": device})
+    chosen, source = _chosen(config), open_source(config, config.model, config.dtype)
+    of_target = source.name, source.folder, source.dtype
+    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False, tracks=start_tracks))
+    if not drafter.spec.ahead:
+        wrong = "it cannot draft below tokens that are not decided on"
+        raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")
+    info = TargetInfo.of(source.name, source.shape, source.dtype, source.tokenizer(texts=False))
+    drafter.bind(info, config.max_sequences, pool_tokens, parse_device(device))
+    given = None if level_ms is None else level_ms / 1e3
+    level_s = None if given is None else (lambda nodes: given)
+
+    @cache  # with the first grammar: a drafter that no request asks for one is back sooner after its process has died
+    def grammars() -> Grammars:
+        return Grammars(source.tokenizer(), source.shape.vocab_size, source.shape.eos_ids)
+
+    facts = _facts(config, chosen, source)
+    return DraftService(drafter.sessions(rows), facts, level_s=level_s, matcher=lambda one: grammars().matcher(one))
+
+
+def named(chosen: DrafterConfig) -> str:
+    """A drafter's options as they are written; `registry.parse` reads it."""
+    given = [(spec.name, getattr(chosen, spec.name), spec.default) for spec in fields(chosen)]
+    return ",".join([chosen.kind, *(f"{name}={written(value)}" for name, value, usual in given if value != usual)])
+
+
+def _chosen(config: LLMConfig) -> DrafterConfig:
+    chosen = drafter_of(config)
+    if chosen is None:
+        raise ConfigError("a drafter in a process of its own", "no drafter is named", "name one, such as draft_model")
+    return chosen
+
+
+def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
+    """The draft's weights, where it has any, and the target's vocabulary and dtype."""
+    draft = getattr(chosen, "model", None)
+    folder = None if draft is None else resolve_folder(draft, offline=config.offline)
+    return Facts(
+        weights="" if folder is None else f"{fingerprint(folder)} ({read_config(folder).num_layers} layers)",
+        vocabulary=tokenizer_mark(source.tokenizer(texts=False)),
+        dtype=str(source.dtype).removeprefix("torch."),
+        torch=torch.__version__,
+    )

@@ -1,0 +1,316 @@
+"""Draft sessions in another process: the messages, who serves them, and who asks.
+
+    Open, Tell    as of `draft.sessions.DraftSessions`; they have no answer
+    Grow          is answered by a `Grew` a level
+
+A growth of several levels goes on by itself, a level a pass. Messages come first: what one of them says of a sequence
+calls off the levels that are left of it, so that a rollout ends with the verdict (Mirror Speculative Decoding, section
+3.1). Every growth ends with a `Grew` that says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import Field
+
+from ..core.errors import PacelineError
+from ..core.grammar import Grammar, Matcher
+from ..core.sampling import SamplingParams
+from ..draft.local_sessions import LocalGrowing
+from ..draft.sessions import Ask, DraftSessions, Growing, Grown, Opening
+from .channels import ChannelClosed
+from .clock import Clock, Pace, RealClock
+from .handshake import Facts
+from .serving import Service
+from .worker import Worker, received
+
+LOOK_S = 0.25  # between two looks at a worker that is waited for
+
+Count = Annotated[int, Field(ge=0)]
+MakeMatcher = Callable[[Grammar], Matcher]
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A sequence, as an `Opening` says it."""
+
+    key: int
+    tokens: list[int]
+    prompt_len: int
+    params: dict[str, Any]  # of `SamplingParams`
+    seed: int
+    sample_index: int
+    max_len: int | None
+    prediction: list[int]
+    sources: list[int] | None
+
+    @staticmethod
+    def of(opening: Opening) -> Open:
+        """The message."""
+        o = opening
+        rules = asdict(o.params), o.seed, o.sample_index
+        sources = None if o.sources is None else sorted(o.sources)
+        return Open(o.key, [*o.tokens], o.prompt_len, *rules, o.max_len, [*o.prediction], sources)
+
+    def opening(self, matcher: MakeMatcher | None) -> Opening:
+        """Return what it says; ``matcher`` compiles the request's grammar, where it has one.
+
+        Raises:
+            ConfigError: parameters that no request has.
+        """
+        params = SamplingParams.from_json(self.params)
+        own = None if params.grammar is None or matcher is None else matcher(params.grammar)
+        rules = params, self.seed, self.sample_index, self.max_len
+        sources = None if self.sources is None else frozenset(self.sources)
+        return Opening(self.key, self.tokens, self.prompt_len, *rules, self.prediction, sources, own)
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Grow the trees of several sequences."""
+
+    ticket: int  # of the asker's
+    asks: list[Ask]  # the first level; ``most`` says how far it goes on below each node
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    """One level."""
+
+    ticket: int
+    level: dict[int, Grown]  # by sequence; those of which nothing is left are not in it
+    last: bool
+    began: float  # seconds by the server's clock, which processes of one host share
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A call of a method of `DraftSessions` that has no answer."""
+
+    method: Literal["reroot", "commit", "close", "forget"]
+    args: tuple[()] | tuple[Count] | tuple[Count, Count | list[Count]]  # the sequence comes first
+
+
+KINDS = Open, Grow, Grew, Tell
+
+
+# -- who serves
+
+
+class DraftService(Service):
+    """Draft sessions behind a line.
+
+    Args:
+        sessions: of a drafter that is bound.
+        facts: about it.
+        clock: by which levels are timed.
+        level_s: the time that a level is given, by the nodes that it expands; None: as long as it takes.
+        matcher: compiles a request's grammar; None: drafts follow none.
+    """
+
+    kinds = KINDS
+
+    def __init__(
+        self,
+        sessions: DraftSessions,
+        facts: Facts,
+        clock: Clock | None = None,
+        level_s: Callable[[int], float] | None = None,
+        matcher: MakeMatcher | None = None,
+    ) -> None:
+        self.sessions, self.facts, self._clock = sessions, facts, clock or RealClock()
+        self._matcher = matcher
+        self._pace = Pace(self._clock, level_s)
+        self._growths: deque[LocalGrowing] = deque()
+
+    def handle(self, message: Any) -> Iterable[Any]:
+        """Do what a message says; growths are left for `work`."""
+        if isinstance(message, Grow):
+            self._growths.append(LocalGrowing.of(message.asks, [ask.most for ask in message.asks], message.ticket))
+        elif isinstance(message, Open):
+            self._call_off(message.key)
+            self.sessions.open(message.opening(self._matcher))
+        else:
+            self._call_off(*message.args[:1])
+            getattr(self.sessions, message.method)(*message.args)
+        return ()
+
+    def _call_off(self, *keys: int) -> None:
+        """Draft nothing more for these sequences."""
+        for growth in self._growths:
+            for key in keys:
+                growth.call_off(key)
+
+    def work(self) -> Iterable[Grew] | None:
+        """One level of the oldest growth."""
+        if not self._growths:
+            return None
+        growth = self._growths[0]
+        growth.advance(self._level, self._clock.now)
+        if growth.done:
+            self._growths.popleft()
+        return [Grew(growth.ticket, growth.levels[-1], growth.done, *growth.times[-1])]
+
+    def _level(self, asks: Sequence[Ask]) -> list[Grown]:
+        if not asks:
+            return []
+        with self._pace.work(sum(len(ask.given) + len(ask.expand) for ask in asks)):
+            return self.sessions.grow(asks)
+
+
+# -- who asks
+
+
+class DraftsLost(PacelineError):
+    """The drafter's worker is gone, late, or says what it should not: all sessions are lost.
+
+    They may be opened anew when `RemoteSessions.ready` says so.
+    """
+
+
+class RemoteSessions:
+    """`DraftSessions` that a worker serves, and that go on by themselves (`GoingSessions`).
+
+    Nothing waits but `grow` and `wait`: all else is a message that is sent, or what came meanwhile.
+
+    Args:
+        worker: that serves a `DraftService`.
+        patience_s: how long a level is waited for.
+    """
+
+    def __init__(self, worker: Worker, patience_s: float = 5.0) -> None:
+        self._worker, self._patience_s = worker, patience_s
+        self._tickets = count(1)
+        self._growing: dict[int, LocalGrowing] = {}  # as far as they are known, by ticket
+
+    def ready(self) -> bool:
+        """Whether sessions may be opened and used; looks after the worker in passing.
+
+        Raises:
+            ConfigError: as of `Worker.poll`.
+        """
+        return self._worker.poll()
+
+    def open(self, opening: Opening) -> None:
+        """See `DraftSessions`; this and all that follows raises `DraftsLost`."""
+        self._send(Open.of(opening))
+
+    def reroot(self, key: int, node: int) -> None:
+        """See `DraftSessions`; calls off what is left of growths of the sequence."""
+        self._send(Tell("reroot", (key, node)))
+
+    def commit(self, key: int, tokens: Sequence[int]) -> None:
+        """See `DraftSessions`; calls off what is left of growths of the sequence."""
+        self._send(Tell("commit", (key, [*tokens])))
+
+    def close(self, key: int) -> None:
+        """See `DraftSessions`."""
+        self._send(Tell("close", (key,)))
+
+    def forget(self) -> None:
+        """See `DraftSessions`."""
+        self._send(Tell("forget", ()))
+
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        """See `DraftSessions`; waits for one level."""
+        growing = self.begin(asks)
+        self.wait(growing)
+        (level,) = growing.levels
+        if len(level) < len(asks):
+            self._give_up("leaves a sequence out")
+        return [level[ask.key] for ask in asks]
+
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]] | None = None) -> LocalGrowing:
+        """Begin to grow, and wait for nothing.
+
+        Args:
+            asks: the first level, each of another sequence and with a node or more.
+            levels: of each ask, for every given and every expanded node, tokens wanted below it; None: one each.
+        """
+        each = levels or [[1] * (len(ask.given) + len(ask.expand)) for ask in asks]
+        growing = LocalGrowing.of(asks, each, next(self._tickets))
+        self._send(Grow(growing.ticket, [*growing.asks.values()]))
+        self._growing[growing.ticket] = growing
+        return growing
+
+    def look(self) -> None:
+        """Take what came, and look after the worker in passing."""
+        if self._growing:
+            self._look_after()
+        while self._growing and self._take(0):
+            pass
+
+    def wait(self, growing: Growing) -> None:
+        """Until a growth is done, a level at a time; looks after the worker meanwhile, which may be known to hang."""
+        waited = 0.0
+        while not growing.done:
+            if self._take(min(LOOK_S, self._patience_s)):
+                waited = 0.0
+                continue
+            waited += LOOK_S
+            if waited >= self._patience_s:
+                self._give_up(f"answered nothing for {self._patience_s:g} s")
+            self._look_after()
+
+    def _look_after(self) -> None:
+        if not self._worker.poll():
+            self._gone()
+
+    def _send(self, message: Any) -> None:
+        if self._worker.line is None:
+            self._gone()
+        try:
+            self._worker.line.send(message, self._patience_s)
+        except ChannelClosed:
+            self._worker.lost()
+            self._gone()
+
+    def _take(self, timeout: float) -> bool:
+        """One message, if it comes in time."""
+        message = received(self._worker, timeout)
+        if self._worker.line is None:
+            self._gone()
+        if message is None:
+            return False
+        if not isinstance(message, Grew):
+            self._give_up(f"says {type(message).__name__}, which is no answer")
+        if (growing := self._growing.get(message.ticket)) is not None:
+            self._note(growing, message)
+        return True
+
+    def _note(self, growing: LocalGrowing, message: Grew) -> None:
+        if not _fits(message, growing):
+            self._give_up("gives an answer of another form than its question")
+        growing.times.append((message.began, message.ended))
+        growing.levels.append(message.level)
+        if message.last:
+            growing.done = True
+            del self._growing[growing.ticket]
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._worker.failed(why)
+        self._gone()
+
+    def _gone(self) -> NoReturn:
+        """All sessions are lost, and what is under way with them."""
+        self._growing.clear()
+        why = f": {self._worker.faults[-1]}" if self._worker.faults else ""
+        raise DraftsLost(f"the drafter's worker is not there{why}")
+
+
+def _fits(message: Grew, growing: LocalGrowing) -> bool:
+    """Whether it is a level of what was asked for, and has no number below 0."""
+    levels = max(max(ask.most) for ask in growing.asks.values())
+    fits = len(growing.levels) < levels and (message.last or len(message.level) > 0)
+    for key, grown in message.level.items():
+        lists = grown.parents, grown.nodes, grown.tokens, grown.sources
+        even = len({len(one) for one in (*lists, grown.log_q)}) == 1
+        known = key in growing.asks and len(grown.given) == (0 if growing.levels else len(growing.asks[key].given))
+        fits &= even and known and min((n for one in (*lists, grown.given) for n in one), default=0) >= 0
+    return fits

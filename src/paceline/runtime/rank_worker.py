@@ -1,0 +1,163 @@
+"""Ranks of a target, and tracks of a draft, in processes of their own: from the options of an `LLM` to workers and the
+line to them.
+
+Each process reads its share of the checkpoint and nothing else. Rank 0's is the engine's process, or the drafter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from ..api.assembly.memory import kv_layout
+from ..api.assembly.models import Source, TargetPart, compiled_layers, load_part, load_track, open_source, share_of
+from ..api.config import LLMConfig
+from ..api.split import Split, parse_split
+from ..core.errors import ConfigError
+from ..model.joins import Joins, RankMemory
+from ..model.parallel import Ranks, Share
+from ..papers.mirror.tracks import track_share
+from ..weights.files import fingerprint
+from .handshake import Facts
+from .placement import Placement, cores, parse_cluster
+from .rank_service import KINDS, RankService
+from .rank_workers import RankWorkers
+from .worker import Worker, WorkerSpec
+from .workers import PATIENCE, end_all
+
+OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
+
+
+def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
+    """Rank 0, and the processes of the others, which load their shares while it loads its own.
+
+    They end with the line that is returned. Each has as many threads, so that together they use once the cores that
+    this process has, or its stage, where the options name no other number for each.
+
+    Args:
+        config, source, part: the options, and what is shared.
+
+    Raises:
+        ConfigError: ranks that cannot share the target.
+        CapabilityError: no compiled code, or a system without such memory.
+    """
+    share = share_of(config, source, 0, part)
+    split = Split(stages=1) if config.pipeline is None else parse_split(config.pipeline)
+    named = split.cores[-(len(split.cores) // split.stages) :] if split.cores else ()  # the last stage's are this one's
+    bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
+    usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
+    where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
+    ranks = _started(share, lambda rank, memory: _rank_spec(config, source, rank, memory, part, where))
+    torch.set_num_threads(where.threads or 1)
+    return ranks
+
+
+def start_tracks(config: LLMConfig, source: Source) -> Ranks:
+    """The same for a draft of tracks, a track a process. They join apart from the target's ranks.
+
+    Raises:
+        CapabilityError: as of `start_ranks`.
+    """
+    share = track_share(source.shape, 0)
+    threads = max(1, len(cores()) // share.count)
+    return _started(share, lambda rank, memory: _track_spec(config, source, rank, memory, threads))
+
+
+def _started(share: Share, spec: Callable[[int, RankMemory], WorkerSpec]) -> Ranks:
+    """Rank 0, and the processes of the others."""
+    memory = RankMemory(share.count)
+    workers = [Worker(spec(rank, memory), PATIENCE) for rank in range(1, share.count)]
+    joins = memory.joins()
+    line = RankWorkers(workers, joins)
+    finalize(line, _stop, workers, memory, joins)
+    for worker in workers:
+        with suppress(ConfigError):  # said again where it is waited for
+            worker.poll()
+    return Ranks(share, joins, line)
+
+
+def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
+    end_all(workers)
+    memory.close()
+    joins.close()
+
+
+def _rank_spec(
+    config: LLMConfig, source: Source, rank: int, memory: RankMemory, part: TargetPart, where: Placement
+) -> WorkerSpec:
+    own = {"rank": rank, "count": memory.count, "memory": memory.path, **asdict(part)}
+    return _spec(f"rank {rank}", "service", own, config, source, where)
+
+
+def _track_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
+    dtype = source.quant or str(source.dtype).removeprefix("torch.")
+    own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path}
+    where = Placement(threads=min(threads, len(cores())))
+    return _spec(f"track {rank}", "track_service", own, config, source, where)
+
+
+def _spec(
+    name: str, service: str, own: Mapping[str, Any], config: LLMConfig, source: Source, where: Placement
+) -> WorkerSpec:
+    """A worker with a rank or a track; ``own``: arguments of its service beside the options."""
+    options, function = {"options": options_of(config, source), **own}, f"{__name__}:{service}"
+    expected = facts_of(source)
+    return WorkerSpec(name=name, service=function, options=options, kinds=KINDS, expected=expected, placement=where)
+
+
+def options_of(config: LLMConfig, source: Source) -> dict[str, Any]:
+    """What a rank's or a stage's process must know of the options; its layers are compiled where they are here."""
+    options = {name: getattr(config, name) for name in OPTIONS}
+    return options | {"kernels": "native" if compiled_layers(config, source.shape, source.dtype) else "torch"}
+
+
+def track_service(
+    device: str, options: Mapping[str, Any], name: str, dtype: str, rank: int, memory: str
+) -> RankService:
+    """What such a worker of a track makes; arguments as of `service`, and the draft's folder and dtype."""
+    config = LLMConfig(**{**options, "device": device})
+    source = open_source(config, name, dtype)
+    share = track_share(source.shape, rank)
+    decoder = load_track(config, source, Ranks(share, Joins.opened(memory, rank, share.count)))
+    return RankService(decoder, decoder.cache_shape, decoder.dtype, facts_of(source))
+
+
+def service(
+    device: str,
+    options: Mapping[str, Any],
+    rank: int,
+    count: int,
+    memory: str,
+    layers: Sequence[int] | None = None,
+    ends: bool = True,
+) -> RankService:
+    """What such a worker makes, in its own process.
+
+    Args:
+        device: where it computes.
+        options: those of `LLMConfig` that it must know.
+        rank, count: which of how many.
+        memory: where what the ranks share is found.
+        layers, ends: as of `TargetPart`.
+
+    Raises:
+        ConfigError: a checkpoint that cannot be used, too little memory.
+    """
+    config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
+    source = open_source(config, config.model, config.dtype)
+    part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
+    ranks = Ranks(share_of(config, source, rank, part), Joins.opened(memory, rank, count))
+    decoder = load_part(config, source, part, ranks)
+    layout, kind = kv_layout(config, decoder.own, source.dtype)
+    return RankService(decoder, layout, kind, facts_of(source))
+
+
+def facts_of(source: Source) -> Facts:
+    """The checkpoint's."""
+    weights = f"{fingerprint(source.folder)} ({source.shape.num_layers} layers)"  # more may add zero
+    return Facts(weights=weights, dtype=str(source.dtype).removeprefix("torch."))

@@ -1,0 +1,166 @@
+"""Ranks in processes, as rank 0 sees them: what it runs is sent to all of them first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+from ..core.errors import PacelineError, PassesLost
+from ..kv.ledger import SlotStore
+from ..kv.pool import KVPool
+from ..kv.store import KVStore
+from ..model.adapters import AdapterRange, LowRank
+from ..model.base import KVCache
+from ..model.joins import Joins
+from ..model.parallel import Run
+from .hanging import HangLimit
+from .rank_service import KINDS, Adapter, Clear
+from .worker import Worker
+from .workers import LOOK_S, Workers
+
+NOTICE_S = 0.05  # after which a rank that has died is known as such
+CLEAR_S = 60.0  # for its answer to `Clear`, behind what it is still at
+
+
+class RankWorkers(Workers):
+    """A `model.parallel.RankLine` to workers, each with a rank.
+
+    Args:
+        workers: of ranks 1, 2, ..
+        joins: rank 0's.
+    """
+
+    def __init__(self, workers: Sequence[Worker], joins: Joins) -> None:
+        super().__init__(workers, KINDS)
+        self.joins, self._limit, self._all = joins, HangLimit(), range(len(workers))
+        self.runs = 0  # that came through
+        self._epoch, self._clear = 0, True  # whether the ranks are to be told the epoch
+        self._begun = False  # a run, which has not come through
+        self._rows, self._began = 0, 0.0  # of the run under way
+        self._numbers, self._dropped, self._moves = count(), list[int](), list[tuple[int, list[int], list[int]]]()
+        self._caches: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._adapters: WeakKeyDictionary[LowRank, int] = WeakKeyDictionary()
+
+    def back(self) -> None:
+        """See `RankLine`; of one that is lost meanwhile what is in flight does not count anyway."""
+        while any(worker.line is None for worker in self.workers):
+            with suppress(PassesLost):
+                super().back()
+
+    def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
+        """See `RankLine`; a run that was begun and broken off is lost, too."""
+        if self._begun:
+            self._begun, self._clear = False, True
+            raise PassesLost("a pass of ranks was broken off")
+        self._ready()
+        number = -1 if cache is None else self._number(cache)
+        ranges = [(self._sent(r.adapter), r.start, r.stop) for r in adapters]
+        self._rows, self._began = run.rows, time.monotonic()
+        whole = replace(
+            run,
+            epoch=self._epoch,
+            cache=number,
+            slots=0 if cache is None else cache.k[0].shape[1],
+            adapters=ranges,
+            moves=self._moves,
+            dropped=self._dropped,
+        )
+        self._begun = True
+        self.send_to(self._all, whole)
+        self._moves, self._dropped = [], []
+        self.joins.wait(self._limit.seconds(self._rows))
+
+    def done(self) -> None:
+        """See `RankLine`."""
+        self._limit.note(self._rows, time.monotonic() - self._began)
+        self._before.clear()
+        self._begun = False
+        self.runs += 1
+
+    def lost(self) -> PacelineError:
+        """See `RankLine`."""
+        waited, self._begun, self._clear = time.monotonic() - self._began, False, True
+        late = [i for i in self._all if not self.joins.came(i + 1)]
+        self.joins.begin(lost=1)
+        end = time.monotonic() + NOTICE_S
+        while not self.fallen() and time.monotonic() < end:
+            time.sleep(LOOK_S)
+        for index in late or ([] if self.fallen() else self._all):
+            if len(self.workers[index].faults) == self._known[index] and self.workers[index].line is not None:
+                self.workers[index].failed(f"hangs: at {self._rows} rows for {waited:.1f} s")
+        try:
+            self.look()
+        except PacelineError as error:
+            return error
+        return PassesLost("a rank was lost")
+
+    def follow(self, pool: KVPool) -> None:
+        """See `RankLine`."""
+        pool.store = self.followed(pool.tensors, pool)
+
+    def followed(self, store: KVStore, cache: KVCache) -> SlotStore:
+        """See `RankLine`."""
+        return _Followed(store, self, self._number(cache))
+
+    # -- what a run names
+
+    def _number(self, cache: Any) -> int:
+        if cache not in self._caches:
+            self._caches[cache] = number = next(self._numbers)
+            finalize(cache, self._dropped_now, number)
+        return self._caches[cache]
+
+    def _dropped_now(self, number: int) -> None:
+        self._dropped.append(number)
+
+    def move(self, cache: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """K and V of these slots are copied before the next run."""
+        self._moves.append((cache, [*sources], [*targets]))
+
+    def _sent(self, adapter: LowRank) -> int:
+        if adapter not in self._adapters:
+            self._adapters[adapter] = number = next(self._numbers)
+            self.send_to(self._all, Adapter.of(number, adapter))
+        return self._adapters[adapter]
+
+    # -- faults
+
+    def fell(self, fallen: Sequence[int]) -> None:
+        """See `Workers`."""
+        self._begun, self._clear = False, True
+
+    def _ready(self) -> None:
+        """Wait until all ranks are there, and have them begin an epoch where another one began."""
+        self.look()
+        if not self._clear:
+            return
+        self.joins.begin(lost=1)  # whoever is still at a run gives it up
+        self.back()
+        self._epoch += 1
+        self._moves, self._dropped = [], []
+        self._adapters.clear()
+        clear = Clear(self._epoch)
+        self.send_to(self._all, clear)
+        for index in self._all:
+            self.answer(index, lambda said: said == clear, CLEAR_S, "does not answer any more")
+        self.joins.watch([os.pidfd_open(worker.pid) for worker in self.workers if worker.pid is not None])
+        self.joins.begin(lost=0)
+        self._clear = False
+
+
+class _Followed:
+    """A pool's store whose moves other ranks make, too."""
+
+    def __init__(self, own: KVStore, line: RankWorkers, cache: int) -> None:
+        self._own, self._line, self._cache = own, line, cache
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy K and V of slots of every layer."""
+        self._line.move(self._cache, sources, targets)
+        self._own.copy_slots(sources, targets)

@@ -1,0 +1,260 @@
+"""From a recipe file or a command line to a run: data, tokenizer, target, trainer, result."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from ..model.hot import most_frequent, save_hot
+from ..papers.streaming.model import fingerprint
+from ..weights.loader import load_tokenizer
+from .answers import answered_by
+from .cache import TopCache
+from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark
+from .files import writing
+from .network import Network
+from .recipe import RecipeFile, fill
+from .registry import BuildContext, RecipeKind, kind
+from .scoring import Scorer, make_scorer, remembered_scores
+from .trainer import Trainer, Watcher, plan, precision_of, products, require_accelerate
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+RESULT = "result"
+
+
+@dataclass(kw_only=True)
+class TrainingJob(RecipeFile):
+    """One run, before anything is loaded."""
+
+    target: Path | None = None  # folder of the target
+    init: Path | None = None  # folder of a checkpoint to start from
+    out: Path
+    cache: Path | None = None  # folder for the target's likeliest tokens; None: the target is run on each batch
+    known: Mapping[bytes, np.ndarray] = field(default_factory=dict)  # for the cache; see `remembered_scores`
+    tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
+    hot: Tensor | None = None  # [H] int64, likewise: the only tokens that are to be drafted; None: all
+
+    @classmethod
+    def of(cls, recipe: RecipeFile, **places: Any) -> TrainingJob:
+        """A recipe file's run."""
+        return cls(**vars(recipe), **places)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Return the folder whose tokenizer reads the data: the target's, or where there is none that of ``init``."""
+        found = self.target or self.init
+        assert found is not None, "a job without a target has a checkpoint to start from"
+        return found
+
+
+def prepare(
+    job: TrainingJob, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None
+) -> Trainer:
+    """Load everything and check that it fits. Written is only a cache, where one was asked for.
+    ``say`` is told about what takes long before, and about data that suit the target badly.
+
+    Raises:
+        ConfigError: data, options or a checkpoint in ``out`` that do not fit.
+    """
+    require_accelerate()
+    from accelerate import PartialState
+
+    made = kind(job.kind)
+    options = fill(made.Options, dict(job.options), job.where)
+    _check(job, made, options)
+    state = PartialState(cpu=not torch.cuda.is_available())
+    tokenizer = load_tokenizer(job.tokenizer_folder)
+    longest = max(phase.length for phase in job.phases)
+    encoder = Encoder(tokenizer, longest)
+    examples = [load_source(spec, encoder) for spec in job.sources]
+    held = [load_source(spec, encoder) for spec in job.held_out]
+    job.tokens = {spec.file: sum(len(e.tokens) for e in own) for spec, own in zip(job.sources, examples, strict=True)}
+    context = BuildContext(
+        target=None if job.target is None else Network.load(job.target, state.device, frozen=True),
+        target_folder=job.target,
+        tokenizer=tokenizer,
+        held_out=_held_out(job, held, longest),
+        device=state.device,
+        seed=job.config.seed,
+        prompt_weight=job.prompt_weight,
+        init=job.init,
+        occurrences=partial(occurrences, job.sources, examples, len(tokenizer)),
+        batches=lambda: _mixture(job, examples).batches(job.phases[0].rows, job.phases[0].length),
+    )
+    share = getattr(options, "hot_head", 0.0)
+    if share and context.occurrences is not None:
+        job.hot = context.hot = most_frequent(context.occurrences(), max(1, round(share * len(tokenizer))))
+    facts = _facts(job, options)
+    if made.imitates(options):
+        _name_strangers(job.sources, facts["target"], say)
+    if job.cache is not None:
+        with state.main_process_first():
+            context.features = cache = _cache(job, made, options, facts["target"], context, [*examples, *held], say)
+        examples = cache.examples[: len(examples)]
+        if job.known:
+            context.held_out = _held_out(job, cache.examples[len(examples) :], longest)
+    mixture = _mixture(job, examples)
+    return Trainer(made.build(options, context), mixture, job.phases, job.config, job.out, facts, watchers)
+
+
+def _mixture(job: TrainingJob, examples: Sequence[Sequence[Example]]) -> Mixture:
+    weighted = [(spec.weight, spec.learned(own)) for spec, own in zip(job.sources, examples, strict=True)]
+    return Mixture(weighted, job.config.seed, job.prompt_weight)
+
+
+def _check(job: TrainingJob, made: RecipeKind, options: Any) -> None:
+    """What is asked for suits the kind of recipe."""
+    rules = (
+        (
+            job.cache and not (made.cached and options.top),
+            "it learns from no likeliest tokens, which are what a cache holds",
+            "leave --cache out, or give a kind that has it top=32",
+        ),
+        (not job.sources, "there is no data", "give --data FILE"),
+    )
+    for broken, wrong, remedy in rules:
+        if broken:
+            raise ConfigError(f"recipe {job.kind!r}", wrong, remedy)
+
+
+def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Callable[[str], None]) -> None:
+    """Tell which files hold the answers of another model than the one that is learned from."""
+    for spec in sources:
+        if answered_by(Path(spec.file)) not in (None, target):
+            say(f"{spec.file} holds the answers of another model than this target; its own are better data for drafts")
+
+
+def _cache(
+    job: TrainingJob,
+    made: RecipeKind,
+    options: Any,
+    target: str | None,
+    context: BuildContext,
+    examples: Sequence[Sequence[Example]],
+    say: Callable[[str], None],
+) -> TopCache:
+    """What the target says of every batch of the run, from ``job.cache`` or scored now."""
+    assert job.cache is not None and job.target is not None and context.target is not None
+    longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
+    exact = job.config.precision == "fp32"  # else as it serves, whatever this processor multiplies in training
+    key = {"target": target, "precision": "fp32" if exact else "bf16", "length": longest}
+    sources = list(zip([*job.sources, *(job.held_out if job.known else ())], examples, strict=False))
+    shape = context.target.config
+    cache = TopCache(job.cache, sources, key, options.top, shape.vocab_size, shape.d_model, made.states)
+    count = len(job.sources)
+    batches: Iterable[TokenBatch] = (
+        batch for _, batch in plan(_mixture(job, cache.examples[:count]), job.phases, job.config.steps)
+    )
+    inside = partial(products, precision_of(job.config.precision, context.device), context.device)
+    make: Callable[[], Scorer] = partial(make_scorer, job.target, context.target, not exact, inside)
+    if job.known:
+        batches = chain(batches, *_held_out(job, cache.examples[count:], longest).values())
+        make = partial(remembered_scores, job.known, context.target, inside, make)
+    cache.complete(make, batches, say)
+    return cache
+
+
+def _held_out(job: TrainingJob, examples: Sequence[Sequence[Example]], length: int) -> dict[str, list[TokenBatch]]:
+    """Held-out batches by domain."""
+    pairs = zip(job.held_out, examples, strict=True)
+    return {spec.name: held_out(spec.learned(own), length) for spec, own in pairs}
+
+
+def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Example]], vocab: int) -> Tensor:
+    """[vocab] float64 how much of the run's data each token is: a mean over the sources by their weights."""
+    total = torch.zeros(vocab, dtype=torch.float64)
+    for spec, own in zip(sources, examples, strict=True):
+        tokens = torch.from_numpy(np.concatenate([e.tokens for e in spec.learned(own)])).long()
+        total += spec.weight * torch.bincount(tokens, minlength=vocab)[:vocab] / len(tokens)
+    return total / total.sum()
+
+
+def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[TokenBatch]:
+    """Batches that hold each of ``examples`` about once."""
+    batches = Mixture([(1.0, examples)], 0).batches(rows, length)
+    count = max(1, sum(len(e.tokens) for e in examples) // (rows * length))
+    return [next(batches) for _ in range(count)]
+
+
+def _facts(job: TrainingJob, options: Any) -> dict[str, Any]:
+    """What a checkpoint must agree with: options, data, target."""
+    return {
+        "options": asdict(options),
+        "data": [
+            {"file": Path(s.file).name, "sha256": mark(s.file), "weight": s.weight, "max_tokens": s.max_tokens}
+            | ({} if s.answer_tokens is None else {"answer_tokens": s.answer_tokens})
+            for s in job.sources
+        ],
+        "prompt_weight": job.prompt_weight,
+        "target": None if job.target is None else fingerprint(job.target),
+    }
+
+
+def finish(job: TrainingJob, trainer: Trainer) -> Path:
+    """Write the result: what users load, the tokenizer beside a model, and ``training.json``.
+
+    Raises:
+        ConfigError: it cannot be written. The checkpoint is there: the same run, resumed, comes here at once.
+    """
+    result = job.out / RESULT
+    if trainer.accelerator.is_main_process:
+        remedy = "free space there; the same command writes it from the checkpoint"
+        with writing(f"result {result}", remedy, SafetensorError):
+            result.mkdir(parents=True, exist_ok=True)
+            _write_result(job, trainer, result)
+    return result
+
+
+def _write_result(job: TrainingJob, trainer: Trainer, result: Path) -> None:
+    facts = {
+        **trainer.facts,
+        "tokens_seen": trainer.tokens,
+        "steps": trainer.step,
+        "tokens_by_file": {Path(f).name: n for f, n in job.tokens.items()},
+        "seconds_of_last_part": round(trainer.seconds, 1),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+    }
+    known = trainer.recipe.export(result)
+    if job.hot is not None:
+        save_hot(job.hot, result)
+    if (result / "config.json").is_file():
+        _copy_tokenizer(job.tokenizer_folder, result)
+    text = json.dumps({**known, **facts}, indent=1, default=str)
+    (result / "training.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if (source / name).is_file() and not (folder / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def run(
+    job: TrainingJob,
+    watchers: Sequence[Watcher] = (),
+    stop_after: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Trainer:
+    """Prepare, resume if there is something to resume, train. The result is written by `finish`."""
+    began = perf_counter()
+    trainer = prepare(job, watchers, say)
+    if trainer.resume():
+        say(f"going on from step {trainer.step}, from the checkpoint in {trainer.out}")
+    counted = sum(p.numel() for p in trainer.trained.values())
+    say(f"{counted:,} parameters to train, products in {trainer.precision}; loaded in {perf_counter() - began:.0f} s")
+    trainer.run(stop_after)
+    return trainer

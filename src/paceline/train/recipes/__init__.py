@@ -1,0 +1,1 @@
+"""One module for each recipe of a drafter in `draft`."""

@@ -1,0 +1,223 @@
+"""The recipes ``draft_model`` and ``tracks``: a small model of the same tokenizer, distilled from the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.errors import ConfigError
+from ...core.options import check, option
+from ...model.families import Merge, decoder_config
+from ...model.hot import hot_share, places_of
+from ...papers.mirror.tracks_training import TracksNetwork
+from ...weights.loader import load_weights
+from ..ahead import argmax
+from ..data import TokenBatch
+from ..features import Features, OnlineFeatures, top_tokens
+from ..losses import SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled
+from ..network import Network, config_of_layers, take_layers
+from ..shape import ModelShape
+
+if TYPE_CHECKING:
+    from ..registry import BuildContext
+
+DEPTH = 4  # of the chain whose accepted length is simulated
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistilledOptions(ModelShape):
+    """A small network, and how it learns from the target."""
+
+    hot_head: float = hot_share()
+    distill: float = option(
+        0.8, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
+    )
+    top: int = top_tokens()
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.top >= self.vocab_size:
+            wrong = f"there are {self.vocab_size} tokens"
+            raise ConfigError(f"top={self.top}", wrong, "take fewer, or all of them (top=0)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelOptions(DistilledOptions):
+    """A small Llama-family model, or some layers of the target."""
+
+    start: Literal["random", "target"] = option(
+        "random",
+        help="what it begins as, without --init: target: so many of the target's layers, evenly spaced, with its "
+        "embedding, norm and head; widths, heads and context are the target's then",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracksOptions(DistilledOptions):
+    """A draft of tracks; widths and heads are those of all tracks together."""
+
+    tracks: int = option(4, help="parts without traffic between two merges, each for a process of its own", minimum=2)
+    merge: Merge = option(
+        "gather", help="between two segments: gather (a track reads all states) or sum (all read one)"
+    )
+
+    def config(self, bos: int, eos: int, pad: int | None) -> dict[str, Any]:
+        """See `ModelShape`."""
+        own = {"architectures": ["PacelineTracksForCausalLM"], "model_type": "paceline_tracks"}
+        return {**super().config(bos, eos, pad), **own, "num_tracks": self.tracks, "merge": self.merge}
+
+
+class DraftModelRecipe:
+    """distill * KL(p || q) + (1 - distill) * CE, with p of the frozen target (Hinton et al. 2015; Zhou et al. 2023).
+
+    Args:
+        network: the draft.
+        target: the frozen target; both read the same tokens.
+        options: the loss.
+        config: the draft's config.json.
+        held_out: batches by domain.
+        features: where it is known what the target says; None: the target is run on each batch.
+        hot: [H] int64, ascending: the only tokens that are drafted, for which alone the head is computed. Where the
+            text has another one there is nothing to learn. None: all.
+    """
+
+    name = "draft_model"
+
+    def __init__(
+        self,
+        network: Network | TracksNetwork,
+        target: Network,
+        options: DistilledOptions,
+        config: Mapping[str, Any],
+        held_out: Mapping[str, Sequence[TokenBatch]],
+        features: Features | None = None,
+        hot: Tensor | None = None,
+    ) -> None:
+        if network.config.vocab_size != target.config.vocab_size:
+            raise ConfigError(
+                f"a draft with vocab_size={network.config.vocab_size}",
+                f"the target has {target.config.vocab_size} tokens",
+                f"give both the same vocabulary (vocab_size={target.config.vocab_size})",
+            )
+        self.module, self.target, self.options, self.config, self.held_out = network, target, options, config, held_out
+        self.features = features or OnlineFeatures(target, options.top)
+        self.hot = None if hot is None else hot.to(target.head_weight.device)
+        self._places = torch.empty(0) if self.hot is None else places_of(self.hot, target.config.vocab_size)
+        self._says: dict[str, list[Tensor]] = {}  # what the target says on held-out data, by domain
+
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+        """The mean over the rows that carry weight, and its two parts."""
+        rows, o = batch.weights > 0, self.options
+        weights, tokens = batch.weights[rows], batch.targets[rows]
+        said = self.features.said(batch) if o.distill else None  # where nothing is learned of it, it is not run
+        head = self.module.head_weight
+        if self.hot is not None:
+            head, said, tokens = self._among_hot(head[self.hot], said, tokens)
+            weights = torch.where(tokens < len(self.hot), weights, 0.0)
+        loss, parts = distilled(self.module(batch)[rows], head, said, tokens, weights, share=o.distill)
+        distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
+        return loss, {"kl": distance, "ce": entropy} if o.distill else {"ce": entropy}
+
+    def _among_hot(
+        self, head: Tensor, said: SoftTarget | None, tokens: Tensor
+    ) -> tuple[Tensor, SoftTarget | None, Tensor]:
+        """The head of the hot tokens, what the target says of them, and ``tokens`` by their places among them."""
+        if isinstance(said, TargetTop):
+            head, said = F.pad(head, (0, 0, 0, 1)), said.within(self._places)
+        elif isinstance(said, TargetHidden):
+            said = TargetHidden(said.hidden, said.head[self.hot])
+        return head, said, self._places[tokens]
+
+    def evaluate(self) -> dict[str, float]:
+        """By domain: loss over all tokens, and the simulated accepted length of a chain of `DEPTH`."""
+        figures = {}
+        device = self.module.head_weight.device
+        self._says = self._says or {d: [self._say(b.to(device)) for b in own] for d, own in self.held_out.items()}
+        for domain, batches in self.held_out.items():
+            pairs = zip(batches, self._says[domain], strict=True)
+            found = [self._held_out(batch.to(device), says) for batch, says in pairs]
+            figures[f"loss/{domain}"] = sum(a for a, _ in found) / len(found)
+            figures[f"accepted/{domain}"] = sum(b for _, b in found) / len(found)
+        return figures
+
+    def _say(self, batch: TokenBatch) -> Tensor:
+        """[rows] the target's likeliest tokens: it is frozen, so that one pass serves all evaluations."""
+        return argmax(self.target(batch)[batch.weights > 0], self.target.head_weight)
+
+    def _held_out(self, batch: TokenBatch, says: Tensor) -> tuple[float, float]:
+        rows = batch.weights > 0
+        ours = self.module(batch)
+        loss = cross_entropy(ours[rows], self.module.head_weight, batch.targets[rows], batch.weights[rows])
+        agree = torch.zeros_like(rows)
+        agree[rows] = self._likeliest(ours[rows]) == says
+        return float(loss), simulated_length(agree, rows, DEPTH)
+
+    def _likeliest(self, hidden: Tensor) -> Tensor:
+        """[rows] the token that is drafted behind each of ``hidden`` [rows, d]."""
+        head = self.module.head_weight
+        return argmax(hidden, head) if self.hot is None else self.hot[argmax(hidden, head[self.hot])]
+
+    def export(self, folder: Path) -> dict[str, Any]:
+        """A Hugging Face folder in bf16 (without the tokenizer's files)."""
+        self.module.save(folder, dict(self.config), torch.bfloat16)
+        return {}
+
+
+def simulated_length(agree: Tensor, rows: Tensor, depth: int) -> float:
+    """Mean number of drafts in a row that a chain of ``depth`` would have accepted, teacher-forced.
+
+    Args:
+        agree: [B, T] bool, the draft's likeliest token is the target's.
+        rows: [B, T] bool, where a draft could start.
+        depth: length of the chain.
+    """
+    run = agree.clone()
+    total = run.sum()
+    for step in range(1, depth):
+        later = torch.zeros_like(agree)
+        later[:, :-step] = agree[:, step:]
+        run = run & later
+        total = total + run.sum()
+    return float(total) / max(1, int(rows.sum()))
+
+
+def build(options: DistilledOptions, context: BuildContext) -> DraftModelRecipe:
+    """A fresh draft, or one that goes on from ``context.init``.
+
+    Raises:
+        ConfigError: another vocabulary, or more layers of the target than it has.
+    """
+    target, folder = context.subject()
+    tokenizer = context.tokenizer
+    keep = spaced(options.layers, target.config.num_layers) if getattr(options, "start", "") == "target" else []
+    ends = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = config_of_layers(folder, keep) if keep else options.config(*ends)
+    made = decoder_config(config)
+    network = Network(made, context.device) if made.tracks == 1 else TracksNetwork(made, context.device)
+    if context.init is not None:
+        if isinstance(network, TracksNetwork):
+            network.load_weights(context.init)
+        else:
+            load_weights(network.decoder, context.init)
+    elif keep and isinstance(network, Network):
+        take_layers(network, target, keep)
+    else:
+        network.init_weights(context.seed)
+    return DraftModelRecipe(network, target, options, config, context.held_out, context.features, context.hot)
+
+
+def spaced(count: int, whole: int) -> list[int]:
+    """``count`` of ``whole`` layers, evenly spaced: the first and the last among them; of one alone the last.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    if not 0 < count <= whole:
+        raise ConfigError(f"start=target, layers={count}", f"the target has {whole}", f"give 1 to {whole}")
+    return [whole - 1] if count == 1 else [index * (whole - 1) // (count - 1) for index in range(count)]

@@ -1,0 +1,139 @@
+"""Recipe kinds by name: what can be trained, with which options.
+
+A kind is an entry of `KINDS` and a module of `recipes` or of the paper that it trains for. The module holds the kind's
+options (a frozen dataclass with help texts), which a recipe file's ``[options]`` or flags on the command line fill, and
+``build(options, context)``, which makes the `Recipe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from ..core.options import suggest
+from .data import TokenBatch
+from .features import Features
+from .network import Network
+from .trainer import Recipe
+
+
+@dataclass(kw_only=True, slots=True)
+class BuildContext:
+    """What a recipe may be built from: the surroundings of a run."""
+
+    target: Network | None  # frozen, float32; None where none was named
+    target_folder: Path | None
+    tokenizer: Any
+    held_out: Mapping[str, Sequence[TokenBatch]] = field(default_factory=dict)  # by domain
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    prompt_weight: float = 0.0  # of prompt tokens in the loss
+    init: Path | None = None  # folder whose weights the run starts from
+    features: Features | None = None  # of the target, from a cache; None: it is run on each batch
+    occurrences: Callable[[], Tensor] | None = None  # [V] float64 share of each token in the run's data
+    batches: Callable[[], Iterable[TokenBatch]] | None = None  # the run's data, from the beginning
+    hot: Tensor | None = None  # [H] int64, ascending: the only tokens that are to be drafted; None: all
+
+    def subject(self) -> tuple[Network, Path]:
+        """The target that something is trained for, and its folder.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.target is None or self.target_folder is None:
+            raise ConfigError("training a drafter", "there is no target to train it for", "give --target")
+        return self.target, self.target_folder
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeKind:
+    """One kind of training; modules are named, not imported, and load when they are asked for."""
+
+    about: str  # in the help of its command
+    options: str  # ``module:class``
+    # Whether it learns to say what the target says, so that the target's own answers are its best data.
+    imitates: Callable[[Any], bool] = lambda options: True
+    # Whether ``top`` of its options names how many of the target's likeliest tokens it learns from; a cache holds them.
+    cached: bool = False
+    states: bool = False  # it reads the target's last states, which a cache then holds, too: `Features.states`
+
+    @property
+    def Options(self) -> type[Any]:  # noqa: N802  (a class)
+        """What can be set: frozen, keyword-only, its fields have help texts."""
+        made: type[Any] = resolve_name(self.options)
+        return made
+
+    def build(self, options: Any, context: BuildContext) -> Recipe:
+        """The recipe, ready to train.
+
+        Raises:
+            ConfigError: options that do not fit the target, or something missing.
+        """
+        made: Recipe = resolve_name(f"{self.options.partition(':')[0]}:build")(options, context)
+        return made
+
+
+KINDS = {
+    "draft_model": RecipeKind(
+        "A small draft model, distilled from a target.",
+        "paceline.train.recipes.distillation:DraftModelOptions",
+        imitates=lambda options: options.distill > 0,
+        cached=True,
+    ),
+    "streams": RecipeKind(
+        "Speculative streams over a frozen target, or adapters for an application.",
+        "paceline.papers.streaming.recipe:StreamsOptions",
+        imitates=lambda options: options.mode == "lossless",  # an application has answers of its own
+    ),
+    "medusa": RecipeKind(
+        "Heads on the target's last state, one for each token ahead (Medusa).",
+        "paceline.train.recipes.medusa:MedusaOptions",
+        cached=True,
+        states=True,
+    ),
+    "exits": RecipeKind(
+        "Early exits of a target at several depths, for the mirror round.",
+        "paceline.papers.mirror.exits_recipe:ExitOptions",
+    ),
+    "lyanna": RecipeKind(
+        "A drafter of states, with token-info at its logits (Lyanna).",
+        "paceline.papers.lyanna.recipe:LyannaOptions",
+        cached=True,
+        states=True,
+    ),
+    "eagle": RecipeKind(
+        "A drafter of states that reads the tokens it drafts (EAGLE).",
+        "paceline.train.recipes.eagle:EagleOptions",
+        cached=True,
+        states=True,
+    ),
+    "spire": RecipeKind(
+        "A draft of the target's last layers, with feedback memory (SPIRe).",
+        "paceline.papers.spire.recipe:SpireOptions",
+        imitates=lambda options: options.loss == "mixed",
+    ),
+    "tracks": RecipeKind(
+        "A draft model of tracks, which processes share at two joins a pass (Mirror-SD, 3.3).",
+        "paceline.train.recipes.distillation:TracksOptions",
+        imitates=lambda options: options.distill > 0,
+        cached=True,
+    ),
+}
+
+
+def kind(name: str) -> RecipeKind:
+    """The kind of a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in KINDS:
+        raise ConfigError(f"recipe kind {name!r}", "there is no such kind", suggest(name, KINDS, "kind"))
+    return KINDS[name]

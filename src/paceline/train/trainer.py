@@ -1,0 +1,461 @@
+"""The loop that every recipe shares: steps, learning rate, checkpoints, logs.
+
+A run is a function of its configuration and its data: the order of the rows, the draws of a recipe and the
+learning rate depend on the step alone, so a run that was stopped and resumed is the run that was not.
+`accelerate` places it: one CPU, one GPU or several processes (``accelerate launch -m paceline train ...``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import ConfigError
+from ..core.options import check, option
+from ..model.linear import can_pack
+from .data import Mixture, TokenBatch
+from .files import require_same, writing
+
+CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+REMEDY = "free space there; the same command goes on from the last checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Part of a run, with rows of one length."""
+
+    until: float = 1.0  # fraction of the steps at which it ends
+    rows: int = 8  # of a step, over all processes
+    length: int = 512  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a recipe is trained."""
+
+    steps: int = option(1000, help="optimizer steps", minimum=1)
+    learning_rate: float = option(5e-4, help="the highest learning rate, above 0 and below 1", above=0, below=1)
+    warmup: int = option(50, help="steps until the highest learning rate", minimum=0)
+    schedule: Literal["cosine", "linear", "constant"] = option("cosine", help="how the learning rate falls")
+    final_ratio: float = option(0.1, help="last learning rate, over the highest")
+    weight_decay: float = option(0.1, help="AdamW's weight decay, of matrices alone")
+    beta2: float = option(0.95, help="AdamW's second-moment decay")
+    clip: float = option(1.0, help="largest norm of a gradient")
+    precision: Literal["auto", "bf16", "fp32"] = option(
+        "auto", help="number format of products; auto: bf16 where the processor multiplies it, else fp32"
+    )
+    seed: int = option(0, help="seed of data order, start values and draws")
+    log_every: int = option(10, help="steps between two lines of the log", minimum=1)
+    evaluate_every: int = option(200, help="steps between two evaluations on held-out data; 0: none", minimum=0)
+    save_every: int = option(100, help="steps between two checkpoints", minimum=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of ``step`` (0-based)."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * left)
+
+
+class Recipe(Protocol):
+    """What is trained, and on what loss."""
+
+    name: str
+    module: nn.Module  # its trainable parameters are the run's
+
+    def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a batch (a mean), and its parts for the log.
+
+        ``generator``, seeded by run seed, step and process, is for the recipe's own draws.
+        """
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures on held-out data, for the log. Must leave the run as it is."""
+        ...
+
+    def export(self, folder: Path) -> dict[str, Any]:
+        """Write what users load; returns what ``training.json`` is to say besides."""
+        ...
+
+
+class Watcher(Protocol):
+    """Who is told how the run goes: progress bar, TensorBoard."""
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after every step."""
+        ...
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after every evaluation."""
+        ...
+
+
+class Trainer:
+    """Runs a recipe on a mixture; ``out`` is the folder of checkpoint, log and result.
+
+    Args:
+        phases: row lengths over the run, ending at 1.
+        facts: what the checkpoint must agree with when it is resumed: recipe, target, data.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        mixture: Mixture,
+        phases: Sequence[Phase],
+        config: TrainConfig,
+        out: Path,
+        facts: Mapping[str, Any] | None = None,
+        watchers: Sequence[Watcher] = (),
+    ) -> None:
+        require_accelerate()
+        from accelerate import Accelerator
+
+        self.recipe, self.mixture, self.phases, self.config, self.out = recipe, mixture, list(phases), config, out
+        self.watchers = list(watchers)
+        # Precision is not left to it: a process may train several recipes, and its state is one for all of them.
+        self.accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
+        self.precision = precision_of(config.precision, self.accelerator.device)
+        _check_phases(self.phases, self.accelerator.num_processes)
+        phases_said = [asdict(p) for p in self.phases]
+        own = {**asdict(config), "precision": self.precision, "phases": phases_said}
+        self.facts = {"recipe": recipe.name, **own, **(facts or {})}
+        self.trained = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
+        if not self.trained:
+            raise ConfigError(f"recipe {recipe.name!r}", "nothing in it is trainable", "check its settings")
+        self.optimizer = torch.optim.AdamW(
+            _groups(self.trained, config), lr=config.learning_rate, betas=(0.9, config.beta2)
+        )
+        self.step, self.tokens = 0, 0  # done, and trained on, over all parts of the run
+        self.seconds = 0.0  # of this part
+        self._stop, self._told = threading.Event(), False
+
+    # -- the run
+
+    def stop(self) -> None:
+        """End the run after the step that is under way, with a checkpoint; for watchers."""
+        self._told = True
+        self._stop.set()
+
+    def run(self, stop_after: int | None = None) -> None:
+        """Train to the end, to ``stop_after`` steps, or until SIGINT; a checkpoint is left in any case.
+
+        Raises:
+            ConfigError: ``out`` cannot be written, or has no room for a checkpoint; the loss is not finite.
+        """
+        began = time.perf_counter()
+        self._check_out()
+        batches = self._batches()
+        last = self.config.steps if stop_after is None else min(stop_after, self.config.steps)
+        with self._interruptible():
+            done = self.step >= last
+            while not done:
+                self._report(self._one(next(batches)))
+                done = self._stopping() or self.step >= last
+                if self.step % self.config.save_every == 0 and not done:
+                    self.save()
+        self.save()
+        self.seconds = time.perf_counter() - began
+
+    def _one(self, batch: TokenBatch) -> dict[str, float]:
+        """One optimizer step on a batch, of which each process has its own rows."""
+        began = time.perf_counter()
+        rate = self.config.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        total = self._backward(batch)
+        if not math.isfinite(total["loss"]):
+            asked, wrong = f"training at step {self.step}", f"the loss is {total['loss']}"
+            raise ConfigError(asked, wrong, "lower the learning rate")
+        self._sum_gradients()
+        norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        tokens = int(self._sum(float(batch.num_tokens)))
+        self.tokens += tokens
+        speed = tokens / (time.perf_counter() - began)
+        return {**total, "norm": float(norm), "rate": rate, "tokens": float(self.tokens), "tokens_per_s": speed}
+
+    def _backward(self, batch: TokenBatch) -> dict[str, float]:
+        """Gradients of this process's share of the step's loss. Returns the step's loss and its parts."""
+        weight = float(batch.weights.sum(dtype=torch.float64))
+        total, count = self._sum(weight), self.accelerator.num_processes
+        share = weight / total if total else 1 / count  # what this process's rows count for
+        with products(self.precision, self.accelerator.device):
+            loss, figures = self.recipe.loss(batch.to(self.accelerator.device), self._generator())
+        self.accelerator.backward(loss * share)
+        return self._over_processes({n: v * share for n, v in {"loss": float(loss.detach()), **figures}.items()})
+
+    # -- several processes
+
+    def _sum(self, value: float) -> float:
+        """Over all processes."""
+        return self._over_processes({"": value})[""]
+
+    def _over_processes(self, figures: dict[str, float]) -> dict[str, float]:
+        """Sums of figures by name; a process may lack some."""
+        from accelerate.utils import gather_object
+
+        total: dict[str, float] = {}
+        for found in gather_object([figures]):
+            for name, value in found.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _sum_gradients(self) -> None:
+        """Every process gets the sum of all processes' gradients; a parameter that no loss reached keeps none."""
+        if self.accelerator.num_processes == 1:
+            return
+        parameters = list(self.trained.values())
+        device = parameters[0].device
+        reached = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
+        used = [p for p, n in zip(parameters, self.accelerator.reduce(reached, "sum").tolist(), strict=True) if n]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
+        if not grads:
+            return
+        summed = self.accelerator.reduce(torch.cat([g.flatten() for g in grads]), "sum")
+        for parameter, piece in zip(used, summed.split([p.numel() for p in used]), strict=True):
+            parameter.grad = piece.view_as(parameter).clone()
+
+    def _stopping(self) -> bool:
+        """Whether a signal reached any process: they stop after the same step."""
+        if self._sum(float(self._stop.is_set())):
+            self._stop.set()
+        return self._stop.is_set()
+
+    def _generator(self) -> torch.Generator:
+        key = (self.config.seed * 1_000_003 + self.step) * 64 * 64 + self.accelerator.process_index
+        return torch.Generator().manual_seed(key)
+
+    def _batches(self) -> Iterator[TokenBatch]:
+        """The rows of this process from the current step on; what earlier steps took is passed over."""
+        count, rank = self.accelerator.num_processes, self.accelerator.process_index
+        for step, batch in plan(self.mixture, self.phases, self.config.steps):
+            if step >= self.step:
+                own = len(batch.tokens) // count
+                yield batch.rows(own * rank, own * (rank + 1))
+
+    # -- reports
+
+    def _report(self, figures: dict[str, float]) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        for watcher in self.watchers:
+            watcher.step(self.step, figures)
+        if self.step % self.config.log_every == 0 or self.step == self.config.steps or self.step == 1:
+            self._log({"step": self.step, **figures})
+        every = self.config.evaluate_every
+        if every and (self.step % every == 0 or self.step == self.config.steps):
+            self.evaluate()
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out figures, logged in ``out``."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        with torch.no_grad(), products(self.precision, self.accelerator.device):
+            figures = self.recipe.evaluate()
+        if figures:
+            self._log({"step": self.step, **figures})
+            for watcher in self.watchers:
+                watcher.evaluated(self.step, figures)
+        return figures
+
+    def _log(self, line: Mapping[str, float]) -> None:
+        path = self.out / LOG
+        with writing(f"log {path}", REMEDY), path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps({**line, "precision": self.precision}) + "\n")
+
+    # -- checkpoints
+
+    def save(self) -> None:
+        """Write the checkpoint: a new file in place of the old one, whole or not at all.
+
+        Raises:
+            ConfigError: it cannot be written; the one before it is as it was.
+        """
+        if self.accelerator.is_main_process:
+            self.out.mkdir(parents=True, exist_ok=True)
+            scratch = self.out / f"{CHECKPOINT}.{os.getpid()}"
+            with writing(f"checkpoint in {self.out}", REMEDY, RuntimeError):  # torch's word for a full disk
+                try:
+                    torch.save(self._state(), scratch)
+                    scratch.replace(self.out / CHECKPOINT)
+                finally:
+                    scratch.unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "facts": json.dumps(self.facts, sort_keys=True),
+            "step": self.step,
+            "tokens": self.tokens,
+            "parameters": {n: p.detach().cpu() for n, p in self.trained.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def _check_out(self) -> None:
+        """A checkpoint will find its place: known now, and not after the first hundred steps."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.out).free
+        except OSError as error:
+            raise ConfigError(f"--out {self.out}", f"it is no folder to write to ({error})", "name another") from error
+        needed = 3 * sum(p.numel() * p.element_size() for p in self.trained.values())  # AdamW holds two more of each
+        if not os.access(self.out, os.W_OK):
+            raise ConfigError(f"--out {self.out}", "it cannot be written to", "name another")
+        if free < needed:
+            wrong = f"a checkpoint takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+            raise ConfigError(f"--out {self.out}", wrong, "free space there, or name another")
+
+    def resume(self) -> bool:
+        """Go on from the checkpoint in ``out``, in this run's precision: weights and moments are float32 in each.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            ConfigError: it belongs to another recipe, configuration, target or data, or cannot be read.
+        """
+        path = self.out / CHECKPOINT
+        if not path.is_file():
+            self._trim_log()  # of a run that ended before its first checkpoint
+            return False
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            facts = json.loads(state["facts"])
+        except Exception as error:  # torch raises many kinds for a broken file
+            raise ConfigError(f"checkpoint {path}", f"it cannot be read ({error})", "name another --out") from error
+        reports = {"log_every", "evaluate_every", "save_every"}  # these change no weight
+        left_out = {*reports, "precision", "accumulate"}  # the last: of older checkpoints, with the same rows a step
+        found, own = ({k: v for k, v in f.items() if k not in left_out} for f in (facts, self.facts))
+        require_same(f"checkpoint {path}", found, own, "name another --out, or repeat the settings of the first run")
+        for name, parameter in self.trained.items():
+            parameter.data.copy_(state["parameters"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens = state["step"], state["tokens"]
+        self._trim_log()
+        return True
+
+    def _trim_log(self) -> None:
+        """Drop the log's lines after the checkpoint: their steps are repeated."""
+        log = self.out / LOG
+        if self.accelerator.is_main_process and log.is_file():
+            lines = [line for line in log.read_text("utf-8").splitlines() if _step_of(line) <= self.step]
+            log.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the run after the step that is under way; a second SIGINT at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: Any) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self._told = False
+            self._stop.set()
+
+        old = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.config.steps
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the run."""
+        return self._stop.is_set() and not self._told
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of the log; half a line (a killed process) is after every step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def precision_of(precision: str, device: torch.device) -> str:
+    """Return the precision of a run's products, "bf16" or "fp32"; "auto" stands for the faster one on a device.
+
+    A processor without products of bf16 widens each factor: with AVX2 torch makes 10 GFLOP/s of them where float32 has
+    75, and with AVX-512 alone 30.
+    """
+    if precision != "auto":
+        return precision
+    arm = platform.machine().lower() in ("aarch64", "arm64")
+    has_products = device.type != "cpu" or (can_pack() and (arm or torch.cpu._is_avx512_bf16_supported()))
+    return "bf16" if has_products else "fp32"
+
+
+def products(precision: str, device: torch.device) -> torch.autocast:
+    """A context in which products are made in ``precision``; parameters and sums stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def require_accelerate() -> None:
+    """Raises:
+    ConfigError: the package that places runs is missing.
+    """
+    if find_spec("accelerate") is None:
+        raise ConfigError("training", "the package accelerate is missing", 'get it: pip install "paceline[train]"')
+
+
+def plan(mixture: Mixture, phases: Sequence[Phase], steps: int) -> Iterator[tuple[int, TokenBatch]]:
+    """The batch of every step of a run in its order, over all processes, with the step's number."""
+    first = 0
+    for phase in phases:
+        until = steps if phase is phases[-1] else round(phase.until * steps)
+        yield from zip(range(first, until), mixture.batches(phase.rows, phase.length), strict=False)
+        first = until
+
+
+def _check_phases(phases: Sequence[Phase], processes: int) -> None:
+    ends = [p.until for p in phases]
+    if not phases or ends != sorted(ends) or ends[-1] != 1.0 or min(ends) <= 0:
+        raise ConfigError(
+            f"phases that end at {ends}", "they must rise to 1.0", "give each phase a later end, the last 1.0"
+        )
+    for phase in phases:
+        if phase.rows < 1 or phase.length < 2 or phase.rows % processes:
+            raise ConfigError(
+                f"{phase.rows} rows of {phase.length} tokens, processes={processes}",
+                "rows must be a multiple of the processes, and at least two tokens long",
+                "change the phase, or the number of processes",
+            )
+
+
+def _groups(trained: Mapping[str, nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay, vectors do not (Loshchilov and Hutter 2019 leave this open; common practice)."""
+    matrices = [p for p in trained.values() if p.ndim > 1]
+    vectors = [p for p in trained.values() if p.ndim <= 1]
+    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

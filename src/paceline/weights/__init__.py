@@ -1,0 +1,1 @@
+"""Resolve a model's name and read its files: safetensors, GGUF, quantised formats, tokenizers."""

@@ -1,0 +1,70 @@
+"""``generation_config.json``: what a model's makers say of how it ends and how it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigError
+from ..core.sampling import SamplingParams
+from ..model.config_fields import token_ids
+from .files import is_file, read_json
+
+FILE = "generation_config.json"
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what is taken from it, as vLLM does
+CHAT = {"temperature": 0.7, "top_p": 0.95}  # where it does not say how tokens are drawn
+_REMEDY = "restore or remove the file"
+
+
+def ends(folder: Path) -> tuple[int, ...]:
+    """Its end-of-text ids; none where there is no such file or it names none.
+
+    Raises:
+        ConfigError: it is broken.
+    """
+    return token_ids("eos_token_id", _read(folder).get("eos_token_id"), FILE)
+
+
+def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
+    """Return how a model is sampled: as `recommended`, but for ``given`` fields, which the user has chosen.
+
+    Raises:
+        ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
+    """
+    return SamplingParams(**{**recommended(folder, given), **given})
+
+
+def recommended(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
+    """Return how a model is sampled, as fields of `SamplingParams`: as the file in its folder says, or as `CHAT` where
+    that says nothing of it. ``do_sample: false`` is temperature 0; a penalty counts there as well. Values of ``given``
+    fields do not matter.
+
+    Raises:
+        ConfigError: the file is broken, or has a value that cannot be.
+    """
+    file = _read(folder)
+    found = {name: file[name] for name in SAMPLED if file.get(name) is not None}
+    if file.get("do_sample") is False:
+        found = {"temperature": 0.0, **{name: found[name] for name in ("repetition_penalty",) if name in found}}
+    _check(folder / FILE, {name: value for name, value in found.items() if name not in given})
+    return found if found.keys() - {"repetition_penalty"} else {**CHAT, **found}
+
+
+def _check(file: Path, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        try:
+            SamplingParams(**{name: value})
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error.asked}", error.wrong, f"correct the file, or give {name}") from error
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """What it holds; empty where there is none."""
+    file = folder / FILE
+    if not is_file(file):
+        return {}
+    found = read_json(file, _REMEDY)
+    if not isinstance(found, dict):
+        raise ConfigError(str(file), f"it holds a {type(found).__name__}, not an object", _REMEDY)
+    return found

@@ -1,0 +1,339 @@
+"""A GGUF file as a checkpoint: its metadata as ``config.json`` says it, and its tensors under a checkpoint's names.
+
+So one parser reads configurations (`families`) and one table says where tensors go (`weights`). What a file does not
+say is llama.cpp's default for its architecture, since that is what the file was written for.
+
+Source: the GGUF specification; llama.cpp's ``convert_hf_to_gguf.py`` (what is permuted, where 1 was added to norms).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown
+from ..model.families import DecoderConfig, decoder_config, unbuilt
+from ..model.rope import yarn_attention_factor
+from .gguf import GGUF, PLAIN, GGUFTensor, read_gguf
+from .names import Piece, weight_map
+
+STORED = "stored"  # as a dtype: the types that the file has its weights in
+_PERMUTED = ("llama", "smollm3")  # whose rows of q and k the converter turned from halves into pairs
+
+_TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OWN_NAMES = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma3": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+# What llama.cpp takes where a file lacks a key, for every architecture (its `load_hparams`); other keys must be there.
+_DEFAULTS: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.head_count_kv": lambda said: said.integer("attention.head_count"),
+    "attention.key_length": lambda said: said.integer("embedding_length") // said.integer("attention.head_count") or 1,
+    "attention.sliding_window": 0,
+    "attention.sliding_window_pattern": 6,  # Gemma 3's
+    "attention.value_length": lambda said: said.integer("attention.key_length"),
+    "expert_count": 0,
+    "final_logit_softcapping": 0.0,
+    "pooling_type": 0,
+    "rope.dimension_count": lambda said: said.integer("attention.key_length"),
+    "rope.freq_base": 10_000.0,
+    "rope.freq_base_swa": 10_000.0,  # Gemma 3's
+    "rope.scale_linear": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.factor": lambda said: said.get("rope.scale_linear"),  # of files that are older than it
+    "rope.scaling.original_context_length": 0,
+    "rope.scaling.type": "linear",
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}
+
+# Architectures that hold no language model which writes, or need what `families` does not name.
+_OTHERS = {
+    "bert": "a model that writes: it makes embeddings",
+    "clip": "a language model: it holds a vision tower",
+    "deepseek2": "mixtures of experts, and latent attention",
+    "gemma3n": "embeddings for every layer",
+    "llama4": "mixtures of experts",
+    "mamba": "recurrent layers: a rejected draft would have to undo their state",
+    "nomic-bert": "a model that writes: it makes embeddings",
+}
+
+
+def tensors_of(model: GGUF) -> Iterator[GGUFTensor]:
+    """Every tensor but rotation factors, by its checkpoint's name; one that has none there keeps its own."""
+    arch = architecture(model)
+    names = _LAYER | _OWN_NAMES.get(arch, {})
+    heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if arch in _PERMUTED else {}
+    for name, tensor in model.tensors.items():
+        if name in _FACTORS:
+            continue
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+        if match is None:
+            stem, _, kind = name.partition(".")
+            yield replace(tensor, source=f"{_TOP.get(stem, stem)}.{kind}")
+        elif match[2] not in names:
+            yield replace(tensor, source=name)
+        else:
+            count = _ArchMetadata(model).integer(f"attention.{heads[match[2]]}") if match[2] in heads else 0
+            if count and tensor.shape[0] % (2 * count):
+                tensor.file.refuse(f"tensor {shown(name)} has {tensor.shape[0]} rows for {count} heads")
+            yield replace(tensor, source=f"layers.{match[1]}.{names[match[2]]}.{match[3]}", heads=count)
+
+
+def architecture(model: GGUF) -> str:
+    """What ``general.architecture`` says.
+
+    Raises:
+        ConfigError: it says nothing, or an unknown one.
+        CapabilityError: one that is known and not built.
+    """
+    asked = f"GGUF file {model.path}"
+    found = model.metadata.get("general.architecture")
+    if isinstance(found, str) and found in _ARCHITECTURES:
+        return found
+    known = f"use one of: {', '.join(sorted(_ARCHITECTURES))}"
+    if isinstance(found, str):
+        if missing := unbuilt(found):
+            wrong = f"its architecture {found!r} is known and not built; it has {missing}"
+            raise CapabilityError(asked, wrong, known)
+        if found in _OTHERS:
+            raise CapabilityError(asked, f"its architecture {found!r} needs what is not here: {_OTHERS[found]}", known)
+    wrong = "it names no architecture" if found is None else f"its architecture {shown(found)} is not known here"
+    raise ConfigError(asked, wrong, known)
+
+
+def config_of(model: GGUF) -> dict[str, Any]:
+    """The model's configuration, as a ``config.json`` of its family would say it.
+
+    Raises:
+        ConfigError: a key that is missing or cannot be.
+        CapabilityError: an architecture or option that is not built.
+    """
+    arch, said = architecture(model), _ArchMetadata(model)
+    if said.get("expert_count"):
+        raise CapabilityError(said.asked, "it is a mixture of experts, which is not built", "use a dense model")
+    if said.get("pooling_type") or not said.get("attention.causal"):
+        raise CapabilityError(said.asked, "it makes embeddings, and writes no text", "use a model that writes")
+    width, heads = said.integer("embedding_length"), said.integer("attention.head_count")
+    head_dim = said.integer("attention.key_length")
+    if said.integer("attention.value_length") != head_dim:
+        raise CapabilityError(said.asked, "its keys and values differ in width", "use another model")
+    values: dict[str, Any] = {
+        "vocab_size": _vocabulary(model),
+        "hidden_size": width,
+        "intermediate_size": said.integer("feed_forward_length"),
+        "num_hidden_layers": said.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.integer("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "max_position_embeddings": said.integer("context_length"),
+        "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": said.number("rope.freq_base"),
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "bos_token_id": model.token_id("bos"),
+        "eos_token_id": _stop_ids(model),
+        "dtype": _dtype(model),
+    }
+    if (turned := said.integer("rope.dimension_count")) != head_dim:
+        values["partial_rotary_factor"] = turned / head_dim
+    values |= {"rope_scaling": rope} if (rope := _rope(model, said)) else {}
+    return values | _ARCHITECTURES[arch](said)
+
+
+class _ArchMetadata:
+    """Metadata of one architecture, its types checked; every complaint names the key."""
+
+    def __init__(self, model: GGUF) -> None:
+        self.model, self.prefix = model, f"{architecture(model)}."
+        self.asked = f"GGUF file {model.path}"
+
+    def get(self, key: str) -> Any:
+        """A key of the architecture, or its default; of an array all of whose entries agree, that entry."""
+        value = self.model.metadata.get(self.prefix + key)
+        if value is None:
+            value = _DEFAULTS.get(key)
+            value = value(self) if callable(value) else value
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = value[0].item()
+        return value
+
+    def integer(self, key: str, least: int = 1) -> int:
+        """A number of things."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self._bad(key, value, f"a whole number of at least {least}, the same in all layers")
+        return value
+
+    def number(self, key: str) -> float:
+        """A positive number."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            self._bad(key, value, "a positive number")
+        # 32 bits in the file: what people would write for it.
+        return float(f"{value:.7g}")
+
+    def _bad(self, key: str, value: Any, rule: str) -> None:
+        wrong = "is missing" if value is None else f"is {shown(value)}; it must be {rule}"
+        raise ConfigError(self.asked, f"{self.prefix}{key} {wrong}", "download the file again, or convert it again")
+
+
+# Ends of a turn, of which llama.cpp takes the first that there is where no key says which it is.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "<end_of_utterance>")
+
+
+def _stop_ids(model: GGUF) -> list[int]:
+    """Ends of a text, of a turn and of a message."""
+    found = [model.token_id(role) for role in ("eos", "eot", "eom")]
+    if found[1] is None:
+        tokens = model.metadata.get("tokenizer.ggml.tokens", ())
+        found[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+def _vocabulary(model: GGUF) -> int:
+    """Rows of the embedding, with which the tokens must agree."""
+    table, tokens = model.tensors.get("token_embd.weight"), model.metadata.get("tokenizer.ggml.tokens")
+    asked = f"GGUF file {model.path}"
+    if table is None:
+        raise ConfigError(asked, "it has no tensor token_embd.weight: it is no whole language model", "name another")
+    if tokens is not None and len(tokens) != table.shape[0]:
+        wrong = f"it has {len(tokens):,} tokens, and an embedding of {table.shape[0]:,}"
+        raise ConfigError(asked, wrong, "convert the model again")
+    return table.shape[0]
+
+
+def _dtype(model: GGUF) -> str:
+    """`STORED` where products' weights are in blocks, else their plain type. A type without products is refused later,
+    where no plain dtype is asked for.
+    """
+    kinds = {t.type.name for n, t in model.tensors.items() if n.startswith("blk.") and len(t.shape) == 2}
+    plain = [name for name in ("f16", "bf16", "f32", "f64") if name in kinds]
+    if kinds - PLAIN.keys() or not plain:
+        return STORED
+    return str(PLAIN[plain[0]]).removeprefix("torch.")
+
+
+def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
+    """Return the fields of ``rope_scaling``; none for the plain rotation.
+
+    As in llama.cpp a factor scales whatever the type, unless that is "none"; 0 is no factor.
+    """
+    kind, attention = said.get("rope.scaling.type"), said.number("rope.scaling.attn_factor")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        wrong = f"{said.prefix}rope.scaling.type is {shown(kind)}, a rotation that is not known here"
+        raise CapabilityError(said.asked, wrong, "use another model")
+    unscaled = kind == "none" or said.get("rope.scaling.factor") == 0
+    factor = 1.0 if unscaled else said.number("rope.scaling.factor")
+    context = said.integer("context_length")
+    original = said.integer("rope.scaling.original_context_length", 0) or context
+    # Divisors of each frequency: Llama 3's, or LongRoPE's for short texts.
+    divisors = model.tensors.get("rope_freqs.weight") or model.tensors.get("rope_factors_short.weight")
+    if kind == "yarn":
+        if divisors is not None:
+            wrong = f"it has both {shown(divisors.name)} and {said.prefix}rope.scaling.type 'yarn', which is not built"
+            raise CapabilityError(said.asked, wrong, "use another model")
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": said.number("rope.scaling.yarn_beta_fast"),
+            "beta_slow": said.number("rope.scaling.yarn_beta_slow"),
+            "attention_factor": attention * yarn_attention_factor(factor, None, None),
+        }
+    if divisors is None and attention == 1:
+        return {"rope_type": "linear", "factor": factor} if factor != 1 else {}
+    plain = [1.0] * (said.integer("rope.dimension_count") // 2)
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original if "rope_factors_long.weight" in model.tensors else context,
+        "short_factor": [factor * x for x in (plain if divisors is None else divisors.values().float().tolist())],
+        "attention_factor": attention,
+    }
+
+
+def _gemma3(said: _ArchMetadata) -> dict[str, Any]:
+    """No file names the scale of the largest's scores; without windows all layers rotate alike."""
+    window = said.integer("attention.sliding_window", least=0) or None
+    layers, width, heads = (said.integer(key) for key in ("block_count", "embedding_length", "attention.head_count"))
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": window,
+        "sliding_window_pattern": said.integer("attention.sliding_window_pattern") if window else 1,
+        "rope_local_base_freq": said.number("rope.freq_base_swa"),
+        "query_pre_attn_scalar": width // heads if layers == 62 else said.integer("attention.key_length"),
+        "final_logit_softcapping": said.get("final_logit_softcapping"),
+    }
+
+
+# What each architecture says beside what all do.
+_ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
+    "gemma3": _gemma3,
+    "llama": lambda said: {"model_type": "llama", "attention_bias": "blk.0.attn_q.bias" in said.model.tensors},
+    "phi3": lambda said: {"model_type": "phi3", "sliding_window": said.integer("attention.sliding_window", 0) or None},
+    "qwen2": lambda said: {"model_type": "qwen2"},
+    "qwen3": lambda said: {"model_type": "qwen3"},
+    "smollm3": lambda said: {"model_type": "smollm3", "no_rope_layer_interval": 4},
+}
+
+
+def read_pieces(path: Path, config: DecoderConfig) -> list[tuple[Piece, GGUFTensor]]:
+    """Where every parameter is; no data is read.
+
+    Raises:
+        ConfigError: a tensor that is missing, misshaped or left over.
+    """
+    wanted = {piece.source: piece for piece in weight_map(config)}
+    model = read_gguf(path)
+    stored = {tensor.source: tensor for tensor in tensors_of(model)}
+    for name in wanted.keys() - stored.keys():
+        raise ConfigError(f"GGUF file {path}", f"it misses tensor {name}", "download the file again")
+    for name, tensor in stored.items():
+        if name not in wanted:
+            wrong = f"it has tensor {shown(tensor.name)}, for which this architecture has no place here"
+            raise ConfigError(f"GGUF file {path}", wrong, "use another model")
+        if tensor.shape != wanted[name].shape:
+            wrong = f"tensor {shown(tensor.name)} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
+            raise ConfigError(f"GGUF file {path}", f"{wrong} as its metadata say", "convert the model again")
+    return [(wanted[name], tensor) for name, tensor in stored.items()]
+
+
+def read_gguf_config(path: Path) -> DecoderConfig:
+    """The decoder's configuration of a GGUF file.
+
+    Raises:
+        ConfigError, CapabilityError: what the file says cannot be, or is not built.
+    """
+    model = read_gguf(path)
+    try:
+        return replace(decoder_config(config_of(model)), norm_offset=0.0)  # the converter has added it
+    except ConfigError as error:  # CapabilityError is one
+        named = error.asked.replace("config.json", f"GGUF file {path}")
+        raise type(error)(named, error.wrong, error.remedy) from error

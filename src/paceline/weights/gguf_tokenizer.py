@@ -1,0 +1,424 @@
+"""The tokenizer of a GGUF file: its vocabulary and rules as a Hugging Face tokenizer, whose ids are llama.cpp's.
+
+llama.cpp's ids are others in two rare cases, where it rewrites a pattern of the model for its own regex engine: marks
+and letters beyond ASCII in ``tekken`` and ``gpt-4o``, and wide spaces in ``deepseek-llm`` and ``deepseek-coder``. There
+the pattern that the model was trained with holds.
+
+Two kinds of vocabulary are read. ``gpt2`` merges pairs of bytes by rank, within pieces that the file's pre-tokenizer
+cuts; ``llama`` (SentencePiece) merges characters by the score of what comes out, and falls back to bytes.
+
+Source: llama.cpp's ``llama-vocab.cpp`` (which pre-tokenizer cuts how, and defaults of flags); the patterns are those of
+the models' own ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.folders import user_cache
+from ..core.options import shown
+from ..kernels.memory import give_back
+from .gguf import GGUF
+
+MOST_MERGES = 16  # for each token; Llama 3 has 2.2
+FORM = 3  # of what is kept in the cache; a change of this module that changes ids makes it another
+CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # types of tokens
+SPACE = "\u2581"  # what SentencePiece writes for a space
+_BARE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that keep the spaces behind them
+
+# Patterns of pre-tokenizers. Each cuts the pieces that the one before it left.
+_SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS}"
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_TEKKEN = rf"{_CASES % ('', '')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
+_GPT4O = rf"{_CASES % (_SHORT + '?', _SHORT + '?')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_ENDS}",
+)
+_DEEPSEEK_LETTERS = (  # of DeepSeek LLM: letters with case, as its tokenizer lists them
+    "A-Za-z"
+    "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
+    "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_DEEPSEEK_LETTERS}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _CJK,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")  # converters know no better name
+_SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
+_PORO = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+
+
+_KINDS = {
+    "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling": (_GPT2,),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": (r"\p{N}", _GPT2),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0": (_LLAMA3,),
+    "smaug-bpe dbrx glm4 chatglm-bpe": (_LLAMA3,),
+    "qwen2 deepseek-r1-qwen kormo stablelm2 hunyuan megrez solar-open grok-2": (_QWEN2,),
+    "qwen35": (_QWEN35,),
+    "tekken": (_TEKKEN,),
+    "gpt-4o llama4 kanana2 minimax-m2": (_GPT4O,),
+    "seed-coder": (_SEED,),
+    "poro-chat": (_PORO,),
+    "viking": (_PORO, r"\p{N}"),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3 hunyuan-dense joyai-llm": _DEEPSEEK3,
+    "falcon": _FALCON,
+    "default": _DEFAULT,
+}
+# Of these a piece that is a token is taken as it is, whatever its merges say, and a text begins with BOS where the file
+# has no flag for that.
+_WHOLE = {*["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken"]}
+PRE_TOKENIZERS = {name: patterns for names, patterns in _KINDS.items() for name in names.split()}
+
+
+def load_gguf_vocabulary(model: GGUF) -> Any:
+    """What knows the ids and pieces of a file's tokenizer, a ``tokenizers.Tokenizer``; None: the file has none.
+
+    Raises:
+        ConfigError: a vocabulary that contradicts itself, or a chat template that is none.
+        CapabilityError: a kind of vocabulary or a pre-tokenizer that is not known here.
+    """
+    from tokenizers import Tokenizer
+
+    if "tokenizer.ggml.tokens" not in model.metadata:
+        return None
+    name = f"{hashlib.sha256(model.header).hexdigest()[:32]}-{FORM}.json"
+    with tempfile.TemporaryDirectory() as elsewhere:
+        kept = (user_cache() or Path(elsewhere)) / "tokenizers" / name
+        with suppress(Exception):  # none yet, or damaged: it is made anew
+            return Tokenizer.from_file(str(kept))
+        _check_template(model, model.metadata.get("tokenizer.chat_template"))  # the header has it: once is enough
+        made = _quicker(_Builder(model).tokenizer().to_str())
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            scratch = kept.with_suffix(f".{os.getpid()}")
+            scratch.write_text(made, encoding="utf-8")
+            scratch.replace(kept)
+        except OSError:  # a folder that cannot be written: it is made each time
+            kept = Path(elsewhere) / name
+            kept.write_text(made, encoding="utf-8")
+        return Tokenizer.from_file(str(kept))
+
+
+def _quicker(made: str) -> str:
+    """A ``tokenizer.json`` whose merges are texts, which `tokenizers` reads sooner than pairs."""
+    said = json.loads(made)
+    merges = said["model"]["merges"]
+    if any(" " in part for merge in merges for part in merge):  # a text could be cut in two ways
+        return made
+    said["model"]["merges"] = [" ".join(merge) for merge in merges]
+    return json.dumps(said, ensure_ascii=False, separators=(",", ":"))
+
+
+def load_gguf_tokenizer(model: GGUF) -> Any:
+    """A file's tokenizer with its chat template, used as transformers' own are; None: the file has none.
+
+    Raises:
+        ConfigError, CapabilityError: as `load_gguf_vocabulary`.
+    """
+    backend = load_gguf_vocabulary(model)
+    if backend is None:
+        return None
+    give_back()  # of 262,144 tokens 190 MB
+    maker, template = _Builder(model), model.metadata.get("tokenizer.chat_template", "").removeprefix("\ufeff") or None
+    roles = {f"{name}_token": maker.named(key) for name, key in _NAMED.items()}
+    return GGUFTokenizer(backend, {name: token for name, token in roles.items() if token}, template, maker.adds("bos"))
+
+
+class GGUFTokenizer:
+    """A tokenizer of the ``tokenizers`` package; transformers' own over it does what encoding one text does not need.
+
+    Importing transformers takes half a second: that is done where a chat is written, a batch encoded, or a token of a
+    role asked for. Tokens with a role, by ``bos_token`` and the like, become special ones, as transformers makes them;
+    a text begins with BOS where ``begins`` says so.
+    """
+
+    def __init__(self, backend: Any, roles: Mapping[str, str], template: str | None, begins: bool) -> None:
+        from tokenizers import AddedToken
+
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        backend.add_tokens([AddedToken(token, special=True) for token in roles.values() if token not in known])
+        self._tokenizer, self._roles, self._template, self._begins = backend, roles, template, begins
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Ids of a text; ``options`` are those of transformers, which may leave its own in the backend."""
+        if options.keys() - {"add_special_tokens", "verbose"} or "whole" in vars(self):
+            return list(self.whole.encode(text, **options))
+        return list(self._tokenizer.encode(text, add_special_tokens=options.get("add_special_tokens", True)).ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids by piece."""
+        return dict(self._tokenizer.get_vocab())
+
+    @property
+    def special_tokens_map(self) -> dict[str, Any]:
+        """Tokens by role."""
+        return dict(self.whole.special_tokens_map) if "whole" in vars(self) else dict(self._roles)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of chats, as `whole` has it."""
+        known = not (self._template and self._begins) or _WRITES_BOS.match(self._template)
+        return self._template if known and "whole" not in vars(self) else self.whole.chat_template
+
+    @cached_property
+    def whole(self) -> Any:
+        """A ``transformers.TokenizersBackend``."""
+        from tokenizers import Tokenizer, models
+        from transformers import TokenizersBackend
+
+        options = {"clean_up_tokenization_spaces": False, "chat_template": self._template, **self._roles}
+        made = TokenizersBackend(tokenizer_object=Tokenizer(models.BPE()), **options)  # which it copies: an empty one
+        made._tokenizer = self._tokenizer
+        # llama.cpp begins a chat with BOS where the file's flag says so and the template does not write it.
+        if self._template and self._begins and not _writes(made, made.bos_token):
+            made.chat_template = "{{ bos_token }}" + self._template
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.whole, name, value)
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self.whole(*texts, **options)
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+
+_WRITES_BOS = re.compile(r"\s*\{\{-?\s*bos_token\s*-?\}\}")
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' word: the file's
+
+
+def _check_template(model: GGUF, template: Any) -> None:
+    import jinja2
+
+    asked, remedy = f"the chat template in {model.path}", "repair the file's template, or convert the model again"
+    if template is None:
+        return
+    if not isinstance(template, str):
+        raise ConfigError(asked, f"it is {shown(template)}, no text", remedy)
+    text = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # marks of transformers', for training
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(asked, f"it cannot be parsed: {error.message} in line {error.lineno}", remedy) from error
+
+
+def _writes(tokenizer: Any, bos: str | None) -> bool:
+    """Whether the template begins a chat with ``bos``; one that refuses to be tried is taken to."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except Exception:  # templates are programs and raise what they like
+        return True
+    return bos is None or str(text).lstrip().startswith(bos)
+
+
+class _Builder:
+    """Builds the tokenizer that a file describes."""
+
+    def __init__(self, model: GGUF) -> None:
+        self.model, self.metadata = model, model.metadata
+        self.asked = f"the tokenizer in {model.path}"
+        self.kind = self.metadata.get("tokenizer.ggml.model")
+        if self.kind not in ("gpt2", "llama"):
+            wrong = f"tokenizer.ggml.model is {shown(self.kind)}; known here are 'gpt2' and 'llama'"
+            raise CapabilityError(self.asked, wrong, "use another model")
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The pieces. An empty one cannot be matched; llama.cpp gives it a name."""
+        return [_matchable(i, token) for i, token in enumerate(self._list("tokens", None) or [])]
+
+    @cached_property
+    def types(self) -> list[int]:
+        """What each token is."""
+        return [int(kind) for kind in self._list("token_type", len(self.tokens)) or [1] * len(self.tokens)]
+
+    def _list(self, name: str, count: int | None) -> list[Any] | None:
+        found = self.metadata.get(f"tokenizer.ggml.{name}")
+        if found is None:
+            return None
+        if count is not None and len(found) != count:
+            self._refuse(f"it has {count:,} tokens, and {len(found):,} entries in tokenizer.ggml.{name}")
+        return list(found)
+
+    def _refuse(self, wrong: str) -> None:
+        raise ConfigError(self.asked, wrong, "download the file again, or convert the model again")
+
+    @property
+    def pre(self) -> str:
+        """The name of the file's pre-tokenizer.
+
+        Raises:
+            CapabilityError: an unknown name, or none: it is not guessed, since ids would silently be others.
+        """
+        name = self.metadata.get("tokenizer.ggml.pre")
+        if name in PRE_TOKENIZERS:
+            return str(name)
+        wrong = "it names no pre-tokenizer" if name is None else f"its pre-tokenizer {shown(name)} is not known here"
+        known = f"convert it again with a newer llama.cpp; known are {', '.join(sorted(PRE_TOKENIZERS))}"
+        raise CapabilityError(self.asked, wrong, known)
+
+    def named(self, name: str) -> str | None:
+        """The text of the token that the file gives a role.
+
+        Raises:
+            ConfigError: an id that no token has.
+        """
+        token = self.model.token_id(name)
+        return None if token is None else _matchable(token, self.metadata["tokenizer.ggml.tokens"][token])
+
+    def adds(self, name: str) -> bool:
+        """Whether a text begins with BOS, or ends with EOS."""
+        said = self.metadata.get(f"tokenizer.ggml.add_{name}_token")
+        if said and self.named(name) is None:
+            self._refuse(f"tokenizer.ggml.add_{name}_token is true, and tokenizer.ggml.{name}_token_id is missing")
+        usual = name == "bos" and (self.kind == "llama" or self.pre in _WHOLE)
+        return bool(usual if said is None else said) and self.named(name) is not None
+
+    def tokenizer(self) -> Any:
+        """The ``tokenizers.Tokenizer``.
+
+        Raises:
+            ConfigError: tokens that are there twice, or merges of pieces that are none.
+        """
+        vocabulary = {token: i for i, token in enumerate(self.tokens)}
+        if len(vocabulary) != len(self.tokens):
+            twice = next(token for i, token in enumerate(self.tokens) if vocabulary[token] != i)
+            self._refuse(f"token {shown(twice)} is there twice")
+        made = self._by_rank(vocabulary) if self.kind == "gpt2" else self._by_score(vocabulary)
+        self._add_whole(made)
+        self._add_ends(made)
+        return made
+
+    def _by_rank(self, vocabulary: dict[str, int]) -> Any:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        pre = self.pre
+        count = len(self.metadata.get("tokenizer.ggml.merges", ()))
+        if count > MOST_MERGES * len(self.tokens):
+            self._refuse(f"it has {count:,} merges for {len(self.tokens):,} tokens")
+        merges = [tuple(merge.split(" ")) for merge in self._list("merges", None) or []]
+        broken = next((merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary), None)
+        if broken is not None:
+            self._refuse(f"the merge {shown(' '.join(broken))} makes no token")
+        try:
+            model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE)
+        except Exception as error:  # tokenizers raises plain Exception
+            self._refuse(f"its merges cannot be used ({error})")
+        made = Tokenizer(model)
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
+        made.decoder = decoders.ByteLevel()
+        return made
+
+    def _by_score(self, vocabulary: dict[str, int]) -> Any:
+        from tokenizers import Tokenizer, decoders, models, normalizers
+
+        scores = self._list("scores", len(self.tokens))
+        if scores is None:
+            self._refuse("it has no tokenizer.ggml.scores")
+        unknown = next((self.tokens[i] for i, kind in enumerate(self.types) if kind == UNKNOWN), None)
+        made = Tokenizer(
+            models.BPE(
+                vocab=vocabulary,
+                merges=_merges(vocabulary, [float(score) for score in scores or ()], self.types),
+                unk_token=unknown,
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        prefix = bool(self.metadata.get("tokenizer.ggml.add_space_prefix", True))
+        spaces = normalizers.Replace(" ", SPACE)
+        made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+        return made
+
+    def _add_whole(self, made: Any) -> None:
+        """Tokens that are matched as a whole before anything else is cut."""
+        from tokenizers import AddedToken
+
+        # Phi-3's files do not say that its marks of turns swallow the spaces behind them.
+        phi3 = re.search("phi-?3", str(self.metadata.get("general.name", "")).lower()) is not None
+        for kind in (UNKNOWN, CONTROL, USER_DEFINED):
+            found = [token for token, own in zip(self.tokens, self.types, strict=True) if own == kind]
+            made.add_tokens(
+                [
+                    AddedToken(
+                        token, normalized=False, special=kind != USER_DEFINED, rstrip=phi3 and token not in _BARE
+                    )
+                    for token in found
+                ]
+            )
+
+    def _add_ends(self, made: Any) -> None:
+        from tokenizers import processors
+
+        begin, end = ([self.named(name)] if self.adds(name) else [] for name in ("bos", "eos"))
+        if begin or end:
+            names = [str(token) for token in (*begin, *end)]
+            one = " ".join([*(f"{token}:0" for token in begin), "$A:0", *(f"{token}:0" for token in end)])
+            ids = [(name, self.tokens.index(name)) for name in dict.fromkeys(names)]
+            made.post_processor = processors.TemplateProcessing(single=one, pair=f"{one} $B:1", special_tokens=ids)
+
+
+def _matchable(i: int, token: str) -> str:
+    return token or f"[EMPTY_{i}]"
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others; the likelier the token, the earlier."""
+    merged = ((token, i) for token, i in vocabulary.items() if types[i] not in (CONTROL, USER_DEFINED))
+    ranked = sorted((-scores[i], i, token) for token, i in merged)
+    found = []
+    for _, _, token in ranked:
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocabulary and right in vocabulary:
+                found.append((left, right))
+    return found

@@ -1,0 +1,53 @@
+"""Which parameters of a checkpoint stay in blocks, whatever its format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from ..model.families import DecoderConfig
+from ..model.padding import STEP, groups_of, padded
+from .gguf import GGUFTensor
+from .group_quant import GroupTensor
+from .names import Piece
+
+log = logging.getLogger(__name__)
+
+BlockTensor = GGUFTensor | GroupTensor
+Pieces = Sequence[tuple[Piece, BlockTensor]]
+
+
+def in_blocks(pieces: Pieces, config: DecoderConfig) -> dict[str, list[BlockTensor]]:
+    """Parameters that stay in the blocks of their files, by name: tensors that follow each other, each of which is read
+    from there as it is packed.
+
+    Raises:
+        CapabilityError: a tensor of a type without products here, which only a plain dtype can load.
+    """
+    found: dict[str, list[tuple[Piece, BlockTensor]]] = {}
+    for piece, tensor in pieces:
+        if isinstance(tensor, GGUFTensor):
+            tensor.require_product()
+        found.setdefault(piece.into, []).append((piece, tensor))
+    kept = {name: own for name, own in found.items() if _stays(name, own, groups_of(config))}
+    wide = [name for name, own in found.items() if name not in kept and any(map(_blocked, own))]
+    if wide:
+        why = f"heads of {config.head_dim} are no multiple of {STEP}, or a part of a product is plain"
+        log.warning("%d weights in blocks become bfloat16, %s the first: %s", len(wide), wide[0], why)
+    return {name: [tensor for _, tensor in sorted(own, key=lambda pair: pair[0].at)] for name, own in kept.items()}
+
+
+def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether products with these blocks are compiled: nothing goes between their inputs, and parts are whole lines."""
+    if not all(_blocked(one) and len(one[1].shape) == 2 for one in own):
+        return False
+    inputs, outputs = groups.get(name.split(".")[-2] if "." in name else "", (0, 0))
+    if padded(inputs) != inputs:
+        return False
+    types = {tensor.type for _, tensor in own}
+    rows = [tensor.shape[0] // (outputs or 1) * padded(outputs) if outputs else tensor.shape[0] for _, tensor in own]
+    return len(types) == 1 or all(count % STEP == 0 for count in rows)
+
+
+def _blocked(one: tuple[Piece, BlockTensor]) -> bool:
+    return one[1].type.unpack is not None

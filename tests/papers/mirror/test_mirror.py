@@ -1,0 +1,360 @@
+"""The mirror round: plain decoding's tokens, and serial speculation's windows, step by step."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+from kit.mirror_watch import StepTimes, WindowVerdict, watch
+from kits.native import needs_kernels
+from kits.tiny import (
+    LOOKUP,
+    MODEL,
+    VOCAB,
+    assemble,
+    draft_model,
+    hybrid,
+    hybrid_with_streams,
+    run,
+    streams,
+    tiny_decoder,
+)
+
+from paceline import LLM
+from paceline.api.assembly.drafting import make_budget
+from paceline.api.config import LLMConfig
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.draft.base import DrafterSpec
+from paceline.draft.sessions import Ask, Grown
+from paceline.engine.budget import FixedBudget
+from paceline.engine.engine import Engine
+from paceline.engine.rounds import parse_round
+from paceline.model.decoder import Decoder
+from paceline.papers.mirror.exits import ExitHeads, ExitsConfig
+from paceline.papers.mirror.round import MirrorRound
+from paceline.weights.files import fingerprint
+from paceline.weights.loader import resolve_folder
+
+DECODER = tiny_decoder()
+PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PARAMS = {
+    "greedy": GREEDY,
+    "warm": SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True),
+    "rules": SamplingParams(
+        temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.4, min_tokens=6, max_tokens=20
+    ),
+}
+MIRROR = "mirror,kappa=6,exit=2"
+
+
+def drafter(noise: float = 0.05, **options: Any) -> Any:
+    return draft_model(noise=noise, **{"depth": 3} | options)
+
+
+def mirrored(
+    round_: str = MIRROR, noise: float = 0.05, depth: int = 3, **options: Any
+) -> tuple[Engine, MirrorRound, list[WindowVerdict]]:
+    engine = assemble(drafter(noise, depth=depth), round=round_, decoder=DECODER, **options)
+    verdicts: list[WindowVerdict] = []
+    assert isinstance(engine.round, MirrorRound)
+    watch(engine.round, verdicts.append)
+    return engine, engine.round, verdicts
+
+
+def ids(outputs: Sequence[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def plain(jobs: Sequence[Any]) -> list[list[int]]:
+    return ids([run(assemble(decoder=DECODER), [job])[0] for job in jobs])
+
+
+@pytest.mark.parametrize(
+    "way", ["policy=wait", "policy=plain,ranks=scores", "rollout=beside", "rollout=beside,policy=plain"]
+)
+@pytest.mark.parametrize("name", [*PARAMS])
+def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
+    """A batch, in a pool so small that sequences are preempted and prompts are computed in chunks."""
+    jobs = [(prompt, PARAMS[name]) for prompt in PROMPTS]
+    engine, round_, verdicts = mirrored(f"{MIRROR},{way}", kv_tokens=96, block_size=4, max_batch_rows=20)
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs)
+    assert sum(o.stats.accepted for o in outputs) > 5 and sum(o.stats.preemptions for o in outputs)
+    told = [v for v in verdicts if v.told]
+    assert any(v.reused for v in told) and any(not v.reused for v in told)
+    assert any(v.accepted == len(v.window) > 0 for v in told)
+    assert engine.pool.idle and round_.failure is None
+    assert round_.sessions.inner.pool.idle  # type: ignore[attr-defined]
+
+
+class SerialTrace:
+    """Windows and verdicts of serial speculation, taken where the round checks its drafts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps: list[tuple[list[int], int, int]] = []
+        inner = engine.round.emitter.emit  # type: ignore[attr-defined]
+
+        def emit(p: Any) -> None:
+            for i in p.generating:
+                if p.works[i].rows == 1:
+                    tree, index = p.tree, p.spans[i].tree_index
+                    window = tree.tokens[index][1:] if index >= 0 else []
+                    self.steps.append((window, len(p.paths[i]), p.tokens[i][len(p.paths[i])]))
+            inner(p)
+
+        engine.round.emitter.emit = emit  # type: ignore[attr-defined]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_on_compiled_layers_ids_are_those_of_one_compiled_call(dtype: torch.dtype) -> None:
+    """The pass in two pieces gives the bits that plain decoding's own compiled pass gives."""
+    shape = {"dtype": dtype, "compiled": True}
+    decoder = tiny_decoder(**shape)
+    for params in PARAMS.values():
+        jobs = [(prompt, params) for prompt in PROMPTS]
+        engine = assemble(draft_model(noise=0.05, depth=3, target=shape), round=MIRROR, decoder=decoder)
+        outputs = run(engine, jobs)
+        assert ids(outputs) == ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
+        assert sum(output.stats.accepted for output in outputs) > 5 and engine.round.failure is None
+
+
+def test_what_is_reused_is_what_a_fresh_rollout_would_have_drafted() -> None:
+    """Coupled drafts at temperature 1: the windows of serial speculation, too, since noise goes by position alone."""
+    job = (PROMPTS[2], PARAMS["warm"])
+    serial = assemble(drafter(), decoder=DECODER)
+    trace = SerialTrace(serial)
+    run(serial, [job])
+    engine, _, verdicts = mirrored("mirror,kappa=8,exit=2")
+    run(engine, [job])
+    assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps
+    assert sum(v.reused for v in verdicts) > 2
+
+
+@pytest.mark.parametrize("way", ["between", "beside"])
+def test_branches_of_unequal_depth(way: str) -> None:
+    """One budget of rows, the likeliest outcomes first; after the verdict windows are as long as without it."""
+    for name in ("greedy", "warm"):
+        job, nodes = (PROMPTS[2], PARAMS[name]), []
+        serial = assemble(drafter(depth=4), decoder=DECODER)
+        trace = SerialTrace(serial)
+        run(serial, [job])
+        for rows in ("", ",rows=12"):
+            engine, round_, verdicts = mirrored(f"mirror,kappa=8,exit=2,rollout={way}{rows}", depth=4)
+            times: list[StepTimes] = []
+            watch(round_, verdicts.append, times.append)
+            run(engine, [job])
+            assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps and round_.failure is None
+            nodes.append(max(t.nodes for t in times))
+            if rows:
+                assert any(0 < v.prepared < 4 and v.reused for v in verdicts[:-4])
+                assert all((v.prepared > 0) is v.reused for v in verdicts)
+        assert nodes[1] <= 12 + 2 * 4  # with what is left of the branch that is reused, and a fresh window
+        assert way == "beside" or nodes[0] > 100
+
+
+class Dying:
+    """Sessions that fail, or lie, after a number of levels."""
+
+    def __init__(self, inner: Any, levels: int, lies: bool) -> None:
+        self.inner, self.left, self.lies = inner, levels, lies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        grown = self.inner.grow(asks)
+        self.left -= 1
+        if self.left > 0:
+            return grown
+        if not self.lies:
+            raise RuntimeError("gone")
+        for answer in grown:
+            answer.tokens = [VOCAB + 3 for _ in answer.tokens]
+        return grown
+
+
+@pytest.mark.parametrize("way", ["between", "beside"])
+@pytest.mark.parametrize("lies", [False, True], ids=["dies", "lies"])
+def test_a_drafter_that_fails_costs_no_token(lies: bool, way: str) -> None:
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, round_, verdicts = mirrored(f"{MIRROR},rollout={way}")
+    round_.sessions.inner = Dying(round_.sessions.inner, 9, lies)
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs)
+    assert round_.failure is not None and ("outside the vocabulary" in round_.failure) is lies
+    assert any(v.window for v in verdicts) and not verdicts[-1].window
+    assert outputs[-1].stats.off_reason == round_.failure
+
+
+@pytest.mark.parametrize(
+    ("round_", "drafter_", "wrong"),
+    [
+        ("mirror", None, "it has nothing to draft with"),
+        ("mirror", streams(), "streams in the target's own pass"),
+        ("mirror", hybrid_with_streams(), "streams in the target's own pass"),
+        ("mirror", hybrid(f"{LOOKUP}+draft_model:tiny-draft;proposes=point+{MODEL}"), "it has no draft sessions"),
+        ("mirror", drafter(branching="2x1"), "what is prepared for an outcome is a chain"),
+        ("mirror", drafter(proposes="sampled"), "draws its drafts for rejection"),
+        ("mirror,exit=3", drafter(), "the target has 3 layers"),
+        ("mirror,exit=0", drafter(), "the target has 3 layers"),
+        ("mirror,exit=half", drafter(), "neither a number of layers nor a share"),
+        ("mirror,kappa=97", drafter(), "the vocabulary has 96 tokens"),
+        ("mirror,kappa=999999999999", drafter(), "the vocabulary has 96 tokens"),
+        ("mirror,kappa=0", drafter(), "kappa must be 1 or more"),
+        ("mirror,policy=hope", drafter(), "policy takes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(round_: str, drafter_: Any, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        assemble(drafter_, round=round_, decoder=DECODER)
+
+
+def test_drafters_that_need_last_states_are_refused_with_the_reason() -> None:
+    config = parse_round("mirror")
+    assert config is not None
+    for name in ("lyanna", "eagle", "medusa"):
+        reason = config.refusal(DrafterSpec(name=name, taps=(-1,), past=None))
+        assert reason is not None and "drafts from the target's states" in reason[0]
+    reason = config.refusal(DrafterSpec(name="table"))
+    assert reason is not None and "it has no draft sessions" in reason[0]
+
+
+def save_exits(folder: Path, decoder: Decoder = DECODER, **changes: Any) -> str:
+    """Exits that nobody trained, behind the layers 1 and 2 of a target."""
+    shape = decoder.config
+    known = {"num_layers": shape.num_layers, "d_model": shape.d_model, "vocab_size": shape.vocab_size}
+    config = ExitsConfig(**{"layers": (1, 2), **known, **changes})
+    ExitHeads.fresh(config, torch.Generator().manual_seed(1)).save(folder, torch.float32)
+    return str(folder)
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_candidates_are_those_of_the_trained_exit(layer: int, tmp_path: Path) -> None:
+    """Other candidates than the target's own head has there; the same tokens, and the windows of serial speculation."""
+    folder, seen = save_exits(tmp_path), []
+    serial = assemble(drafter(), decoder=DECODER)
+    trace = SerialTrace(serial)
+    (expected,) = run(serial, [(PROMPTS[2], GREEDY)])
+    for heads in (f",heads={folder}", ""):
+        engine, round_, verdicts = mirrored(f"mirror,kappa=3,exit={layer}{heads}")
+        assert (round_.exit.heads is not None) is bool(heads) and round_.exit.layer == layer
+        assert ids(run(engine, [(PROMPTS[2], GREEDY)])) == ids([expected]) and round_.failure is None
+        assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps
+        seen.append([v.mass for v in verdicts if v.told])
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "wrong"),
+    [
+        ({"num_layers": 5}, "exit=2", "trained for another model: it has num_layers=5"),
+        ({"d_model": 64}, "exit=2", "it has d_model=64"),
+        ({"vocab_size": 97}, "exit=2", "it has vocab_size=97"),
+        ({"layers": (1,)}, "exit=2", "they lie behind layers 1"),
+        ({}, "exit=3", "the target has 3 layers"),
+    ],
+)
+def test_exits_that_do_not_fit_are_refused(changes: Any, options: str, wrong: str, tmp_path: Path) -> None:
+    folder = save_exits(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=wrong):
+        mirrored(f"mirror,{options},heads={folder}")
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        mirrored(f"mirror,exit=2,heads={tmp_path / 'nowhere'}")
+
+
+def test_exits_by_their_name_in_the_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LLM("paceline-small", kv_memory="64MiB")
+    own = fingerprint(resolve_folder("paceline-small"))
+    half = plain.decoder.num_layers // 2
+    for name, mark in (("right", own), ("wrong", "0" * 64)):
+        save_exits(tmp_path / f"{name}-exits", plain.decoder, layers=(half,), fingerprint=mark, target="paceline-small")
+        card = '{"role": "head", "description": "x", "parameters": 1, "target": "paceline-small"}'
+        (tmp_path / f"{name}-exits" / "zoo.json").write_text(card)
+    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
+    options: dict[str, Any] = {"kv_memory": "64MiB", "drafter": "ngram", "share": plain}
+    with pytest.raises(CapabilityError, match="whose weights differ from those of paceline-small"):
+        LLM("paceline-small", round="mirror,heads=wrong-exits", **options)
+    llm = LLM("paceline-small", round="mirror,heads=right-exits", **options)
+    round_: Any = llm.engine.round
+    assert round_.exit.heads is not None and round_.exit.layer == half
+    params = SamplingParams(temperature=0, max_tokens=8)
+    assert [o.outputs[0].token_ids for o in llm.generate("x = 1\n", params)] == [
+        o.outputs[0].token_ids for o in plain.generate("x = 1\n", params)
+    ]
+
+
+def test_its_budget_is_fixed() -> None:
+    """The automatic budget adds times that this round lets pass at once."""
+    options: dict[str, Any] = {"model": "any", "drafter": "draft_model:any", "round": "mirror"}
+    target: Any = None  # not asked
+    assert make_budget(LLMConfig(**options), drafter(depth=3), target) == FixedBudget(size=3)
+    assert make_budget(LLMConfig(**options, budget=2), drafter(depth=3), target).plan([], 1) == []
+    with pytest.raises(CapabilityError, match="lets run at once"):
+        make_budget(LLMConfig(**options, budget="auto"), drafter(depth=3), target)
+    with pytest.raises(ConfigError, match="mirror has no option 'kapa'"):
+        LLMConfig(**options | {"round": "mirror,kapa=3"})
+
+
+def test_from_options_to_answers() -> None:
+    plain = LLM("paceline-small", kv_memory="64MiB", exact=True)
+    mirror = LLM(
+        "paceline-small",
+        kv_memory="64MiB",
+        exact=True,
+        drafter="draft_model:paceline-small-draft,depth=3",
+        round="mirror,kappa=2,exit=3/4,rollout=beside",
+        share=plain,
+    )
+    params = SamplingParams(temperature=0, max_tokens=24)
+    texts = ["def read_lines(filename):\n", "SELECT name FROM"]
+    expected, found = plain.generate(texts, params), mirror.generate(texts, params)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert sum(o.stats.accepted for o in found) > 5 and found[0].stats.off_reason is None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_drafter_in_a_process_dies_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", "paceline.engine.ahead")  # what is caught keeps the sessions alive
+    plain = LLM("paceline-small", kv_memory="64MiB", exact=True)
+    mirror = LLM(
+        "paceline-small",
+        kv_memory="64MiB",
+        exact=True,
+        drafter="draft_model:paceline-small-draft,depth=3",
+        round="mirror,kappa=2,rollout=process",
+        share=plain,
+    )
+    params = SamplingParams(temperature=0, max_tokens=24)
+    texts = ["def read_lines(filename):\n", "SELECT name FROM"]
+    expected = [o.outputs[0].token_ids for o in plain.generate(texts, params)]
+
+    def drafted(llm: LLM) -> int:
+        found = llm.generate(texts, params)
+        assert [o.outputs[0].token_ids for o in found] == expected
+        return sum(o.stats.accepted for o in found)
+
+    assert drafted(mirror) > 5
+    worker: Any = mirror.engine.round.sessions._worker  # type: ignore[attr-defined]
+    pid = worker.pid
+    os.kill(pid, signal.SIGKILL)
+    drafted(mirror)
+    until = monotonic() + 60
+    while not drafted(mirror) and monotonic() < until:
+        sleep(0.2)
+    assert worker.starts == 2 and len(worker.faults) == 1 and f"pid {pid}" in worker.faults[0]
+    last = worker.pid
+    del mirror, worker
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(last, 0)

@@ -1,0 +1,285 @@
+"""The pipeline round says what plain decoding says, whatever its source gives and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.synthetic import SyntheticConfig
+from kits.native import needs_kernels
+from kits.tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, tiny_config, tiny_decoder
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.draft.base import DrafterSpec
+from paceline.draft.local_sessions import LocalGrowing, LocalSessions
+from paceline.draft.ngram import NgramConfig
+from paceline.draft.sessions import Ask, Grown
+from paceline.draft.suffix import SuffixConfig
+from paceline.engine.engine import Engine
+from paceline.engine.rounds import parse_round
+from paceline.papers.specpipe.records import Tick
+from paceline.papers.specpipe.round import PipelineRound
+
+LAYERS = 8
+CONFIG = tiny_config(num_layers=LAYERS)
+DECODER = tiny_decoder(CONFIG)
+PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PARAMS = {
+    "greedy": GREEDY,
+    "eos": SamplingParams(temperature=0, max_tokens=60),
+    "warm": SamplingParams(temperature=1, seed=3, max_tokens=30, ignore_eos=True),
+    "rules": SamplingParams(
+        temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.4, min_tokens=6, max_tokens=20
+    ),
+}
+
+
+def drafter(noise: float = 0.03, **shape: Any) -> Any:
+    return draft_model(noise=noise, target={"config": CONFIG} | shape)
+
+
+def piped(draft: Any, stages: int = 4, options: str = "", **parts: Any) -> tuple[Engine, PipelineRound, list[Tick]]:
+    engine = assemble(draft, round=f"pipeline,stages={stages}{options}", **{"decoder": DECODER} | parts)
+    assert isinstance(engine.round, PipelineRound)
+    ticks: list[Tick] = []
+    engine.round.on_tick = ticks.append
+    return engine, engine.round, ticks
+
+
+def ids(outputs: Sequence[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def plain(jobs: Sequence[Any], decoder: Any = DECODER) -> list[list[int]]:
+    return ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
+
+
+def test_a_batch_with_chunks_preemption_and_ends_in_flight() -> None:
+    """In a pool so small that sequences are preempted with levels in flight, and prompts are computed in chunks."""
+    for name in ("eos", "rules"):
+        jobs = [(prompt, PARAMS[name]) for prompt in PROMPTS]
+        engine, round_, ticks = piped(drafter(), 4, kv_tokens=112, block_size=4, max_batch_rows=20)
+        outputs = run(engine, jobs)
+        assert ids(outputs) == plain(jobs)
+        assert sum(output.stats.preemptions for output in outputs)
+        assert sum(tick.hits for tick in ticks) > 5 and round_.failure is None
+        assert engine.pool.idle and not round_.busy
+    assert any(output.outputs[0].token_ids[-1] == EOS for output in outputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_on_compiled_layers_ids_and_probabilities_are_those_of_plain_decoding(dtype: torch.dtype) -> None:
+    shape = {"dtype": dtype, "compiled": True}
+    decoder = tiny_decoder(CONFIG, **shape)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    for prompt in PROMPTS[1:3]:
+        engine, _, ticks = piped(drafter(**shape), 4, decoder=decoder)
+        (said,) = run(engine, [(prompt, params)])
+        (expected,) = run(assemble(decoder=decoder), [(prompt, params)])
+        assert said.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert said.outputs[0].logprobs == expected.outputs[0].logprobs  # to the last bit
+        assert said.prompt_logprobs == expected.prompt_logprobs
+        assert sum(tick.hits for tick in ticks) > 5
+
+
+class Late(LocalSessions):
+    """Sessions that take some ticks for each level."""
+
+    def __init__(self, inner: Any, ticks: int) -> None:
+        super().__init__(inner)
+        self.ticks, self.left = ticks, 0
+
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+        self.left = self.ticks
+        self.growth = super().begin(asks, levels)
+        self.growth.done = False
+        return self.growth
+
+    def look(self) -> None:
+        self.left -= 1
+        self.growth.done = self.left < 0
+
+
+def test_a_source_that_is_late_costs_ticks_and_no_token() -> None:
+    jobs, counts = [(PROMPTS[1], GREEDY)], []
+    for late in (0, 1, 2, 9):
+        engine, round_, ticks = piped(drafter(0.0), 4)
+        assert round_.source is not None
+        round_.source.sessions = Late(round_.source.sessions.inner, late)  # type: ignore[attr-defined]
+        assert ids(run(engine, jobs)) == plain(jobs)
+        assert any(tick.waits for tick in ticks) == (late > 0)
+        counts.append(len(ticks))
+    assert counts == sorted(counts) and counts[-1] == 40 * 4  # as if there were no source
+    assert counts[0] < counts[1] < counts[2] < counts[3]
+
+
+def test_a_level_that_is_waited_for_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a source that is slower than a look, late siblings do not take the place of the next level."""
+    engine, round_, ticks = piped(drafter(0.02), 4, ",width=6,children=4")
+    assert round_.source is not None
+    round_.source.sessions = Late(round_.source.sessions.inner, 1)  # type: ignore[attr-defined]
+    line, ahead, looks = round_.stage_line, list[int](), list[int]()
+    tick = line.tick
+
+    def counted(frame: Any) -> Any:
+        looks[:] = [1, 1, 1]  # so many more while a tick lasts
+        for running in round_._running.values():
+            if (flight := running.flight) is not None:
+                places = [node.place for node in flight.nodes.values() if node.row >= 0]
+                ahead.append(max(places, default=flight.place) - flight.place)
+        return tick(frame)
+
+    monkeypatch.setattr(line, "tick", counted)
+    monkeypatch.setattr(line, "rest", lambda: bool(looks and looks.pop()))
+    assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+    assert sum(ahead) / len(ahead) > 1.2  # levels in flight beyond the root
+    assert len(ticks) <= 84 and sum(one.late for one in ticks) < 10
+
+
+def test_a_draft_that_is_always_right_gives_a_token_a_tick() -> None:
+    """A pipeline of m stages takes m ticks for the first token, and one for each that follows."""
+    for stages in (2, 4, 8):
+        engine, _, ticks = piped(drafter(0.0), stages, ",width=1,children=1")
+        assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+        assert len(ticks) == stages + GREEDY.max_tokens - 1
+
+
+def test_a_broken_source_is_left_alone() -> None:
+    class Broken(LocalSessions):
+        def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+            growth = LocalGrowing({}, {}, {}, done=True)
+            foreign = Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0], sources=[0])
+            growth.levels.append({asks[0].key: foreign})
+            return growth
+
+    engine, round_, _ = piped(drafter(), 4)
+    assert round_.source is not None
+    round_.source.sessions = Broken(round_.source.sessions)
+    assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+    assert "vocabulary" in str(round_.failure)
+
+
+def test_what_cannot_run_is_refused_with_the_reason() -> None:
+    config = parse_round("pipeline,stages=5")
+    assert config is not None
+    taps = config.refusal(DrafterSpec(name="eagle", default_budget=4, taps=(-1,)))
+    assert taps is not None and "5 ticks" in taps[0] and "eagle" in taps[0]
+    beside = config.refusal(streams().spec)
+    assert beside is not None and "streams in the target's own pass" in beside[0]
+    with pytest.raises(CapabilityError, match="drawn"):
+        piped(drafter(), 4, verifier="rejection")
+    with pytest.raises(CapabilityError, match="drafts for rejection"):
+        piped(draft_model(proposes="sampled", target={"config": CONFIG}), 4)
+    with pytest.raises(ConfigError, match="9 stages: the target has 8 layers"):
+        piped(None, 9)
+    for bad in ("stages=0", "width=0", "children=0"):
+        with pytest.raises(ConfigError, match=bad.split("=")[0]):
+            parse_round(f"pipeline,{bad}")
+
+
+def test_a_tick_that_is_interrupted_changes_no_token() -> None:
+    engine, round_, ticks = piped(drafter(), 4)
+    stage, left = round_.stage_line.stages[2], [9, 14]  # type: ignore[attr-defined]
+    whole = stage.run
+
+    def interrupted(frame: Any) -> Any:
+        if len(ticks) in left:
+            left.remove(len(ticks))
+            raise KeyboardInterrupt
+        return whole(frame)
+
+    stage.run = interrupted
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, jobs)
+    live = [*engine.live.values()]
+    with pytest.raises(KeyboardInterrupt):
+        while engine.busy:
+            engine.step()
+    while engine.busy:
+        engine.step()
+    assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
+    assert not left and round_.stage_line.stages[0].epoch == 2 and sum(tick.hits for tick in ticks) > 5  # type: ignore[attr-defined]
+
+
+# -- every source, every number of stages
+
+
+def sources(answers: Path) -> dict[str, Any]:
+    lookup, model = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
+    return {
+        "model": drafter(0.05),
+        "ngram": NgramConfig(),
+        "suffix": SuffixConfig(),
+        "hybrid": hybrid(f"{lookup}+{model}", noise=0.05, target={"config": CONFIG}),
+        "synthetic": SyntheticConfig(answers=str(answers), accept=0.8),
+    }
+
+
+# -- what is refilled, and when
+
+
+def test_aborts_and_ends_with_levels_in_flight() -> None:
+    engine, round_, _ = piped(drafter(0.0), 8)
+    names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    live = [engine.live[name] for name in names]
+    while len(live[1].sequences[0].state.token_ids) < 5:
+        engine.step()
+    flight = next(running.flight for running in round_._running.values() if running.sequence is live[1].sequences[0])
+    assert flight is not None and len(flight.nodes) > 4
+    engine.abort(names[1])
+    while engine.busy:
+        engine.step()
+    said = [one.sequences[0].state.token_ids for one in (live[0], live[2])]
+    assert said == plain([(PROMPTS[0], GREEDY), (PROMPTS[2], GREEDY)])
+    assert engine.pool.idle and not round_.busy
+
+
+# -- many requests, other trees
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_requests_share_the_rows_of_a_level(rows: int) -> None:
+    """SpecPipe-DB: levels of all requests in one tensor, never more rows than given but for texts, nobody starves."""
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, _, ticks = piped(drafter(0.03), 4, f",width=8,children=3,rows={rows}")
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs)
+    roots = len(PROMPTS)  # at most one text, or root, of each
+    assert max(tick.entered for tick in ticks[4:]) <= rows + roots
+    assert all(output.stats.accepted > (0 if rows == 1 else 5) for output in outputs)
+
+
+def test_a_static_tree_enters_whole_and_the_next_is_drafted_meanwhile() -> None:
+    """SpecInfer in the same stages: a tree goes through all stages before the next one enters."""
+    jobs = [(PROMPTS[1], GREEDY)]
+    engine, round_, ticks = piped(drafter(0.0), 4, ",tree=1x1x3x1x1x1x1x1")
+    assert ids(run(engine, jobs)) == plain(jobs)
+    assert {tick.said for tick in ticks} >= {0, 1, 9}
+    entered = [tick.entered for tick in ticks if tick.entered]
+    assert max(entered[1:]) == 21  # the root, 1 + 1 + 6 * 3 nodes
+    assert len(ticks) == 4 * (1 + 5)  # the prompt; 5 trees of 9 tokens, the last one cut short
+    batch = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, round_, _ = piped(drafter(0.1), 4, ",tree=1x2x1")
+    assert ids(run(engine, batch)) == plain(batch) and round_.failure is None
+
+
+# -- lossy rules
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_the_relaxed_rule_never_stalls_and_top_p_stalls_less(stages: int) -> None:
+    ticks_of = {}
+    for accept in ("strict", "lossy_relaxed", "lossy_top_p"):
+        engine, _, ticks = piped(drafter(0.3), stages, f",width=4,children=4,accept={accept}")
+        said = ids(run(engine, [(PROMPTS[1], GREEDY)]))
+        assert (said == plain([(PROMPTS[1], GREEDY)])) == (accept == "strict")
+        ticks_of[accept] = len(ticks)
+    assert ticks_of["lossy_relaxed"] == stages + GREEDY.max_tokens - 1  # a token a tick, no bubble
+    assert ticks_of["lossy_relaxed"] < ticks_of["lossy_top_p"] < ticks_of["strict"]

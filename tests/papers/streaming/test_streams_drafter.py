@@ -1,0 +1,301 @@
+"""The drafter that reads streams: product trees, pruning rules, options, the lossy verifier, and its round."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
+
+from paceline import LLM
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.core.tree import TokenTree
+from paceline.core.verify import lossy_stream_rejection
+from paceline.draft.base import STREAM_ROWS
+from paceline.draft.ngram import NgramConfig
+from paceline.draft.proposal import best_nodes
+from paceline.draft.registry import DrafterContext
+from paceline.engine.rounds import make_round
+from paceline.engine.verification import VERIFIERS, make_verifier
+from paceline.model.adapters import AdapterConfig
+from paceline.papers.streaming import pass_rows
+from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
+from paceline.papers.streaming.pruning import surviving
+from paceline.weights.files import fingerprint
+from paceline.weights.loader import read_config, resolve_folder
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPT = [*range(20, 50)]
+
+# ---- the product tree
+
+
+@pytest.mark.parametrize(("depth", "k"), [(1, 1), (1, 4), (3, 1), (3, 3), (4, 2)])
+def test_best_nodes_are_the_best_of_the_whole_tree(depth: int, k: int) -> None:
+    draw = random.Random(depth * 10 + k)
+    for _ in range(20):
+        log_q = [sorted((math.log(draw.random()) for _ in range(k)), reverse=True) for _ in range(depth)]
+        tokens = [draw.sample(range(100), k) for _ in range(depth)]
+        every = {
+            path: sum(log_q[level][rank] for level, rank in enumerate(path))
+            for d in range(1, depth + 1)
+            for path in itertools.product(range(k), repeat=d)
+        }
+        budget = draw.randint(1, len(every) + 2)
+        made = best_nodes(tokens, log_q, budget)
+        assert len(made) == min(budget, len(every))
+        assert made.log_scores == sorted(made.log_scores, reverse=True)
+        assert made.log_scores == pytest.approx(sorted(every.values(), reverse=True)[:budget])
+        paths: list[tuple[int, ...]] = [()]
+        for parent, token in zip(made.parents, made.tokens, strict=True):
+            paths.append((*paths[parent], token))
+        assert len({*paths}) == len(paths)  # no path twice
+        for path, score in zip(paths[1:], made.log_scores, strict=True):
+            ranks = tuple(tokens[level].index(token) for level, token in enumerate(path))
+            assert score == pytest.approx(every[ranks])
+
+
+# ---- pruning
+
+
+def test_a_threshold_takes_whole_subtrees() -> None:
+    parents = [-1, 0, 0, 1, 2, 3]
+    transitions = [0.0, *map(math.log, (0.5, 0.01, 0.3, 0.9, 0.05))]
+    assert surviving(parents, transitions, 0.1, None) == [0, 1, 3]
+    assert surviving(parents, transitions, 0.04, None) == [0, 1, 3, 5]
+    assert surviving(parents, transitions, 0.6, None) == [0]
+
+
+# ---- options
+
+
+def test_fewer_streams_say_what_they_said() -> None:
+    """Streams 1 .. j never see later ones."""
+    trained, decoder = tiny_streams(), tiny_decoder()
+    told = []
+    for gamma in (3, 2):
+        drafter = streams(trained=trained, gamma=gamma, k=2, nodes=2)
+        run(assemble(drafter, decoder=decoder), [(PROMPT, SamplingParams(temperature=0, max_tokens=2))])
+        spy: list[torch.Tensor] = []
+        observe = drafter.observe
+        drafter.observe = lambda s, o=observe, y=spy: (y.extend(x for x in s.stream_logits if x is not None), o(s))  # type: ignore[method-assign]
+        run(assemble(drafter, decoder=decoder), [(PROMPT, GREEDY)])
+        told.append(spy[0])
+    assert torch.allclose(told[0][:2], told[1], atol=1e-9)
+
+
+def test_a_set_that_cannot_prune() -> None:
+    bare = tiny_streams(prune_rank=0)
+    with pytest.raises(CapabilityError, match="no early exit: it was trained with prune_rank=0"):
+        streams(trained=bare, prune_count=3)
+    from paceline.model.applications import make_application
+
+    decoder = tiny_decoder()
+    app = make_application("one", tiny_streams(mode="shared", prune_rank=0), decoder, "one")
+    with pytest.raises(CapabilityError, match="no early exit: it was trained with prune_rank=0"):
+        assemble(streams(prune_count=3), decoder=decoder, applications=[app])
+    assemble(streams(trained=bare, prune_count=3, prune_exit="head"), decoder=decoder, applications=[app])
+
+
+def test_trees_are_pruned_where_there_is_an_exit() -> None:
+    """At any layer of the target, by the exit that was trained for it or by none."""
+    trained = tiny_streams(exits=(1,))
+    decoder = tiny_decoder()
+    for layer in (None, 1, 2):
+        assemble(streams(trained=trained, prune_count=3, prune_layer=layer), decoder=decoder)
+    with pytest.raises(CapabilityError, match="no early exit before layer 1, but before 2"):
+        streams(prune_count=3, prune_layer=1)
+    app = tiny_application("one", decoder, tiny_streams(mode="shared"))
+    with pytest.raises(CapabilityError, match="of an application: the set has no early exit before layer 1"):
+        assemble(streams(trained=trained, prune_count=3, prune_layer=1), decoder=decoder, applications=[app])
+    with pytest.raises(ConfigError, match="prune_layer must be below the 3 layers"):
+        assemble(streams(prune_count=3, prune_layer=3, prune_exit="head"), decoder=decoder)
+
+
+def test_more_streams_than_an_application_has() -> None:
+    """Each application counts, whether the drafter has a set of its own or not."""
+    decoder = tiny_decoder()
+    apps = [tiny_application(f"of {n}", decoder, tiny_streams(mode="shared", gamma=n)) for n in (5, 3)]
+    for drafter in (StreamsConfig(gamma=4, k=2), streams(trained=tiny_streams(gamma=4), gamma=4, k=2)):
+        with pytest.raises(CapabilityError, match=r"gamma=4.*more than the 3 streams that were trained"):
+            assemble(drafter, decoder=decoder, applications=apps)
+        assemble(drafter, decoder=decoder, applications=apps[:1])
+    assemble(StreamsConfig(gamma=3, k=2), decoder=decoder, applications=apps)
+
+
+# ---- room for streams
+
+
+def test_on_the_frontier_each_sequence_has_room_for_its_streams() -> None:
+    engine = assemble(streams(k=2), max_sequences=4)
+    pool, taken = engine.pool, []
+    scratch = pool.scratch
+    pool.scratch = lambda count: (taken.append(count), scratch(count))[1]  # type: ignore[method-assign]
+    outputs = run(engine, [([*PROMPT, 30 + i], GREEDY) for i in range(6)])
+    assert engine.round.failure is None and all(o.stats.drafted for o in outputs)
+    assert max(taken) == 3 * 4 and pool.scratch_slots == STREAM_ROWS
+
+
+def test_masks_of_many_streams_are_not_kept() -> None:
+    """They grow with the square of the rows: a few hundred of them would fill the memory."""
+    device = torch.device("cpu")
+    for make in (pass_rows.siblings, pass_rows.owned):
+        pass_rows._kept_mask.cache_clear()
+        small, large = ([pass_rows._kept(make, n, 4, device) for _ in range(2)] for n in (3, pass_rows.KEPT_MASK))
+        assert small[0] is small[1] and large[0] is not large[1]
+        assert pass_rows._kept_mask.cache_info().currsize == 1
+    most = pass_rows.KEPT_MASK // 4
+    for n in (2, most, most + 1):
+        rows = torch.arange(n * 4)
+        same = rows[:, None] // 4 == rows // 4
+        assert torch.equal(pass_rows._kept(pass_rows.siblings, n, 4, device), same & (rows[:, None] >= rows))
+        assert torch.equal(pass_rows._kept(pass_rows.owned, n, 4, device), torch.arange(n)[:, None] == rows // 4)
+
+
+def test_a_set_of_another_target() -> None:
+    for changes, field in (
+        ({"num_layers": 4}, "num_layers"),
+        ({"d_model": 48}, "d_model"),
+        ({"vocab_size": 90}, "vocab_size"),
+    ):
+        with pytest.raises(CapabilityError, match=f"it has {field}"):
+            assemble(streams(target={"config": tiny_config(**changes)}))
+
+
+def test_a_set_of_other_weights(tmp_path: Path) -> None:
+    made = tiny_streams()
+    made.config = replace(made.config, fingerprint="abc", target="that one")
+    made.save(tmp_path / "set")
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.zeros(4)}, target / "model.safetensors")
+    config = StreamsConfig(path=str(tmp_path / "set"))
+    with pytest.raises(CapabilityError, match="trained for that one, whose weights differ from those of this one"):
+        config.build(DrafterContext(target_folder=target, target="this one"))
+    assert isinstance(config.build(DrafterContext(dtype=torch.float64)), StreamsDrafter)
+
+
+# ---- the round
+
+
+def test_rounds_that_do_not_fit() -> None:
+    with pytest.raises(CapabilityError, match="streams beside the target's rows, and this round has none"):
+        assemble(streams(), round="serial")
+    with pytest.raises(CapabilityError, match="it drafts with streams, and this one has none"):
+        assemble(NgramConfig(), round="fused")
+    with pytest.raises(ConfigError, match="it drafts with streams"):
+        assemble(None, round="fused")
+    with pytest.raises(ConfigError, match="there is no such round"):
+        make_round("sideways")
+    with pytest.raises(ConfigError, match="serial has no option 'kappa'"):
+        make_round("serial,kappa=4")
+    with pytest.raises(ConfigError, match="'kappa' is not option=value"):
+        make_round("fused,kappa")
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_drawn_chains_run_under_rejection(verifier: str) -> None:
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=30, ignore_eos=True)
+    engine = assemble(streams(proposes="sampled"), verifier=verifier)
+    stats = run(engine, [(PROMPT, params)])[0].stats
+    assert engine.round.failure is None and stats.drafted and stats.emitted == 30
+
+
+# ---- the lossy rule
+
+
+def test_the_lossy_verifier_wants_the_streams_own_probabilities() -> None:
+    kind = VERIFIERS["lossy_stream_rejection"]
+    assert kind.lossy and kind.ids_depend_on_drafter and not VERIFIERS["sample_and_match"].ids_depend_on_drafter
+    for spec in (None, streams().spec, NgramConfig().build(DrafterContext()).spec):
+        with pytest.raises(CapabilityError, match="streams' own probabilities"):
+            make_verifier("lossy_stream_rejection", spec)
+    make_verifier("lossy_stream_rejection", streams(proposes="point").spec)
+
+
+def _noise(b: int, node: int) -> torch.Tensor:
+    return torch.zeros(4, dtype=torch.float64)
+
+
+def test_lossy_acceptance_by_hand() -> None:
+    """min(1, p / q) at each node, the longest accepted path, p itself behind it."""
+    q = [0.5, 0.25, 0.8, 0.5]  # of nodes 1 .. 4 given their parents
+    parents, tokens = [0, 0, 2, 3], [1, 2, 3, 0]
+    score: list[float] = []
+    for node, parent in enumerate(parents):
+        score.append(math.log(q[node]) + (score[parent - 1] if parent else 0.0))
+    tree = TokenTree.from_parents([0], [parents], [tokens], 0, [score])
+    p = torch.full((1, 5, 4), 0.25, dtype=torch.float64)
+    p[0, 0] = torch.tensor([0.1, 0.2, 0.25, 0.45])
+    p[0, 2, 3] = 0.4
+    for uniforms, path in (
+        ([0.0, 0.39, 0.99, 0.49, 0.49], [2, 3, 4]),  # 0.4, 1, 0.5 and 0.5 are the chances
+        ([0.0, 0.39, 0.99, 0.49, 0.51], [2, 3]),
+        ([0.0, 0.39, 0.99, 0.51, 0.0], [1]),
+        ([0.0, 0.41, 0.99, 0.51, 0.0], [2]),
+    ):
+        found = lossy_stream_rejection(tree, p, torch.tensor([uniforms], dtype=torch.float64), _noise)
+        assert found == [(path, int(p[0, path[-1]].argmax()))]
+
+
+def test_lossy_acceptance_refuses_what_it_cannot_weigh() -> None:
+    tree = TokenTree.from_parents([0], [[0]], [[1]])
+    p, uniform = torch.full((1, 2, 4), 0.25), torch.zeros(1, 2)
+    with pytest.raises(ConfigError, match="without scores"):
+        lossy_stream_rejection(tree, p, uniform, _noise)
+    bare = TokenTree.roots([0])
+    ((path, _),) = lossy_stream_rejection(bare, p[:, :1], uniform[:, :1], _noise)
+    assert path == []
+
+
+def test_the_lossy_rule_accepts_more_than_matching() -> None:
+    """Hot sampling over likeliest tokens: what it is for. Its ids are not those of plain decoding."""
+    params = SamplingParams(temperature=1.2, seed=5, max_tokens=60, ignore_eos=True)
+    accepted = {}
+    for verifier in ("sample_and_match", "lossy_stream_rejection"):
+        engine = assemble(streams(proposes="point", k=8, nodes=24), verifier=verifier)
+        outputs = run(engine, [(PROMPT[i:], params) for i in range(3)])
+        assert engine.round.failure is None
+        accepted[verifier] = sum(o.stats.accepted for o in outputs)
+    assert accepted["lossy_stream_rejection"] > accepted["sample_and_match"]
+
+
+# ---- the Python entry
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random set for the embedded target."""
+    place = tmp_path_factory.mktemp("streams")
+    shape = read_config(resolve_folder("paceline-small"))
+    layers = tuple(range(shape.num_layers - 2, shape.num_layers))
+    adapter = AdapterConfig(rank=8, layers=layers)
+    made = tiny_streams(shape, layers=2, gamma=4, size=0.05, dtype=torch.float32, adapter=adapter)
+    made.config = replace(made.config, fingerprint=fingerprint(resolve_folder("paceline-small")))
+    made.save(place)
+    return place
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 12}, {"budget": 12, "kernels": "torch", "exact": True}])
+def test_a_set_drafts_by_its_folder_alone(folder: Path, options: dict[str, Any]) -> None:
+    """No round need be named, and the ids are those of plain decoding."""
+    common: dict[str, Any] = {"max_model_len": 128, "max_sequences": 4}
+    kernels = {k: v for k, v in options.items() if k != "budget"}
+    prompts = ["Once upon a time", "SELECT name FROM"]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    plain = LLM("paceline-small", **common, **kernels)
+    drafting = LLM("paceline-small", share=plain, drafter=f"streams:{folder},nodes=12", **common, **options)
+    wanted, found = (m.generate(prompts, params) for m in (plain, drafting))
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
+    assert drafting.engine.round.name == "fused" and drafting.engine.round.failure is None
+    assert sum(o.stats.drafted for o in found) or "budget" not in options
