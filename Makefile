@@ -51,7 +51,7 @@ help:
 	@echo 'make test      set up .venv and run the checks and the test suite'
 	@echo 'make test-all  the same with the full grids (long)'
 	@echo 'make install   only set up .venv'
-	@echo 'make lint      ruff, mypy, and the sizes of size.toml'
+	@echo 'make lint      ruff, mypy, import-linter, and the sizes of size.toml'
 	@echo 'make format    let ruff format the code'
 	@echo 'make weights   fetch SmolLM2 135M (98 MB) for its tests; GEMMA=yes: Gemma 3 270M too, whose terms it states'
 	@echo 'make bench     repeat the benchmark of docs/measured/benchmarks.md (half an hour; make peers first, to have them in it)'
@@ -115,6 +115,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/size.py
 
 format: $(DEV_STAMP)
