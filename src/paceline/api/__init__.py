@@ -1,1 +1,1 @@
-"""What users import: `LLM`, `AsyncLLM`, their configuration and outputs."""
+"""The public interface: `LLM`, `AsyncLLM`, their configuration and outputs."""

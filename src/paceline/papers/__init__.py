@@ -1,1 +1,1 @@
-"""What each of five papers proposed: the drafter or round, its model and its training recipe."""
+"""Five papers, a package each: the drafter or round that it proposes, its model and its training recipe."""

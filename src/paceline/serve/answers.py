@@ -136,7 +136,7 @@ class Choices(Reply):
         return {**self._head, "object": self._names[0], "choices": self.choices, **self._ends()}
 
     def _ends(self) -> dict[str, Any]:
-        """Return what follows the choices; beside OpenAI's fields where there was one prompt."""
+        """Return what follows the choices; next to OpenAI's fields where there was one prompt."""
         return {"usage": usage(self.answers)} | (self.answer.ends() if len(self.answers) == 1 else {})
 
     def _prompt(self, place: int) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Choices(Reply):
         return found
 
     def _add(self, choice: Choice, delta: Delta) -> None:
-        """Add to a choice what chat and completions have of a piece, beside its text."""
+        """Add to a choice what chat and completions have of a piece, next to its text."""
         if delta.finish_reason is not None:
             reason = {"abort": "stop", "deadline": "length"}.get(delta.finish_reason, delta.finish_reason)
             choice["finish_reason"], choice["stop_reason"] = reason, delta.stop_reason

@@ -171,7 +171,7 @@ class Answer:
         return f"{self.completion_tokens} tokens, {passes}"
 
     def ends(self) -> dict[str, Any]:
-        """Return what every answer has in the end beside the fields of its API: `stats`, and vLLM's metrics of an
+        """Return what every answer has in the end, next to the fields of its API: `stats`, and vLLM's metrics of an
         answer of one sample, where there is a drafter; each step among these where the request asks for a trace."""
         described, found = self._server.described.speculation, None
         if self.stats and self.samples == 1 and described["drafter"] is not None:
