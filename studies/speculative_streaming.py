@@ -12,7 +12,7 @@ Source: Speculative Streaming: Efficient and Scalable Speculative Decoding with 
 
 from __future__ import annotations
 
-from streaming import acceptance, applications, components, few_keys, segments, states, sweeps, two_models
+from streaming import acceptance, applications, components, segments, states, sweeps, two_models
 from streaming.common import study
 
 PARTS = (
@@ -22,7 +22,6 @@ PARTS = (
     acceptance,
     applications,
     states,
-    few_keys,
     segments,
 )  # imported: each adds its figures
 

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.train import losses, multistream
+from paceline.train import carriers as grouped
+from paceline.train import losses
 from paceline.train.losses import TargetHidden, TargetTop
 
 D, TOP = 256, 32
@@ -43,7 +44,7 @@ def outcomes(logits: Tensor, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tenso
 def attention(
     q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, unseen: Tensor, hidden: Tensor, scale: float
 ) -> Tensor:
-    """As `multistream._GroupAttention`, for autograd to differentiate."""
+    """As `carriers._GroupAttention`, for autograd to differentiate."""
     far = (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3]).masked_fill(unseen, -torch.inf)
     close = (q @ own_k.mT).masked_fill(hidden, -torch.inf)
     weights = (torch.cat((far, close), -1).float() * scale).softmax(-1).to(q.dtype)
@@ -112,7 +113,7 @@ def subjects(before: ModuleType | None) -> Iterator[tuple[str, Ways]]:
     for dtype in (torch.float32, torch.bfloat16):
         for carriers, keys in ((64, 128), (256, 512), (512, 1024)):
             inputs, *rest = attention_inputs(carriers, 4, keys, dtype)
-            by_hand, auto = multistream._GroupAttention.apply, attention
+            by_hand, auto = grouped._GroupAttention.apply, attention
             name = f"attention of {carriers} x 4 streams over {keys} keys, {dtype}".replace("torch.", "")
             yield name, (partial(gradients, by_hand, inputs, *rest), partial(gradients, auto, inputs, *rest))
 

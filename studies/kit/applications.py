@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.bench.methods import drafter_config
-from paceline.bench.records import PLAIN, PLAIN_MODES, Method
+from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.papers.streaming.model import read_config
 from paceline.weights.loader import resolve_folder
@@ -25,7 +24,7 @@ def with_plain(methods: Sequence[Method], applications: Mapping[str, str]) -> li
         applications: folders of the trained sets that methods name.
 
     Raises:
-        ConfigError: a trained set that cannot be read, or methods whose options make an application answer differently.
+        ConfigError: a trained set that cannot be read.
     """
     own = [m for m in methods if m.own]
     covered = {(m.dtype, m.application) for m in own if m.plain}
@@ -33,8 +32,6 @@ def with_plain(methods: Sequence[Method], applications: Mapping[str, str]) -> li
     for method in own or [Method(name=PLAIN, dtype=methods[0].dtype if methods else "auto")]:
         firsts.setdefault((method.dtype, method.application), method)
     missing = [method for key, method in firsts.items() if key not in covered]
-    for name in dict.fromkeys(m.application for m in own if m.application is not None):
-        _refuse_other_answers([m for m in own if m.application == name])
     taken = any(m.name == PLAIN for m in methods)
     dtypes = len({m.dtype for m in missing}) > 1 or (taken and any(m.application is None for m in missing))
     named = taken or len({m.application for m in missing}) > 1
@@ -56,14 +53,3 @@ def _plain_for(method: Method, dtypes: bool, named: bool, applications: Mapping[
     if not read_config(Path(resolve_folder(applications[method.application]))).gamma:
         return replace(plain, settings=kept)
     return replace(plain, drafter=method.drafter, round=method.round, settings={**kept, "budget": 0})
-
-
-def _refuse_other_answers(methods: Sequence[Method]) -> None:
-    """Methods of one application must answer alike, so that one plain decoding serves them all."""
-    limits = {getattr(drafter_config(m), "attention_limit", None) for m in methods if m.drafter not in PLAIN_MODES}
-    if len(limits) > 1:
-        raise ConfigError(
-            f"methods of application {methods[0].application!r} with attention_limit {sorted(map(str, limits))}",
-            "what its streams attend to changes its answers, so these cannot be held against one plain decoding",
-            "measure them in runs of their own",
-        )

@@ -170,7 +170,7 @@ def overhead(target: str, gamma: int, rank: int, d: int, vocab: int, heads: int,
     Medusa head (Cai et al. 2024, section 2.1): a residual block d d + d and an unembedding d V.
     """
     formula, medusa = gamma * d + 2 * rank * d, heads * (d * d + d + d * vocab)
-    unknown = dict.fromkeys(("counted", "published", "start", "exits", "adapters", "in_all", "medusa_published"))
+    unknown = dict.fromkeys(("counted", "published", "adapters", "in_all", "medusa_published"))
     given = {**unknown, **known}
     if given["in_all"] is None and given["adapters"] is not None:
         given["in_all"] = formula + given["adapters"]
@@ -183,11 +183,10 @@ def overhead(target: str, gamma: int, rank: int, d: int, vocab: int, heads: int,
 def overhead_of_set(trained: StreamSet, target: str) -> dict[str, Any]:
     """A trained set's own parameters."""
     config, parts = trained.config, trained.parameters_by_part()
-    embedded = config.gamma if config.value_rotation is None else 0  # rotated values need no embeddings
-    known = {"counted": parts["embeddings"] + parts["prune"], "start": parts["start"], "adapters": parts["adapters"]}
-    known |= {"exits": parts["exits"], "in_all": sum(parts.values())}
+    known = {"counted": parts["embeddings"] + parts["prune"], "adapters": parts["adapters"]}
+    known |= {"in_all": sum(parts.values())}
     shape = (config.prune_rank, config.d_model, config.vocab_size)
-    return overhead(target, embedded, *shape, config.gamma, **known)
+    return overhead(target, config.gamma, *shape, config.gamma, **known)
 
 
 @study.table(needs=("set",))
@@ -201,9 +200,9 @@ def table_3_parameters(ask: StreamingFlags) -> Iterator[Table | None]:
         said["adapters"] = lossless_adapters(model["d"], model["qkv"], model["ff"])
         found.append(overhead(model["name"], 4, RANK, *shape, **said))
     same = all(one["agrees"] for one in found)
-    heads = {"start": "start map", "exits": "further exits", "in_all": "with adapters", "medusa": "Medusa heads"}
+    heads = {"in_all": "with adapters", "medusa": "Medusa heads"}
     heads["medusa_published"] = "Medusa, published"
-    names = ("formula", "counted", "published", "start", "exits", "adapters", "in_all", "medusa", "medusa_published")
+    names = ("formula", "counted", "published", "adapters", "in_all", "medusa", "medusa_published")
     yield None
     yield Table(
         title="Parameters beside the target's",

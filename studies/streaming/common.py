@@ -36,8 +36,6 @@ class StreamingFlags(Options):
     sets: dict[str, str] = asked({}, "Sets with streams through so many layers.", "LAYERS=FOLDER")
     streams: dict[str, str] = asked({}, "Shared set with streams for a task (sql, e2e, ..).", "TASK=FOLDER")
     adapter: dict[str, str] = asked({}, "Adapter without streams for the same task.", "TASK=FOLDER")
-    rotated: str | None = asked(None, "Trained as --set is, with rotated values in place of embeddings.", "FOLDER")
-    own_mlp: str | None = asked(None, "Trained as --set is, with an adapter in place of the MLP.", "FOLDER")
     draft: str | None = asked(None, "Draft model beside streams. Default: the zoo's for the target.", "MODEL")
     tasks: str = asked("sql,e2e", "sql, e2e, gsm8k, dialogsum, or any workload's name.", "NAME,..")
     k: int = asked(3, "Children of a node, of figure_13's tree.", "N")

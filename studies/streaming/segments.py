@@ -28,14 +28,13 @@ from paceline.train.network import Network
 from paceline.weights.loader import resolve_folder
 from streaming.common import StreamingFlags, study
 
-SEGMENT = {"gamma": 4, "layers": 4, "rank": 8, "rows": 4, "length": 512, "prompt": 128, "steps": 3, "limit": 0}
+SEGMENT = {"gamma": 4, "layers": 4, "rank": 8, "rows": 4, "length": 512, "prompt": 128, "steps": 3}
 QUICK_SEGMENT = {"rows": "1", "length": "128", "prompt": "32", "steps": "1", "segments": "naive+all+32"}
 
 
 def segment_task(given: Mapping[str, str]) -> dict[str, Any]:
     """What is trained on: ``rows`` of ``length`` tokens, of which ``prompt`` carry no streams, in ``steps`` timed ones,
-    after one of a single row that is not; ``limit``: keys that a stream attends to, 0 for all; ``segments``: carriers
-    of each, all at once, or naive: one dense attention.
+    after one of a single row that is not; ``segments``: carriers of each, all at once, or naive: one dense attention.
 
     Raises:
         ConfigError: an unknown setting, or a value that leaves nothing to measure.
@@ -85,8 +84,7 @@ def segment_cost(way: str, folder: str, task: Mapping[str, Any], device: str, th
     torch.set_num_threads(threads or torch.get_num_threads())
     network = Network.load(Path(folder), device, frozen=True)
     shape = {name: task[name] for name in ("mode", "gamma", "layers", "rank")}
-    segment, few = int(way) if way.isdecimal() else None, task["limit"] or None
-    options = StreamsOptions(**shape, attention_limit=few, segment=segment)
+    options = StreamsOptions(**shape, segment=int(way) if way.isdecimal() else None)
     shapes = linear_shapes(network.config)
     trained = StreamSet.fresh(options.config(network), shapes, torch.Generator().manual_seed(0))
     recipe = StreamRecipe(network, trained.to(device), options)

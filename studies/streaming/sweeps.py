@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from kit.study import Entry, Grid, numbers
 
-from paceline.bench.records import PLAIN, Method
-from paceline.core.errors import ConfigError
-from paceline.model.adapters import MLP
 from paceline.papers.streaming.drafter import StreamsConfig
 from streaming.common import (
     CHOOSE,
@@ -26,7 +22,6 @@ from streaming.common import (
 
 SWEPT_THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 SWEPT_TOP_KS = (1, 5, 10, 20, 50, 0)
-SWEPT_LAYERS = 12  # most layers before which trees are pruned in turn
 ANY_BATCH = 10**6  # sequences from which on a draft is the best path alone: never
 
 
@@ -58,46 +53,6 @@ def figure_11(ask: StreamingFlags) -> Grid:
     sets = read_sets(ask.sets)
     entries = [e for s in sets for e in s.chain_and_cut(f", {s.config.msa_layers} layers", s.config.msa_layers)]
     return grid_of(sets, "Layers that streams go through", entries, x_label="MSA layers (Ns)", choose=CHOOSE)
-
-
-def beside(ask: StreamingFlags, other: str, label: str, title: str, **settings: Any) -> Grid:
-    """Another set beside ``--set``, each as a chain and as a small tree; no other part of the two may differ.
-
-    Args:
-        other: its folder.
-        label: what it is called.
-        settings: of the engine; plain decoding then runs under them, too, and all in float32: in bf16 torch's kernels
-            round a row of a wider pass otherwise, and ids would differ by that.
-    """
-    usual, changed = TrainedSet.read(str(ask.set)), TrainedSet.read(other)
-    shapes = [(s.config.mode, s.config.gamma, s.config.msa_layers) for s in (usual, changed)]
-    if shapes[0] != shapes[1]:
-        raise ConfigError(f"set {other}", f"it is {changed.line}, {ask.set} is {usual.line}", "train both alike")
-    entries = [*usual.chain_and_cut(", as usual", "as usual"), *changed.chain_and_cut(f", {label}", label)]
-    if settings:  # plain decoding that runs the target alike, in a dtype in which it answers alike
-        alike = Method(name=PLAIN, settings=settings, dtype="float32")
-        entries = [replace(e, method=replace(e.method, settings={**e.method.settings, **settings})) for e in entries]
-        entries = [replace(e, method=replace(e.method, dtype=alike.dtype)) for e in entries]
-        entries.insert(0, Entry(alike, PLAIN, PLAIN))
-    return grid_of([usual, changed], title, entries, x_label="streams")
-
-
-@study.figure(needs=("set", "rotated"))
-def figure_12a(ask: StreamingFlags) -> Grid:
-    """Value rotation in place of stream embeddings; on torch, since the compiled layers rotate no values."""
-    config = TrainedSet.read(str(ask.rotated)).config
-    if config.value_rotation is None:
-        raise ConfigError(f"set {ask.rotated}", "it has stream embeddings", "train it with identity='rotation'")
-    return beside(ask, str(ask.rotated), "values rotated", "Value rotation", kernels="torch")
-
-
-@study.figure(needs=("set", "own_mlp"))
-def appendix_h2(ask: StreamingFlags) -> Grid:
-    """Streams that go through an adapter in place of the MLP."""
-    adapter = TrainedSet.read(str(ask.own_mlp)).config.adapter
-    if adapter is None or MLP not in adapter.linears:
-        raise ConfigError(f"set {ask.own_mlp}", "its streams have the target's MLP", f"train it with {MLP} in linears")
-    return beside(ask, str(ask.own_mlp), "MLP replaced", "An adapter in place of the MLP")
 
 
 @study.figure(needs=("set",))
@@ -162,23 +117,3 @@ def appendix_g1(ask: StreamingFlags) -> Grid:
     ]
     title = f"Pruning threshold, tree of k=3, gamma={tree['gamma']}"
     return grid_of([trained], title, entries, x_label="threshold", log_x=True, plots=PRUNING, choose=CHOOSE)
-
-
-@study.figure(needs=("set",))
-def section_2_3(ask: StreamingFlags) -> Grid:
-    """The layer before which trees are pruned, at any depth: by exits that were trained, and by the head alone."""
-    trained = TrainedSet.read(str(ask.set))
-    tree, layers = trained.tree(3), trained.config.num_layers
-    exits = sorted({trained.config.insertion, *trained.config.exits}) if trained.config.prune_rank else []
-    swept = sorted({*ask.few(range(1, layers, -(-layers // SWEPT_LAYERS))), *exits})
-    pruned = {"at": "nodes", "prune_count": CUT, **tree}
-    entries = [Entry(trained.method("whole tree", at="nodes", **tree), "whole tree", layers)]
-    for layer in swept:
-        for series, exit_ in (("trained exit", "trained"), ("untrained exit (head)", "head")):
-            if exit_ == "trained" and layer not in exits:
-                continue
-            name = f"{series}, layer {layer}"
-            entries.append(Entry(trained.method(name, prune_layer=layer, prune_exit=exit_, **pruned), series, layer))
-    title = f"Layer before which trees are pruned to {CUT} nodes; streams begin at layer {trained.config.insertion}"
-    plots = ("call_reduction", "speedup", "row_layers")
-    return grid_of([trained], title, entries, x_label="layers passed before the pruning", plots=plots, choose=CHOOSE)

@@ -165,7 +165,7 @@ WORDS = ["ngram", "suffix", "none", "draft_model", "hybrid", "streams", ":", ","
 OPTION_NAMES = [
     *("max_ngram", "min_ngram", "depth", "max_tokens", "model", "topk", "nodes"),
     *("proposes", "dtype", "lookup", "memory", "pass_cost", "answers", "accept", "seed", "path", "k", "chain", "at"),
-    *("best_path_batch", "prune_threshold", "prune_count", "prune_layer", "attention_limit", "gamma", "branching"),
+    *("best_path_batch", "prune_threshold", "prune_count", "gamma", "branching"),
     *("resample", "extra", "threshold"),
 ]
 VALUES = [

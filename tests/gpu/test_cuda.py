@@ -107,7 +107,7 @@ def test_the_pool_is_whole_after_a_batch(folder: Path) -> None:
     llm.engine.pool.check_integrity()
 
 
-@pytest.mark.parametrize("option", ["at=nodes", "at=frontier", "at=nodes,prune_count=6", "at=nodes,attention_limit=9"])
+@pytest.mark.parametrize("option", ["at=nodes", "at=frontier", "at=nodes,prune_count=6"])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_streams_change_no_id(folder: Path, tmp_path: Path, params: SamplingParams, option: str) -> None:
     """A random lossless set, float64 so that no rounding can be blamed."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from paceline.model.adapters import LINEARS, AdapterConfig, linear_shapes
-from paceline.papers.streaming.model import StreamConfig, StreamSet, fingerprint
+from paceline.papers.streaming.model import StreamConfig, StreamSet
+from paceline.weights.files import fingerprint
 from paceline.weights.loader import read_config, resolve_folder
 
 MODEL = "paceline-small-draft"  # the smaller of the embedded two
@@ -24,8 +25,7 @@ def save_set(
     **options: Any,
 ) -> str:
     """A set for `MODEL` that changes little: adapters of a shared one by a hair."""
-    place = Path(resolve_folder(MODEL))
-    shape = read_config(place)
+    shape = read_config(place := Path(resolve_folder(MODEL)))
     total = max(shape.num_layers, layers + 1)  # with more than the target has it can be read, not run
     low = total - layers if mode == "lossless" else 0
     config = StreamConfig(

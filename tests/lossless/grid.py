@@ -37,7 +37,6 @@ from kits.tiny import (
     streams,
     tiny_config,
     tiny_decoder,
-    tiny_streams,
 )
 from torch import Tensor
 
@@ -53,7 +52,6 @@ from paceline.draft.suffix import SuffixConfig
 from paceline.engine.base import RunningSequence, StepResult, Work
 from paceline.engine.engine import Engine
 from paceline.engine.passes import Pass
-from paceline.model.adapters import AdapterConfig
 from paceline.model.decoder import Decoder
 from paceline.model.families import DecoderConfig
 from paceline.model.rope import RopeConfig
@@ -72,7 +70,6 @@ NORMED = tiny_config(
     **{"query_scalar": 0.5, "rope": RopeConfig(dim=8, theta=1000.0)},
     ropes=tuple(RopeConfig(dim=8, theta=theta) for theta in (1000.0, 50.0, 1000.0)),
 )
-OWN_MLP = AdapterConfig(rank=4, layers=(CONFIG.num_layers - 1,), linears=("qkv", "mlp"))  # streams have no other
 VOCAB = CONFIG.vocab_size
 TOKENS = 20  # of an answer, unless an option says otherwise
 BEYOND = 24  # tokens that the oracle goes on for after the end, for drafters that know the answer
@@ -479,11 +476,7 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_drawn": _streams(proposes="sampled"),
     "streams_threshold": _streams(k=12, nodes=24, prune_threshold=0.003, at="nodes"),
     "streams_count": _streams(k=12, nodes=24, prune_count=9),
-    "streams_early": _streams(k=12, nodes=24, prune_count=9, prune_layer=1, prune_exit="head"),
-    "streams_late": _streams(k=12, nodes=24, prune_count=9, prune_layer=2, prune_exit="head", layers=2, at="nodes"),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
-    "streams_own_mlp": lambda cases: streams(trained=tiny_streams(CONFIG, adapter=OWN_MLP), k=12, nodes=24),
-    "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
     "lyanna": _lyanna(resample="off"),
     "lyanna_fused": _lyanna(nodes=8, extra=24),
     "lyanna_equal": _lyanna(nodes=32, extra=24, resample="equal", proposes="point"),
@@ -578,7 +571,6 @@ TWINS = {
     "streams_point",
     "streams_best_path",
     "streams_count",
-    "streams_late",
     "lyanna_equal",
     "eagle_chain",
     "medusa_point",

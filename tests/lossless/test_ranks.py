@@ -33,7 +33,7 @@ from paceline.model.packing import RowPacker
 NAMES = list(OPTIONS)
 SOME = ("greedy", "sampled", "truncated", "penalties_all", "logprobs_processed", "prompt_logprobs", "n_three", "mixed")
 FEW = ("suffix", "chain_coupled", "streams_frontier", "mirror")  # look-ups and a model in serial, fused, mirror
-MORE = ("none", "ngram", "dynamic_coupled", "chain_drawn", "streams_tree", "streams_count", "streams_own_mlp", "hybrid")
+MORE = ("none", "ngram", "dynamic_coupled", "chain_drawn", "streams_tree", "streams_count", "hybrid")
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])

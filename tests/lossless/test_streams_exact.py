@@ -17,7 +17,6 @@ from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tin
 from torch import Tensor
 
 from paceline import kernels
-from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.draft.base import StepFeatures
 from paceline.engine import draft_verify
@@ -27,7 +26,6 @@ from paceline.model.adapters import AdapterConfig, AdapterRange
 from paceline.model.attention.base import Segment
 from paceline.model.base import Batch, ForwardState
 from paceline.model.decoder import Decoder
-from paceline.papers.streaming.layer_rows import StreamRows
 from paceline.papers.streaming.model import StreamSet
 from paceline.papers.streaming.pruning import surviving
 
@@ -38,8 +36,6 @@ HOT = SamplingParams(temperature=0.9, seed=4, max_tokens=20, ignore_eos=True)
 SETS: dict[str, dict[str, Any]] = {
     "plain": {},
     "deep": {"layers": 2, "gamma": 2},
-    "mapped": {"start_rank": 3},
-    "rotated": {"value_rotation": 0.05, "layers": 2},
     "bare": {"adapter": None},
 }
 
@@ -79,9 +75,6 @@ def shared_logits(trained: StreamSet, tokens: Sequence[int], prompt_len: int) ->
         numbers += range(1, c.gamma + 1)
     upper = lay_out(decoder, places, sight(owners, numbers))
     upper.hidden, upper.adapters = torch.cat(begun), ranges(trained, size)
-    if c.value_rotation is not None:
-        angle = c.value_rotation * torch.tensor(numbers[count:], dtype=torch.float64)[:, None, None]
-        upper.special = StreamRows(count, (angle.cos(), angle.sin()))
     decoder.run_layers(upper, c.insertion, c.num_layers, pool)
     return decoder.logits(upper)[count - 1]
 
@@ -139,12 +132,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-PRUNING: list[dict[str, Any]] = [  # nowhere, where streams begin, and before each layer: below it and above
-    {},
-    {"prune_count": 6},
-    {"prune_count": 6, "prune_layer": 1, "prune_exit": "head"},
-    {"prune_threshold": 0.004, "prune_layer": 2, "prune_exit": "head"},
-]
+PRUNING: list[dict[str, Any]] = [{}, {"prune_count": 6}, {"prune_threshold": 0.004}]
 
 
 @pytest.mark.parametrize("hot", [False, True])
@@ -189,13 +177,11 @@ def test_the_reference_differs_from_the_adapters_alone() -> None:
     assert answers(engine, GREEDY, "one") != [reference("plain", i, False) for i in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("layer", [None, 1, 2])
-def test_sets_of_several_depths_in_one_pass(layer: int | None) -> None:
-    """Two applications and the base model, whose streams begin at different layers, with pruning at any."""
+def test_sets_of_several_depths_in_one_pass() -> None:
+    """Two applications and the base model, whose streams begin at different layers, with pruning."""
     apps = [tiny_application(n, target(), shared(n)) for n in ("plain", "deep")]
-    where = {} if layer is None else {"prune_layer": layer, "prune_exit": "head"}
     for at in ("nodes", "frontier"):
-        drafter = streams(k=10, nodes=14, at=at, prune_threshold=0.004, **where)
+        drafter = streams(k=10, nodes=14, at=at, prune_threshold=0.004)
         engine = assemble(drafter, decoder=target(), applications=apps)
         names = ["plain", "deep", None, "deep"]
         outputs = run(engine, [(p, GREEDY) for p in PROMPTS], names)
@@ -240,61 +226,10 @@ def test_streams_say_the_same_on_nodes_and_on_the_frontier(name: str, pruning: d
         assert torch.allclose(a, b, rtol=0, atol=1e-9)
 
 
-def test_a_wide_attention_limit_is_none() -> None:
-    """With room for every key the limit changes nothing; a narrow one changes what streams say, and no id."""
-    trained = tiny_streams(layers=2)
-    wanted, free = heard(streams(trained=trained, k=10, nodes=16, at="nodes"))
-    for limit, same in ((200, True), (4, False)):
-        found, told = heard(streams(trained=trained, k=10, nodes=16, at="nodes", attention_limit=limit))
-        assert found == wanted
-        assert torch.allclose(free[0], told[0], rtol=0, atol=1e-9) == same
-
-
-@pytest.mark.parametrize("layer", [1, 2])
-def test_the_limit_chooses_the_same_keys_whatever_is_pruned(layer: int) -> None:
-    """Streams say what they say where nothing is pruned, at every length of the text where both are read."""
-    trained = tiny_streams(layers=2)
-
-    def said(**pruning: Any) -> tuple[list[list[int]], dict[tuple[int, int], Tensor], int]:
-        """Answers, stream logits by request and length of its text, and nodes that were pruned."""
-        found: dict[tuple[int, int], Tensor] = {}
-        drafter = streams(trained=trained, k=10, nodes=16, at="nodes", attention_limit=6, **pruning)
-        observe = drafter.observe
-
-        def listen(step: StepFeatures) -> None:
-            for view, logits in zip(step.sequences, step.stream_logits, strict=True):
-                if logits is not None:
-                    found[view.key, len(view.tokens)] = logits.clone()
-            observe(step)
-
-        drafter.observe = listen  # type: ignore[method-assign]
-        outputs = run(assemble(drafter, decoder=target()), [(p, GREEDY) for p in PROMPTS])
-        first = min(key for key, _ in found)
-        placed = {(key - first, length): logits for (key, length), logits in found.items()}
-        return [o.outputs[0].token_ids for o in outputs], placed, sum(o.stats.pruned for o in outputs)
-
-    free, cut = said(), said(prune_threshold=0.003, prune_layer=layer, prune_exit="head")
-    assert free[0] == cut[0] and not free[2] and cut[2] > 100
-    both = free[1].keys() & cut[1].keys()
-    assert len(both) > 40
-    assert all(torch.allclose(free[1][place], cut[1][place], rtol=0, atol=1e-9) for place in both)
-
-
-@pytest.mark.parametrize("options", [{"value_rotation": 0.05}, {"start_rank": 3}, {"seed": 9}])
-def test_every_part_of_a_set_is_read(options: dict[str, Any]) -> None:
-    told = [heard(streams(trained=tiny_streams(**o), chain=True))[1] for o in ({}, options)]
-    assert not torch.allclose(told[0][0], told[1][0])
-
-
-@pytest.mark.parametrize("exit_", ["trained", "head"])
-@pytest.mark.parametrize("layer", [1, 2])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(
-    layers: int, layer: int, exit_: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Below where streams begin, there and above: every node's score is recomputed from its own text alone."""
-    insertion = target().num_layers - layers
-    trained = tiny_streams(layers=layers, exits=(layer,) if layer != insertion else ())
+def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node's score is recomputed from its own text alone."""
+    trained = tiny_streams(layers=layers)
     cuts: list[tuple[list[int], list[int], list[int], list[int]]] = []  # text, and the tree with what is kept of it
     prune = draft_verify.prune
 
@@ -306,11 +241,11 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(
         return done
 
     monkeypatch.setattr(draft_verify, "prune", watched)
-    options = {"prune_layer": layer, "prune_exit": exit_, "prune_count": 4, "prune_threshold": 1e-4}
+    options = {"prune_count": 4, "prune_threshold": 1e-4}
     engine = assemble(streams(trained=trained, k=6, nodes=9, at="nodes", **options), decoder=target())
     assert run(engine, [(PROMPTS[1], GREEDY)])[0].stats.pruned
     assert len(cuts) > 5
-    to_exit = trained.exit_maps()[layer] if exit_ == "trained" else None
+    layer, to_exit = trained.config.insertion, trained.prune_map
     for text, tokens, parents, kept in cuts:
         scores = [0.0] + [transition(text, tokens, parents, node, layer, to_exit) for node in range(1, len(tokens))]
         wanted = surviving(parents, scores, 1e-4, 4)
@@ -336,7 +271,7 @@ def transition(
     state = lay_out(decoder, range(count), torch.ones(count, count, dtype=torch.bool).tril())
     batch = Batch(torch.tensor(said), state.positions, state.slots, state.attn)
     hidden = decoder.run_layers(decoder.embed(batch), 0, layer, pool).hidden[-1:]
-    return float(decoder.read(hidden if to_exit is None else to_exit(hidden)).log_softmax(-1)[0, tokens[node]])
+    return float(decoder.read(to_exit(hidden)).log_softmax(-1)[0, tokens[node]])
 
 
 def test_no_streams_where_nobody_drafts() -> None:
@@ -388,19 +323,15 @@ def test_main_rows_have_the_bits_of_plain_decoding(compiled: bool, kind: str, at
     layers = (shape.num_layers - 1,)
     trained = tiny_streams(shape, dtype=KINDS[kind], adapter=AdapterConfig(rank=4, layers=layers))
     plain = logits_by_place(assemble(decoder=decoder, max_model_len=120), prompts)
-    for where in ({}, {"prune_layer": 1, "prune_exit": "head"}):
-        drafter = streams(trained=trained, k=8, nodes=12, at=at, prune_count=9, **where)
-        engine = assemble(drafter, decoder=decoder, max_model_len=120)
-        in_streams = logits_by_place(engine, prompts)
-        assert plain.keys() <= in_streams.keys()
-        assert all(torch.equal(plain[place], in_streams[place]) for place in plain)
+    drafter = streams(trained=trained, k=8, nodes=12, at=at, prune_count=9)
+    engine = assemble(drafter, decoder=decoder, max_model_len=120)
+    in_streams = logits_by_place(engine, prompts)
+    assert plain.keys() <= in_streams.keys()
+    assert all(torch.equal(plain[place], in_streams[place]) for place in plain)
 
 
-@pytest.mark.parametrize(
-    ("compiled", "kind", "limit"),
-    [(False, "float32", None), (True, "float32", None), (True, "bfloat16", None), (True, "bfloat16", 6)],
-)
-def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str, limit: int | None) -> None:
+@pytest.mark.parametrize(("compiled", "kind"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
+def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str) -> None:
     """Alone without drafts, or in a batch with drafts, few rows a pass and preemption: the same logits, bit for bit."""
     if compiled and kernels.unavailable():
         pytest.skip(str(kernels.unavailable()))
@@ -409,10 +340,8 @@ def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str, 
     app = tiny_application("one", decoder, trained)
 
     def logits(prompts: Sequence[Sequence[int]], budget: int, **options: Any) -> dict[tuple[int, int], Tensor]:
-        few: dict[str, Any] = {"at": "nodes", "attention_limit": limit} if limit else {}
-        where = {"prune_layer": 2, "prune_exit": "head"} if budget else {}  # above where its streams begin
         target_of = {"config": WIDE, "dtype": KINDS[kind]}
-        drafter = streams(target=target_of, k=8, nodes=12, prune_count=9, **where, **few)
+        drafter = streams(target=target_of, k=8, nodes=12, prune_count=9)
         engine = assemble(
             drafter, decoder=decoder, applications=[app], budget=budget, max_model_len=120, block_size=4, **options
         )
@@ -427,8 +356,7 @@ def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str, 
 
 
 @pytest.mark.parametrize("mode", ["lossless", "shared"])
-@pytest.mark.parametrize("limit", [None, 6])
-def test_compiled_streams_say_what_torch_s_say(mode: Any, limit: int | None) -> None:
+def test_compiled_streams_say_what_torch_s_say(mode: Any) -> None:
     if kernels.unavailable():
         pytest.skip(str(kernels.unavailable()))
     trained = tiny_streams(WIDE, dtype=torch.float32, mode=mode, layers=2)
@@ -441,7 +369,6 @@ def test_compiled_streams_say_what_torch_s_say(mode: Any, limit: int | None) -> 
             k=8,
             nodes=12,
             at="nodes",
-            attention_limit=limit,
         )
         told: list[Tensor] = []
         observe = drafter.observe
@@ -458,12 +385,3 @@ def test_compiled_streams_say_what_torch_s_say(mode: Any, limit: int | None) -> 
     assert found[0][0] == found[1][0]
     assert len(found[0][1]) == len(found[1][1]) > 20
     assert all(torch.allclose(a, b, rtol=1e-3, atol=2e-3) for a, b in zip(found[0][1], found[1][1], strict=True))
-
-
-def test_the_compiled_layers_say_what_they_cannot() -> None:
-    if kernels.unavailable():
-        pytest.skip(str(kernels.unavailable()))
-    decoder = tiny_decoder(WIDE, dtype=torch.float32, compiled=True)
-    turned = tiny_streams(decoder.config, dtype=torch.float32, value_rotation=0.01)
-    with pytest.raises(CapabilityError, match="rotate no values"):
-        assemble(streams(trained=turned), decoder=decoder)

@@ -51,7 +51,7 @@ from paceline.kernels.memory import Arena
 from paceline.kernels.streams import StreamCarrier, StreamRun
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
-from paceline.model.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.model.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.model.attention.base import Segment
 from paceline.model.base import ForwardState
 from paceline.model.decoder import Decoder
@@ -78,7 +78,6 @@ SHAPES: list[dict[str, Any]] = [
 ]
 GAMMA = 3  # streams of a row
 RIDERS = AdapterConfig(rank=5, layers=(1,))
-OWN_MLP = AdapterConfig(rank=5, layers=(1,), linears=("qkv", "mlp"))
 PRODUCTS = [(1, 1), (16, 32), (17, 7), (5, 8), (64, 9), (37, 50), (65, 257), (130, 688)]  # outputs, inputs
 
 
@@ -219,9 +218,7 @@ def adapters(decoder: Decoder, draw: random.Random, rows: int) -> list[AdapterRa
     while draw.random() < 0.6 and at < rows:
         begin = draw.randint(at, rows - 1)
         at = draw.randint(begin + 1, rows)
-        own = draw.random() < 0.3  # in place of the MLP
-        named = ("qkv", "out", MLP) if own else LINEARS
-        linears = tuple(x for x in named if draw.random() < 0.7) or (MLP,)
+        linears = tuple(x for x in LINEARS if draw.random() < 0.7) or ("up",)
         config = AdapterConfig(rank=draw.choice(RANKS), layers=draw.choice([(0,), (1,), (0, 1)]), linears=linears)
         made = LowRank(config, linear_shapes(decoder.config), dtype=decoder.dtype).start()
         for up in made.up.values():
@@ -382,7 +379,6 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
     sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 5]), draw.choice([0, 1, 8, 17])) for _ in range(3)]
     totals = [sum(size) for size in sizes]
     riding = draw.random() < 0.5
-    few = draw.choice([None, 1, 7, 500])  # keys that streams attend to
     spare = 170 if riding else 0  # scratch slots behind all others
     cache, at, start = Cache(decoder, sum(totals) + spare), 0, 0
     order = torch.randperm(sum(totals))
@@ -401,7 +397,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         slots += named[prefix:].tolist()
         spans.append(RowSpan(start, start + rows, prefix, keys, parents))
         if riding and draw.random() < 0.8:
-            nodes = [n for n in range(drafted + 1) if few or draw.random() < 0.5]
+            nodes = [n for n in range(drafted + 1) if draw.random() < 0.5]
             streams, most = draw.randint(1, GAMMA), draw.choice([-1, 0, 99])
             carriers.append(StreamCarrier(len(spans) - 1, start + pending - 1, streams, most, tokens[:1], nodes))
             wanted += range(start + pending - 1, start + rows)
@@ -422,14 +418,13 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
                 decoder.config,
                 gamma=GAMMA,
                 dtype=decoder.dtype,
-                adapter=draw.choice([None, RIDERS, OWN_MLP]),
+                adapter=draw.choice([None, RIDERS]),
                 prune_rank=0,
             ),
             carriers,
             draw.choice([1, vocab]),
             slice(sum(totals), sum(totals) + spare),
             draw.random() < 0.5,
-            few,
         )
         if drawn:
             asked = asked._replace(rules=rules, logits=torch.empty(len(wanted) + rides.rows, vocab))

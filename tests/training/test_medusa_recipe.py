@@ -13,10 +13,10 @@ from toolkit import network
 
 from paceline.core.errors import ConfigError
 from paceline.draft.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load, read_config
+from paceline.train.carriers import generated
 from paceline.train.data import Example, SourceSpec, TokenBatch, collate
 from paceline.train.features import OnlineFeatures
 from paceline.train.job import TrainingJob, finish, prepare
-from paceline.train.multistream import generated
 from paceline.train.recipes.medusa import DECAY, RANKS, MedusaOptions, MedusaRecipe
 from paceline.train.trainer import Phase, TrainConfig
 from paceline.weights.files import fingerprint

@@ -16,13 +16,13 @@ import typer
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check, option, suggest
-from ..papers.streaming.model import fingerprint
 from ..train import answers as answering
 from ..train.data import Encoder, SourceSpec
 from ..train.job import TrainingJob, finish, run
 from ..train.recipe import locate, read_recipe
 from ..train.registry import KINDS, RecipeKind
 from ..train.trainer import Phase, TrainConfig, require_accelerate
+from ..weights.files import fingerprint
 from ..weights.loader import load_tokenizer, resolve_folder
 from . import INTERRUPTED
 from .console import note, stderr, stdout, this_command

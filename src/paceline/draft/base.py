@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..kv.pool import SequenceCache
     from ..model.applications import Application
     from ..model.decoder import TargetInfo
-    from ..papers.streaming.model import StreamConfig, StreamSet
+    from ..papers.streaming.model import StreamSet
 
 
 STREAM_ROWS = 32  # of streams, that a pass has room for where they are not on every node
@@ -41,20 +41,12 @@ class StreamRules:
     at: Literal["nodes", "frontier"] = "nodes"  # rows that carry them: every kept node, or the last accepted one
     prune_threshold: float | None = None  # nodes with a transition probability below it are pruned
     prune_count: int | None = None  # drafted nodes that pruning keeps
-    prune_layer: int | None = None  # before which trees are pruned; None: where streams begin
-    prune_exit: Literal["trained", "head"] = "trained"  # by the set's map there, or by the head on the state as it is
     best_path_batch: int = 8  # so many drafts at once are chains, and none is pruned
-    attention_limit: int | None = None  # keys of its main row that a stream attends to; None: all
-    rotates: bool = False  # whether a set rotates values, which the torch layers alone can do
 
     @property
     def prunes(self) -> bool:
         """Whether any tree may be pruned."""
         return self.prune_threshold is not None or self.prune_count is not None
-
-    def prunes_before(self, streams: StreamConfig) -> int:
-        """The layer before which the trees of a set are pruned."""
-        return streams.insertion if self.prune_layer is None else self.prune_layer
 
     def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
         """K/V slots that the streams of the widest pass need.

@@ -141,8 +141,6 @@ def _own_streams(config: DraftModelConfig, loaded: Any, context: DrafterContext)
     mark = fingerprint(loaded.folder) if shape.fingerprint and loaded.folder is not None else None
     decoder: Decoder = loaded.decoder
     check_target(asked, shape, loaded.name, decoder.info(loaded.name), mark)
-    if shape.value_rotation is not None:
-        raise CapabilityError(asked, "it rotates values, and these streams do not", "use a set with embeddings")
     found = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device)
     if found.adapters is not None:
         found.adapters.prepare()

@@ -63,8 +63,7 @@ def decide_compiled(
 
     The long way is for layers that are not compiled or of which ranks have parts, for requests that want
     log-probabilities of their prompt, for carriers with rules beside temperature and truncations, and for streams that
-    main rows see, that are rotated or that begin through a map. `Pass.logits` are set unless every choice is the
-    likeliest token and nobody wants more.
+    main rows see. `Pass.logits` are set unless every choice is the likeliest token and nobody wants more.
 
     Args:
         carriers: who carries streams.
@@ -145,12 +144,8 @@ def _taken(tapped: Tapped, taps: NativeTaps, target: Decoder) -> None:
 
 
 def _plain_streams(carriers: Sequence[Carriers]) -> bool:
-    """Whether all streams are of one lossless set that begins as state and embedding."""
-    streams = carriers[0].streams
-    for c in carriers:
-        if c.streams is not streams or c.shared:
-            return False
-    return streams.config.start_rank == 0 and streams.config.value_rotation is None
+    """Whether all streams are of one lossless set."""
+    return all(c.streams is carriers[0].streams and not c.shared for c in carriers)
 
 
 def _stream_run(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVPool, target: Decoder) -> StreamRun:
@@ -170,7 +165,7 @@ def _stream_run(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool:
         rows.append(StreamCarrier(c.work, span.root, streams, most_accepted(work), ends, riders))
     scratch = pool.scratch(max(used, gamma * len(carriers)))
     most = min(rules.k, target.config.vocab_size)
-    return StreamRun(carriers[0].streams, rows, most, scratch, rules.noisy, rules.attention_limit)
+    return StreamRun(carriers[0].streams, rows, most, scratch, rules.noisy)
 
 
 def _riders(

@@ -103,8 +103,6 @@ class DraftVerifyRound:
                 f"it reads states after layer {low[0]}, where rows are that pruning drops later",
                 "leave out prune_threshold and prune_count, or the part that reads these states",
             )
-        if self.target.stack is not None and rules.rotates:
-            raise _needs_torch("streams that rotate values", "they rotate no values")
 
     def _admit(self, streams: StreamSet) -> None:
         """See `Round.admits`."""
@@ -116,10 +114,8 @@ class DraftVerifyRound:
                 f"it is more than the {trained} streams that were trained",
                 f"leave gamma out, give {trained} or less, or train the application with gamma={wanted}",
             )
-        if self.rules.prunes and self.rules.prune_exit == "trained":
-            check_exit("pruning with the streams of an application", streams, self.rules.prune_layer)
-        if streams.config.value_rotation is not None and self.target.stack is not None:
-            raise _needs_torch("a set that rotates values", "they rotate no values")
+        if self.rules.prunes:
+            check_exit("pruning with the streams of an application", streams)
         self._make_room(trained)
 
     def _make_room(self, gamma: int) -> None:
@@ -226,12 +222,11 @@ class DraftVerifyRound:
         done = 0
         if self.rules is not None:
             insertion = StreamInsertion(p, self.target, self.pool, self.rules)
-            pruned_at = [self.rules.prunes_before(c.streams.config) if prunes else -1 for c in carriers]
-            for layer in sorted({c.insertion for c in carriers} | {at for at in pruned_at if at >= 0}):
+            for layer in sorted({c.insertion for c in carriers}):
                 self.target.run_layers(p.state, done, layer, self.pool, taps)
                 done = layer
-                cut = [c for c, at in zip(carriers, pruned_at, strict=True) if at == layer]
-                self._insert(p, insertion, cut, [c for c in carriers if c.insertion == layer])
+                begun = [c for c in carriers if c.insertion == layer]
+                self._insert(p, insertion, begun if prunes else (), begun)
         self.target.run_layers(p.state, done, self.target.num_layers, self.pool, taps)
 
     def _insert(self, p: Pass, insertion: StreamInsertion, cut: Sequence[Carriers], begun: Sequence[Carriers]) -> None:
@@ -246,7 +241,3 @@ class DraftVerifyRound:
             if c.segment is None:
                 span = p.spans[c.work]
                 c.hidden = p.state.hidden[span.root : span.stop]
-
-
-def _needs_torch(asked: str, why: str) -> CapabilityError:
-    return CapabilityError(f"{asked} with the compiled layers", why, "use kernels='torch'")

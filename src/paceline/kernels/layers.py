@@ -33,7 +33,7 @@ from ..weights.blocks import StoredWeights
 from . import abi
 from .calls import NativeTaps, TokenPass, hold, keys_of
 from .linear import BAD_POSITION, NativeAdapters, require
-from .streams import StreamRun, StreamTokens, limits_of, native_streams
+from .streams import StreamRun, StreamTokens, native_streams
 from .weights import Loaded, NativeWeights
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # in the order of `enum Activation`
@@ -154,8 +154,8 @@ class Stack:
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
         """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is.
 
-        Rows in ``state.adapters`` get those adapters' deltas; the limits in ``state.special`` hold for its streams. A
-        `LowRank` is packed when it first comes, for as long as it lives: its parameters must not change afterwards.
+        Rows in ``state.adapters`` get those adapters' deltas. A `LowRank` is packed when it first comes, for as long as
+        it lives: its parameters must not change afterwards.
 
         Raises:
             ConfigError: adapters that are not for this model; see `NativeAdapters`.
@@ -188,9 +188,6 @@ class Stack:
         if state.adapters:
             table = self._ranges(state.adapters, run.rows)
             run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
-        if state.special is not None and state.special.limits:
-            limits = limits_of(state.special.limits)
-            run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
         self._rotate(run, self._rope.joined())
         self._call(run, lambda: _highest(state.positions), self.library.pl_run_layers, start, stop)
         return out
@@ -235,7 +232,7 @@ class Stack:
             known here; ms that streams took behind the pass.
 
         Raises:
-            ConfigError, ValueError: as `run`; a set that `native_streams` refuses.
+            ConfigError, ValueError: as `run`.
         """
         held, made = list[Any](), self.streams(streams.streams)
         struct, read = streams.begin(made, held)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.errors import CapabilityError, ConfigError, RankLost
-from ..model.adapters import LINEARS, MLP, LowRank, not_loaded
+from ..model.adapters import LINEARS, LowRank, not_loaded
 from ..model.linear import LinearOp, Quant, quantised
 from ..model.padding import widened
 from ..weights.blocks import BY_NAME, BY_NUMBER, StoredRows, quantise
@@ -22,7 +22,6 @@ from .memory import Arena
 KINDS = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BF16, torch.int8: kernels.INT8}  # of weights
 LANES = 16  # outputs that lie side by side in a packed weight
 PACKED_BYTES = 32 << 20  # of weights in blocks that are packed before their file's memory is let go
-_PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
 # `Refusal` in the source. Compiled code has done nothing then.
 BAD_POSITION, LOST = 1, 7
 _REFUSALS = {
@@ -167,8 +166,7 @@ class NativeAdapters:
     """The pairs of one `LowRank`, packed for a stack's products.
 
     Weights are of the model's dtype, bf16 beside int8. The factor alpha / rank is folded into ``up`` before it
-    is rounded, and so is the inverse of an int8 output's scale: the delta then adds to the integer product, unless it
-    stands in place of the MLP.
+    is rounded, and so is the inverse of an int8 output's scale: the delta then adds to the integer product.
 
     Args:
         adapter: what to pack; parameters that change later are not seen.
@@ -181,29 +179,27 @@ class NativeAdapters:
     def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear]) -> None:
         self.rank = adapter.config.rank
         layers = len(bases) // len(LINEARS)
-        self.table = (abi.CLowRank * (layers * len(_PAIRS)))()
+        self.table = (abi.CLowRank * (layers * len(LINEARS)))()
         self._arena = Arena()
         self._held: list[NativeLinear] = []
         for layer, linear, down, up in adapter.pairs():
             what = f"the adapter of layer {layer}, {linear}"
             if layer >= layers:
                 raise ConfigError(what, f"the model has {layers} layers", "use its own adapters")
-            # What stands in place of the MLP has the inputs of its first product and the outputs of its last.
-            ends = ("up", "down") if linear == MLP else (linear, linear)
-            first, last = (bases[layer * len(LINEARS) + LINEARS.index(name)] for name in ends)
-            made = self.table[layer * len(_PAIRS) + _PAIRS.index(linear)]
-            n, k = last.shape[0], first.shape[1]
+            at = layer * len(LINEARS) + LINEARS.index(linear)
+            base, made = bases[at], self.table[at]
+            n, k = base.shape
             if down.shape != (self.rank, k) or up.shape != (n, self.rank):
                 shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
                 wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
                 raise ConfigError(what, f"down and up are {shapes}, not {wanted}", "use adapters made for this model")
             if down.isnan().any() or up.isnan().any():
                 raise not_loaded(what)
-            wide = last.widened_outputs(up.detach().float() * adapter.scale)  # [out, rank]
-            if linear != MLP and last.scale is not None:
-                wide = wide / last.scale[:, None]
-            for name, weight in (("down", first.widened_inputs(down.detach())), ("up", wide)):
-                packed = NativeLinear(weight.to("cpu", first.dtype), None, arena=self._arena)
+            wide = base.widened_outputs(up.detach().float() * adapter.scale)  # [out, rank]
+            if base.scale is not None:
+                wide = wide / base.scale[:, None]
+            for name, weight in (("down", base.widened_inputs(down.detach())), ("up", wide)):
+                packed = NativeLinear(weight.to("cpu", base.dtype), None, arena=self._arena)
                 self._held.append(packed)
                 setattr(made, name, packed.struct)
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..papers.streaming.layer_rows import StreamLimit
 from ..papers.streaming.model import StreamSet
 from . import abi
 from .calls import Room, numbers
@@ -34,7 +33,6 @@ class StreamRun(NamedTuple):
     k: int  # tokens wanted of each stream
     scratch: slice  # slots for K and V of streams: of all riders, and of a row's for every carrier
     noisy: bool = False  # whether a sequence that samples has its drafts drawn with the noise of its own choices
-    most: int | None = None  # keys of its main row that a stream attends to; then every node is a rider. None: all
 
     @property
     def rows(self) -> int:
@@ -59,7 +57,6 @@ class StreamRun(NamedTuple):
             scratch=self.scratch.start,
             room=self.scratch.stop - self.scratch.start,
             noisy=self.noisy,
-            most=self.most or 0,
         )
         return whole, lambda: [self._read(row, room) for row, room in zip(table, rooms, strict=True)]
 
@@ -82,29 +79,12 @@ class StreamTokens(NamedTuple):
 
 def native_streams(streams: StreamSet, adapters: NativeAdapters | None, dtype: torch.dtype) -> abi.CStreamSet:
     """The parameters of one lossless `StreamSet`, with its ``adapters``, as compiled layers with states of ``dtype``
-    read them.
-
-    Raises:
-        ValueError: streams that begin as more than state and embedding.
-    """
+    read them."""
     config = streams.config
-    if streams.start_map is not None or streams.embeddings is None:
-        raise ValueError("streams that begin through a map, or without embeddings, in one compiled call")
+    assert streams.embeddings is not None, "a set of adapters alone has no streams"
     embeddings = streams.embeddings.detach().to("cpu", dtype).contiguous()
     made = abi.CStreamSet(gamma=config.gamma, insertion=config.insertion, embeddings=embeddings.data_ptr())
     made.held = embeddings, adapters
     if adapters is not None:
         made.adapter, made.rank = ctypes.addressof(adapters.table), adapters.rank
     return made
-
-
-def limits_of(parts: Sequence[StreamLimit]) -> Any:
-    """Limits of attention as the compiled layers read them, a main row each: an array of `abi.CLimit`."""
-    table = []
-    for part in parts:
-        rows = part.rows.tolist()
-        gamma = (part.streams.stop - part.streams.start) // len(rows)
-        for i, row in enumerate(rows):
-            start = part.streams.start + i * gamma
-            table.append(abi.CLimit(row=row, start=start, stop=start + gamma, keys=len(part.keys), most=part.most))
-    return (abi.CLimit * len(table))(*table)

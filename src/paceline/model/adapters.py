@@ -1,6 +1,6 @@
-"""Low-rank adapters beside a decoder's linear layers, y += scale * up(down(x)), or in place of its MLP.
+"""Low-rank adapters next to a decoder's linear layers: y += scale * up(down(x)).
 
-Source: Hu et al. 2021 (LoRA); Speculative Streaming, section 2.1 (stream adapters) and appendix H.2.
+Source: Hu et al. 2021 (LoRA).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from .families import linear_shapes as linear_shapes
 from .linear import LinearOp, RowBlocks, make_linear, nan_parameter
 
 LINEARS = ("qkv", "out", "up", "down")
-MLP = "mlp"  # not beside a linear: rows with this pair go through it in place of the whole MLP (appendix H.2)
 Shapes = Mapping[str, tuple[int, int]]
 """linear -> (inputs, outputs); see `linear_shapes`."""
 
@@ -37,10 +36,8 @@ class AdapterConfig:
         ascending = all(isinstance(x, int) for x in self.layers) and list(self.layers) == sorted({*self.layers})
         self._require("layers", ascending and min(self.layers, default=0) >= 0, "must be ascending layer indices")
         once = bool(self.linears) and len({*self.linears}) == len(self.linears)
-        known = once and set(self.linears) <= {*LINEARS, MLP}
-        self._require("linears", known, f"must be some of {', '.join((*LINEARS, MLP))}, each once")
-        whole = MLP not in self.linears or not {"up", "down"} & {*self.linears}
-        self._require("linears", whole, f"cannot have up or down beside {MLP}, which stands in their place")
+        known = once and set(self.linears) <= {*LINEARS}
+        self._require("linears", known, f"must be some of {', '.join(LINEARS)}, each once")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
@@ -72,7 +69,6 @@ class LowRank(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        shapes = {**_of_mlp(shapes), **shapes}
         missing = [name for name in config.linears if name not in shapes]
         if missing:
             raise ConfigError(f"adapters of {', '.join(missing)}", "no shape is given for them", "see linear_shapes")
@@ -128,8 +124,8 @@ class LowRank(nn.Module):
 
         Args:
             layer: absolute index.
-            linear: one of `LINEARS`, or `MLP`.
-            x: [..., in], the input of that linear, of `MLP` that of the MLP; [rows, in] once prepared.
+            linear: one of `LINEARS`.
+            x: [..., in], the input of that linear; [rows, in] once prepared.
 
         Returns:
             [..., out]; None where this linear has no adapter.
@@ -142,10 +138,6 @@ class LowRank(nn.Module):
             return up(down(x)).mul_(self.scale)
         pair = self.pair(layer, linear)
         return None if pair is None else F.linear(F.linear(x, pair[0]) * self.scale, pair[1])
-
-    def replaces_mlp(self, layer: int) -> bool:
-        """Whether rows with these adapters go through one of them in place of the layer's MLP."""
-        return _key(layer, MLP) in self.down
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters under their names in a file: ``{layer}.{linear}.down`` and ``.up``."""
@@ -189,11 +181,6 @@ def _op(weight: Tensor, exact: bool) -> LinearOp:
     """A product as inference wants it; so narrow a one, on either side, that the probe of `make_linear` cannot be
     trusted to see whether its bits depend on the number of rows."""
     return RowBlocks(make_linear(weight, None)) if exact else make_linear(weight, None)
-
-
-def _of_mlp(shapes: Shapes) -> dict[str, tuple[int, int]]:
-    """From the MLP's input to its output, where both are known."""
-    return {MLP: (shapes["up"][0], shapes["down"][1])} if {"up", "down"} <= shapes.keys() else {}
 
 
 def _key(layer: int, linear: str) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor
 from .attention.base import AttentionPlan, slot_indices
 
 if TYPE_CHECKING:
-    from ..papers.streaming.layer_rows import StreamRows
     from .adapters import AdapterRange
 
 
@@ -51,7 +50,6 @@ class ForwardState:
     attn: Any  # AttentionPlan; None: pruned, it must be given anew
     rope: dict[Any, Any] = field(default_factory=dict)  # by network what `RopeTables.rows` gives for these positions
     adapters: Sequence[AdapterRange] = ()  # rows with low-rank adapters: disjoint ranges, in order
-    special: StreamRows | None = None  # what the torch path does otherwise for stream rows, where anything
 
     def keep(self, rows: Tensor) -> ForwardState:
         """The state of the ``rows`` [kept] int64, ascending, alone: pruning in mid-pass.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .adapters import MLP, AdapterRange
 from .attention.base import AttentionBackend
 from .base import ForwardState
 from .families import DecoderConfig, linear_biases, linear_shapes
@@ -149,15 +148,14 @@ class Layer(nn.Module):
         if rotation is not None:
             qk = self._rotate(qk, *rotation)
         store(k_cache, state.slots, qk[:, self.heads :])
-        values = qkv[:, rotated:]
-        if state.special is not None:
-            values = state.special.rotated(values)
-        store(v_cache, state.slots, values)
-        given = state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window
-        attended = attention.attend(*given) if state.special is None else state.special.attend(attention, *given)
+        store(v_cache, state.slots, qkv[:, rotated:])
+        attended = attention.attend(state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window)
         hidden = self._add("out", attended, hidden, self.attention_post_norm, state)
         normed = self.mlp_norm(hidden)
-        return self._adapted_rest(hidden, normed, state) if state.adapters else self._mlp(hidden, normed, state)
+        up = self.up(normed)
+        if state.adapters:
+            self._adapt(state, "up", normed, up)
+        return self._add("down", self._inner(up), hidden, self.mlp_post_norm, state)
 
     def _add(self, linear: str, x: Tensor, hidden: Tensor, norm: Norm | None, state: ForwardState) -> Tensor:
         """``hidden`` and the product of ``x`` behind ``norm``: [rows, d_model]."""
@@ -186,30 +184,6 @@ class Layer(nn.Module):
             self._adapt(state, linear, x, result)
         result = ranks.outputs(result)
         return (hidden + (result if norm is None else norm(result.to(hidden.dtype)))).to(hidden.dtype)
-
-    def _adapted_rest(self, hidden: Tensor, normed: Tensor, state: ForwardState) -> Tensor:
-        """The MLP where some rows may have an adapter in its place: [rows, d_model]."""
-        own = [part for part in state.adapters if part.adapter.replaces_mlp(self.index)]
-        if not own:
-            return self._mlp(hidden, normed, state)
-        # Stream rows are the last ones: what lies before the first of them that has an MLP of its own needs this one.
-        rows = _before(len(hidden), own)
-        result = hidden.clone()
-        if rows:
-            result[:rows] = self._mlp(hidden[:rows], normed[:rows], state)
-        for part in own:
-            inside = slice(part.start, part.stop)
-            delta = part.adapter.delta(self.index, MLP, normed[inside])
-            assert delta is not None
-            result[inside] = hidden[inside] + delta
-        return result
-
-    def _mlp(self, hidden: Tensor, normed: Tensor, state: ForwardState) -> Tensor:
-        """The MLP, added to ``hidden``: [rows, d_model], of the pass's first rows."""
-        up = self.up(normed)
-        if state.adapters:
-            self._adapt(state, "up", normed, up)
-        return self._add("down", self._inner(up), hidden, self.mlp_post_norm, state)
 
     def _adapt(self, state: ForwardState, linear: str, x: Tensor, y: Tensor) -> None:
         """Add the adapters' deltas to ``y`` [rows, out], the linear's output for ``x`` [rows, in], in place."""
@@ -243,15 +217,6 @@ class Layer(nn.Module):
         apart = not x.is_contiguous() or x.shape[1] % 64 == 0
         block = max(1, (_SERIAL_ELEMENTS - 1) // x.shape[1]) if apart else 1
         return activate(x) if x.shape[0] <= block else torch.cat([activate(part) for part in x.split(block)])
-
-
-def _before(rows: int, ranges: Sequence[AdapterRange]) -> int:
-    """How many of ``rows`` are left without the ranges that they end in."""
-    for part in reversed(ranges):
-        if part.stop != rows:
-            break
-        rows = part.start
-    return rows
 
 
 def store(cache: Tensor, slots: Tensor | slice, values: Tensor) -> None:

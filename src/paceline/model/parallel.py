@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError, RankLost
 from ..weights.names import Piece
-from .adapters import MLP, AdapterRange, LowRank
+from .adapters import AdapterRange, LowRank
 from .attention.base import Segment, slot_indices
 from .base import ForwardState, KVCache
 from .families import FAMILIES, DecoderConfig, linear_shapes
@@ -159,11 +159,9 @@ class Share:
 
     def adapters(self, whole: LowRank) -> LowRank:
         """Its part of adapters: of what the parts of a weight read and give."""
-        shapes = linear_shapes(self.own) | ({MLP: (self.config.d_model,) * 2} if MLP in whole.config.linears else {})
-        made = LowRank(whole.config, shapes, dtype=next(whole.parameters()).dtype)
+        made = LowRank(whole.config, linear_shapes(self.own), dtype=next(whole.parameters()).dtype)
         for (_, linear, down, up), (_, _, all_down, all_up) in zip(made.pairs(), whole.pairs(), strict=True):
-            spans = [(0, len(all_up))] if linear == MLP else self.outputs(linear)
-            up.data.copy_(torch.cat([all_up.data[first:last] for first, last in spans]))
+            up.data.copy_(torch.cat([all_up.data[first:last] for first, last in self.outputs(linear)]))
             down.data.copy_(all_down.data[:, self.inputs(linear)])
         return made
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 
+from .carriers import CarrierRows
 from .data import TokenBatch
 from .losses import SoftTarget, TargetHidden, TargetTop
-from .multistream import CarrierRows
 
 TOP = 3  # children of a node that the simulated tree counts
 EVALUATED_LOGITS = 2**24  # elements held at a time: a head is read once for all rows of them

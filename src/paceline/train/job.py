@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..model.hot import most_frequent, save_hot
-from ..papers.streaming.model import fingerprint
+from ..weights.files import fingerprint
 from ..weights.loader import load_tokenizer
 from .answers import answered_by
 from .cache import TopCache

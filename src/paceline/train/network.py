@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.errors import CapabilityError, ConfigError
-from ..model.adapters import MLP
 from ..model.attention import make_backend
 from ..model.decoder import Decoder
 from ..model.families import DecoderConfig
@@ -106,10 +105,7 @@ class Network(nn.Module):
         return project(self.layers[index], self.config, hidden, rotation, index, delta)
 
     def finish_layer(self, index: int, hidden: Tensor, attended: Tensor, delta: Delta | None = None) -> Tensor:
-        """The rest of a layer: ``attended`` [B, T, heads * head_dim] into the residual stream, then the MLP.
-
-        Where ``delta`` has an answer for the MLP as a whole, that takes its place.
-        """
+        """Run the rest of a layer: ``attended`` [B, T, heads * head_dim] into the residual stream, then the MLP."""
         return finish(self.layers[index], self.config, hidden, attended, index, delta)
 
     def run(
@@ -243,9 +239,6 @@ def finish(
     """The rest of a layer, see `Network.finish_layer`: [..., d_model]."""
     hidden = hidden + normed(layer.attention_post_norm, linear(layer, "out", index, attended, delta))
     x = normed(layer.mlp_norm, hidden)
-    own = None if delta is None else delta(index, MLP, x)
-    if own is not None:
-        return hidden + own
     inner = linear(layer, "up", index, x, delta)
     gate, up = inner.chunk(2, dim=-1)
     inner = _ACTIVATIONS[c.activation](gate) * up

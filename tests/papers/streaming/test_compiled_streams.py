@@ -132,39 +132,6 @@ def same(one: Heard, parts: Heard, k: int, budgets_vary: bool = False, sampled: 
         assert all(torch.equal(a, b) for a, b in zip(one.kv, parts.kv, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("most", [1, 6, 400])
-def test_streams_that_see_few_keys(kind: str, most: int) -> None:
-    """One call says what the parts say; with room for all keys, what streams without a limit say, bit for bit."""
-    decoder = decoder_of(kind)
-    found = {}
-    for name, limit, compiled in (("one", most, True), ("parts", most, False), ("free", None, True)):
-        drafter = streams(trained=trained(kind), k=K, nodes=7, at="nodes", attention_limit=limit)
-        engine = assemble(drafter, decoder=decoder, max_model_len=200)
-        found[name] = play(engine, drafter, [(p, GREEDY) for p in PROMPTS], compiled)
-    same(found["one"], found["parts"], K)
-    assert [ids for ids, *_ in found["one"].answers] == [ids for ids, *_ in found["free"].answers]
-    assert (found["one"].said == found["free"].said) == (most == 400)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ride", ["none", "likely", "all"])
-def test_streams_that_go_through_an_adapter_in_place_of_the_mlp(
-    kind: str, ride: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder = decoder_of(kind)
-    assert decoder.stack is not None
-    first, each, decoder.stack.free_rows = RIDES[ride]
-    monkeypatch.setattr("paceline.engine.compiled.stream_prices", lambda *_: (first, each))
-    own = AdapterConfig(rank=4, layers=(2, 3), linears=("qkv", "out", "mlp"))
-    found = {}
-    for compiled in (True, False):
-        drafter = streams(trained=trained(kind, adapter=own), k=K, nodes=12)
-        engine = assemble(drafter, decoder=decoder, max_model_len=200)
-        found[compiled] = play(engine, drafter, [(p, GREEDY) for p in PROMPTS], compiled)
-    same(found[True], found[False], K)
-
-
 def test_requests_of_other_kinds_in_between() -> None:
     """A step with a sampled request takes the long way, and the drafts go on from what it said."""
     hot = SamplingParams(temperature=0.9, seed=4, max_tokens=7, ignore_eos=True)
@@ -224,8 +191,6 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError):
             call(carriers)
     for changes in (
-        {"most": 4},
-        {"most": -1},
         {"k": 0},
         {"k": 97},
         {"scratch": slice(10**6, 10**6 + 9)},
@@ -233,8 +198,6 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(ValueError):
             call([(0, 0, 3, 9, (), ())], **changes)
-    with pytest.raises(ValueError, match="through a map"):
-        call([(0, 0, 3, 9, (), ())], streams=trained("bfloat16", start_rank=2))
     assert all(torch.equal(a, b) for a, b in zip((*pool.k, *pool.v), before, strict=True))
     chosen, told, _ = call([(0, 0, 2, 9, (), [0, 2])])
     assert len(chosen) == 4 and told[0] is not None

@@ -26,19 +26,12 @@ INSERTION = 5 - LAYERS
 PROMPTS = [[*range(20, 62)], [*range(30, 41)], [8]]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 TREE: dict[str, Any] = {"k": 10, "nodes": 14}
-HEAD: dict[str, Any] = {"prune_exit": "head"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "frontier": TREE,
     "chain at frontier": {"chain": True},
     "nodes": {**TREE, "at": "nodes"},
-    "limited": {**TREE, "at": "nodes", "attention_limit": 6},
     "pruned": {**TREE, "at": "nodes", "prune_threshold": 0.004},
     "pruned at frontier": {**TREE, "prune_count": 5},
-    "pruned first": {**TREE, "at": "nodes", "prune_count": 5, "prune_layer": 1, **HEAD},
-    "pruned first at frontier": {**TREE, "prune_count": 5, "prune_layer": 1, **HEAD},
-    "pruned last": {**TREE, "at": "nodes", "prune_count": 5, "prune_layer": 4, **HEAD},
-    "pruned last, limited": {**TREE, "at": "nodes", "prune_count": 5, "prune_layer": 4, "attention_limit": 6, **HEAD},
-    "pruned last at frontier": {**TREE, "prune_count": 5, "prune_layer": 4, **HEAD},
 }
 
 

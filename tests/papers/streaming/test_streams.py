@@ -1,8 +1,8 @@
-"""Trained sets of streams: shapes, files, formulas, refusals; what layers do otherwise for stream rows."""
+"""Trained sets of streams: shapes, files, formulas, refusals."""
 
 from __future__ import annotations
 
-import math
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,12 @@ from safetensors.torch import save_file
 
 from paceline.core.errors import ConfigError
 from paceline.kv.pool import KVPool
-from paceline.model.adapters import AdapterConfig, linear_shapes
-from paceline.papers.streaming.layer_rows import StreamLimit, StreamRows
-from paceline.papers.streaming.model import StreamSet, read_config
+from paceline.model.adapters import linear_shapes
+from paceline.papers.streaming.model import CONFIG_FILE, StreamSet, read_config
 from paceline.weights.files import fingerprint
 
 SHAPE = tiny_config()
 SHAPES = linear_shapes(SHAPE)
-OWN_MLP = AdapterConfig(rank=4, layers=(2,), linears=("qkv", "mlp"))
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -47,38 +45,14 @@ def test_the_delta_is_the_low_rank_product() -> None:
 # ---- sets
 
 
-def test_an_adapter_in_place_of_the_mlp_goes_from_its_input_to_its_output() -> None:
-    adapters = tiny_streams(adapter=OWN_MLP).adapters
-    assert adapters is not None
-    assert {name: tuple(t.shape) for name, t in adapters.tensors().items() if "mlp" in name} == {
-        "2.mlp.down": (4, 32),
-        "2.mlp.up": (32, 4),
-    }
-    assert adapters.replaces_mlp(2) and not adapters.replaces_mlp(1)
-
-
 def test_streams_begin_as_equation_4_says() -> None:
-    made = tiny_streams(start_rank=2)
+    made = tiny_streams()
     x = torch.randn(5, 32, dtype=torch.float64)
-    assert made.start_map is not None and made.embeddings is not None
-    mapped = x + x @ made.start_map.down.T @ made.start_map.up.T
-    assert torch.allclose(made.begin(x), mapped[:, None] + made.embeddings[None])
-    turned = tiny_streams(value_rotation=0.01)
-    assert turned.embeddings is None
-    assert torch.equal(turned.begin(x), x[:, None].expand(5, 3, 32))
+    assert made.embeddings is not None
+    assert torch.equal(made.begin(x), x[:, None] + made.embeddings[None])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"value_rotation": 0.02},
-        {"start_rank": 2},
-        {"adapter": None, "prune_rank": 0},
-        {"adapter": OWN_MLP},
-        {"exits": (1,)},
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"adapter": None, "prune_rank": 0}])
 def test_what_was_saved_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
     made = tiny_streams(**options)
     made.save(tmp_path / "set")
@@ -88,6 +62,18 @@ def test_what_was_saved_comes_back(tmp_path: Path, options: dict[str, Any]) -> N
     assert all(torch.equal(a, back.tensors()[name]) for name, a in made.tensors().items())
     half = StreamSet.load(tmp_path / "set", dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} <= {torch.bfloat16}
+
+
+def test_entries_of_variants_that_left(tmp_path: Path) -> None:
+    """Sets of 0.2.0 name them: unset they are read as before, else the set is refused."""
+    tiny_streams().save(tmp_path)
+    file = tmp_path / CONFIG_FILE
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | {"start_rank": 0, "exits": [], "value_rotation": None}))
+    assert read_config(tmp_path) == tiny_streams().config
+    file.write_text(json.dumps(written | {"value_rotation": 0.01}))
+    with pytest.raises(ConfigError, match="unknown entries: value_rotation"):
+        read_config(tmp_path)
 
 
 # ---- fingerprints
@@ -139,63 +125,6 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("paceline.weights.files.content_hash", lost)
     with pytest.raises(ConfigError, match="config.json cannot be read .Input/output error.. Restore the file"):
         fingerprint(folder)
-
-
-# ---- what layers do otherwise
-
-
-def test_values_are_rotated_by_j_epsilon_in_pairs() -> None:
-    values = torch.randn(5, 2, 8, dtype=torch.float64)
-    angles = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)[:, None, None]
-    rotated = StreamRows(2, (angles.cos(), angles.sin())).rotated(values)
-    assert torch.equal(rotated[:2], values[:2])
-    pairs = torch.complex(values[2:, :, :4], values[2:, :, 4:]) * torch.exp(1j * angles)
-    assert torch.allclose(rotated[2:], torch.cat((pairs.real, pairs.imag), -1))
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("most", [1, 3, 40])
-def test_limited_attention_by_hand(most: int, shared: bool, window: int | None) -> None:
-    """Row by row, as appendix H.1 says it."""
-    generator = seeded(most)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    keys, gamma, heads, kv_heads, dim, scale = 7, 2, 4, 2, 8, 0.4
-    mains = [5, 6]  # main rows at positions 5 and 6 of seven keys in slots 0 .. 6; streams in slots 8 .. 11
-    query, k, v = draw(6, heads, dim), draw(kv_heads, 12, dim), draw(kv_heads, 12, dim)
-    visible = torch.ones(2, keys, dtype=torch.bool).tril(keys - 2)
-    visible[1, 3] = False
-    limit = StreamLimit(
-        most=most,
-        rows=torch.tensor([0, 1]),
-        streams=slice(2, 6),
-        keys=torch.arange(keys),
-        key_positions=torch.arange(keys),
-        visible=visible,
-        own=torch.tensor(mains),
-        positions=torch.tensor(mains),
-        scratch=torch.arange(8, 12),
-        shared=shared,
-    )
-    found = limit.attend(query, k, v, scale, window).view(4, heads, dim)
-    for g, place in enumerate(mains):
-        own = [8 + g * gamma + j for j in range(gamma)]
-        seen = [s for s in range(keys) if visible[g, s] and (window is None or s > place - window)]
-        pool = seen + (own if shared else [])
-        weights = torch.stack(
-            [(k[h // 2, pool] @ query[g, h] * scale).softmax(0)[: len(seen)] for h in range(heads)]
-        ).mean(0)
-        weights[seen.index(place)] = math.inf
-        best = [seen[i] for i in weights.argsort(descending=True)[:most].tolist()]
-        for j in range(gamma):
-            near = [s for s in best if window is None or s > place + j + 1 - window] + own[: j + 1]
-            for h in range(heads):
-                row = 2 + g * gamma + j
-                mixed = (k[h // 2, near] @ query[row, h] * scale).softmax(0) @ v[h // 2, near]
-                assert torch.allclose(found[row - 2, h], mixed)
 
 
 # ---- the pool's part

@@ -101,22 +101,6 @@ def test_a_set_that_cannot_prune() -> None:
     app = make_application("one", tiny_streams(mode="shared", prune_rank=0), decoder, "one")
     with pytest.raises(CapabilityError, match="no early exit: it was trained with prune_rank=0"):
         assemble(streams(prune_count=3), decoder=decoder, applications=[app])
-    assemble(streams(trained=bare, prune_count=3, prune_exit="head"), decoder=decoder, applications=[app])
-
-
-def test_trees_are_pruned_where_there_is_an_exit() -> None:
-    """At any layer of the target, by the exit that was trained for it or by none."""
-    trained = tiny_streams(exits=(1,))
-    decoder = tiny_decoder()
-    for layer in (None, 1, 2):
-        assemble(streams(trained=trained, prune_count=3, prune_layer=layer), decoder=decoder)
-    with pytest.raises(CapabilityError, match="no early exit before layer 1, but before 2"):
-        streams(prune_count=3, prune_layer=1)
-    app = tiny_application("one", decoder, tiny_streams(mode="shared"))
-    with pytest.raises(CapabilityError, match="of an application: the set has no early exit before layer 1"):
-        assemble(streams(trained=trained, prune_count=3, prune_layer=1), decoder=decoder, applications=[app])
-    with pytest.raises(ConfigError, match="prune_layer must be below the 3 layers"):
-        assemble(streams(prune_count=3, prune_layer=3, prune_exit="head"), decoder=decoder)
 
 
 def test_more_streams_than_an_application_has() -> None:

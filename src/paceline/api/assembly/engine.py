@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ...engine.rounds import make_round, parse_round, round_of
 from ...engine.scheduler import SchedulerConfig, parse_prompt_rows
 from ...engine.tokens import texts_of
 from ...kv.pool import KVPool
-from ...model.applications import Application, load_applications, locate
+from ...model.applications import load_applications, locate
 from ...model.stage_line import StageLine
 from ...weights import zoo
 from ...weights.loader import resolve_folder
@@ -91,7 +91,7 @@ def build_engine(
     if drafter is not None:
         round_of(config.round, drafter.spec)  # before anything is allocated or started
     if decoder.ranks is not None:
-        _check_beside_ranks(config.tensor_parallel, drafter, applications)
+        _check_beside_ranks(config.tensor_parallel, drafter)
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
         wrong = "it reads the target's keys and values, and turns some, as the activations are"
         asked = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"
@@ -124,22 +124,12 @@ def build_engine(
     return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications, grammars)
 
 
-def _check_beside_ranks(count: int, drafter: Drafter | None, applications: Mapping[str, Application]) -> None:
-    """Refuse what reads weights of the target, or does to streams what takes all of its heads."""
-    for name, own in applications.items():
-        if own.streams is not None and own.streams.config.value_rotation is not None:
-            wrong = "its streams rotate values, which ranks do not"
-            raise CapabilityError(f"tensor_parallel={count} with application {name!r}", wrong, "leave one of them out")
-    if drafter is None:
-        return
-    spec, streams, wrong = drafter.spec, drafter.spec.streams, ""
-    if spec.taps or spec.scratch:
+def _check_beside_ranks(count: int, drafter: Drafter | None) -> None:
+    """Refuse a drafter that reads states or weights of the target."""
+    if drafter is not None and (drafter.spec.taps or drafter.spec.scratch):
         wrong = "it reads the target's states or weights, of which each rank has a part"
-    elif streams is not None and (streams.attention_limit is not None or streams.rotates):
-        wrong = "its streams see few keys, or rotate values, by what all heads say, and each rank has some"
-    if wrong:
         remedy = "use draft_model, ngram, suffix or streams"
-        raise CapabilityError(f"tensor_parallel={count} with drafter {spec.name!r}", wrong, remedy)
+        raise CapabilityError(f"tensor_parallel={count} with drafter {drafter.spec.name!r}", wrong, remedy)
 
 
 def check_shared(config: LLMConfig, other: LLMConfig) -> None:

@@ -64,7 +64,6 @@
 #include "kernels/attention/tiles.h"
 #include "kernels/attention/packed.h"
 #include "kernels/adapters.h"
-#include "kernels/few_keys.h"
 #include "kernels/layers.h"
 #include "kernels/run.h"
 #include "kernels/rows.h"

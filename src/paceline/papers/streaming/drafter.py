@@ -60,12 +60,6 @@ class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
         None, help="prune nodes whose early-exit probability given their parent is below this (0 to 1)"
     )
     prune_count: int | None = option(None, help="prune to so many nodes by early-exit probability", minimum=1)
-    prune_layer: int | None = option(
-        None, help="layer before which trees are pruned, at any depth; default: the one where streams begin", minimum=1
-    )
-    prune_exit: Literal["trained", "head"] = option(
-        "trained", help="early exit there: the set's own, or the target's head on the state as it is, untrained"
-    )
     best_path_batch: int = option(
         8, help="from so many drafting sequences on, the best path alone, and no pruning (the paper: 2)", minimum=1
     )
@@ -73,9 +67,6 @@ class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
         "frontier",
         help="rows that carry streams: every kept node in the same pass, or the last accepted one, after verification "
         "unless it was likely enough to carry them in the pass",
-    )
-    attention_limit: int | None = option(
-        None, help="keys of its main row that a stream attends to, best first (at=nodes)", minimum=1
     )
     proposes: Literal["point", "coupled", "sampled"] = proposes_option(sampled=True)
 
@@ -87,18 +78,10 @@ class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
         self.require("resample", off or not self.chain, "cannot go with chain, which is the best path alone")
         threshold = self.prune_threshold
         self.require("prune_threshold", threshold is None or 0 < threshold < 1, "must be above 0 and below 1")
-        for name, unset in (("prune_layer", None), ("prune_exit", "trained")):
-            given = getattr(self, name) != unset
-            self.require(name, self.prunes or not given, "means nothing without prune_threshold or prune_count")
         self.require(
             "proposes",
             not drawn or not self.prunes,
             "cannot be sampled with pruning: whether a node is checked must not depend on the draw",
-        )
-        self.require(
-            "attention_limit",
-            self.attention_limit is None or self.at == "nodes",
-            "needs at=nodes: the weights that choose are those of the pass",
         )
 
     @property
@@ -146,7 +129,6 @@ class StreamsDrafter(Drafter):
         own = 0 if self.streams is None else self.streams.config.gamma
         self.gamma = own or config.gamma or applied or USUAL_GAMMA
         self._resampling = Resampling(config, config.num_nodes(self.gamma), self.gamma)
-        rotation = None if streams is None else streams.config.value_rotation
         self.spec = DrafterSpec(
             name=config.kind,
             proposes=config.proposes,
@@ -162,11 +144,7 @@ class StreamsDrafter(Drafter):
                 at=config.at,
                 prune_threshold=config.prune_threshold,
                 prune_count=config.prune_count,
-                prune_layer=config.prune_layer,
-                prune_exit=config.prune_exit,
                 best_path_batch=config.best_path_batch,
-                attention_limit=config.attention_limit,
-                rotates=rotation is not None,
             ),
         )
         self._heard: dict[int, Said] = {}  # by sequence: what the streams of its last accepted node said
@@ -174,18 +152,15 @@ class StreamsDrafter(Drafter):
     # -- the contract
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Check the pruning and the set's shape against the target's."""
-        layer = self.config.prune_layer
-        rule = f"must be below the {target.num_layers} layers of {target.name}"
-        self.config.require("prune_layer", layer is None or layer < target.num_layers, rule)
+        """Check the set's shape against the target's."""
         if self.streams is None:
             return
         config = self.streams.config
         check_target(f"streams trained for {config.target or 'another target'}", config, target.name, target)
         if self.streams.adapters is not None:
             self.streams.adapters.prepare()
-        decoder, plain = target.decoder, config.start_rank == 0 and config.value_rotation is None
-        if decoder and decoder.stack and decoder.ranks is None and plain and self.config.at == "frontier":
+        decoder = target.decoder
+        if decoder and decoder.stack and decoder.ranks is None and self.config.at == "frontier":
             stream_prices(decoder, self.streams)  # now, not in the first request
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
@@ -275,8 +250,8 @@ def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
         wrong = "the set was trained in shared mode: its adapters change the target's own answers"
         remedy = "load it as an application, and let requests name it: LLM(..., applications={'name': FOLDER})"
         raise ConfigError(config.asked, wrong, remedy)
-    if config.prunes and config.prune_exit == "trained":
-        check_exit(f"pruning with the streams of {config.path or 'this set'}", streams, config.prune_layer)
+    if config.prunes:
+        check_exit(f"pruning with the streams of {config.path or 'this set'}", streams)
     if config.gamma is None or config.gamma == trained:
         return streams
     config.require("gamma", config.gamma <= trained, f"is more than the {trained} streams that were trained")

@@ -3,7 +3,7 @@
 Stream rows follow the main rows and have K and V of their own in the pool's scratch slots: main rows of a lossless
 set never see those keys, so that they stay what plain decoding computes, bit for bit.
 
-Source: Speculative Streaming, sections 2.1 and 2.2, appendices E.4 and H.1.
+Source: Speculative Streaming, sections 2.1 and 2.2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ...kv.pool import KVPool
 from ...model.adapters import AdapterRange, joined
 from ...model.attention.base import Segment, block_visibility, key_positions, slot_indices
 from ...model.decoder import Decoder
-from .layer_rows import StreamLimit, StreamRows, rotated_dtype, value_rotation
 from .model import StreamSet
 from .visibility import main_sees, stream_sees
 
@@ -40,10 +39,8 @@ class Carriers:
     scratch: Tensor | None = None  # [streams] int64 slots of the streams' own keys, once they are in the pass
     places: Tensor | None = None  # [streams] int64 their positions
     segment: Segment | None = None  # of the streams' rows, once they are planned
-    limit: StreamLimit | None = None  # where their attention is limited
     hidden: Tensor | None = None  # [nodes, d_model] at the insertion layer, if the streams run after verification
     pruned: int = 0  # nodes that went
-    pruned_at: int = 0  # the layers that those went through
 
     @property
     def gamma(self) -> int:
@@ -163,8 +160,6 @@ class StreamInsertion:
         left = seen[c.first :].repeat_interleave(gamma, 0)
         visible = torch.cat((left, _kept(siblings, width - c.first, gamma, device)), 1)
         c.segment = Segment(0, len(scratch), keys, count, main.prefix, visible, where)
-        if self.rules.attention_limit is not None:
-            c.limit = _limit(main, c, seen, scratch, self.rules.attention_limit)
         if not c.shared:
             return main
         own = torch.zeros(width, len(scratch), dtype=torch.bool, device=device)
@@ -179,61 +174,17 @@ class StreamInsertion:
             main[c.work] = self._connect(c)
             assert c.segment is not None
             c.segment = replace(c.segment, start=start, stop=start + c.segment.stop)
-            if c.limit is not None:
-                rows = torch.arange(p.spans[c.work].start + c.first, p.spans[c.work].stop, device=self.target.device)
-                c.limit = replace(c.limit, rows=rows, streams=slice(start, c.segment.stop))
             start = c.segment.stop
             streams.append(c.segment)
-        # Torch's attention leaves streams out that attend to few keys: see `StreamRows.attend`.
-        few = self.rules.attention_limit is not None and self.target.stack is None
-        state.attn = self.target.plan(main if few else [*main, *streams], state.positions)
+        state.attn = self.target.plan([*main, *streams], state.positions)
         state.adapters = (*main_adapters(p), *stream_adapters(self.inserted, streams))
         state.rope.clear()
-        rotation = stream_rotation(self.inserted, state.hidden)
-        limits = tuple(c.limit for c in self.inserted if c.limit is not None)
-        if rotation is None and self.rules.attention_limit is None:
-            state.special = None
-        else:
-            state.special = StreamRows(p.main_rows, rotation, limits)
 
 
 def stream_adapters(carriers: Sequence[Carriers], segments: Sequence[Segment]) -> tuple[AdapterRange, ...]:
     """The adapters of stream rows; ``segments`` are those of each one's streams."""
     parts = zip(carriers, segments, strict=True)
     return joined([(segment.start, segment.stop, c.streams.adapters) for c, segment in parts])
-
-
-def stream_rotation(carriers: Sequence[Carriers], like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`value_rotation` of the carriers' stream rows, sequence by sequence; None: no set has any."""
-    epsilons = [c.streams.config.value_rotation for c in carriers]
-    if all(epsilon is None for epsilon in epsilons):
-        return None
-    rows = [c.gamma if c.segment is None else c.segment.stop - c.segment.start for c in carriers]
-    each = [epsilon or 0.0 for epsilon, count in zip(epsilons, rows, strict=True) for _ in range(count)]
-    numbers = [row % c.gamma + 1 for c, count in zip(carriers, rows, strict=True) for row in range(count)]
-    stream, epsilon = torch.tensor([numbers, each], dtype=torch.float64, device=like.device).unbind(0)
-    return value_rotation(stream, epsilon, rotated_dtype(like))
-
-
-def _limit(main: Segment, c: Carriers, seen: Tensor, scratch: Tensor, most: int) -> StreamLimit:
-    """Limited attention of one sequence's streams; their rows are known once the pass is planned."""
-    device = scratch.device
-    carriers = torch.arange(c.first, main.stop - main.start, device=device)
-    before = torch.ones(len(carriers), main.prefix, dtype=torch.bool, device=device)
-    places = key_positions(main, device)
-    own = main.num_keys - (main.stop - main.start) + carriers  # the segment's rows are the last of its keys
-    return StreamLimit(
-        most=most,
-        rows=carriers,
-        streams=slice(0, 0),
-        keys=slot_indices(main.keys, device),
-        key_positions=places,
-        visible=torch.cat((before, seen[c.first :]), 1),
-        own=own,
-        positions=places[own],
-        scratch=scratch,
-        shared=c.shared,
-    )
 
 
 # -- masks of the streams' own keys

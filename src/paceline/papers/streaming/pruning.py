@@ -1,7 +1,6 @@
-"""Pruning token trees in mid-pass by an early exit: before the streams' first layer, or at any other depth.
+"""Prune token trees in mid-pass by an early exit before the streams' first layer.
 
 Nodes that are pruned keep the K/V that the lower layers wrote until the sequence's region is committed (lazy trimming).
-Above the streams' first layer, streams of pruned nodes that are in the pass go with them.
 
 Source: Speculative Streaming, section 2.3 (threshold) and appendix G.1 (fixed size, lazy trimming).
 """
@@ -42,14 +41,13 @@ def prune(
         return False
     remaining: list[Sequence[int]] = [range(count) for count in p.tree.counts]
     cut = set()
-    for c, transitions in zip(treed, _transitions(p, treed, target, rules), strict=True):
+    for c, transitions in zip(treed, _transitions(p, treed, target), strict=True):
         b = p.spans[c.work].tree_index
         kept = surviving(p.tree.parents[b], transitions, rules.prune_threshold, rules.prune_count)
-        c.pruned, c.pruned_at = len(transitions) - len(kept), rules.prunes_before(c.streams.config)
+        c.pruned = len(transitions) - len(kept)
         if c.pruned:
             remaining[b] = p.kept[c.work] = kept
             cut.add(c.work)
-            c.hidden = None if c.hidden is None else c.hidden[kept]
     if cut:
         p.tree = p.tree.kept(remaining)
         _drop_rows(p, insertion, cut, target.device)
@@ -86,11 +84,10 @@ def surviving(
     return [0, *alive]
 
 
-def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder, rules: StreamRules) -> list[list[float]]:
+def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder) -> list[list[float]]:
     """log p of every node given its parent, by the early exit; 0 for the root.
 
-    Source: Speculative Streaming, section 2.3: z = H(o_theta(M)), with M before the pruning layer. An untrained exit
-    has the identity in place of o_theta.
+    Source: Speculative Streaming, section 2.3: z = H(o_theta(M)), with M before the streams' first layer.
     """
     assert p.tree is not None
     tokens, parents = p.tree.tokens, p.tree.parents
@@ -102,10 +99,8 @@ def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder, rules: 
         inner = sorted({*above})
         place = {node: base + i for i, node in enumerate(inner)}
         base += len(inner)
-        hidden = p.state.hidden[[span.root + node for node in inner]]
-        if rules.prune_exit == "trained":
-            hidden = c.streams.exit_maps()[rules.prunes_before(c.streams.config)](hidden)
-        mapped.append(hidden)
+        assert c.streams.prune_map is not None, "refused where the round was made"
+        mapped.append(c.streams.prune_map(p.state.hidden[[span.root + node for node in inner]]))
         rows += [place[parent] for parent in above]
         columns += tokens[b][1 : span.nodes]
     z = target.read(torch.cat(mapped))

@@ -18,8 +18,7 @@ from ...kv.pool import KVPool
 from ...model.attention.base import Segment, slot_indices
 from ...model.base import ForwardState
 from ...model.decoder import Decoder
-from .layer_rows import StreamRows
-from .pass_rows import Carriers, stream_adapters, stream_rotation
+from .pass_rows import Carriers, stream_adapters
 
 
 def read_streams(p: Pass, carriers: Sequence[Carriers], target: Decoder, pool: KVPool) -> list[Tensor | None]:
@@ -70,8 +69,6 @@ def _run_late(p: Pass, carriers: Sequence[Carriers], layer: int, target: Decoder
     plan = target.plan(segments, positions)
     state = ForwardState(torch.cat(begun), positions, scratch, plan)
     state.adapters = stream_adapters(carriers, segments)
-    rotation = stream_rotation(carriers, state.hidden)
-    state.special = None if rotation is None else StreamRows(0, rotation)
     return target.run_layers(state, layer, target.num_layers, pool).hidden
 
 
@@ -107,10 +104,9 @@ def count_carrier(p: Pass, c: Carriers, streams: int, useful: bool, rode: bool, 
         rode: whether they were rows of the pass itself.
     """
     upper, nodes, stats = num_layers - c.insertion, p.spans[c.work].nodes, p.works[c.work].sequence.state.stats
-    above = c.pruned * max(0, c.pruned_at - c.insertion)  # of pruned nodes, in the streams' layers
-    stats.row_layers += c.pruned * c.pruned_at + streams * upper + c.gamma * above * rode
+    stats.row_layers += c.pruned * c.insertion + streams * upper
     if streams:
-        stats.upper_row_layers += (nodes + streams) * upper + above * (1 + c.gamma * rode)
+        stats.upper_row_layers += (nodes + streams) * upper
     stats.pruned += c.pruned
     stats.stream_drafts += useful
     stats.rode += useful and rode

@@ -1,6 +1,6 @@
 """The recipe ``streams``: trains a set of speculative streams, or adapters alone, over a frozen target.
 
-Source: Speculative Streaming, section 2.4 and appendices E.4, H.2, I, M, N.1.
+Source: Speculative Streaming, section 2.4 and appendices I and M.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from torch import Tensor, nn
 
 from ...core.errors import ConfigError
 from ...core.options import check, option
-from ...model.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
+from ...model.adapters import LINEARS, AdapterConfig, linear_shapes
 from ...train.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, no_loss, said_at
+from ...train.carriers import CarrierRows, choose_carriers
 from ...train.chunked import KnownGradients
 from ...train.data import TokenBatch
 from ...train.features import likeliest, top_tokens
 from ...train.losses import SoftTarget, TargetHidden, cross_entropy, distilled
-from ...train.multistream import CarrierRows, MainPass, choose_carriers, lossless_streams, main_pass, shared_pass
 from ...train.network import Network
 from ...weights.files import fingerprint
 from ...weights.trained_files import resumed
 from .model import StreamConfig, StreamSet
+from .multistream import MainPass, lossless_streams, main_pass, shared_pass
 
 if TYPE_CHECKING:
     from ...train.registry import BuildContext
@@ -36,16 +37,7 @@ if TYPE_CHECKING:
 # with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
 ALPHA_PER_RANK = 4.0
 Said: TypeAlias = "Callable[[Aims], SoftTarget]"  # the target's distributions in the main rows of some aims
-_OF_STREAMS = (
-    "layers",
-    "identity",
-    "prune_rank",
-    "exits",
-    "alpha_j",
-    "segment",
-    "positions",
-    "attention_limit",
-)  # of no meaning to adapters alone
+_OF_STREAMS = ("layers", "prune_rank", "alpha_j", "segment", "positions")  # of no meaning to adapters alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +52,8 @@ class StreamsOptions:
     layers: int = option(4, help="layers at the top of the target that streams go through")
     rank: int = option(8, help="rank of the adapters", minimum=1)
     alpha: float | None = option(None, help="adapters' output is scaled by alpha / rank; default: 4 times the rank")
-    linears: tuple[str, ...] = option(
-        LINEARS, help="linear layers with an adapter: qkv, out, up, down; mlp: one in place of the MLP (lossless, H.2)"
-    )
-    start_rank: int = option(0, help="rank of the map from main state to stream start; 0: the identity")
-    identity: Literal["embedding", "rotation"] = option(
-        "embedding", help="what tells streams apart: a trained embedding each, or rotated values"
-    )
-    attention_limit: int | None = option(
-        None, help="keys of its main row that a stream sees, best first; draft with the same. Default: all", minimum=1
-    )
-    prune_rank: int = option(8, help="rank of the early exits that prune trees; 0: no exit is trained")
-    exits: tuple[int, ...] = option(
-        (), help="layers before which there is an early exit, beside the one where streams begin"
-    )
+    linears: tuple[str, ...] = option(LINEARS, help="linear layers with an adapter: qkv, out, up, down")
+    prune_rank: int = option(8, help="rank of the early exit that prunes trees; 0: none is trained")
     alpha_j: float | None = option(
         None, help="weight of each stream's loss; default: 1 lossless, 0.1 shared", minimum=0, below=math.inf
     )
@@ -96,8 +76,6 @@ class StreamsOptions:
             ("positions", self.positions == 1 or not shared, "in shared mode all tokens carry streams"),
             ("distill", not self.distill or not shared, "only a frozen target is distilled from"),
             ("top", not self.top or self.distill > 0, "nothing is distilled (distill=0)"),
-            ("linears", MLP not in self.linears or not shared, "main rows, which share the adapters, keep their MLP"),
-            ("start_rank", self.gamma > 0 or not self.start_rank, "there are no streams to start"),
         )
         for name, holds, rule in rules:
             _require(name, getattr(self, name), holds, rule)
@@ -131,7 +109,6 @@ class StreamsOptions:
         insertion = c.num_layers - self.layers
         adapted = range(0 if self.mode == "shared" else max(0, insertion), c.num_layers)
         alpha = ALPHA_PER_RANK * self.rank if self.alpha is None else self.alpha
-        angle = math.pi / (2 * (c.max_position + self.gamma))  # of stream 1; of stream j j times that (E.4)
         return StreamConfig(
             mode=self.mode,
             gamma=self.gamma,
@@ -139,10 +116,7 @@ class StreamsOptions:
             num_layers=c.num_layers,
             d_model=c.d_model,
             vocab_size=c.vocab_size,
-            start_rank=self.start_rank,
             prune_rank=self.prune_rank if self.gamma else 0,
-            exits=tuple(self.exits),
-            value_rotation=angle if self.gamma and self.identity == "rotation" else None,
             adapter=AdapterConfig(rank=self.rank, alpha=alpha, layers=tuple(adapted), linears=tuple(self.linears)),
             target=target,
             fingerprint=mark,
@@ -185,7 +159,7 @@ class StreamRecipe:
         """alpha_0 CE(main) + sum_j alpha_j CE(stream j) + CE(early exit), each a mean over its rows (nats).
 
         Returns:
-            The loss, and the mean loss of each part: ``main``, ``stream_1`` ..., ``exit``, ``exit_LAYER`` of others.
+            The loss, and the mean loss of each part: ``main``, ``stream_1`` ..., ``exit``.
         """
         if self.options.mode == "shared":
             return self._shared(batch)
@@ -196,7 +170,7 @@ class StreamRecipe:
 
     def _lossless(self, batch: TokenBatch, carriers: CarrierRows) -> tuple[Tensor, dict[str, float]]:
         """Each segment forward and backward on its own; the returned loss passes on the gradients computed so far."""
-        main = main_pass(self.network, batch, self.module.config.insertion, self.module.config.exits)
+        main = main_pass(self.network, batch, self.module.config.insertion)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
         said = self._said(main.final, aims)
         total: Tensor | None = None
@@ -218,10 +192,10 @@ class StreamRecipe:
     def _segment(
         self, batch: TokenBatch, main: MainPass, part: CarrierRows, aims: Aims, said: Said | None
     ) -> tuple[Tensor, dict[str, float]]:
-        streams, _ = lossless_streams(self.network, self.module, main, part, self.options.attention_limit)
+        streams, _ = lossless_streams(self.network, self.module, main, part)
         own = Aims.of(batch, part, streams.shape[1], aims)
         loss, figures = self._stream_loss(streams, own, said)
-        early, exit_figures = self._exit_loss(main.before, part, own)
+        early, exit_figures = self._exit_loss(main.states[0], part, own)
         return loss + early, figures | exit_figures
 
     def _said(self, final: Tensor, aims: Aims) -> Said | None:
@@ -250,38 +224,31 @@ class StreamRecipe:
         return loss, figures if p is None else figures | {"kl": float(soft.sum()) / gamma}
 
     def _exit_loss(
-        self, before: Mapping[int, Tensor], part: CarrierRows, aims: Aims
+        self,
+        before: Tensor,  # [B * T, d] main rows where streams begin
+        part: CarrierRows,
+        aims: Aims,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Sum over exits of CE of head(norm(M + up down M)) with the next token.
-
-        M is detached, so that it trains nothing else.
-
-        Args:
-            before: [B * T, d] main rows before each layer with an exit.
-        """
-        total, figures = self.network.head_weight.new_zeros(()), {}
-        for layer, exit_map in self.module.exit_maps().items():
-            hidden = self.network.final(exit_map(before[layer].detach()[part.index]))
-            loss = cross_entropy(hidden, self.network.head_weight, aims.following, denominator=aims.rows)
-            total = total + loss
-            name = "exit" if layer == self.module.config.insertion else f"exit_{layer}"
-            figures[name] = float(loss.detach())
-        return total, figures
+        """Return CE of head(norm(M + up down M)) with the next token; M is detached, so that it trains nothing else."""
+        if self.module.prune_map is None:
+            return before.new_zeros(()), {}
+        hidden = self.network.final(self.module.prune_map(before.detach()[part.index]))
+        loss = cross_entropy(hidden, self.network.head_weight, aims.following, denominator=aims.rows)
+        return loss, {"exit": float(loss.detach())}
 
     # -- shared mode
 
     def _shared(self, batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
         gamma = self.module.config.gamma
         carriers = choose_carriers(batch)
-        most, exits = self.options.attention_limit, self.module.config.exits
-        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most, exits)
+        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment)
         main = self._main_loss(run.final, batch)
         figures = {"main": float(main.detach())}
         loss = self.options.factors[0] * main
         if gamma and len(carriers):
             aims = Aims.of(batch, carriers, gamma)
             ahead, more = self._stream_loss(run.streams, aims, None)
-            early, exit_figures = self._exit_loss(run.before, carriers, aims)
+            early, exit_figures = self._exit_loss(run.states[0], carriers, aims)
             loss, figures = loss + ahead + early, figures | more | exit_figures
         return loss, figures
 
@@ -322,13 +289,12 @@ class StreamRecipe:
 
     def _outputs(self, batch: TokenBatch, carriers: CarrierRows) -> tuple[Tensor, Tensor]:
         """Main rows [B * T, d] and streams [R, gamma, d] after the final norm."""
-        most = self.options.attention_limit
         if self.options.mode == "shared":
-            run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most)
+            run = shared_pass(self.network, self.module, batch, carriers, self.options.segment)
             return run.final, run.streams
         main = main_pass(self.network, batch, self.module.config.insertion)
         parts = carriers.segments(self.options.segment or 512)
-        streams = [lossless_streams(self.network, self.module, main, part, most)[0] for part in parts]
+        streams = [lossless_streams(self.network, self.module, main, part)[0] for part in parts]
         return main.final, torch.cat(streams) if streams else main.final.new_zeros(0, 0, 0)
 
     def _tally(self, tally: Tally, final: Tensor, streams: Tensor, aims: Aims) -> None:
@@ -343,11 +309,9 @@ class StreamRecipe:
     # -- result
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """`StreamSet.save`, in bf16 as all weights are; the number of parameters of each part, and the limit that
-        drafts are best made with."""
+        """Save the set, in bf16 as all weights are; return the number of parameters of each part."""
         self.module.save(folder, torch.bfloat16)
-        counted = {"parameters": self.module.parameters_by_part(), "application": self.options.application}
-        return {**counted, "attention_limit": self.options.attention_limit}
+        return {"parameters": self.module.parameters_by_part(), "application": self.options.application}
 
 
 def _by_stream(losses: Tensor) -> dict[str, float]:

@@ -19,10 +19,10 @@ from ...model.hot import hot_share
 from ...weights.files import fingerprint
 from ...weights.trained_files import resumed
 from ..ahead import EVALUATED_LOGITS, Aims, Tally, argmax, said_at
+from ..carriers import CarrierRows, choose_carriers
 from ..data import TokenBatch
 from ..features import Features, OnlineFeatures, last_states, top_tokens
 from ..losses import SoftTarget, distilled
-from ..multistream import CarrierRows, choose_carriers
 from ..network import Network
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ where H is the target's state at t + s and L its logits there. Features are stat
 target's head multiplies as they are.
 
 Steps of different anchors never see each other, so each step is one pass of all anchors at a time: attention to the
-shared keys document by document, as of streams (`multistream.group_attention`), and a few keys more for each anchor.
+shared keys document by document, as of streams (`carriers.group_attention`), and a few keys more for each anchor.
 
 Sources: Lyanna, section 4.1; EAGLE (Li et al. 2024), sections 4.1 and 4.2 (uniform noise on the features); the
 unrolling is that of HASS (Zhang et al. 2025).
@@ -34,10 +34,10 @@ from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...model.hot import hot_share, places_of
 from ..ahead import EVALUATED_LOGITS, argmax, no_loss, said_at
+from ..carriers import CarrierRows, group_attention, make_carriers
 from ..data import TokenBatch
 from ..features import Features, OnlineFeatures, last_states, top_tokens
 from ..losses import SoftTarget, TargetTop, mse_cross_entropy
-from ..multistream import CarrierRows, group_attention, make_carriers
 from ..network import Network, attend, finish, project, rotation_of, visible
 from .states_start import start_from_target
 

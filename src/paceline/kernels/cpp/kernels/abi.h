@@ -93,24 +93,16 @@ PL_STRUCT(LowRank,
 PL_STRUCT(AdapterRange,
   int64_t start, stop;
   int64_t rank;
-  const LowRank* adapter;  // [layers][qkv, out, up, down, mlp]; mlp: rows go through it in place of the MLP
+  const LowRank* adapter;  // [layers][qkv, out, up, down]
 )
 
-// lossless streams that start as f(M) + P_j, f the identity; see papers/streaming/model.py
+// lossless streams that start as M + P_j; see papers/streaming/model.py
 PL_STRUCT(StreamSet,
   int64_t gamma;
   int64_t insertion;         // the first layer that they go through
   const void* embeddings;    // P [gamma, d_model]
-  const LowRank* adapter;    // [layers][qkv, out, up, down, mlp] of stream rows, or null
+  const LowRank* adapter;    // [layers][qkv, out, up, down] of stream rows, or null
   int64_t rank;
-)
-
-// streams of one main row that attend to few of the keys that it sees; see papers/streaming/layer_rows.py
-PL_STRUCT(Limit,
-  int64_t row;           // the main row
-  int64_t start, stop;   // rows of its streams; their segment begins with the keys of the main row's
-  int64_t keys;          // the first so many of these keys may be chosen: all but those of streams
-  int64_t most;          // keys that are chosen at most; the main row's own is one of them
 )
 
 PL_STRUCT(Pass,
@@ -133,8 +125,6 @@ PL_STRUCT(Pass,
   int64_t layers;            // of the whole model
   const AdapterRange* adapters;
   int64_t num_adapters;
-  const Limit* limits;       // by their streams' rows, ascending; a segment of such rows holds no others
-  int64_t num_limits;
 )
 
 // states that are copied out of a pass
@@ -329,7 +319,6 @@ PL_STRUCT(StreamPass,
   int64_t k;               // tokens wanted of each stream
   int64_t scratch, room;   // slots for K and V of streams: the first one, and how many
   int64_t noisy;           // 1 where drafts are drawn with the noise of the target's own choices
-  int64_t most;            // keys of its main row that a stream attends to, then all nodes are riders; 0: all
   int64_t late_us;         // out: microseconds that streams took behind the pass
 )
 

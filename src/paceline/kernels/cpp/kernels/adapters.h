@@ -4,7 +4,7 @@
 
 namespace {
 
-enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, MLP = 4, PAIRS = 5 };  // of a layer's adapters
+enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, PAIRS = 4 };  // of a layer's adapters
 
 // The part of a range that lies in one chunk of ROWS rows.
 struct Piece {

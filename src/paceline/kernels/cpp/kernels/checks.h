@@ -66,36 +66,6 @@ inline Segment segment_at(int64_t start, int64_t stop, int64_t prefix, int64_t n
   return s;
 }
 
-// The segment that holds a row of the pass. Segments were checked: they hold all rows.
-inline const Segment& segment_of(const Pass& p, int64_t row) {
-  return *(std::upper_bound(p.segments, p.segments + p.num_segments, row,
-                            [](int64_t r, const Segment& s) { return r < s.start; }) -
-           1);
-}
-
-Refusal check_limits(const Pass& p) {
-  int64_t end = 0;  // one past the streams of the limit before
-  for (int64_t i = 0; i < p.num_limits; i++) {
-    const Limit& l = p.limits[i];
-    if (l.row < 0 || l.row >= l.start || l.start >= l.stop || l.stop > p.rows || l.most < 1 || l.start < end)
-      return BAD_COUNT;
-    const Segment &main = segment_of(p, l.row), &s = segment_of(p, l.start);
-    if (main.stop > s.start || l.stop > s.stop || l.keys < main.stop - main.start ||
-        l.keys > std::min(main.num_keys, s.num_keys))
-      return BAD_SEGMENT;
-    if (s.prefix > l.keys) return BAD_SEGMENT;
-    const bool first = i == 0 || segment_of(p, p.limits[i - 1].start).start != s.start,
-               last = i + 1 == p.num_limits || p.limits[i + 1].start >= s.stop;
-    if (l.start != (first ? s.start : end) || (last && l.stop != s.stop))
-      return BAD_SEGMENT;  // all rows of the segment
-    end = l.stop;
-  }
-  for (int64_t i = 0; i < p.num_limits; i++)  // a main row has all its keys
-    for (int64_t j = 0; j < p.num_limits; j++)
-      if (p.limits[i].row >= p.limits[j].start && p.limits[i].row < p.limits[j].stop) return BAD_SEGMENT;
-  return DONE;
-}
-
 Refusal check_rows(const Model& m, const Pass& p) {
   const int64_t slots = cache_slots(m, p);
   if (p.rows < 0 || p.threads < 1) return BAD_COUNT;
@@ -107,8 +77,7 @@ Refusal check_pass(const Model& m, const Pass& p, int start, int stop) {
   if (start < 0 || stop > p.layers) return BAD_COUNT;
   Refusal found = check_rows(m, p);
   if (found == DONE) found = check_segments(m, p);
-  if (found == DONE) found = check_adapters(p);
-  return found == DONE ? check_limits(p) : found;
+  return found == DONE ? check_adapters(p) : found;
 }
 
 Refusal check_view(const Model& m, const SparseView& v, const Chain& c, int64_t slots, int64_t keys) {

@@ -11,8 +11,7 @@ thread_local std::vector<int32_t> t_heads;
 
 template <class A> struct Runner final : Job {
   enum Kind {
-    NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, JOIN_HEADS, ADD, JOIN_ADD, NORM_AGAIN, GATE, JOIN_GATE, ADD_AGAIN,
-    JOIN_AGAIN, NORM_LAST
+    NORM, PROJECT, ATTEND, JOIN_HEADS, ADD, JOIN_ADD, NORM_AGAIN, GATE, JOIN_GATE, ADD_AGAIN, JOIN_AGAIN, NORM_LAST
   };
 
   const Model& m;
@@ -36,10 +35,9 @@ template <class A> struct Runner final : Job {
   // tiles each has one of its own. A row's bits are the same either way.
   const bool in_tiles = std::is_same_v<A, bf16> && g_isa == AMX_BF16;
   int64_t low_width = 0;  // of a row of down(x)
-  Limited& limited = t_limited;
   std::vector<int32_t>& heads = t_heads;  // the first query head of each of attention's packs, and one past the last
   int64_t widest = 1;                     // heads of the largest
-  Kind order[14];  // a layer's stages: norms where `alone` is false, few keys where some streams see few
+  Kind order[12];  // a layer's stages: norms where `alone` is false
   int64_t per_layer = 0;
 
   Runner(const Model& model, const Pass& pass, int begin, int end, Part which, int64_t between)
@@ -65,34 +63,17 @@ template <class A> struct Runner final : Job {
     added = b.take<float>(post ? rows * m.d_model : 0);
     cut(p, pieces);
     for (int64_t i = 0; i < p.num_adapters; i++) low_width = std::max(low_width, up(p.adapters[i].rank, K_STEP));
-    for (Kind kind : {NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, JOIN_HEADS, ADD, JOIN_ADD, NORM_AGAIN, GATE, JOIN_GATE,
-                      ADD_AGAIN, JOIN_AGAIN, NORM_LAST}) {
+    for (Kind kind : {NORM, PROJECT, ATTEND, JOIN_HEADS, ADD, JOIN_ADD, NORM_AGAIN, GATE, JOIN_GATE, ADD_AGAIN,
+                      JOIN_AGAIN, NORM_LAST}) {
       if (part == KEYS && kind > PROJECT) break;
       if ((kind == JOIN_HEADS || kind == JOIN_GATE) && gathers == 1) continue;
       if ((kind == JOIN_ADD || kind == JOIN_AGAIN) && !ranks) continue;
       if (kind == NORM && alone) continue;
       if (kind == NORM_AGAIN && alone && !post) continue;
       if (kind == NORM_LAST && !post) continue;
-      if ((kind == CHOOSE || kind == ATTEND_FEW) && !p.num_limits) continue;
       order[per_layer++] = kind;
     }
-    if (p.num_limits) limit();
     cut_heads();
-  }
-
-  void limit() {
-    limited.all.resize(p.num_limits), limited.of_row.assign(rows, -1), limited.segments.assign(p.num_segments, 0);
-    int64_t keys = 0;
-    for (int64_t i = 0; i < p.num_limits; i++) {
-      const Limit& l = p.limits[i];
-      const Segment &main = segment_of(p, l.row), &s = segment_of(p, l.start);
-      Few& few = limited.all[i];
-      few.limit = &l, few.streams = &s, few.own = l.keys - (main.stop - l.row);
-      limited.of_row[l.row] = (int32_t)i, limited.segments[&s - p.segments] = 1;
-      keys = std::max(keys, l.keys);
-    }
-    limited.room = up(keys, 16);
-    grow(limited.weights, p.num_limits * m.heads * limited.room);
   }
 
   // Threads that pay for meeting five times a layer: a small network is faster with few of them.
@@ -127,8 +108,6 @@ template <class A> struct Runner final : Job {
       case NORM: case NORM_AGAIN: case NORM_LAST: return rows;
       case PROJECT: return num_heads();
       case ATTEND: return attention_tasks(m.layers[layer_of(stage)]);
-      case CHOOSE: return p.num_limits;
-      case ATTEND_FEW: return p.num_limits * m.heads;
       case GATE: return m.d_ff / LANES;
       case JOIN_HEADS: case JOIN_ADD: case JOIN_GATE: case JOIN_AGAIN: return 1;
       default: return up(m.layers[layer_of(stage)].out.n, LANES) / LANES;
@@ -151,26 +130,19 @@ template <class A> struct Runner final : Job {
       case NORM: return norm(in, l.attention_norm, claim);
       case PROJECT: return project(l, index, alone ? normed_alone(in, l.attention_norm, fresh) : normed, claim);
       case ATTEND: return attention(l, index, claim);
-      case CHOOSE: return choose_keys(l, claim.begin, claim.end);
-      case ATTEND_FEW: return few_attention(index, claim.begin, claim.end);
       case ADD:
-        return add(l.out, index, OUT, attended, attended_width, in, middle, rows, claim, after(ADD, index, claim));
+        return add(l.out, index, OUT, attended, attended_width, in, middle, claim, after(ADD, index, claim));
       case NORM_AGAIN:
         if (post) add_norms(l.attention_post_norm, in, middle, claim.begin, claim.end);
         return norm(middle, l.mlp_norm, claim);
-      case GATE: return mlp(l.up, index, mlp_input(l, fresh), mlp_rows(index), claim);
+      case GATE: return mlp(l.up, index, mlp_input(l, fresh), claim);
       case JOIN_HEADS: return gather(attended, rows, m.heads * m.head_dim, attended_width);
-      case JOIN_GATE: return gather(inner, mlp_rows(index), m.d_ff, ff);
-      case JOIN_ADD: return join_added(l.out, rows);
-      case JOIN_AGAIN: return join_added(l.down, mlp_rows(index));
+      case JOIN_GATE: return gather(inner, rows, m.d_ff, ff);
+      case JOIN_ADD: return join_added(l.out);
+      case JOIN_AGAIN: return join_added(l.down);
       case ADD_AGAIN:
-        add(l.down, index, DOWN, inner, ff, middle, output(index), mlp_rows(index), claim,
-            after(ADD_AGAIN, index, claim));
-        return replace_mlp(index, l, middle, output(index), claim.begin, claim.end, fresh);
-      case NORM_LAST: {
-        for (int64_t r = claim.begin; r < claim.end; r++)
-          if (!in_place_of_mlp(index, r)) add_norms(l.mlp_post_norm, middle, output(index), r, r + 1);
-      }
+        return add(l.down, index, DOWN, inner, ff, middle, output(index), claim, after(ADD_AGAIN, index, claim));
+      case NORM_LAST: return add_norms(l.mlp_post_norm, middle, output(index), claim.begin, claim.end);
     }
   }
 
@@ -180,9 +152,9 @@ template <class A> struct Runner final : Job {
   }
 
   // What all ranks add to each row.
-  void join_added(const Linear& l, int64_t n) {
-    if (gathers > 1) gather(added, n, l.n, m.d_model);
-    else if (well && n > 0) well = rank_sum(*ranks, added, n * m.d_model);
+  void join_added(const Linear& l) {
+    if (gathers > 1) gather(added, rows, l.n, m.d_model);
+    else if (well && rows > 0) well = rank_sum(*ranks, added, rows * m.d_model);
   }
 
   // The weights that a thread reads first in the next stage with a product, after one of this kind.
@@ -196,7 +168,7 @@ template <class A> struct Runner final : Job {
     const Layer& l = m.layers[index];
     const int64_t outs = up(l.out.n, LANES) / LANES, inners = m.d_ff / LANES;
     if (kind == PROJECT) return share(l.out, outs, BLOCKS, 1, 0);
-    if (kind == ADD && mlp_rows(index) > 0) return share(l.up, inners, BLOCKS / 2, 1, inners);
+    if (kind == ADD) return share(l.up, inners, BLOCKS / 2, 1, inners);
     if (kind == GATE) return share(l.down, outs, BLOCKS, 1, 0);
     if (index + 1 < stop) return share(m.layers[index + 1].qkv, num_heads(), 1, m.head_dim / LANES, 0);
     return {};
@@ -228,43 +200,24 @@ template <class A> struct Runner final : Job {
     return alone && !post ? normed_alone(middle, l.mlp_norm, fresh) : normed;
   }
 
-  // Whether a row has an adapter in place of the MLP.
-  bool in_place_of_mlp(int index, int64_t row) const {
-    for (int64_t i = 0; i < p.num_adapters; i++) {
-      const AdapterRange& a = p.adapters[i];
-      if (row >= a.start && row < a.stop) return replaces_mlp(index, a.adapter);
-    }
-    return false;
-  }
-
-  bool replaces_mlp(int index, const LowRank* adapter) const { return adapter[index * PAIRS + MLP].down.weight; }
-
-  // The first rows, up to where all others have an adapter in place of the MLP.
-  int64_t mlp_rows(int index) const {
-    int64_t end = rows;
-    for (int64_t i = p.num_adapters; i-- && p.adapters[i].stop == end && replaces_mlp(index, p.adapters[i].adapter);)
-      end = p.adapters[i].start;
-    return end;
-  }
-
   // Of all outputs of one Linear, what the adapters need: down(x). Every thread computes it for itself, in `low`: that
   // is a block or two of outputs more, which costs less than a stage.
   void lower(int index, Which which, const A* x, int64_t stride) {
     if (pieces.all.empty()) return;
-    grow(scratch_of(which), padded_rows * low_width);
+    grow(t_scratch.low, padded_rows * low_width);
     for (int64_t r0 = 0; r0 < rows; r0 += ROWS)
       for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
         const Piece& piece = pieces.all[i];
         const Linear& l = piece.adapter[index * PAIRS + which].down;
         if (!l.weight || (piece.same && in_tiles)) continue;
         if (in_tiles)
-          lower_rows(l, which, Input<A>{x + r0 * stride, stride}, r0, piece.begin, std::min(r0 + ROWS, rows));
-        else lower_rows(l, which, Input<A>{x + piece.begin * stride, stride}, piece.begin, piece.begin, piece.end);
+          lower_rows(l, Input<A>{x + r0 * stride, stride}, r0, piece.begin, std::min(r0 + ROWS, rows));
+        else lower_rows(l, Input<A>{x + piece.begin * stride, stride}, piece.begin, piece.begin, piece.end);
       }
   }
 
   // Rows r0 .. end - 1 of down(x), of which those from `begin` on are kept, with zeros up to a multiple of K_STEP.
-  void lower_rows(const Linear& l, Which which, Input<A> in, int64_t r0, int64_t begin, int64_t end) {
+  void lower_rows(const Linear& l, Input<A> in, int64_t r0, int64_t begin, int64_t end) {
     alignas(64) float c[ROWS * BLOCKS * LANES];
     const int64_t total = up(l.n, LANES) / LANES, width = up(l.n, K_STEP);
     for (int64_t b = 0; b < total; b += BLOCKS) {
@@ -273,16 +226,14 @@ template <class A> struct Runner final : Job {
       product(l, block, blocks, in, (int)(end - r0), c);
       for (int64_t r = begin; r < end; r++) {
         const float* sum = c + (r - r0) * BLOCKS * LANES;
-        for (int64_t i = 0; i < blocks * LANES; i++) put(low(which, r) + b * LANES + i, sum[i]);
+        for (int64_t i = 0; i < blocks * LANES; i++) put(low(r) + b * LANES + i, sum[i]);
       }
     }
     for (int64_t r = begin; r < end; r++)
-      for (int64_t i = total * LANES; i < width; i++) put(low(which, r) + i, 0.0f);
+      for (int64_t i = total * LANES; i < width; i++) put(low(r) + i, 0.0f);
   }
 
-  // Room for down(x). ADD_AGAIN needs two: of DOWN, and of the adapter in place of the MLP.
-  std::vector<float>& scratch_of(Which which) { return which == MLP ? t_scratch.own : t_scratch.low; }
-  A* low(Which which, int64_t row) { return (A*)scratch_of(which).data() + row * low_width; }
+  A* low(int64_t row) { return (A*)t_scratch.low.data() + row * low_width; }
 
   // c += up(down(x)) for the rows r0 .. r0 + n - 1 that have adapters; c as `product` left it.
   void adapt(int index, Which which, const int64_t block[], int blocks, int64_t r0, int n, float* c) {
@@ -294,9 +245,9 @@ template <class A> struct Runner final : Job {
       if (!l.weight) continue;
       const int64_t first = piece.begin - r0, size = BLOCKS * LANES;
       if (!in_tiles)
-        product(l, block, blocks, Input<A>{low(which, piece.begin), low_width}, (int)(piece.end - piece.begin),
+        product(l, block, blocks, Input<A>{low(piece.begin), low_width}, (int)(piece.end - piece.begin),
                 delta + first * size);
-      else if (!piece.same) product(l, block, blocks, Input<A>{low(which, r0), low_width}, n, delta);
+      else if (!piece.same) product(l, block, blocks, Input<A>{low(r0), low_width}, n, delta);
       for (int64_t r = first; r < piece.end - r0; r++)
         for (int64_t j = 0; j < blocks * LANES; j++) c[r * size + j] += delta[r * size + j];
     }
@@ -379,7 +330,6 @@ template <class A> struct Runner final : Job {
     return l.window > 0 && s.num_keys > l.window ? 1 : std::max<int64_t>(1, most_vectors() / widest);
   }
   int64_t segment_chunks(const Layer& l, int64_t s) const {
-    if (p.num_limits && limited.segments[s]) return 0;
     const int64_t wide_as = task_rows(l, p.segments[s]);
     return (p.segments[s].stop - p.segments[s].start + wide_as - 1) / wide_as;
   }
@@ -401,7 +351,7 @@ template <class A> struct Runner final : Job {
         if (task + 1 < claim.limit) fetch_first(task + 1 < last || s + 1 == p.num_segments ? seg : p.segments[s + 1],
                                                 task + 1 < last ? heads[(task + 1 - first) / chunks] : 0, index);
         attend_rows(seg, l.window, index, h, (int)(heads[pack + 1] - h), r0,
-                    (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0), p.num_limits > 0);
+                    (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0));
       }
       first = last;
     }
@@ -414,42 +364,14 @@ template <class A> struct Runner final : Job {
     fetch(s, 0, std::min(AHEAD, s.prefix), keys, m.head_dim);
   }
 
-  // Which keys the streams of some main rows see, by these rows' weights: the mean over heads (appendix H.1).
-  void choose_keys(const Layer& l, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      float* sum = kept_of(i, 0).to;
-      for (int64_t h = 1; h < m.heads; h++) {
-        const float* more = kept_of(i, h).to;
-        for (int64_t j = 0; j < limited.all[i].limit->keys; j++) sum[j] += more[j];
-      }
-      limited.all[i].choose(sum, l.window, p.positions);
-    }
-  }
-
-  void few_attention(int index, int64_t begin, int64_t end) {
-    const int64_t wide_as = most_vectors();
-    for (int64_t task = begin; task < end; task++) {
-      const Few& few = limited.all[task / m.heads];
-      t_unpacked.of = nullptr;
-      for (int64_t r0 = 0; r0 < few.rows(); r0 += wide_as)
-        attend_rows(few.segment, 0, index, task % m.heads, 1, r0, (int)std::min(wide_as, few.rows() - r0), false);
-    }
-  }
-
-  Kept kept_of(int64_t limit, int64_t h) const {
-    return {limited.weights.data() + (limit * m.heads + h) * limited.room, limited.all[limit].limit->keys};
-  }
-
-  // Rows r0 .. r0 + rows - 1 of a segment under `count` query heads from h on; `keep`: the weights of main rows whose
-  // streams see few keys.
-  void attend_rows(const Segment& s, int64_t window, int index, int64_t h, int count, int64_t r0, int rows, bool keep) {
+  // Rows r0 .. r0 + rows - 1 of a segment under `count` query heads from h on.
+  void attend_rows(const Segment& s, int64_t window, int index, int64_t h, int count, int64_t r0, int rows) {
     const int64_t hd = m.head_dim, cache = h / (m.heads / m.kv_heads) * p.head_stride;
     Queries<A> q;
     q.r0 = r0, q.rows = rows, q.heads = count;
     for (int i = 0; i < q.count(); i++) {
       const int64_t row = s.start + r0 + i / count, head = h + i % count;
       q.query[i] = query + (row * m.heads + head) * hd, q.out[i] = attended_of(row, head);
-      if (keep && limited.of_row[row] >= 0) q.kept[i] = kept_of(limited.of_row[row], head);
     }
     const void *keys = p.k_cache[index], *values = p.v_cache[index];
     if (!p.packed) return attend_one(s, window, q, (const A*)keys + cache, (const A*)values + cache);
@@ -476,39 +398,12 @@ template <class A> struct Runner final : Job {
     attend<A>(m, s, window, p.positions, q, k, v);
   }
 
-  // out = residual + up(down(x)) for the rows that have an adapter in place of the MLP (Speculative Streaming, appendix
-  // H.2).
-  void replace_mlp(int index, const Layer& layer, const A* residual, A* out, int64_t begin, int64_t end, bool fresh) {
-    const int64_t outs = m.d_model;
-    bool any = false;
-    for (int64_t i = 0; i < p.num_adapters; i++) any = any || replaces_mlp(index, p.adapters[i].adapter);
-    if (!any) return;
-    const A* x = mlp_input(layer, fresh);
-    if (fresh) lower(index, MLP, x, d);
-    alignas(64) float c[ROWS * BLOCKS * LANES];
-    for (int64_t b = begin; b < end; b += BLOCKS) {
-      const int blocks = (int)std::min<int64_t>(BLOCKS, end - b);
-      const int64_t first = b * LANES, outputs = std::min<int64_t>(blocks * LANES, outs - first),
-                    block[BLOCKS] = {b, b + 1, b + 2, b + 3};
-      for (const Piece& piece : pieces.all) {
-        if (!replaces_mlp(index, piece.adapter)) continue;
-        const int64_t chunk = piece.begin / ROWS * ROWS;  // a tile takes all rows of a chunk
-        const int64_t r0 = in_tiles ? chunk : piece.begin, stop = in_tiles ? std::min(chunk + ROWS, rows) : piece.end;
-        product(piece.adapter[index * PAIRS + MLP].up, block, blocks, Input<A>{low(MLP, r0), low_width},
-                (int)(stop - r0), c);
-        for (int64_t r = piece.begin; r < piece.end; r++)
-          add_row(c + (r - r0) * BLOCKS * LANES, residual + r * outs + first, outputs, out + r * outs + first);
-      }
-    }
-  }
-
-  // out = residual + x W^T for the first `count` rows, rounded once; x W^T alone, to `added`, where a norm follows.
+  // out = residual + x W^T, rounded once; x W^T alone, to `added`, where a norm follows.
   void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out,
-           int64_t count, const Claim& claim, const Next& then) {
+           const Claim& claim, const Next& then) {
     const int64_t outs = m.d_model, column = own * l.n;
-    if (count == 0) return;
     if (claim.fresh) lower(index, which, x, stride);
-    sweep(l, claim, input_of(l, x, stride, count, claim.fresh), count, then,
+    sweep(l, claim, input_of(l, x, stride, rows, claim.fresh), rows, then,
           [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
             const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
             adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
@@ -521,24 +416,23 @@ template <class A> struct Runner final : Job {
           });
   }
 
-  // activation(gate) * up of the first `count` rows, two blocks of each at a time.
-  void mlp(const Linear& l, int index, const A* x, int64_t count, const Claim& claim) {
+  // activation(gate) * up, two blocks of each at a time.
+  void mlp(const Linear& l, int index, const A* x, const Claim& claim) {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
-    if (count == 0) return;
     if (claim.fresh) lower(index, UP, x, d);
-    const Input<A> in = input_of(l, x, d, count, claim.fresh);
+    const Input<A> in = input_of(l, x, d, rows, claim.fresh);
     const Next then = after(GATE, index, claim);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     if (claim.begin == 0 && ff != gathers * m.d_ff)
-      for (int64_t r = 0; r < count; r++)
+      for (int64_t r = 0; r < rows; r++)
         for (int64_t i = gathers * m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
     for (int64_t b = claim.begin; b < claim.end; b += half) {
       const int n = (int)std::min<int64_t>(half, claim.end - b);
-      const Next next = b + n < claim.limit ? next_here(l, b + n, claim.limit, count, total) : then;
+      const Next next = b + n < claim.limit ? next_here(l, b + n, claim.limit, rows, total) : then;
       int64_t block[BLOCKS] = {};
       for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
-      for (int64_t r0 = 0; r0 < count; r0 += ROWS) {
-        const int chunk = (int)std::min<int64_t>(ROWS, count - r0);
+      for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
+        const int chunk = (int)std::min<int64_t>(ROWS, rows - r0);
         product(l, block, 2 * n, in.from(r0), chunk, c, r0 == 0 ? next : Next{});
         adapt(index, UP, block, 2 * n, r0, chunk, c);
         for (int r = 0; r < chunk; r++) activate(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + own * m.d_ff + b * LANES);

@@ -206,7 +206,6 @@ void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_
     }
     bf16* w = t.weights.data() + i * room;
     total[i] = soften(score[i], seen, w);
-    keep_weights(q.kept[i], w, total[i], view, i, t.tail);
     weight[i] = w, sum[i] = t.out.data() + i * d;
     std::memset(sum[i], 0, d * sizeof(float));
   }

@@ -139,19 +139,12 @@ inline float soften(float* s, int64_t n) {
 }
 
 struct Scratch {  // of one thread, grown on demand
-  std::vector<float> scores, own_scores, found, out, low, own, wide;
+  std::vector<float> scores, own_scores, found, out, low, wide;
   std::vector<char> normed;
   std::vector<int32_t> tail, several, place;
   std::vector<bf16> weights;
 };
 thread_local Scratch t_scratch;
-
-// Where a row's weights go, for streams that choose their keys by them: those of the first `keys`, and -1 for what the
-// row does not see.
-struct Kept {
-  float* to = nullptr;
-  int64_t keys = 0;
-};
 
 // What is attended to at once: rows r0 .. r0 + rows - 1 of a segment, each under `heads` query heads that share keys and
 // values. Vector i belongs to row r0 + i / heads.
@@ -160,7 +153,6 @@ template <class A> struct Queries {
   int rows, heads;
   const A* query[TILE_ROWS];
   A* out[TILE_ROWS];
-  Kept kept[TILE_ROWS];
   int count() const { return rows * heads; }
 };
 
@@ -217,17 +209,6 @@ void fetch_turn(const Segment& s, int64_t j, int64_t keys_seen, const A* keys, c
   fetch(s, j + AHEAD, std::min(j + AHEAD + 16, keys_seen), keys, d);
 }
 
-template <class W>
-void keep_weights(const Kept& kept, const W* w, float total, const View& v, int i, const std::vector<int32_t>& tail) {
-  if (!kept.to) return;
-  const float scale = 1.0f / total;
-  const int64_t common = std::min(v.common, kept.keys);
-  for (int64_t j = 0; j < common; j++) kept.to[j] = wide(w[j]) * scale;
-  std::fill(kept.to + common, kept.to + kept.keys, -1.0f);
-  for (int64_t x = v.tail_begin[i]; x < v.tail_end[i]; x++)
-    if (tail[x] < kept.keys) kept.to[tail[x]] = wide(w[v.common + x - v.tail_begin[i]]) * scale;
-}
-
 // Attention of up to VECTORS vectors.
 template <class A> void attend(const Model& m, const Segment& s, int64_t window, const int64_t* positions,
                                const Queries<A>& q, const A* keys, const A* values) {
@@ -277,7 +258,6 @@ template <class A> void attend(const Model& m, const Segment& s, int64_t window,
       std::memcpy(score[i] + view.common + j, found, n * sizeof(float));
     }
     total[i] = soften(score[i], view.common + owned);
-    keep_weights(q.kept[i], score[i], total[i], view, i, t.tail);
     std::memset(sum[i], 0, d * sizeof(float));
   }
   accumulate_any<A>(count, sum, score, view.common, d, value_at);

@@ -341,7 +341,6 @@ void attend_vectors(const Model& m, const Segment& s, int64_t window, const int6
   for (int i = 0; i < count; i++) {
     bf16* w = t.weights.data() + i * room;
     total[i] = weigh_own(rest + i * apart, own[i], scale, top[i], w + shared, sums[i]);
-    keep_weights(q.kept[i], w, total[i], view, i, t.tail);
   }
 
   float* sum = t.out.data();

@@ -19,7 +19,6 @@ struct StreamRows {
   std::vector<uint8_t> masks;
   std::vector<Segment> segments;
   std::vector<AdapterRange> adapters;
-  std::vector<Limit> limits;
   std::vector<char> tap, begun;  // main rows before the streams' first layer; streams that run afterwards
 
   // Rows start .. stop - 1 are streams.
@@ -33,7 +32,7 @@ struct StreamRows {
     const StreamSet& set = *s.set;
     given = &s;
     carriers.clear(), riders.clear();
-    if (s.count < 0 || s.k < 1 || s.k > m.vocab || s.most < 0 || set.gamma < 1 || set.insertion < 1 ||
+    if (s.count < 0 || s.k < 1 || s.k > m.vocab || set.gamma < 1 || set.insertion < 1 ||
         set.insertion >= a.pass.layers)
       return BAD_COUNT;
     int64_t rows = 0, later = 0, last = -1;
@@ -48,7 +47,6 @@ struct StreamRows {
       const int64_t *wanted = a.given->wanted, num_wanted = a.given->num_wanted, place = place_of(a, c->root);
       if (!std::binary_search(wanted, wanted + num_wanted, c->root)) return BAD_COUNT;
       if (place + nodes > num_wanted || wanted[place + nodes - 1] != own.stop - 1) return BAD_COUNT;
-      if (s.most && c->num_riders != nodes) return BAD_COUNT;  // weights that choose are those of the pass
       carriers.push_back({c, (int64_t)riders.size(), c->num_riders});
       for (int64_t r = 0, before = -1; r < c->num_riders; r++, rows += c->streams) {
         if (c->riders[r] <= before || c->riders[r] >= nodes) return BAD_COUNT;
@@ -113,7 +111,7 @@ struct StreamRows {
     return c.of->streams;
   }
 
-  // f(M) + P_j with f the identity (eq. 4), for streams 1 .. count of one row.
+  // M + P_j (eq. 4 with f the identity), for streams 1 .. count of one row.
   template <class A> static void start(const Model& m, const StreamSet& set, const A* state, int64_t count, A* out) {
     const A* embeddings = (const A*)set.embeddings;
     for (int64_t j = 0; j < count; j++)
@@ -164,7 +162,7 @@ struct StreamRows {
           bytes += streams * (s.stop - s.start + streams);
     }
     keys.resize(num_keys), places.resize(num_places), masks.assign(bytes, 0);  // so that addresses in them stay
-    segments = a.segments, limits.clear();
+    segments = a.segments;
     int64_t *next_key = keys.data(), *next_place = places.data();
     uint8_t* mask = masks.data();
     for (const Carried& c : carriers) {
@@ -180,11 +178,6 @@ struct StreamRows {
       for (int64_t r = c.first; r < c.first + c.num_riders; r++) {
         const Rider& rider = riders[r];
         const int64_t carried = c.of->root + rider.node, seen = carried - s.start;  // its row, and in the segment
-        if (given->most) {
-          Limit& l = limits.emplace_back();
-          l.row = carried, l.start = rider.row, l.stop = rider.row + c.of->streams;
-          l.keys = s.num_keys, l.most = given->most;
-        }
         start(m, set, (const A*)tap.data() + carried * d, c.of->streams, (A*)a.states.data() + rider.row * d);
         for (int64_t j = 0; j < c.of->streams; j++, mask += block) {
           if (s.visible) std::memcpy(mask, s.visible + seen * width, width);
@@ -202,7 +195,6 @@ struct StreamRows {
     p.hidden_in = p.hidden_out = a.states.data();
     p.segments = segments.data(), p.num_segments = (int64_t)segments.size();
     p.adapters = adapters.data(), p.num_adapters = (int64_t)adapters.size();
-    p.limits = limits.data(), p.num_limits = (int64_t)limits.size();
     a.run(m, p, (int)set.insertion, (int)p.layers, taps);
   }
 
