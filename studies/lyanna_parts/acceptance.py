@@ -15,7 +15,6 @@ from kit.study import Entry, Grid, Table, measure
 from numpy.typing import NDArray
 
 from lyanna_parts.common import DIALOGUE, FRESH_TREE, FULL_ROWS, STEPS, LyannaFlags, lyanna, shape_of, study
-from lyanna_parts.trained import read_log
 from paceline.bench.records import Report, Trial
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import ConfigError
@@ -24,10 +23,9 @@ from paceline.papers.lyanna.model import FILES, LyannaModel
 from paceline.weights.loader import resolve_folder
 
 Floats = NDArray[np.float64]
-FULL, NO_INFO, NO_FIRST = "full", "without token-info", "without first token"
 TRAINED, INFO_TAKEN, FIRST_TAKEN = "as trained", "token-info taken away at use", "first token taken away at use"
 TAKEN: Mapping[str, Mapping[str, Any]] = {  # what of a drafter's shape is changed
-    INFO_TAKEN: {"rank": 0, "hot": 0, "hot_columns": False},
+    INFO_TAKEN: {"rank": 0},
     FIRST_TAKEN: {"first_token": False},
 }
 MEAN = "mean of tasks"
@@ -39,48 +37,6 @@ REMARKS = (
     "with a draft). A node that the tree does not have counts as a miss, and so does an end by the answer's limit",
     "intervals: 95%, bootstrap over prompts; a mean of tasks weighs each alike",
 )
-
-
-def arms(ask: LyannaFlags) -> dict[str, str]:
-    """The three folders of table 1.
-
-    Raises:
-        ConfigError: one is not what it is named as, or differs in more than that: in its layer, its target or the
-            length of its training.
-    """
-    folders = {FULL: str(ask.lyanna), NO_INFO: str(ask.without_info), NO_FIRST: str(ask.without_first)}
-    shapes = {arm: shape_of(folder) for arm, folder in folders.items()}
-    for arm, shape in shapes.items():
-        parts = bool(shape.rank), shape.first_token
-        wanted = arm != NO_INFO, arm != NO_FIRST
-        if parts != wanted:
-            words = ["with" if has else "without" for has in parts]
-            wrong = f"it was trained {words[0]} token-info and {words[1]} the first token"
-            raise ConfigError(f"{arm}: {folders[arm]}", wrong, "name the folder that is meant")
-        full = shapes[FULL]
-        if any(getattr(shape, name) != getattr(full, name) for name in ("layer", "fusion", "fingerprint")):
-            raise ConfigError(f"{arm}: {folders[arm]}", "its layer or target is another", "train all three alike")
-    lengths = {arm: trained_steps(folder) for arm, folder in folders.items()}
-    for arm, steps in lengths.items():
-        if steps != lengths[FULL]:
-            wrong = f"it was trained for {steps:,} steps, {folders[FULL]} for {lengths[FULL]:,}"
-            raise ConfigError(f"{arm}: {folders[arm]}", wrong, "train all three alike")
-    return folders
-
-
-def trained_steps(folder: str) -> int:
-    """Of the run whose ``result`` a folder is, as the log beside it has them.
-
-    Raises:
-        ConfigError: there is no log.
-    """
-    try:
-        log = read_log(str(resolve_folder(folder).parent))
-    except ConfigError as error:
-        wrong = "no log beside it says how long it was trained"
-        remedy = "name the folder `result` of a training run; table_1_shipped takes a drafter without its run"
-        raise ConfigError(f"the drafter {folder} in table_1", wrong, remedy) from error
-    return max([*log.loss, *(step for steps in log.accuracy.values() for step in steps)])
 
 
 @torch.no_grad()
@@ -96,8 +52,7 @@ def without(folder: str, change: Mapping[str, Any], place: Path) -> str:
         ``place``.
     """
     whole = LyannaModel.load(resolve_folder(folder))
-    hot = whole.info.hot if whole.info is not None and "rank" not in change else None
-    made = LyannaModel(replace(whole.shape, **change), hot)
+    made = LyannaModel(replace(whole.shape, **change))
     values = whole.tensors()
     FILES.copy(made.tensors(), {name: values[name] for name in made.tensors()}, place)
     made.save(place)
@@ -214,27 +169,6 @@ def acceptance_table(ask: LyannaFlags, folders: Mapping[str, str], name: str) ->
         same=all(one.passed for one in report.exactness),
     )
     return table, found
-
-
-@study.table(needs=("lyanna", "without_info", "without_first"), tasks=DIALOGUE, prompts=100, repeats=1)
-def table_1(ask: LyannaFlags) -> Iterator[Table | None]:
-    """Conditional acceptance by step of three trainings as long: full, without token-info, without first token."""
-    folders = arms(ask)
-    yield None
-    table, found = acceptance_table(ask, folders, "table_1")
-    yield replace(table, remarks=[*better(found), *REMARKS])
-
-
-def better(found: Found) -> list[str]:
-    """Where another training is better than the full one."""
-    worse = [
-        f"{task}, step {d + 1}: {name} is better than {FULL} ({line.values[d]:.3f}, {of[FULL].values[d]:.3f})"
-        for task, of in found.items()
-        for name, line in of.items()
-        for d in range(STEPS)
-        if line.values[d] > of[FULL].values[d]
-    ]
-    return worse or [f"{FULL} is nowhere worse than the other two"]
 
 
 @study.table(needs=("lyanna",), tasks=DIALOGUE, prompts=100, repeats=1)

@@ -31,8 +31,7 @@ class LyannaFlags(Options):
     """What this study can be asked beside what all can."""
 
     lyanna: str | None = asked(None, "Trained Lyanna drafter.", "FOLDER")
-    without_info: str | None = asked(None, "Trained as --lyanna is and as long, with --no-token-info.", "FOLDER")
-    without_first: str | None = asked(None, "Trained as --lyanna is and as long, with --no-first-token.", "FOLDER")
+    without_info: str | None = asked(None, "Trained as --lyanna is and as long, with --rank 0.", "FOLDER")
     eagle: str | None = asked(None, "Trained EAGLE head.", "FOLDER")
     medusa: str | None = asked(None, "Trained Medusa heads.", "FOLDER")
     streams: str | None = asked(None, "Trained set of streams, lossless. Default: the zoo's for the target.", "FOLDER")
@@ -40,8 +39,6 @@ class LyannaFlags(Options):
     batches: str = asked("1,2,4,8,16", "Requests at once, of figure_8_9.", "N,..")
     stretched: int = asked(8, "Times that figure_12's second target is the first; 1: there is none.", "N")
     runs: dict[str, str] = asked({}, "Training run (what --out named), with its log.", "NAME=FOLDER")
-    dense: str | None = asked(None, "Training run with token-info for all tokens.", "FOLDER")
-    sparse: str | None = asked(None, "Training run with --hot, all else alike.", "FOLDER")
     recipe: Path | None = asked(None, "Recipe file that names training and held-out data.", "FILE")
     corpus: Path | None = asked(None, "Folder with the files that the recipe names.", "DIR")
 

@@ -25,8 +25,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.families import DecoderConfig, decoder_config
 from paceline.model.parallel import Ranks
 from paceline.papers.mirror.tracks import Tracks, track_share
-from paceline.train.recipes.distillation import TracksOptions
-from paceline.train.shape import ModelShape
+from paceline.train.recipes.distillation import ModelShape, TracksOptions
 
 ALPHAS_MS = (0.01, 0.03, 0.1, 0.3, 1.0)
 WORD_MS = 3.2e-6  # 4 bytes at 10 Gbit/s
@@ -36,6 +35,7 @@ PAIR = 4  # words of a choice among ranks of a dense draft: a score and a token,
 
 # Dense drafts of equal parameters; those of 2 x 2 and 2 x 4 tracks at the same width have 2 and 4 times their layers.
 # Beside them the shapes of dense drafts that read as many weights a pass as one such track.
+POSITIONS = 2048
 SIZES: dict[str, tuple[dict[str, int], dict[int, dict[str, int]]]] = {
     "small": (
         {"vocab_size": 8192, "layers": 2, "d_model": 160, "d_ff": 432, "heads": 4},
@@ -114,7 +114,8 @@ def of_tracks(shape: dict[str, int], tracks: int) -> Way:
     """G tracks, each on a device: two joins of states and one of logits."""
     made: dict[str, Any] = {**shape, "tracks": tracks, "kv_heads": shape["heads"]}
     made["layers"] *= tracks
-    config = decoder_config(TracksOptions(**made).config(0, 1, 2))
+    vocab = made.pop("vocab_size")
+    config = decoder_config(TracksOptions(**made).config(vocab, POSITIONS, 0, 1, 2))
     ranks = Ranks(track_share(config, 0), Alone(tracks))  # type: ignore[arg-type]
     decoder = filled(Tracks(config, ranks=ranks, **how(config)))
     width, logits = config.track.d_model, config.vocab_size // tracks
@@ -130,7 +131,8 @@ def of_tracks(shape: dict[str, int], tracks: int) -> Way:
 def dense(name: str, shape: dict[str, int], devices: int) -> Way:
     """A dense draft in tensor parallel: two sums a layer, one of embeddings, and a choice."""
     made: dict[str, Any] = {**shape, "kv_heads": shape["heads"]}
-    config = decoder_config(ModelShape(**made).config(0, 1, 2))
+    vocab = made.pop("vocab_size")
+    config = decoder_config(ModelShape(**made).config(vocab, POSITIONS, 0, 1, 2))
     parts = ("num_heads", "num_kv_heads", "d_ff", "vocab_size")
     own = replace(config, **{part: getattr(config, part) // devices for part in parts})
     joins = (config.d_model,) * (2 * config.num_layers + 1)

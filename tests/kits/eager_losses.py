@@ -103,11 +103,10 @@ def eager_mse_cross_entropy(
     target: SoftTarget,
     weights: Tensor | None = None,
     alpha: float = 1.0,
-    beta: float = 1.0,
 ) -> Tensor:
-    """``alpha mean_d (h - H)^2 + beta (-sum_x p log q)``. Reference of `mse_cross_entropy`."""
+    """``alpha mean_d (h - H)^2 + (-sum_x p log q)``. Reference of `mse_cross_entropy`."""
     squared = _mean(((state - target_state) ** 2).mean(-1), weights)
-    return alpha * squared + beta * eager_mixed(hidden, head, target, weights, omega=1.0)
+    return alpha * squared + eager_mixed(hidden, head, target, weights, omega=1.0)
 
 
 def _dense(hidden: Tensor, head: Tensor) -> Tensor:

@@ -74,8 +74,7 @@ def _solve(x: Tensor, y: Tensor) -> Tensor:
 @torch.no_grad()
 def _fill(head: StateHead, config: DecoderConfig | None) -> None:
     head.start(torch.Generator().manual_seed(7))
-    if head.fusion == "concat":
-        head.fc.weight.copy_(fit(config)[1].T)
+    head.fc.weight.copy_(fit(config)[1].T)
 
 
 def eagle_model(config: DecoderConfig | None = None) -> EagleModel:
@@ -84,10 +83,10 @@ def eagle_model(config: DecoderConfig | None = None) -> EagleModel:
     return made
 
 
-def lyanna_model(config: DecoderConfig | None = None, hot: Tensor | None = None, **shape: Any) -> LyannaModel:
+def lyanna_model(config: DecoderConfig | None = None, **shape: Any) -> LyannaModel:
     known, _, down, up = fit(config)
-    values: dict[str, Any] = {"layer": layer_json(known), "rank": RANK, "hot": 0 if hot is None else len(hot)}
-    made = LyannaModel(LyannaShape(**values | shape), hot, dtype=torch.float64)
+    values: dict[str, Any] = {"layer": layer_json(known), "rank": RANK}
+    made = LyannaModel(LyannaShape(**values | shape), dtype=torch.float64)
     _fill(made.head, config)
     if made.info is not None:
         with torch.no_grad():

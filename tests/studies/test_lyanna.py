@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lyanna  # noqa: F401  (all its figures are known from then on)
-import numpy as np
 import pytest
 import torch
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
@@ -17,8 +16,8 @@ from kits.draft import text, view
 from kits.native import needs_kernels
 from kits.state import lyanna as lyanna_drafter
 from kits.stream_sets import MODEL, save_set
-from lyanna_parts import draft_pass, extra_pass, reuse, trained
-from lyanna_parts.acceptance import FULL, NO_FIRST, NO_INFO, Shares
+from lyanna_parts import draft_pass, extra_pass, reuse
+from lyanna_parts.acceptance import FIRST_TAKEN, INFO_TAKEN, TRAINED
 from lyanna_parts.common import STEPS, study
 from train_target import train_tokenizer
 from typer.testing import CliRunner
@@ -32,7 +31,7 @@ from paceline.draft.states.head import layer_json
 from paceline.papers.lyanna.model import LyannaModel, LyannaShape
 from paceline.train.data import SourceSpec
 from paceline.train.network import Network
-from paceline.train.shape import ModelShape
+from paceline.train.recipes.distillation import ModelShape
 from paceline.weights.files import fingerprint
 from paceline.weights.loader import load_tokenizer, read_config, resolve_folder
 
@@ -49,26 +48,17 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     draw = torch.Generator().manual_seed(0)
     for name, shape in {
         "lyanna": {"rank": 4},
-        "without-info": {"rank": 0},
-        "without-first": {"rank": 4, "first_token": False},
         "shallow": {"rank": 4, "steps": 2},
     }.items():
         whole = LyannaShape(**{**facts, **shape, "tokenizer": tokenizer_mark(load_tokenizer(place))})  # type: ignore[arg-type]
-        LyannaModel.fresh(whole, None, draw).save(root / name)
+        LyannaModel.fresh(whole, draw).save(root / name)
     EagleModel.fresh(layer_json(config), EagleFacts(steps=STEPS, target=MODEL, fingerprint=mark), draw).save(
         root / "eagle"
     )
     medusa = HeadsConfig(heads=3, d_model=config.d_model, vocab_size=config.vocab_size, target=MODEL, fingerprint=mark)
     Heads.fresh(medusa).save(root / "medusa")
     save_set(root / "streams")
-    write_log(root, 160)
     return {path.name: str(path) for path in root.iterdir()}
-
-
-def write_log(folder: Path, steps: int) -> None:
-    """What a training of so many steps leaves beside its ``result``."""
-    lines = ({"step": steps, "loss": 1.0}, {"step": steps, "acceptance/sql/1": 0.5})
-    (folder / trained.LOG).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def run(*given: Any) -> int:
@@ -86,18 +76,11 @@ def values(folder: Path, name: str) -> dict[str, Any]:
 # -- table 1
 
 
-def line(*shares: float, wide: float = 0.0) -> Shares:
-    """With the interval of so much up and down."""
-    drawn = [[share + shift for share in shares] for shift in np.linspace(-wide, wide, 401)]
-    return Shares(np.array(shares), np.array(drawn))
-
-
 def test_table_1_comes_from_the_engine(heads: dict[str, str], tmp_path: Path) -> None:
-    given = named(heads, "lyanna", "without-info", "without-first")
-    assert run("table_1", *given, *SMALL, "--out", tmp_path) == 0
-    made = values(tmp_path, "table_1")
-    assert {*made["acceptance"]["sql"]} == {FULL, NO_INFO, NO_FIRST} and made["prompts"] == {"sql": 2}
-    raw = json.loads((tmp_path / "table_1" / "report.json").read_text("utf-8"))
+    assert run("table_1_shipped", *named(heads, "lyanna"), *SMALL, "--out", tmp_path) == 0
+    made = values(tmp_path, "table_1_shipped")
+    assert {*made["acceptance"]["sql"]} == {TRAINED, INFO_TAKEN, FIRST_TAKEN} and made["prompts"] == {"sql": 2}
+    raw = json.loads((tmp_path / "table_1_shipped" / "report.json").read_text("utf-8"))
     assert {m["drafter"].partition(":")[0] for m in raw["methods"]} == {"none", "lyanna"}
     assert all("nodes=16" in m["drafter"] and m["settings"] == {"budget": 16} for m in raw["methods"][1:])
     assert sum(t["drafted"] for t in raw["trials"]) > 16  # whole trees were verified
@@ -159,40 +142,40 @@ def test_the_parts_of_a_draft_are_timed(heads: dict[str, str], tmp_path: Path, m
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """A tiny target, its data, a recipe, and two runs of a few steps: for all tokens, and for hot ones."""
+    """A tiny target, its data, a recipe, and two runs of a few steps: with token-info, and without."""
     root = tmp_path_factory.mktemp("training")
     data, target = root / "boxes.jsonl", root / "target"
     colours = ("red", "green", "blue", "grey")
     records = [{"prompt": f"What colour is box {i}?", "completion": f"Box {i} is {colours[i % 4]}."} for i in range(24)]
     data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    shape = ModelShape(layers=1, d_model=32, d_ff=48, heads=4, kv_heads=2, vocab_size=300, context=128)
+    shape = ModelShape(layers=1, d_model=32, d_ff=48, heads=4, kv_heads=2)
     train_tokenizer([SourceSpec(file=str(data))], 300, target, 128)
     from paceline.model.families import decoder_config
 
-    config = shape.config(0, 1, 2)
+    config = shape.config(300, 128, 0, 1, 2)
     network = Network(decoder_config(config))
     network.init_weights(0)
     network.save(target, config, torch.float32)
     entry = {"sha256": None, "source": "made here", "obtain": "as it is"}
     (root / "manifest.json").write_text(json.dumps({"files": {"boxes.jsonl": entry}}), encoding="utf-8")
-    for name, options in (("dense", ""), ("sparse", "hot = 0.25\n")):
+    for name, options in (("with", "rank = 4\n"), ("without", "rank = 0\n")):
         (root / f"{name}.toml").write_text(
-            f'recipe = "lyanna"\n[options]\nrank = 4\n{options}[train]\nsteps = 4\nwarmup = 1\nprecision = "fp32"\n'
-            "evaluate_every = 2\nlog_every = 1\n[[phase]]\nrows = 2\nlength = 64\n[data]\n"
+            f'recipe = "lyanna"\n[options]\n{options}[train]\nsteps = 4\nwarmup = 1\nprecision = "fp32"\n'
+            "evaluate_every = 2\n[[phase]]\nrows = 2\nlength = 64\n[data]\n"
             '[[data.source]]\nfile = "boxes.jsonl"\n[[data.held_out]]\nfile = "boxes.jsonl"\n',
             encoding="utf-8",
         )
-        flags = ["--data", root, "--target", target, "--out", root / name, "--no-tensorboard"]
+        flags = ["--data", root, "--target", target, "--out", root / name]
         done = CliRunner().invoke(app, ["train", str(root / f"{name}.toml"), *map(str, flags)])
         assert done.exit_code == 0, done.output
-    yield SimpleNamespace(root=root, target=target, recipe=root / "dense.toml")
+    yield SimpleNamespace(root=root, target=target, recipe=root / "with.toml")
 
 
 def test_curves_come_from_logs(training: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [f"--runs={name}={training.root / name}" for name in ("dense", "sparse")]
+    runs = [f"--runs={name}={training.root / name}" for name in ("with", "without")]
     assert run("figure_5", *runs, "--out", tmp_path) == 0
     found = values(tmp_path, "figure_5")["runs"]
-    assert {*found} == {"dense", "sparse"}
-    assert [*found["dense"]["accuracy"]["acceptance_top4"]] == ["2", "4"] and len(found["dense"]["loss"]) == 4
+    assert {*found} == {"with", "without"}
+    assert [*found["with"]["accuracy"]["acceptance_top4"]] == ["2", "4"] and [*found["with"]["loss"]] == ["1", "2", "4"]
     assert run("figure_5", f"--runs=none={training.target}", "--out", tmp_path) == 2
     assert "log.jsonl cannot be read" in capsys.readouterr().err

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from toolkit import write_data, write_target
 
+from paceline.train import trainer
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "studies"))  # the dense reference of streams is theirs
+
+
+@pytest.fixture(autouse=True)
+def every_step_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "LOG_EVERY", 1)
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,9 @@ from paceline.train.data import Encoder, SourceSpec, load_source
 from paceline.train.trainer import CHECKPOINT
 from paceline.weights.loader import load_tokenizer
 
-SHAPE = {"layers": 1, "d-model": 32, "d-ff": 48, "heads": 2, "kv-heads": 2, "vocab-size": 300, "context": 128}
-STEPS = {"steps": 8, "warmup": 2, "rows": 4, "length": 64, "precision": "fp32", "log-every": 1, "evaluate-every": 4}
-ENDLESS = {"steps": 100000, "evaluate-every": 0, "save-every": 100000, "schedule": "constant"}
+SHAPE = {"layers": 1, "d-model": 32, "d-ff": 48, "heads": 2, "kv-heads": 2}
+STEPS = {"steps": 8, "warmup": 2, "rows": 4, "length": 64, "precision": "fp32", "evaluate-every": 4}
+ENDLESS = {"steps": 100000, "evaluate-every": 0, "schedule": "constant"}
 
 
 def flags(values: dict[str, Any]) -> list[str]:
@@ -119,10 +119,9 @@ def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path
     (tmp_path / "manifest.json").write_text(json.dumps({"files": {"boxes.jsonl": entry}}), encoding="utf-8")
     args = [recipe, "--data", data.parent, "--out", tmp_path / "out"]
     assert "Give --target MODEL" in said(run(*args))
-    done = run(*args, "--target", target, "--no-tensorboard")
+    done = run(*args, "--target", target)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "result" / "streams.safetensors").is_file()
-    assert not (tmp_path / "out" / "tensorboard").exists()
     refused = run(*args, "--target", target, "--cache", tmp_path / "cache")
     assert (refused.exit_code, "which are what a cache holds" in said(refused)) == (2, True)
 
@@ -147,10 +146,6 @@ def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path
             "--heads 5, --kv-heads 2: heads must divide --d-model",
         ),
         ([*DRAFT, "--data", "{data}", "--out", "{out}", *SMALL, "--learning-rate", "3"], "must be below 1"),
-        (
-            ["draft_model", "--target", "{target}", "--data", "{data}", "--out", "{out}"],
-            "same vocabulary (--vocab-size 300)",
-        ),
         (
             ["streams", "--target", "{target}", "--data", "{data}", "--out", "{out}", "--prompt-weight", "0.5"],
             "streams with --prompt-weight 0.5: prompt tokens carry no streams",
@@ -184,7 +179,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     number: signal.Signals, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
 ) -> None:
     """A real process; what it left goes on to the losses of a run that was not stopped."""
-    out, args = tmp_path / "out", ["draft_model", "--target", target, "--data", data, "--no-tensorboard", *SMALL, *LONG]
+    out, args = tmp_path / "out", ["draft_model", "--target", target, "--data", data, *SMALL, *LONG]
     work = process(*args, "--out", out)
     wait_for(lambda: (out / "log.jsonl").is_file() and len(losses_with_steps(out)) > 2, work)
     work.send_signal(number)
@@ -195,7 +190,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     assert f"stopped after step {step} of 100000, with a checkpoint in {out}; go on: paceline train draft" in words
     assert run(*args, "--out", out, "--stop-after", step + 3).exit_code == 0
     assert run(*args, "--out", tmp_path / "whole", "--stop-after", step + 3).exit_code == 0
-    assert losses_with_steps(out) == losses_with_steps(tmp_path / "whole")
+    assert losses_with_steps(out).items() <= losses_with_steps(tmp_path / "whole").items()
 
 
 @pytest.mark.full
@@ -206,7 +201,7 @@ def test_two_processes_of_the_command_train_as_one(
     args = ["draft_model", "--target", target, "--data", data, *SMALL, *RUN, "--evaluate-every", "0"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    for name, more in {"two": [], "cached": ["--top", 8, "--cache", tmp_path / "cache"]}.items():
+    for name, more in {"two": [], "cached": ["--cache", tmp_path / "cache"]}.items():
         command = [*launch, "train", *args, "--out", tmp_path / name, *more]
         done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr[-3000:]

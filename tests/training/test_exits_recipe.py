@@ -128,7 +128,7 @@ def test_tensors_that_are_missing_or_hold_nan_are_refused(tmp_path: Path) -> Non
 
 
 def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
-    config = TrainConfig(steps=20, warmup=2, precision="fp32", log_every=1, evaluate_every=20, learning_rate=1e-2)
+    config = TrainConfig(steps=20, warmup=2, precision="fp32", evaluate_every=20, learning_rate=1e-2)
     values: dict[str, Any] = {
         "kind": "exits",
         "options": {"depths": (0.5,)},

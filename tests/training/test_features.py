@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.train import cache as caching
 from paceline.train.cache import RECORDS, SCORED, record
 from paceline.train.data import SourceSpec, collate
-from paceline.train.features import OnlineFeatures, needed_states
+from paceline.train.features import TOP, OnlineFeatures, needed_states
 from paceline.train.job import TrainingJob, prepare
 from paceline.train.losses import TargetHidden, TargetTop
 from paceline.train.network import Network
@@ -26,12 +26,12 @@ from paceline.train.registry import KINDS
 from paceline.train.scoring import CompiledScorer, make_scorer
 from paceline.train.trainer import Phase, TrainConfig, products
 
-DRAFT = {"layers": 1, "d_model": 16, "d_ff": 24, "heads": 2, "kv_heads": 2, "vocab_size": 300, "context": 128, "top": 8}
+DRAFT = {"layers": 1, "d_model": 16, "d_ff": 24, "heads": 2, "kv_heads": 2}
 PHASES = (Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96))
 
 
 def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
-    settings = {"steps": 4, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0}
+    settings = {"steps": 4, "warmup": 1, "precision": "fp32", "evaluate_every": 0}
     values: dict[str, Any] = {
         "kind": "draft_model",
         "options": DRAFT,
@@ -154,7 +154,7 @@ def test_another_run_scores_what_is_missing_alone(data: Path, target: Path, tmp_
     grown = contents(cache)
     assert first.keys() == grown.keys()
     for name in (name for name in first if name.endswith(RECORDS)):
-        old, new = (np.frombuffer(found[name], dtype=record(8, 300)) for found in (first, grown))
+        old, new = (np.frombuffer(found[name], dtype=record(TOP, 300)) for found in (first, grown))
         there = old["ids"].any(1)
         assert len(new) >= len(old) and there.any()
         assert np.array_equal(new[: len(old)][there]["ids"], old[there]["ids"])
@@ -165,7 +165,7 @@ def test_another_run_scores_what_is_missing_alone(data: Path, target: Path, tmp_
 
 @pytest.mark.parametrize(
     "change",
-    [{"config": {"precision": "bf16"}}, {"options": DRAFT | {"top": 7}}, {"target": "other"}, {"phases": PHASES[:1]}],
+    [{"config": {"precision": "bf16"}}, {"target": "other"}, {"phases": PHASES[:1]}],
     ids=str,
 )
 def test_what_says_something_else_lies_apart(change: dict[str, Any], data: Path, target: Path, tmp_path: Path) -> None:

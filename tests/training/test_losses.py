@@ -83,7 +83,7 @@ OPTIONS = {
     "distilled": [{}, {"share": 0.8}, {"share": 1.0}],
     "distilled_top": [{}, {"share": 0.8}, {"share": 0.0}, {"share": 1.0}],
     "distilled_text": [{"share": 0.0}],
-    "mse_cross_entropy": [{}, {"alpha": 0.3, "beta": 2.0}],
+    "mse_cross_entropy": [{}, {"alpha": 0.3}],
 }
 EACH = [(name, options) for name in LOSSES for options in OPTIONS.get(name, [{}])]
 

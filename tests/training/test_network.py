@@ -69,8 +69,8 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
 
 def hugging_face(layers: int = 3) -> dict[str, Any]:
     """The tiny configuration as a config.json, without its window."""
-    shape = dataclasses.replace(SHAPE, layers=layers, vocab_size=VOCAB, context=512)
-    return shape.config(1, 2, 0)
+    shape = dataclasses.replace(SHAPE, layers=layers)
+    return shape.config(VOCAB, 512, 1, 2, 0, tied=False)
 
 
 def test_growing_keeps_the_function(tmp_path: Path) -> None:

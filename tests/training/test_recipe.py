@@ -25,7 +25,6 @@ grow = [0, 1]
 [train]
 steps = 20
 learning_rate = 1e-3
-clip = 2
 [[phase]]
 until = 0.5
 rows = 4
@@ -53,7 +52,7 @@ def write(folder: Path, text: str = TEXT) -> Path:
 
 def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
     made = read_recipe(write(tmp_path))
-    assert made.config == TrainConfig(steps=20, learning_rate=1e-3, clip=2.0)
+    assert made.config == TrainConfig(steps=20, learning_rate=1e-3)
     assert made.phases == (Phase(until=0.5, rows=4), Phase(length=64))
     assert fill(TargetOptions, dict(made.options), made.where) == TargetOptions(layers=2, grow=(0, 1))
     assert [(s.file, s.weight, s.name) for s in made.sources] == [("a.txt", 2.0, "a"), (STDLIB, 1.0, STDLIB)]

@@ -236,7 +236,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def job(data: Path, target: Path | None, out: Path, **changes: Any) -> TrainingJob:
-    settings = {"steps": 2, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0}
+    settings = {"steps": 2, "warmup": 1, "precision": "fp32", "evaluate_every": 0}
     values: dict[str, Any] = {
         "kind": "spire",
         "options": {"layers": 1, "window": 6, "depth": 3, **changes.pop("options", {})},

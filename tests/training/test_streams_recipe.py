@@ -274,9 +274,7 @@ def trainer(out: Path, steps: int, mode: str = "lossless", **options: Any) -> Tr
         schedule="linear",
         weight_decay=0.0,
         precision="fp32",
-        log_every=1,
         evaluate_every=0,
-        save_every=1000,
     )
     return Trainer(recipe, Mixture([(1.0, examples)], 0), [Phase(rows=4, length=40)], config, out)
 

@@ -14,7 +14,7 @@ from paceline.weights.loader import load_tokenizer
 
 RECIPE = """recipe = "target"
 options = {layers = 1, d_model = 32, d_ff = 48, heads = 2, kv_heads = 2, vocab_size = 300, context = 128}
-train = {steps = 8, warmup = 2, precision = "fp32", learning_rate = 0.02, log_every = 1, evaluate_every = 4}
+train = {steps = 8, warmup = 2, precision = "fp32", learning_rate = 0.02, evaluate_every = 4}
 phase = [{rows = 4, length = 64}]
 data = {source = [{file = "boxes.jsonl"}], held_out = [{file = "boxes.jsonl"}]}
 """

@@ -19,8 +19,10 @@ from toolkit import examples, largest_file, losses, network, trainer
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
+from paceline.train import trainer as training
 from paceline.train.data import TokenBatch, collate
-from paceline.train.losses import SoftTarget, TargetHidden, TargetTop
+from paceline.train.features import TOP
+from paceline.train.losses import TargetTop
 from paceline.train.recipes.distillation import DraftModelOptions, DraftModelRecipe
 from paceline.train.trainer import CHECKPOINT, Phase, plan
 
@@ -32,9 +34,10 @@ def draft(seed: int = 1, **options: Any) -> DraftModelRecipe:
 # ---- what a step computes
 
 
-def test_the_step_is_adamw_on_the_weighted_mean(tmp_path: Path) -> None:
+def test_the_step_is_adamw_on_the_weighted_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step by hand: eager loss, torch's own optimizer, decay of matrices alone."""
-    run = trainer(tmp_path, steps=1, warmup=0, clip=1e9)
+    monkeypatch.setattr(training, "CLIP", 1e9)
+    run = trainer(tmp_path, steps=1, warmup=0)
     other = network()
     batch = next(batch for _, batch in plan(trainer(tmp_path).mixture, run.phases, run.config.steps))
     hidden, rows = other(batch), batch.weights > 0
@@ -50,11 +53,11 @@ def test_the_step_is_adamw_on_the_weighted_mean(tmp_path: Path) -> None:
         torch.testing.assert_close(value, wanted, rtol=0, atol=2e-4, msg=name)  # a decay makes 1e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"top": 4}, {"distill": 0.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"distill": 0.0}], ids=str)
 def test_a_recipe_computes_what_the_eager_formulas_say(options: dict[str, Any]) -> None:
     """Of likeliest tokens up to their rounding to float16."""
     recipe = draft(**{"distill": 0.6, **options})
-    rounded = 1e-3 if "top" in options else 1e-6
+    rounded = 1e-6 if options else 1e-3
     batch = collate([examples(3), examples(2, seed=5)], 96, 0.1)
     loss, _ = recipe.loss(batch, torch.Generator())
     loss.backward()
@@ -71,14 +74,12 @@ def test_a_recipe_computes_what_the_eager_formulas_say(options: dict[str, Any]) 
 def _eager(recipe: DraftModelRecipe, batch: TokenBatch) -> Tensor:
     rows = batch.weights > 0
     weights, o, head = batch.weights[rows], recipe.options, recipe.module.head_weight
-    said: SoftTarget = TargetHidden(recipe.target(batch)[rows], recipe.target.head_weight)
-    if o.top:
-        p, ids = recipe.target.logits(said.hidden).softmax(-1).topk(o.top)
-        said = TargetTop(ids, torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log())
+    p, ids = recipe.target.logits(recipe.target(batch)[rows]).softmax(-1).topk(TOP)
+    said = TargetTop(ids, torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log())
     return eager_distilled(recipe.module(batch)[rows], head, said, batch.targets[rows], weights, o.distill)
 
 
-@pytest.mark.parametrize("options", [{}, {"top": 4}, {"distill": 0.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"distill": 0.0}], ids=str)
 def test_of_hot_tokens_a_draft_learns_these_alone(options: dict[str, Any]) -> None:
     """All others have no chance on either side, and a row whose text goes on with one has no weight."""
     hot = torch.arange(0, VOCAB, 2)
@@ -93,8 +94,8 @@ def test_of_hot_tokens_a_draft_learns_these_alone(options: dict[str, Any]) -> No
     log_q = recipe.module.logits(recipe.module(batch)[rows])[:, hot].double().log_softmax(-1)
     text = -log_q.gather(1, y[:, None])[:, 0]
     taught = torch.zeros_like(text)
-    if o.top:
-        named = log_p.topk(o.top).indices
+    if o.distill:
+        named = log_p.topk(TOP).indices
         kept = torch.zeros_like(log_p, dtype=torch.bool).scatter_(1, named, True)
         rest = log_p.masked_fill(kept, -torch.inf).logsumexp(-1, keepdim=True)
         kept = kept[:, hot]
@@ -103,12 +104,9 @@ def test_of_hot_tokens_a_draft_learns_these_alone(options: dict[str, Any]) -> No
         q = torch.cat((log_q.masked_fill(~kept, -1e9), others), 1)
         taught = (p.exp() * (p.clamp_min(-1e9) - q)).sum(-1)
         taught += torch.where(kept.gather(1, y[:, None])[:, 0], 0.0, others[:, 0] + text)
-    elif o.distill:
-        p = log_p[:, hot].log_softmax(-1)
-        taught = (p.exp() * (p - log_q)).sum(-1)
     each = o.distill * taught + (1 - o.distill) * text
     wanted = (each * weights).sum() / weights.sum()
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-3 if o.top else 1e-6)
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-3 if o.distill else 1e-6)
 
 
 def test_held_out_figures_are_those_of_chains_that_agree() -> None:
@@ -158,8 +156,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(stops: tuple[int, ...],
         assert all(torch.equal(value, states[1][index][name]) for name, value in entry.items())
 
 
-def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path: Path) -> None:
-    first = trainer(tmp_path, save_every=2)
+def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "SAVE_EVERY", 2)
+    first = trainer(tmp_path)
     first.run(stop_after=4)
     kept = (tmp_path / CHECKPOINT).read_bytes()
     first.run(stop_after=5)
@@ -215,7 +214,7 @@ def test_a_checkpoint_of_another_run_is_refused(change: dict[str, Any], message:
     trainer(tmp_path).run(stop_after=1)
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, **change).resume()
-    more = trainer(tmp_path, save_every=3, log_every=2)  # reports change no weight
+    more = trainer(tmp_path, evaluate_every=2)  # reports change no weight
     assert more.resume()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from kit.token_info import eager
-from kits.eager_losses import TargetLogits, eager_mse_cross_entropy
+from kits.eager_losses import eager_mse_cross_entropy
 from kits.state import steps_by_hand
 from kits.tiny import VOCAB, tiny_config
 from safetensors.torch import load_file
@@ -22,14 +23,17 @@ from torch import Tensor
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.draft.eagle.model import EagleFacts, EagleModel
 from paceline.draft.fit import tokenizer_mark
+from paceline.draft.medusa.heads import Heads, HeadsConfig
 from paceline.draft.states.head import layer_json
 from paceline.papers.lyanna.model import LyannaModel, LyannaShape
 from paceline.papers.lyanna.token_info import TokenInfo
 from paceline.train.data import Example, SourceSpec, TokenBatch, collate
-from paceline.train.features import last_states
+from paceline.train.features import TOP, last_states, likeliest
 from paceline.train.job import TrainingJob, occurrences, prepare
-from paceline.train.recipes.states import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
-from paceline.train.recipes.states_start import start_from_target
+from paceline.train.recipes.heads import ALPHA, BRANCHES, Ahead, HeadRecipe, LayerOptions, choose_anchors, unroll
+from paceline.train.recipes.heads_start import start_from_target
+from paceline.train.recipes.medusa import DECAY, of_anchors
+from paceline.train.registry import BuildContext
 from paceline.train.trainer import TrainConfig
 from paceline.weights.loader import load_tokenizer
 
@@ -37,9 +41,9 @@ LAYER = layer_json(tiny_config())
 HOT = torch.arange(0, VOCAB, 3)
 
 
-def lyanna(seed: int = 1, hot: Tensor | None = None, **shape: Any) -> LyannaModel:
-    values: dict[str, Any] = {"layer": LAYER, "rank": 5, "hot": 0 if hot is None else len(hot)}
-    made = LyannaModel.fresh(LyannaShape(**values | shape), hot, torch.Generator().manual_seed(seed))
+def lyanna(seed: int = 1, **shape: Any) -> LyannaModel:
+    values: dict[str, Any] = {"layer": LAYER, "rank": 5}
+    made = LyannaModel.fresh(LyannaShape(**values | shape), torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for name, value in made.named_parameters():  # else norms, gain and blank say nothing
             if value.ndim == 1:
@@ -53,7 +57,6 @@ def eagle(seed: int = 1) -> EagleModel:
 
 MODELS = {
     "lyanna": lambda: lyanna(),
-    "sum": lambda: lyanna(fusion="sum"),
     "no first token": lambda: lyanna(first_token=False),
     "eagle": eagle,
 }
@@ -96,66 +99,48 @@ def test_steps_equal_drafting_row_by_row(name: str) -> None:
 # ---- token-info
 
 
-@pytest.mark.parametrize("form", ["dense", "hot", "cut"])
-def test_token_info_is_its_formula(form: str) -> None:
-    """Factors and table against whole rows that are normed (section 4.1): rows of V, or over the hot tokens alone."""
-    hot = None if form == "dense" else HOT
-    made = wide(TokenInfo(32, 5, len(HOT) if form == "hot" else VOCAB, VOCAB, hot))
+def test_token_info_is_its_formula() -> None:
+    """Factors and table against whole rows that are normed (section 4.1)."""
+    made = wide(TokenInfo(32, 5, VOCAB))
     made.start(torch.Generator().manual_seed(0))
     with torch.no_grad():
         made.gain.copy_(torch.randn(made.gain.shape, generator=torch.Generator().manual_seed(1)))
-    tokens = torch.arange(VOCAB)
     embedded = torch.randn(VOCAB, 32, dtype=torch.float64)
-    found = made.factors(embedded, tokens) @ made.table().t()
-    torch.testing.assert_close(found, eager(made, embedded, tokens), rtol=1e-10, atol=1e-12)
-    cold = torch.isin(tokens, HOT, invert=True)
-    if form != "dense":
-        assert not found[cold].any() and not found[:, cold].any()
-    normed = (
-        found / made.gain
-        if form == "dense"
-        else found[~cold][:, HOT] / (made.gain if form == "hot" else made.gain[HOT])
-    )
-    rms = normed.square().mean(-1).sqrt()
-    if form == "cut":  # normed over the whole row, cut afterwards
-        assert not torch.allclose(rms, torch.ones_like(rms), atol=0.05)
-    else:
-        torch.testing.assert_close(rms, torch.ones_like(rms)[: len(rms)], rtol=1e-4, atol=0) if form == "hot" else (
-            torch.testing.assert_close(rms, torch.ones_like(rms), rtol=1e-4, atol=0)
-        )
+    found = made.factors(embedded) @ made.table().t()
+    torch.testing.assert_close(found, eager(made, embedded), rtol=1e-10, atol=1e-12)
 
 
 # ---- the loss
 
 
+def medusa(seed: int = 1) -> Heads:
+    draw = torch.Generator().manual_seed(seed)
+    made = Heads.fresh(HeadsConfig(heads=3, d_model=32, vocab_size=VOCAB), draw)
+    for parameter in made.parameters():  # else every head is the identity
+        parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    return made
+
+
 def recipe(
-    model: Any,
-    target: Any = None,
-    held_out: Any = None,
-    features: Any = None,
-    hot: Tensor | None = None,
-    **options: Any,
-) -> UnrolledRecipe:
+    model: Any, target: Any = None, held_out: Any = None, hot: Tensor | None = None, depth: int = 3, **options: Any
+) -> HeadRecipe:
     target = target or network(2, frozen=True)
-    given = target, UnrollOptions(**options), held_out or {}, features
-    return UnrolledRecipe("states", model, *given, save=lambda folder: None, hot=hot)
+    given = BuildContext(target=target, target_folder=None, tokenizer=None, held_out=held_out or {}, hot=hot)
+    predict = of_anchors(model) if isinstance(model, Heads) else partial(unroll, model)
+    return HeadRecipe("states", model, LayerOptions(depth=depth), given, predict, **options)
 
 
 def context(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("form", ["lyanna", "no token-info", "hot", "eagle"])
+@pytest.mark.parametrize("form", ["lyanna", "no token-info", "eagle", "medusa"])
 def test_the_loss_is_its_formula(form: str) -> None:
     """Value and gradients against the dense formula, whole bias rows and all (sections 4.1 and 5.1)."""
-    made = {
-        "lyanna": lyanna,
-        "no token-info": lambda: lyanna(rank=0),
-        "hot": lambda: lyanna(hot=HOT, hot_columns=True),
-        "eagle": eagle,
-    }[form]
+    made = {"lyanna": lyanna, "no token-info": lambda: lyanna(rank=0), "eagle": eagle, "medusa": medusa}[form]
     model, target, data = wide(made()), network(2, frozen=True).double(), batch(0.3)
-    own = recipe(model, target, alpha=0.7, beta=1.3)
+    alpha, decay = (0.0, DECAY) if form == "medusa" else (ALPHA, 1.0)
+    own = recipe(model, target, alpha=alpha, decay=decay)
     loss, figures = own.loss(data, context())
     loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -163,21 +148,20 @@ def test_the_loss_is_its_formula(form: str) -> None:
 
     true = target.final(last_states(target, data))
     anchors = choose_anchors(data)
-    states = unroll(model, true, data, anchors, 3, own.embed)
+    states = own.predict(true, data, anchors, 3, target.embed)
     total = 0.0
     for step, state in enumerate(states, 1):
         ahead = Ahead.of(data, anchors.index, step)
         logits = state @ target.head_weight.t()
         info = getattr(model, "info", None)
         if info is not None:
-            logits = logits + eager(info, own.embed(ahead.tokens), ahead.tokens)
+            logits = logits + eager(info, target.embed(ahead.tokens))
         aim = true.flatten(0, 1)[ahead.rows]
-        part = eager_mse_cross_entropy(
-            state, aim, logits, torch.eye(VOCAB, dtype=torch.float64), TargetLogits(target.logits(aim)), ahead.weights,
-            alpha=0.7, beta=1.3,
-        )  # fmt: skip
-        total = total + part / 3
-        parts = 0.7 * figures[f"mse_{step}"] + 1.3 * figures[f"ce_{step}"]
+        said = likeliest(target, aim, TOP)
+        eye = torch.eye(VOCAB, dtype=torch.float64)
+        part = eager_mse_cross_entropy(state, aim, logits, eye, said, ahead.weights, alpha=alpha)
+        total = total + part * decay ** (step - 1) / sum(decay**n for n in range(3))
+        parts = alpha * figures[f"mse_{step}"] + figures[f"ce_{step}"]
         assert math.isclose(parts, float(part.detach()), rel_tol=1e-6)
     torch.testing.assert_close(loss, total, rtol=1e-9, atol=0)
     total.backward()
@@ -203,7 +187,7 @@ def test_held_out_figures_by_hand(hot: Tensor | None) -> None:
     with torch.no_grad():
         true = target.final(last_states(target, data))
         says = target.logits(true).argmax(-1).flatten()
-        states = unroll(model, true, data, choose_anchors(data), 3, own.embed)
+        states = unroll(model, true, data, choose_anchors(data), 3, target.embed)
         anchors, counts = choose_anchors(data), {k: [[0, 0] for _ in range(3)] for k in (1, BRANCHES)}
         accepted, losses = 0, [[], [], []]
         for number, at in enumerate(anchors.index.tolist()):
@@ -212,9 +196,7 @@ def test_held_out_figures_by_hand(hot: Tensor | None) -> None:
                 ahead = Ahead.of(data, anchors.index[number : number + 1], step + 1)
                 if not ahead.weights > 0:
                     break
-                logits = (
-                    target.logits(states[step][number]) + eager(model.info, own.embed(ahead.tokens), ahead.tokens)[0]
-                )
+                logits = target.logits(states[step][number]) + eager(model.info, target.embed(ahead.tokens))[0]
                 following = data.tokens.flatten()[at + step + 2]
                 said = logits[drafted] if hot is None else F.pad(logits[drafted], (0, 1))
                 place = int((drafted == following).nonzero()) if following in drafted else len(drafted)
@@ -238,9 +220,8 @@ def test_held_out_figures_by_hand(hot: Tensor | None) -> None:
 # ---- files
 
 
-@pytest.mark.parametrize("hot", [None, HOT])
-def test_a_saved_lyanna_is_the_one_that_was_trained(hot: Tensor | None, tmp_path: Path) -> None:
-    made = lyanna(hot=hot, hot_columns=hot is not None)
+def test_a_saved_lyanna_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    made = lyanna()
     made.save(tmp_path, torch.float32)
     found = LyannaModel.load(tmp_path)
     assert found.shape == made.shape
@@ -249,19 +230,6 @@ def test_a_saved_lyanna_is_the_one_that_was_trained(hot: Tensor | None, tmp_path
     made.save(tmp_path)
     half = LyannaModel.load(tmp_path)
     assert torch.equal(half.head.fc.weight, made.head.fc.weight.bfloat16().float())
-
-
-def test_a_dense_table_cut_afterwards_keeps_whole_rows(tmp_path: Path) -> None:
-    made = lyanna()
-    cut = made.cut(HOT)
-    cut.save(tmp_path, torch.float32)
-    found = LyannaModel.load(tmp_path)
-    assert found.shape.hot == len(HOT) and not found.shape.hot_columns
-    embedded, tokens = torch.randn(VOCAB, 32), torch.arange(VOCAB)
-    dense, sparse = (m.info.factors(embedded, tokens) @ m.info.table().t() for m in (made, found))
-    torch.testing.assert_close(sparse[HOT][:, HOT], dense[HOT][:, HOT])
-    cold = torch.isin(tokens, HOT, invert=True)
-    assert not sparse[cold].any() and not sparse[:, cold].any()
 
 
 def test_a_saved_eagle_has_the_published_layout(tmp_path: Path) -> None:
@@ -301,7 +269,7 @@ def broken(folder: Path, change: Any) -> None:
     """A saved drafter whose tensors ``change`` edits."""
     from safetensors.torch import load_file, save_file
 
-    lyanna(hot=HOT, hot_columns=True).save(folder, torch.float32)
+    lyanna().save(folder, torch.float32)
     values = load_file(folder / "lyanna.safetensors")
     change(values)
     save_file(values, folder / "lyanna.safetensors")
@@ -314,9 +282,6 @@ def broken(folder: Path, change: Any) -> None:
         (lambda v: v.update(more=torch.ones(1)), "more has no place"),
         (lambda v: v.update({"fc.weight": torch.ones(2, 2)}), r"fc.weight is \(2, 2\)"),
         (lambda v: v.update({"fc.weight": v["fc.weight"] * torch.nan}), "fc.weight holds NaN"),
-        (lambda v: v.update({"token_info.hot": v["token_info.hot"].flip(0)}), "no 32 ascending ids"),
-        (lambda v: v.update({"token_info.hot": v["token_info.hot"] + VOCAB}), "no 32 ascending ids"),
-        (lambda v: v.pop("token_info.hot"), "hot is missing"),
     ],
 )
 def test_broken_weights_are_refused(change: Any, message: str, tmp_path: Path) -> None:
@@ -329,7 +294,7 @@ def test_broken_weights_are_refused(change: Any, message: str, tmp_path: Path) -
 
 
 def job(data: Path, target: Path, out: Path, kind: str, **changes: Any) -> TrainingJob:
-    settings = {"steps": 2, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0}
+    settings = {"steps": 2, "warmup": 1, "precision": "fp32", "evaluate_every": 0}
     values: dict[str, Any] = {
         "kind": kind,
         "options": {"depth": 2, **changes.pop("options", {})},
@@ -346,10 +311,7 @@ def test_a_run_with_a_cache_is_the_run_without(kind: str, data: Path, target: Pa
     from paceline.train.job import finish as write
     from paceline.train.job import run
 
-    made = [
-        job(data, target, tmp_path / n, kind, options={"top": 8}, cache=c)
-        for n, c in (("a", None), ("b", tmp_path / "c"))
-    ]
+    made = [job(data, target, tmp_path / n, kind, cache=c) for n, c in (("a", None), ("b", tmp_path / "c"))]
     results = []
     for one in made:
         trained = run(one)
@@ -367,7 +329,7 @@ def test_a_run_with_a_cache_is_the_run_without(kind: str, data: Path, target: Pa
     assert torch.equal(begun["head.fc.weight"].data, found.head.fc.weight)
 
 
-@pytest.mark.parametrize("make", [eagle, lyanna, lambda: lyanna(fusion="sum")], ids=["eagle", "lyanna", "sum"])
+@pytest.mark.parametrize("make", [eagle, lyanna])
 def test_a_head_starts_from_its_target(make: Any) -> None:
     """Its predicted states are near the target's from the start, those of a random head are not."""
     target = network(2, frozen=True)
@@ -377,10 +339,9 @@ def test_a_head_starts_from_its_target(make: Any) -> None:
         model = make()
         if start:
             start_from_target(model.head, target, iter(text))
-        own = recipe(model, target, beta=0.0, depth=1)
-        found.append(float(own.loss(batch(), context())[0].detach()))
-    fits = 0.3 if model.head.fusion == "concat" else 0.5  # a sum tells token and state less well apart
-    assert found[1] < fits * found[0]
+        own = recipe(model, target, depth=1)
+        found.append(own.loss(batch(), context())[1]["mse_1"])
+    assert found[1] < 0.3 * found[0]
 
 
 def test_a_start_that_cannot_be_is_refused(data: Path, target: Path, tmp_path: Path) -> None:
@@ -393,15 +354,7 @@ def test_a_start_that_cannot_be_is_refused(data: Path, target: Path, tmp_path: P
     assert torch.equal(model.head.tensors()["layers.0.mlp.gate_proj.weight"], gates[max(gates)].float())
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_hot_tokens_are_the_frequent_ones(inside: bool, data: Path, target: Path, tmp_path: Path) -> None:
-    options = {"hot": 0.1, "hot_in_training": inside}
-    trained = prepare(job(data, target, tmp_path / "out", "lyanna", options=options))
-    model: Any = trained.recipe.module
-    assert (model.info.up.shape[1] == 30) is inside  # of 300
-    trained.recipe.export(tmp_path / "made")
-    found = LyannaModel.load(tmp_path / "made")
-    assert found.shape.hot == 30 and found.shape.hot_columns is inside
+def test_occurrences_are_a_mean_over_the_sources() -> None:
     specs = [SourceSpec(file="a", weight=1.0), SourceSpec(file="b", weight=3.0)]
     given = [
         [Example(torch.tensor([1, 1, 2, 3]).numpy())],

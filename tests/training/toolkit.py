@@ -16,15 +16,13 @@ from train_target import TargetRecipe, train_tokenizer
 
 from paceline.train.data import Example, Mixture, SourceSpec
 from paceline.train.network import Network
-from paceline.train.shape import ModelShape
+from paceline.train.recipes.distillation import ModelShape
 from paceline.train.trainer import Phase, TrainConfig, Trainer
 
 VOCAB_SIZE = 300  # of the tokenizer and the target on disk
 CONTEXT = 128
 COLOURS = ("red", "green", "blue", "grey")
-SHAPE = ModelShape(
-    layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, vocab_size=VOCAB_SIZE, context=CONTEXT, tied=False
-)
+SHAPE = ModelShape(layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2)
 
 
 def write_data(folder: Path) -> Path:
@@ -42,7 +40,7 @@ def write_target(folder: Path, data: Path, seed: int = 0) -> Path:
     from paceline.model.families import decoder_config
 
     train_tokenizer([SourceSpec(file=str(data))], VOCAB_SIZE, folder, CONTEXT)
-    config = SHAPE.config(0, 1, 2)
+    config = SHAPE.config(VOCAB_SIZE, CONTEXT, 0, 1, 2, tied=False)
     network = Network(decoder_config(config))
     network.init_weights(seed)
     for name, parameter in network.named_parameters():
@@ -74,9 +72,7 @@ def trainer(out: Path, recipe: Any = None, phases: list[Phase] | None = None, se
             "learning_rate": 1e-2,
             "warmup": 2,
             "precision": "fp32",
-            "log_every": 1,
             "evaluate_every": 0,
-            "save_every": 1000,
         }
         | config
     )

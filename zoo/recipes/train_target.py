@@ -25,8 +25,8 @@ from paceline.train.job import TrainingJob, finish, run
 from paceline.train.losses import cross_entropy
 from paceline.train.network import Network
 from paceline.train.recipe import fill, locate, read_recipe
+from paceline.train.recipes.distillation import ModelShape
 from paceline.train.registry import KINDS, BuildContext, RecipeKind
-from paceline.train.shape import ModelShape
 from paceline.weights.loader import load_weights
 
 CHUNK = 1024  # rows of logits held at a time
@@ -42,6 +42,8 @@ TEMPLATE = (
 class TargetOptions(ModelShape):
     """A model to train from random weights, or to grow from a trained one."""
 
+    vocab_size: int = 8192
+    context: int = 2048
     grow: tuple[int, ...] = option((), help="for each layer the layer of --init it starts from; see `grow`")
 
 
@@ -129,7 +131,8 @@ def build(options: TargetOptions, context: BuildContext) -> TargetRecipe:
         raise ConfigError(
             f"vocab_size={options.vocab_size}", f"the tokenizer has {len(tokenizer)} tokens", "raise vocab_size"
         )
-    config = options.config(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    ends = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = options.config(options.vocab_size, options.context, *ends)
     network = Network(decoder_config(config), context.device)
     if options.grow:
         if context.init is None or not any(context.init.glob("*.safetensors")):

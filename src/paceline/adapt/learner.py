@@ -135,7 +135,7 @@ def train(
     )
     steps = max(8, round(STEPS_A_REQUEST * requests))
     falling = {"schedule": "linear", "final_ratio": 0.1, "learning_rate": task["rate"]}
-    config = config_of(making, steps, evaluate_every=0, save_every=steps, **falling)
+    config = config_of(making, steps, evaluate_every=0, **falling)
     job = replace(job_of(making, place / "training", config, init=weights), known=known)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0

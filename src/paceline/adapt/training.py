@@ -22,11 +22,11 @@ from ..core.errors import CapabilityError, ConfigError
 from ..model.families import DecoderConfig
 from ..train.data import SourceSpec
 from ..train.job import TrainingJob, finish, prepare
-from ..train.recipes import states_start as start
+from ..train.recipes import heads_start as start
+from ..train.recipes.heads import HeadOptions
 from ..train.trainer import LOG, Phase, TrainConfig, Trainer
 from .choice import further_gain
 
-TOP = 32  # likeliest tokens that are learned
 ROWS = 4  # of a step
 FALL = 0.2  # of the training's time, in which the rate falls
 LEAST_GAIN = 0.01  # in tokens a pass, below which the first part ends
@@ -64,16 +64,11 @@ def starting_tokens(kind: str, shape: DecoderConfig) -> int:
 
 
 def _defaults(kind: str, shape: DecoderConfig) -> dict[str, Any]:
-    alike: dict[str, Any] = {"top": min(TOP, shape.vocab_size - 1)}
-    if shape.vocab_size > HOT_TOKENS:
-        alike["hot_head"] = min(0.25, HOT_TOKENS / shape.vocab_size)
-    state = {"depth": 3, "alpha": 0.2, "beta": 1.0, "anchors": 0.5, "start": "target", **alike}
-    if kind == "eagle":
-        return {**state, "noise": 0.1}
-    if kind == "lyanna":
-        return state
+    hot = {"hot_head": min(0.25, HOT_TOKENS / shape.vocab_size)} if shape.vocab_size > HOT_TOKENS else {}
+    if kind in ("eagle", "lyanna"):
+        return {"anchors": 0.5, "start": "target", **hot}
     if kind == "medusa":
-        return {"heads": 3, **alike}
+        return dict(hot)
     width = max(64, shape.d_model // 3 // 64 * 64)
     return {
         "layers": max(1, shape.num_layers // 8),
@@ -81,9 +76,7 @@ def _defaults(kind: str, shape: DecoderConfig) -> dict[str, Any]:
         "d_ff": 8 * width // 3 // 32 * 32,
         "heads": width // 32,
         "kv_heads": width // 32,
-        "vocab_size": shape.vocab_size,
-        "context": shape.max_position,
-        **alike,
+        **hot,
     }
 
 
@@ -112,7 +105,7 @@ def job_of(making: Making, out: Path, config: TrainConfig, init: Path | None = N
 def config_of(making: Making, steps: int, **changes: Any) -> TrainConfig:
     """How a run is trained."""
     rate = rate_of(options_of(making), making.shape)
-    common = {"warmup": min(50, max(1, steps // 10)), "weight_decay": 0.02, "seed": making.seed, "log_every": 10}
+    common = {"warmup": min(50, max(1, steps // 10)), "weight_decay": 0.02, "seed": making.seed}
     return TrainConfig(**{"steps": steps, "learning_rate": rate, **common, **changes})
 
 
@@ -156,7 +149,7 @@ def probe(making: Making, out: Path) -> tuple[Path, int, dict[str, Any]]:
         making = replace(making, options={**making.options, "start": "random"})
     making, job, trainer = trainable(making, out, config_of(making, PROBED, evaluate_every=0), said)
     _run(trainer, TrainingPace(lambda: math.inf, 0.0, lambda figures: speeds.append(figures["tokens_per_s"])))
-    depth = int(job.options.get("depth", job.options.get("heads", 4) if making.kind == "medusa" else 4))
+    depth = 4 if making.kind == "draft_model" else HeadOptions.depth
     score = min(tokens / max(seconds, 1e-3), 1e9) if tokens else 1e9
     began = monotonic() - entered - seconds - sum(ROWS * making.length / speed for speed in speeds)
     return finish(job, trainer), depth, {"score": score, "train": median(speeds[1:]), "start": max(0.0, began)}
@@ -253,8 +246,7 @@ def train(
     began = left()
     first, second = out / "first", out / "second"
     every = max(1, steps // min(CHECKS, checks))
-    config = config_of(making, steps, schedule="constant", evaluate_every=every, save_every=max(10, every // 2))
-    config = replace(config, log_every=min(config.log_every, every))
+    config = config_of(making, steps, schedule="constant", evaluate_every=every)
     making, job, trainer = trainable(making, first, config, say)
     config = trainer.config
     trainer.resume()
@@ -274,7 +266,7 @@ def train(
     room = left() * 0.9 * known["speed"] / (ROWS * making.length)
     fall = once("last steps", lambda: max(5, min(known["steps"] // 2, int(room))))
     falling = config_of(making, fall, schedule="linear", final_ratio=0.05, learning_rate=config.learning_rate)
-    falling = replace(falling, warmup=min(5, fall), evaluate_every=fall, save_every=max(10, fall // 4))
+    falling = replace(falling, warmup=min(5, fall), evaluate_every=fall)
     falls = job_of(making, second, falling, init=result)
     trainer = prepare(falls, (), say)  # the first one's memory is free from here on
     trainer.resume()

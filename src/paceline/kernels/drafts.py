@@ -179,10 +179,9 @@ class NativeFuse:
     """How a row is made of a state and a token: ``struct Fuse`` of the kernels.
 
     Args:
-        both: [2d -> d] of [token, state], or [d -> d] of their sum.
+        both: [2d -> d] of [token, state].
         state: [d -> d] of a state without a token; None: every row has one.
         constant: [1, d] what the latter adds.
-        summed: whether token and state are added.
         reads_tokens: whether the rows of a text see the token behind them.
         target: whose states come, as its last layer leaves them, and go through its final norm. None: they have.
     """
@@ -192,7 +191,6 @@ class NativeFuse:
         both: NativeLinear,
         state: NativeLinear | None,
         constant: Tensor,
-        summed: bool,
         reads_tokens: bool,
         target: Stack | None = None,
     ) -> None:
@@ -200,9 +198,7 @@ class NativeFuse:
         self.reads_tokens = reads_tokens
         known = abi.CLinear() if state is None else state.struct
         norm, eps = (None, 0.0) if target is None else target.norm_at
-        self._struct = abi.CFuse(
-            both=both.struct, state=known, constant=self._held[2].data_ptr(), sum=int(summed), norm=norm, eps=eps
-        )
+        self._struct = abi.CFuse(both=both.struct, state=known, constant=self._held[2].data_ptr(), norm=norm, eps=eps)
         self.reference = ctypes.byref(self._struct)
 
 

@@ -9,22 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..core.options import option
 from .data import TokenBatch
 from .losses import SoftTarget, TargetHidden, TargetTop
 from .network import Network
 
+TOP = 32  # likeliest tokens of the target that are learned, all others as one outcome
 _CHUNK_LOGITS = 2**23  # elements held at a time
-
-
-def top_tokens() -> int:
-    """The field ``top`` of the options of a recipe that learns what the target says."""
-    count: int = option(
-        0,
-        help="likeliest tokens of the target that are learned, all others as one; 0: all. A cache holds them",
-        minimum=0,
-    )
-    return count
 
 
 class Features(Protocol):

@@ -25,6 +25,7 @@ from ..weights.loader import load_tokenizer
 from .answers import answered_by
 from .cache import TopCache
 from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark
+from .features import TOP
 from .files import writing
 from .network import Network
 from .recipe import RecipeFile, fill
@@ -75,7 +76,11 @@ def prepare(
 
     made = kind(job.kind)
     options = fill(made.Options, dict(job.options), job.where)
-    _check(job, made, options)
+    if not job.sources:
+        raise ConfigError(f"recipe {job.kind!r}", "there is no data", "give --data FILE")
+    if job.cache and not made.cached:
+        wrong = "it learns from no likeliest tokens, which are what a cache holds"
+        raise ConfigError(f"recipe {job.kind!r}", wrong, "leave --cache out")
     state = PartialState(cpu=not torch.cuda.is_available())
     tokenizer = load_tokenizer(job.tokenizer_folder)
     longest = max(phase.length for phase in job.phases)
@@ -103,7 +108,7 @@ def prepare(
         _name_strangers(job.sources, facts["target"], say)
     if job.cache is not None:
         with state.main_process_first():
-            context.features = cache = _cache(job, made, options, facts["target"], context, [*examples, *held], say)
+            context.features = cache = _cache(job, made, facts["target"], context, [*examples, *held], say)
         examples = cache.examples[: len(examples)]
         if job.known:
             context.held_out = _held_out(job, cache.examples[len(examples) :], longest)
@@ -116,21 +121,6 @@ def _mixture(job: TrainingJob, examples: Sequence[Sequence[Example]]) -> Mixture
     return Mixture(weighted, job.config.seed, job.prompt_weight)
 
 
-def _check(job: TrainingJob, made: RecipeKind, options: Any) -> None:
-    """What is asked for suits the kind of recipe."""
-    rules = (
-        (
-            job.cache and not (made.cached and options.top),
-            "it learns from no likeliest tokens, which are what a cache holds",
-            "leave --cache out, or give a kind that has it top=32",
-        ),
-        (not job.sources, "there is no data", "give --data FILE"),
-    )
-    for broken, wrong, remedy in rules:
-        if broken:
-            raise ConfigError(f"recipe {job.kind!r}", wrong, remedy)
-
-
 def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Callable[[str], None]) -> None:
     """Tell which files hold the answers of another model than the one that is learned from."""
     for spec in sources:
@@ -141,7 +131,6 @@ def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Call
 def _cache(
     job: TrainingJob,
     made: RecipeKind,
-    options: Any,
     target: str | None,
     context: BuildContext,
     examples: Sequence[Sequence[Example]],
@@ -154,7 +143,7 @@ def _cache(
     key = {"target": target, "precision": "fp32" if exact else "bf16", "length": longest}
     sources = list(zip([*job.sources, *(job.held_out if job.known else ())], examples, strict=False))
     shape = context.target.config
-    cache = TopCache(job.cache, sources, key, options.top, shape.vocab_size, shape.d_model, made.states)
+    cache = TopCache(job.cache, sources, key, TOP, shape.vocab_size, shape.d_model, made.states)
     count = len(job.sources)
     batches: Iterable[TokenBatch] = (
         batch for _, batch in plan(_mixture(job, cache.examples[:count]), job.phases, job.config.steps)

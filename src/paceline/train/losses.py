@@ -208,22 +208,21 @@ def mse_cross_entropy(
     weights: Tensor | None = None,
     *,
     alpha: float = 1.0,
-    beta: float = 1.0,
     **options: Any,
 ) -> Tensor:
-    """State regression and distillation: ``alpha MSE(h, H) + beta CE(softmax(l'), softmax(L))``.
+    """State regression and distillation: ``alpha MSE(h, H) + CE(softmax(l'), softmax(L))``.
 
     Source: Lyanna, section 4.1. MSE is the mean over the d entries of a state; CE is -sum_x p log q. Where
     l' adds a term U e(t) for the token to head h, give hidden = [h, e(t)] and head = [head, U].
 
     Args:
         state, target_state: [rows, d] last-layer states of the model in training and of the target.
-        alpha, beta: at least 0.
+        alpha: at least 0.
         hidden, head, target, weights, options: as `mixed`.
     """
     soft = mixed(hidden, head, target, weights, omega=1.0, **options)
     squared = _squared_error(state, target_state, weights, options.get("denominator"))
-    return alpha * squared + beta * soft
+    return alpha * squared + soft
 
 
 def _squared_error(state: Tensor, target: Tensor, weights: Tensor | None, denominator: Tensor | float | None) -> Tensor:

@@ -60,8 +60,7 @@ class RecipeKind:
     options: str  # ``module:class``
     # Whether it learns to say what the target says, so that the target's own answers are its best data.
     imitates: Callable[[Any], bool] = lambda options: True
-    # Whether ``top`` of its options names how many of the target's likeliest tokens it learns from; a cache holds them.
-    cached: bool = False
+    cached: bool = False  # it learns from the target's likeliest tokens, which a cache may hold
     states: bool = False  # it reads the target's last states, which a cache then holds, too: `Features.states`
 
     @property
@@ -94,7 +93,7 @@ KINDS = {
     ),
     "medusa": RecipeKind(
         "Heads on the target's last state, one for each token ahead (Medusa).",
-        "paceline.train.recipes.medusa:MedusaOptions",
+        "paceline.train.recipes.medusa:HeadOptions",
         cached=True,
         states=True,
     ),
@@ -110,7 +109,7 @@ KINDS = {
     ),
     "eagle": RecipeKind(
         "A drafter of states that reads the tokens it drafts (EAGLE).",
-        "paceline.train.recipes.eagle:EagleOptions",
+        "paceline.train.recipes.eagle:LayerOptions",
         cached=True,
         states=True,
     ),

@@ -32,6 +32,9 @@ from .data import Mixture, TokenBatch
 from .files import require_same, writing
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+BETA2 = 0.95  # AdamW's second-moment decay
+CLIP = 1.0  # largest norm of a gradient
+LOG_EVERY, SAVE_EVERY = 10, 50  # steps between two lines of the log, and between two checkpoints
 REMEDY = "free space there; the same command goes on from the last checkpoint"
 
 
@@ -54,15 +57,11 @@ class TrainConfig:
     schedule: Literal["cosine", "linear", "constant"] = option("cosine", help="how the learning rate falls")
     final_ratio: float = option(0.1, help="last learning rate, over the highest")
     weight_decay: float = option(0.1, help="AdamW's weight decay, of matrices alone")
-    beta2: float = option(0.95, help="AdamW's second-moment decay")
-    clip: float = option(1.0, help="largest norm of a gradient")
     precision: Literal["auto", "bf16", "fp32"] = option(
         "auto", help="number format of products; auto: bf16 where the processor multiplies it, else fp32"
     )
     seed: int = option(0, help="seed of data order, start values and draws")
-    log_every: int = option(10, help="steps between two lines of the log", minimum=1)
     evaluate_every: int = option(200, help="steps between two evaluations on held-out data; 0: none", minimum=0)
-    save_every: int = option(100, help="steps between two checkpoints", minimum=1)
 
     def __post_init__(self) -> None:
         check(self)
@@ -145,9 +144,7 @@ class Trainer:
         self.trained = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
         if not self.trained:
             raise ConfigError(f"recipe {recipe.name!r}", "nothing in it is trainable", "check its settings")
-        self.optimizer = torch.optim.AdamW(
-            _groups(self.trained, config), lr=config.learning_rate, betas=(0.9, config.beta2)
-        )
+        self.optimizer = torch.optim.AdamW(_groups(self.trained, config), lr=config.learning_rate, betas=(0.9, BETA2))
         self.step, self.tokens = 0, 0  # done, and trained on, over all parts of the run
         self.seconds = 0.0  # of this part
         self._stop, self._told = threading.Event(), False
@@ -174,7 +171,7 @@ class Trainer:
             while not done:
                 self._report(self._one(next(batches)))
                 done = self._stopping() or self.step >= last
-                if self.step % self.config.save_every == 0 and not done:
+                if self.step % SAVE_EVERY == 0 and not done:
                     self.save()
         self.save()
         self.seconds = time.perf_counter() - began
@@ -190,7 +187,7 @@ class Trainer:
             asked, wrong = f"training at step {self.step}", f"the loss is {total['loss']}"
             raise ConfigError(asked, wrong, "lower the learning rate")
         self._sum_gradients()
-        norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), self.config.clip)
+        norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -265,10 +262,11 @@ class Trainer:
             return
         for watcher in self.watchers:
             watcher.step(self.step, figures)
-        if self.step % self.config.log_every == 0 or self.step == self.config.steps or self.step == 1:
+        every, last = self.config.evaluate_every, self.step == self.config.steps
+        evaluates = every and (self.step % every == 0 or last)
+        if evaluates or last or self.step % LOG_EVERY == 0 or self.step == 1:
             self._log({"step": self.step, **figures})
-        every = self.config.evaluate_every
-        if every and (self.step % every == 0 or self.step == self.config.steps):
+        if evaluates:
             self.evaluate()
 
     def evaluate(self) -> dict[str, float]:
@@ -347,8 +345,7 @@ class Trainer:
             facts = json.loads(state["facts"])
         except Exception as error:  # torch raises many kinds for a broken file
             raise ConfigError(f"checkpoint {path}", f"it cannot be read ({error})", "name another --out") from error
-        reports = {"log_every", "evaluate_every", "save_every"}  # these change no weight
-        left_out = {*reports, "precision", "accumulate"}  # the last: of older checkpoints, with the same rows a step
+        left_out = {"evaluate_every", "precision"}  # these change no weight
         found, own = ({k: v for k, v in f.items() if k not in left_out} for f in (facts, self.facts))
         require_same(f"checkpoint {path}", found, own, "name another --out, or repeat the settings of the first run")
         for name, parameter in self.trained.items():

@@ -26,6 +26,7 @@ class TrainedConfig:
     """The shape of a trained module, and the target that it was trained for."""
 
     what: ClassVar[str]  # in messages
+    retired: ClassVar[tuple[tuple[str, Any], ...]] = ()  # entries of older files that say what is always so now
     target: str = ""  # name of the target, for messages; empty: not recorded
     fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
 
@@ -65,8 +66,8 @@ class TrainedFiles:
         folder.mkdir(parents=True, exist_ok=True)
         values = {}
         for name, value in tensors.items():
-            kind = dtype if value.is_floating_point() else None
-            values[name] = value.detach().to("cpu", kind).contiguous().clone()  # parts of one tensor share no memory
+            # parts of one tensor share no memory
+            values[name] = value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous().clone()
         save_file(values, folder / self.weights_file, metadata={"format": "pt"})
         form = {} if self.format is None else {"format": self.format}
         text = json.dumps({**form, **entries}, indent=1)
@@ -100,11 +101,11 @@ class TrainedFiles:
             ConfigError: an entry that is unknown or missing, a value that cannot be.
         """
         known: Any = kind
+        given = {name: value for name, value in given.items() if (name, value) not in known.retired}
         if unknown := sorted({*given} - {f.name for f in fields(known)}):
             raise ConfigError(str(file), f"unknown entries: {', '.join(unknown)[:200]}", self.restore)
-        read = readers or {}
         try:
-            return kind(**{name: read[name](value) if name in read else value for name, value in given.items()})
+            return kind(**{name: (readers or {}).get(name, lambda v: v)(value) for name, value in given.items()})
         except ConfigError:
             raise
         except (TypeError, ValueError, AttributeError) as error:

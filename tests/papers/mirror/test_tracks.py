@@ -43,8 +43,8 @@ EACH = pytest.mark.parametrize("kind", [pytest.param(k, marks=needs_kernels if k
 def draft(folder: Path, merge: Any = "gather", tracks: int = 2, vocab: int = 202, width: int = 32) -> TracksNetwork:
     """A random draft, and its folder."""
     shape = {"layers": 4, "d_model": width * tracks, "d_ff": 48 * tracks, "heads": 2 * tracks, "kv_heads": tracks}
-    options = TracksOptions(tracks=tracks, merge=merge, vocab_size=vocab, context=128, **shape)
-    config = options.config(0, 1, 2)
+    options = TracksOptions(tracks=tracks, merge=merge, **shape)
+    config = options.config(vocab, 128, 0, 1, 2)
     network = TracksNetwork(decoder_config(config))
     network.init_weights(3)
     for parameter in network.parameters():
@@ -108,7 +108,7 @@ def test_training_reduces_the_loss(tmp_path: Path) -> None:
     network.init_weights(1)
     target = Network(read_config(tmp_path).track, frozen=True)  # not asked: distill=0
     object.__setattr__(target.config, "vocab_size", 202)
-    options = TracksOptions(tracks=2, distill=0.0, vocab_size=202, top=0)
+    options = TracksOptions(tracks=2, distill=0.0)
     recipe = DraftModelRecipe(network, target, options, {}, {})
     rows = [Example(torch.randint(8, 202, (24,), generator=generator).numpy(), 0) for _ in range(4)]
     batch = next(iter(Mixture([(1.0, rows)], 0).batches(4, 24)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from ...model.linear import Dense, nan_parameter
 from ...model.rope import RopeTable
 from ...weights.names import Piece, weight_map
 
-Fusion = Literal["concat", "sum"]
 LAYER = "layers.0."
 
 
@@ -61,7 +60,6 @@ class StateHead(nn.Module):
 
     Args:
         layer: the layer's ``config.json``; see `layer_json`.
-        fusion: concat: one map of [token, state] (2d -> d), EAGLE's; sum: one map of their sum (d -> d).
         blank: whether there is an embedding for rows that are fused with no token.
         input_norm: whether the layer has a norm before its attention; EAGLE's has none.
         bias: of the fusing map.
@@ -75,7 +73,6 @@ class StateHead(nn.Module):
         self,
         layer: Mapping[str, Any],
         *,
-        fusion: Fusion = "concat",
         blank: bool = False,
         input_norm: bool = True,
         bias: bool = False,
@@ -88,8 +85,8 @@ class StateHead(nn.Module):
             wrong = f"it has {c.num_layers} layers, and a state head has one"
             raise ConfigError("a state head's config", wrong, "use a head with num_hidden_layers = 1")
         c = replace(c, first_norm=input_norm)
-        self.config, self.fusion, self.dtype = c, fusion, dtype
-        self.fc = Dense(c.d_model * (2 if fusion == "concat" else 1), c.d_model, bias, dtype, place)
+        self.config, self.dtype = c, dtype
+        self.fc = Dense(2 * c.d_model, c.d_model, bias, dtype, place)
         self.blank = nan_parameter((c.d_model,), dtype, place) if blank else None
         self.layer = Layer(c, 0, dtype, place, exact=False)
         self.rope = RopeTable(c.rope, c.max_position, dtype, place)
@@ -142,15 +139,11 @@ class StateHead(nn.Module):
         """
         if embedded is None:
             return self._without_token(states)
-        both = torch.cat((embedded, states), -1) if self.fusion == "concat" else embedded + states
-        return F.linear(both, self.fc.weight, self.fc.bias).to(states.dtype)
+        return F.linear(torch.cat((embedded, states), -1), self.fc.weight, self.fc.bias).to(states.dtype)
 
     def _without_token(self, states: Tensor) -> Tensor:
         """The same map with `blank` for the token, whose share is one row for all: half of the product."""
         assert self.blank is not None, "a head without a blank is always given tokens"
-        weight = self.fc.weight
-        if self.fusion == "sum":
-            return F.linear(states + self.blank, weight, self.fc.bias).to(states.dtype)
-        of_token, of_state = weight.chunk(2, dim=1)
+        of_token, of_state = self.fc.weight.chunk(2, dim=1)
         constant = F.linear(self.blank, of_token, self.fc.bias)
         return (F.linear(states, of_state) + constant).to(states.dtype)

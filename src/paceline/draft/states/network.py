@@ -82,11 +82,10 @@ class HeadNetwork:
         self.stack, self.cache_shape = self.decoder.stack, self.decoder.cache_shape
         make = partial(NativeLinear, quant=quant) if native else make_linear
         self._fuse_all, self._fuse_state, self._constant = _fusing(head, handle.dtype, device, make)
-        self._sum = head.fusion == "sum"
         self.fuse: NativeFuse | None = None
         if isinstance(self._fuse_all, NativeLinear) and isinstance(self._fuse_state, NativeLinear):
             parts = self._fuse_all, self._fuse_state, self._constant
-            self.fuse = NativeFuse(*parts, self._sum, reads_tokens, handle.stack)
+            self.fuse = NativeFuse(*parts, reads_tokens, handle.stack)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The attention plan of rows at ``positions`` [rows] int64; see `Decoder.plan`."""
@@ -115,7 +114,7 @@ class HeadNetwork:
         """As `StateHead.fuse`."""
         if embedded is None:
             return self._fuse_state.add(states, self._constant)
-        return self._fuse_all(embedded + states if self._sum else torch.cat((embedded, states), -1))
+        return self._fuse_all(torch.cat((embedded, states), -1))
 
 
 def _fusing(

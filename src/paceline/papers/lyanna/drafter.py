@@ -259,7 +259,7 @@ def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) 
     if model.info is None:
         return None
     info = model.info.to(device, torch.float64 if handle.dtype == torch.float64 else torch.float32)
-    factors = info.factors(handle.table(), torch.arange(info.vocab, device=device))
+    factors = info.factors(handle.table())
     return factors.to(handle.dtype), info.table().data.to(handle.dtype).contiguous()
 
 

@@ -9,7 +9,7 @@ A row's mean square is a quadratic form of its r factors, a^T (W2 W2^T) a / V wi
 known from r numbers, u = a / rms, and the table [V, r] that they are multiplied with: rows of V numbers, of which there
 are V, are never made.
 
-Source: Lyanna, sections 4.1 (normalise and add), 5.1 (low rank) and 6.1 (hot tokens).
+Source: Lyanna, sections 4.1 (normalise and add) and 5.1 (low rank).
 """
 
 from __future__ import annotations
@@ -29,31 +29,22 @@ class TokenInfo(nn.Module):
     Args:
         width: n, of the target's embedding.
         rank: r.
-        columns: tokens that the bias has an entry for: V, or those of ``hot``.
         vocab: V.
-        hot: [H] int64 the frequent tokens, ascending: only they have token-info, as a parent and as an entry of its
-            row. Where ``columns`` is V, the rows are those of the whole vocabulary, cut after the norm; else they are
-            rows over the hot tokens alone. None: all tokens.
     """
-
-    hot: Tensor | None
 
     def __init__(
         self,
         width: int,
         rank: int,
-        columns: int,
         vocab: int,
-        hot: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.down = nan_parameter((width, rank), dtype, device)  # W1
-        self.up = nan_parameter((rank, columns), dtype, device)  # W2
-        self.gain = nan_parameter((columns,), dtype, device)
+        self.up = nan_parameter((rank, vocab), dtype, device)  # W2
+        self.gain = nan_parameter((vocab,), dtype, device)
         self.vocab = vocab
-        self.register_buffer("hot", None if hot is None else hot.to(device), persistent=False)
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> None:
@@ -64,31 +55,18 @@ class TokenInfo(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters under their names in a file."""
-        found = {"token_info.down": self.down.data, "token_info.up": self.up.data, "token_info.gain": self.gain.data}
-        return found if self.hot is None else {**found, "token_info.hot": self.hot}
+        return {"token_info.down": self.down.data, "token_info.up": self.up.data, "token_info.gain": self.gain.data}
 
-    def factors(self, embedded: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """u = a / rms(a W2), [..., r]; 0 for tokens without token-info.
-
-        Args:
-            embedded: [..., n] the target's embedding of the parents' tokens.
-            tokens: [...] int64 these tokens, where only hot ones have token-info; else not looked at.
-        """
+    def factors(self, embedded: Tensor) -> Tensor:
+        """Return u = a / rms(a W2), [..., r], from ``embedded`` [..., n], the target's embedding of the parents'
+        tokens."""
         wide = torch.float64 if self.up.dtype == torch.float64 else torch.float32
         a = embedded.to(self.down.dtype) @ self.down
         a, up = a.to(wide), self.up.to(wide)
         gram = up @ up.t() / up.shape[1]  # [r, r]
         square = ((a @ gram) * a).sum(-1, keepdim=True)
-        u = a * (square + EPS).rsqrt()
-        if self.hot is None:
-            return u
-        assert tokens is not None, "hot tokens are told by their ids"
-        return u * torch.isin(tokens, self.hot)[..., None]
+        return a * (square + EPS).rsqrt()
 
     def table(self) -> Tensor:
-        """[V, r] what `factors` are multiplied with: rows of tokens without an entry are 0."""
-        rows = (self.gain * self.up).t()
-        if self.hot is None:
-            return rows
-        kept = rows[self.hot] if len(rows) == self.vocab else rows
-        return rows.new_zeros(self.vocab, rows.shape[1]).index_copy(0, self.hot, kept)
+        """Return [V, r], what `factors` are multiplied with."""
+        return (self.gain * self.up).t()

@@ -22,7 +22,7 @@ from ...train.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, no_loss, said_
 from ...train.carriers import CarrierRows, choose_carriers
 from ...train.chunked import KnownGradients
 from ...train.data import TokenBatch
-from ...train.features import likeliest, top_tokens
+from ...train.features import likeliest
 from ...train.losses import SoftTarget, TargetHidden, cross_entropy, distilled
 from ...train.network import Network
 from ...weights.files import fingerprint
@@ -60,7 +60,7 @@ class StreamsOptions:
     distill: float = option(
         0.0, help="share of distillation from the target in the streams' loss, 0 to 1 (lossless)", minimum=0, maximum=1
     )
-    top: int = top_tokens()
+    top: int = option(0, help="likeliest tokens that are learned, all others as one; 0: all", minimum=0)
     segment: int | None = option(
         None, help="carriers (answer tokens) run at a time, to bound memory; default: all", minimum=1
     )

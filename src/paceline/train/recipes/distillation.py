@@ -19,15 +19,60 @@ from ...papers.mirror.tracks_training import TracksNetwork
 from ...weights.loader import load_weights
 from ..ahead import argmax
 from ..data import TokenBatch
-from ..features import Features, OnlineFeatures, top_tokens
-from ..losses import SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled
+from ..features import TOP, Features, OnlineFeatures
+from ..losses import TargetTop, cross_entropy, distilled
 from ..network import Network, config_of_layers, take_layers
-from ..shape import ModelShape
 
 if TYPE_CHECKING:
     from ..registry import BuildContext
 
 DEPTH = 4  # of the chain whose accepted length is simulated
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A Llama-family network."""
+
+    layers: int = option(12, help="decoder layers")
+    d_model: int = option(384, help="width of the residual stream")
+    d_ff: int = option(1024, help="width of the gated MLP")
+    heads: int = option(6, help="query heads")
+    kv_heads: int = option(6, help="key and value heads")
+
+    def config(
+        self, vocab: int, context: int, bos: int, eos: int, pad: int | None = None, tied: bool = True
+    ) -> dict[str, Any]:
+        """Return its config.json, as transformers writes one."""
+        if self.d_model % self.heads or self.heads % self.kv_heads:
+            raise ConfigError(
+                f"d_model={self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}",
+                "heads must divide d_model, and kv_heads heads",
+                "change one of them",
+            )
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "pad_token_id": pad,
+            "head_dim": self.d_model // self.heads,
+            "hidden_act": "silu",
+            "hidden_size": self.d_model,
+            "initializer_range": 0.02,
+            "intermediate_size": self.d_ff,
+            "max_position_embeddings": context,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            "tie_word_embeddings": tied,
+            "use_cache": True,
+            "vocab_size": vocab,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +83,9 @@ class DistilledOptions(ModelShape):
     distill: float = option(
         0.8, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
     )
-    top: int = top_tokens()
 
     def __post_init__(self) -> None:
         check(self)
-        if self.top >= self.vocab_size:
-            wrong = f"there are {self.vocab_size} tokens"
-            raise ConfigError(f"top={self.top}", wrong, "take fewer, or all of them (top=0)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +95,7 @@ class DraftModelOptions(DistilledOptions):
     start: Literal["random", "target"] = option(
         "random",
         help="what it begins as, without --init: target: so many of the target's layers, evenly spaced, with its "
-        "embedding, norm and head; widths, heads and context are the target's then",
+        "embedding, norm and head; widths and heads are the target's then",
     )
 
 
@@ -67,10 +108,10 @@ class TracksOptions(DistilledOptions):
         "gather", help="between two segments: gather (a track reads all states) or sum (all read one)"
     )
 
-    def config(self, bos: int, eos: int, pad: int | None) -> dict[str, Any]:
-        """See `ModelShape`."""
+    def config(self, *sizes: Any, **more: Any) -> dict[str, Any]:
+        """Return its config.json; arguments as for `ModelShape`."""
         own = {"architectures": ["PacelineTracksForCausalLM"], "model_type": "paceline_tracks"}
-        return {**super().config(bos, eos, pad), **own, "num_tracks": self.tracks, "merge": self.merge}
+        return {**super().config(*sizes, **more), **own, "num_tracks": self.tracks, "merge": self.merge}
 
 
 class DraftModelRecipe:
@@ -99,14 +140,8 @@ class DraftModelRecipe:
         features: Features | None = None,
         hot: Tensor | None = None,
     ) -> None:
-        if network.config.vocab_size != target.config.vocab_size:
-            raise ConfigError(
-                f"a draft with vocab_size={network.config.vocab_size}",
-                f"the target has {target.config.vocab_size} tokens",
-                f"give both the same vocabulary (vocab_size={target.config.vocab_size})",
-            )
         self.module, self.target, self.options, self.config, self.held_out = network, target, options, config, held_out
-        self.features = features or OnlineFeatures(target, options.top)
+        self.features = features or OnlineFeatures(target, TOP)
         self.hot = None if hot is None else hot.to(target.head_weight.device)
         self._places = torch.empty(0) if self.hot is None else places_of(self.hot, target.config.vocab_size)
         self._says: dict[str, list[Tensor]] = {}  # what the target says on held-out data, by domain
@@ -118,21 +153,13 @@ class DraftModelRecipe:
         said = self.features.said(batch) if o.distill else None  # where nothing is learned of it, it is not run
         head = self.module.head_weight
         if self.hot is not None:
-            head, said, tokens = self._among_hot(head[self.hot], said, tokens)
+            head, tokens = head[self.hot], self._places[tokens]
+            if isinstance(said, TargetTop):
+                head, said = F.pad(head, (0, 0, 0, 1)), said.within(self._places)
             weights = torch.where(tokens < len(self.hot), weights, 0.0)
         loss, parts = distilled(self.module(batch)[rows], head, said, tokens, weights, share=o.distill)
         distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
         return loss, {"kl": distance, "ce": entropy} if o.distill else {"ce": entropy}
-
-    def _among_hot(
-        self, head: Tensor, said: SoftTarget | None, tokens: Tensor
-    ) -> tuple[Tensor, SoftTarget | None, Tensor]:
-        """The head of the hot tokens, what the target says of them, and ``tokens`` by their places among them."""
-        if isinstance(said, TargetTop):
-            head, said = F.pad(head, (0, 0, 0, 1)), said.within(self._places)
-        elif isinstance(said, TargetHidden):
-            said = TargetHidden(said.hidden, said.head[self.hot])
-        return head, said, self._places[tokens]
 
     def evaluate(self) -> dict[str, float]:
         """By domain: loss over all tokens, and the simulated accepted length of a chain of `DEPTH`."""
@@ -196,8 +223,9 @@ def build(options: DistilledOptions, context: BuildContext) -> DraftModelRecipe:
     target, folder = context.subject()
     tokenizer = context.tokenizer
     keep = spaced(options.layers, target.config.num_layers) if getattr(options, "start", "") == "target" else []
+    sizes = target.config.vocab_size, target.config.max_position
     ends = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    config = config_of_layers(folder, keep) if keep else options.config(*ends)
+    config = config_of_layers(folder, keep) if keep else options.config(*sizes, *ends)
     made = decoder_config(config)
     network = Network(made, context.device) if made.tracks == 1 else TracksNetwork(made, context.device)
     if context.init is not None:

@@ -3,29 +3,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...core.options import option
 from ...draft.eagle.model import EagleFacts, EagleModel
 from ...draft.states.head import layer_json
 from ...weights.files import fingerprint
-from .states import UnrolledRecipe, UnrollOptions, begin
+from .heads import HeadRecipe, LayerOptions, begin, unroll
 
 if TYPE_CHECKING:
     from ..registry import BuildContext
 
-
-@dataclass(frozen=True, kw_only=True)
-class EagleOptions(UnrollOptions):
-    """How it is trained; its shape is the target's."""
-
-    noise: float = option(0.1, help="features get uniform noise of so much up and down", minimum=0)
+NOISE = 0.1  # on the features
 
 
-def build(options: EagleOptions, context: BuildContext) -> UnrolledRecipe:
+def build(options: LayerOptions, context: BuildContext) -> HeadRecipe:
     """A fresh head, or one that goes on from ``context.init``.
 
     Raises:
@@ -36,5 +30,4 @@ def build(options: EagleOptions, context: BuildContext) -> UnrolledRecipe:
     generator = torch.Generator().manual_seed(context.seed)
     made = EagleModel.fresh(layer_json(target.config), facts, generator, context.device)
     begin(made, options, context)
-    given = target, options, context.held_out, context.features
-    return UnrolledRecipe("eagle", made, *given, save=made.save, hot=context.hot)
+    return HeadRecipe("eagle", made, options, context, partial(unroll, made), noise=NOISE)

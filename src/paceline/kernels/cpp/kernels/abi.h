@@ -139,10 +139,9 @@ PL_STRUCT(Taps,
 
 // how a row of a state drafter is made of a state and a token's embedding
 PL_STRUCT(Fuse,
-  Linear both;           // [d_model, 2 d_model] of [token, state], or [d_model, d_model] of their sum
+  Linear both;           // [d_model, 2 d_model] of [token, state]
   Linear state;          // [d_model, d_model] of a state without a token; n = 0: there is always one
   const void* constant;  // [d_model] activations: added to a state without a token
-  int64_t sum;
   const float* norm;     // of the target's states, which come raw; null: none
   double eps;
 )

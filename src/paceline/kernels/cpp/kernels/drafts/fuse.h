@@ -37,8 +37,7 @@ template <class A> void fuse_rows(const Model& m, const Fuse& f, const A* states
     embed(m, words, tokens[r], embedded.data());
     const A *token = embedded.data(), *state = states + r * d;
     A* x = both.data() + r * k;
-    if (f.sum) for (int64_t i = 0; i < d; i++) put(x + i, wide(token[i]) + wide(state[i]));
-    else std::copy(token, token + d, x), std::copy(state, state + d, x + d);
+    std::copy(token, token + d, x), std::copy(state, state + d, x + d);
   }
   times(f.both, both.data(), rows, made.data(), threads);
   for (int64_t i = 0; i < rows * d; i++) put(out + i, made[i]);
@@ -58,7 +57,7 @@ void take_state(const Model& m, const Fuse& f, const void* raw, void* out) {
 
 Refusal check_fuse(const Model& m, const Fuse& f) {
   const int64_t d = m.d_model;
-  const bool fits = f.both.n == d && f.both.k == (f.sum ? d : 2 * d) &&
+  const bool fits = f.both.n == d && f.both.k == 2 * d &&
                     (f.state.n == 0 || (f.state.n == d && f.state.k == d && f.constant));
   return fits ? DONE : BAD_COUNT;
 }

@@ -45,8 +45,7 @@ def start_from_target(head: StateHead, target: Network, batches: Iterable[TokenB
     divisor = gain.clone()
     small = LEAST_GAIN * gain.abs().mean()
     divisor[divisor.abs() < small] = small
-    fed = inputs if head.fusion == "concat" else inputs[:, : c.d_model] + inputs[:, c.d_model :]
-    ours["fc.weight"].copy_(_least_squares(fed, aims))
+    ours["fc.weight"].copy_(_least_squares(inputs, aims))
     for name, value in ours.items():
         own = name.removeprefix(LAYER)
         if name.startswith(LAYER) and own in theirs:

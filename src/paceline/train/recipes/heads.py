@@ -1,27 +1,29 @@
-"""Drafters of states with gradients, unrolled as they are used, over whole packed rows.
+"""Drafters over a target's last states, trained as they draft: features, k steps, regression and cross-entropy.
 
-An *anchor* t is a row whose next token is known: from its true state and that token a drafter predicts the state of t +
-1, from this one that of t + 2, and so on. Step 1 is a row of its own for every t; its keys are those that a running
-drafter keeps of the true text. Step s > 1 sees the step-1 keys of its document up to t, and its own steps 2 .. s: what
-it will see in use, when the drafted rows' keys have gone and true ones stand in their place. Each step learns
+An *anchor* t is a row whose next token is known. Step s predicts what the target's head reads at t + s: EAGLE and
+Lyanna by a layer that is unrolled, from the true state and that token the state of t + 1, from this one that of t + 2,
+and so on; Medusa by one head a step, all from the state at t. Each step learns
 
-    alpha MSE(h, H) + beta CE(softmax(l'), softmax(L))
+    alpha MSE(h, H) + CE(softmax(l'), softmax(L))
 
-where H is the target's state at t + s and L its logits there. Features are states *after* the final norm, which the
-target's head multiplies as they are.
+where H is the target's state at t + s and L its logits there, of its likeliest tokens. Features are states *after* the
+final norm, which the target's head multiplies as they are.
 
-Steps of different anchors never see each other, so each step is one pass of all anchors at a time: attention to the
-shared keys document by document, as of streams (`carriers.group_attention`), and a few keys more for each anchor.
+Of an unrolled layer step 1 is a row of its own for every t; its keys are those that a running drafter keeps of the true
+text. Step s > 1 sees the step-1 keys of its document up to t, and its own steps 2 .. s: what it will see in use, when
+the drafted rows' keys have gone and true ones stand in their place. Steps of different anchors never see each other, so
+each step is one pass of all anchors at a time: attention to the shared keys document by document, as of streams
+(`carriers.group_attention`), and a few keys more for each anchor.
 
-Sources: Lyanna, section 4.1; EAGLE (Li et al. 2024), sections 4.1 and 4.2 (uniform noise on the features); the
-unrolling is that of HASS (Zhang et al. 2025).
+Sources: Lyanna, section 4.1; EAGLE (Li et al. 2024), sections 4.1 and 4.2 (uniform noise on the features); Medusa (Cai
+et al. 2024), section 3.2.1 (Medusa-1); the unrolling is that of HASS (Zhang et al. 2025).
 
 Shapes: B rows, T tokens, R anchors, d the width of a state; "flat" is [B * T].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,54 +38,52 @@ from ...model.hot import hot_share, places_of
 from ..ahead import EVALUATED_LOGITS, argmax, no_loss, said_at
 from ..carriers import CarrierRows, group_attention, make_carriers
 from ..data import TokenBatch
-from ..features import Features, OnlineFeatures, last_states, top_tokens
+from ..features import TOP, OnlineFeatures, last_states
 from ..losses import SoftTarget, TargetTop, mse_cross_entropy
-from ..network import Network, attend, finish, project, rotation_of, visible
-from .states_start import start_from_target
+from ..network import attend, finish, project, rotation_of, visible
+from .heads_start import start_from_target
 
 if TYPE_CHECKING:
     from ...draft.eagle.model import EagleModel
     from ...papers.lyanna.model import LyannaModel
     from ..registry import BuildContext
 
+ALPHA = 0.2  # weight of the squared error of states
 BRANCHES = 4  # children of a node that the held-out figures count (Lyanna, Table 1)
+RANKS = 10  # likeliest tokens of a step whose hit rates are counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnrollOptions:
-    """How a drafter of states learns."""
+class HeadOptions:
+    """How a drafter over the target's states learns."""
 
-    depth: int = option(3, help="steps it is unrolled for, as many as it will draft", minimum=1, maximum=16)
-    alpha: float = option(1.0, help="weight of the squared error of states", minimum=0)
-    beta: float = option(1.0, help="weight of the cross-entropy with the target's distribution", minimum=0)
-    noise: float = option(0.0, help="features get uniform noise of so much up and down (EAGLE: 0.1)", minimum=0)
+    depth: int = option(3, help="steps it is trained for, as many as it will draft", minimum=1, maximum=16)
     anchors: float = option(
         1.0, help="share of the tokens that steps start from, above 0 and at most 1", above=0, maximum=1
     )
     hot_head: float = hot_share()
-    start: Literal["random", "target"] = option(
-        "random", help="what the layer begins as, without --init: target: the target's last, its map fitted"
-    )
-    top: int = top_tokens()
 
     def __post_init__(self) -> None:
         check(self)
-        if not self.alpha and not self.beta:
-            raise ConfigError("alpha=0, beta=0", "there is nothing to learn", "give one of them a weight")
-        if self.hot_head and not self.top:
-            wrong = "the target's likeliest tokens are learned by their ids, of which there are none"
-            raise ConfigError(f"hot_head={self.hot_head:g}, top=0", wrong, "set top, to 32 for example")
 
 
-def begin(model: EagleModel | LyannaModel, options: UnrollOptions, context: BuildContext) -> None:
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions(HeadOptions):
+    """How a drafter with a layer learns."""
+
+    start: Literal["random", "target"] = option(
+        "random", help="what the layer begins as, without --init: target: the target's last, its map fitted"
+    )
+
+
+def begin(model: EagleModel | LyannaModel, options: LayerOptions, context: BuildContext) -> None:
     """Fill a fresh drafter as the options say (see `start_from_target`), or go on from ``context.init``."""
     if context.init is not None:
         model.resume(context.init)
     elif options.start == "target":
-        target, _ = context.subject()
         if context.batches is None:
             raise ConfigError("start=target", "there is no data to fit its map on", "train it on data")
-        start_from_target(model.head, target, context.batches())
+        start_from_target(model.head, context.subject()[0], context.batches())
 
 
 # -- which rows, and what lies ahead of them
@@ -172,76 +172,76 @@ def unroll(
 
 # -- the recipe
 
+# (features [B, T, d], the batch, R anchors, steps, the target's embedding of tokens) -> [R, d] of each step.
+Predict = Callable[[Tensor, TokenBatch, CarrierRows, int, Callable[[Tensor], Tensor]], Sequence[Tensor]]
 
-class UnrolledRecipe:
-    """Trains a drafter of states over a frozen target.
+
+class HeadRecipe:
+    """Trains a drafter over the states of a frozen target.
 
     Args:
         name: of the recipe's kind.
-        module: what is trained.
-        target: the frozen target.
-        options: steps and losses.
-        held_out: batches by domain.
-        features: the target's words and states; None: it is run on each batch.
-        save: writes what users load into a folder.
-        hot: [H] int64, ascending: the only tokens that are drafted, for which alone the head is computed; None: all.
+        module: the drafter; token-info, where it has any, is its ``info``.
+        options: steps and anchors.
+        context: with the target, held-out batches, features and hot tokens, for which alone the head is computed.
+        predict: computes the states of each step.
+        alpha: weight of the squared error of states.
+        decay: weight of a step's loss, over that of the one before.
+        noise: features get uniform noise of so much up and down, so that the drafter's own errors are met in training
+            (EAGLE, section 4.2).
     """
 
     def __init__(
         self,
         name: str,
-        module: EagleModel | LyannaModel,
-        target: Network,
-        options: UnrollOptions,
-        held_out: Mapping[str, Sequence[TokenBatch]],
-        features: Features | None = None,
+        module: Any,
+        options: HeadOptions,
+        context: BuildContext,
+        predict: Predict,
         *,
-        save: Callable[[Path], None],
-        hot: Tensor | None = None,
+        alpha: float = ALPHA,
+        decay: float = 1.0,
+        noise: float = 0.0,
     ) -> None:
-        self.save = save
-        self.hot = None if hot is None else hot.to(target.head_weight.device)
-        self._places = torch.empty(0) if self.hot is None else places_of(self.hot, len(target.head_weight))
-        self.name, self.target, self.options, self.held_out = name, target, options, held_out
-        self.module = module
-        self.features = features or OnlineFeatures(target, options.top)
-        self._held: dict[
-            str, list[tuple[Tensor, Tensor]]
-        ] = {}  # by domain: features and likeliest tokens of each batch
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[.., d] the target's embeddings of ``tokens``."""
-        return self.target.embed(tokens)
+        assert context.target is not None, "a drafter is trained for a target"
+        self.name, self.module, self.options, self.predict = name, module, options, predict
+        self.alpha, self.decay, self.noise = alpha, decay, noise
+        self.target, self.held_out = context.target, context.held_out
+        self.features = context.features or OnlineFeatures(self.target, TOP)
+        self.hot = None if context.hot is None else context.hot.to(self.target.head_weight.device)
+        self._places = torch.empty(0) if self.hot is None else places_of(self.hot, len(self.target.head_weight))
+        self._held: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by domain: features and likeliest tokens of a batch
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        """Mean over steps of ``alpha MSE + beta CE``, each a mean over its rows; and both parts of each step."""
-        o, anchors = self.options, choose_anchors(batch, self.options.anchors, generator)
+        """Mean over steps of ``alpha MSE + CE``, each a mean over its rows; and both parts of each step."""
+        steps, anchors = self.options.depth, choose_anchors(batch, self.options.anchors, generator)
         if not len(anchors):
             return no_loss(self.module), {}
         with torch.no_grad():
             true = self.target.final(self.features.states(batch))  # [B, T, d]
+        fed = true
+        if self.noise:
+            fed = true + self.noise * (torch.rand(true.shape, generator=generator).to(true) * 2 - 1)
         said, places = self.features.said(batch), (batch.weights.flatten() > 0).cumsum(0) - 1
-        states = unroll(self.module, self._noised(true, generator), batch, anchors, o.depth, self.embed)
         total, figures = true.new_zeros(()), {}
-        for step, state in enumerate(states, 1):
+        shares = [self.decay**step for step in range(steps)]
+        states = self.predict(fed, batch, anchors, steps, self.target.embed)
+        for step, (state, share) in enumerate(zip(states, shares, strict=True), 1):
             ahead = Ahead.of(batch, anchors.index, step)
             aims = true.flatten(0, 1)[ahead.rows], said_at(said, places[ahead.rows].clamp_min(0))
             loss, squared = self._step_loss(state, ahead, *aims)
-            total = total + 1 / o.depth * loss
-            figures[f"mse_{step}"] = squared
-            if o.beta:
-                figures[f"ce_{step}"] = (float(loss.detach()) - o.alpha * squared) / o.beta
+            total = total + share / sum(shares) * loss
+            figures[f"mse_{step}"], figures[f"ce_{step}"] = squared, float(loss.detach()) - self.alpha * squared
         return total, figures
 
     def _step_loss(self, state: Tensor, ahead: Ahead, true: Tensor, said: SoftTarget) -> tuple[Tensor, float]:
-        """alpha MSE + beta CE of a step, and the MSE."""
-        o, weights = self.options, ahead.weights
+        """alpha MSE + CE of a step, and the MSE."""
+        weights = ahead.weights
         hidden, head = self._logit_factors(state, ahead)
         if self.hot is not None:
-            assert isinstance(said, TargetTop), "the options ask for likeliest tokens"
+            assert isinstance(said, TargetTop), "likeliest tokens are learned"
             said = said.within(self._places)
-        given = state, true, hidden, head, said, weights
-        loss = mse_cross_entropy(*given, alpha=o.alpha, beta=o.beta, frozen=state.shape[1])
+        loss = mse_cross_entropy(state, true, hidden, head, said, weights, alpha=self.alpha, frozen=state.shape[1])
         with torch.no_grad():
             errors = (state.float() - true.float()).square().mean(-1)
             squared = float((errors * weights).sum() / weights.sum().clamp_min(torch.finfo().tiny))
@@ -254,21 +254,14 @@ class UnrolledRecipe:
             [R, d + r] and [V, d + r], of which the first d columns are the target's own. Where there are hot tokens, of
             them alone, and a row of zeros for all others together.
         """
-        info = self.module.info
+        info = getattr(self.module, "info", None)
         rows = [self.target.head_weight] if info is None else [self.target.head_weight, info.table()]
         if self.hot is not None:
             rows = [F.pad(part[self.hot], (0, 0, 0, 1)) for part in rows]
         if info is None:
             return states, rows[0]
-        u = info.factors(self.embed(ahead.tokens), ahead.tokens)
+        u = info.factors(self.target.embed(ahead.tokens))
         return torch.cat((states, u.to(states.dtype)), 1), torch.cat(rows, 1)
-
-    def _noised(self, true: Tensor, generator: torch.Generator) -> Tensor:
-        """With uniform noise, so that the drafter's own errors are met in training (EAGLE, section 4.2)."""
-        if not self.options.noise:
-            return true
-        noise = torch.rand(true.shape, generator=generator).to(true) * 2 - 1
-        return true + self.options.noise * noise
 
     # -- held-out figures
 
@@ -283,46 +276,54 @@ class UnrolledRecipe:
         cross-entropy of step S with the text.
         """
         figures: dict[str, float] = {}
-        for domain, batches in self.held_out.items():
-            pairs = zip(batches, self._known(domain), strict=True)
-            parts = [self._judge(batch.to(true.device), true, says) for batch, (true, says) in pairs]
-            if parts:
-                found = held_out_figures(*(torch.cat(own, -1) for own in zip(*parts, strict=True)))
+        for domain in self.held_out:
+            if parts := self._judged(domain):
+                found = held_out_figures(*(torch.cat(own, 1) for own in zip(*parts, strict=True)))
                 figures |= {name.format(domain): value for name, value in found.items()}
         return figures
 
-    def _known(self, domain: str) -> list[tuple[Tensor, Tensor]]:
-        """Features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be said. It is frozen, so
-        one pass serves all evaluations."""
-        if domain not in self._held:
-            device = self.target.head_weight.device
-            self._held[domain] = [self._say(batch.to(device)) for batch in self.held_out[domain]]
-        return self._held[domain]
+    @torch.no_grad()
+    def hit_rates(self) -> tuple[tuple[float, ...], ...]:
+        """Return [steps][ranks], how often each of a step's likeliest tokens is the target's, over all held-out data;
+        none where there is too little."""
+        parts = [part for domain in self.held_out for part in self._judged(domain)]
+        if not parts:
+            return ()
+        hits, _, exists = (torch.cat(own, 1) for own in zip(*parts, strict=True))
+        rates = hits.float().sum(1) / exists.sum(1, keepdim=True)
+        whole = bool(exists.any(1).all())
+        return tuple(tuple(round(rate, 5) for rate in row) for row in rates.tolist()) if whole else ()
+
+    def _judged(self, domain: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of every step and anchor of each batch what `held_out_figures` counts."""
+        device, made = self.target.head_weight.device, []
+        batches = [batch.to(device) for batch in self.held_out[domain]]
+        if domain not in self._held:  # the target is frozen, so one pass serves all evaluations
+            self._held[domain] = [self._say(batch) for batch in batches]
+        for batch, (true, says) in zip(batches, self._held[domain], strict=True):
+            anchors, steps = choose_anchors(batch), self.options.depth
+            if not len(anchors):
+                continue
+            hits, losses, exists = [], [], []
+            for step, state in enumerate(self.predict(true, batch, anchors, steps, self.target.embed), 1):
+                ahead = Ahead.of(batch, anchors.index, step)
+                found, loss = self._guess(state, ahead, says.flatten()[ahead.rows], batch.targets.flatten()[ahead.rows])
+                exists.append(ahead.weights > 0)
+                hits.append(found & exists[-1][:, None])
+                losses.append(loss)
+            made.append((torch.stack(hits), torch.stack(losses), torch.stack(exists)))
+        return made
 
     def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be said."""
         placed = (batch.places >= 0).any()  # in the run's cache
         true = self.target.final(self.features.states(batch) if placed else last_states(self.target, batch))
         says, asked = torch.zeros_like(batch.tokens), batch.weights > 0
         says[asked] = argmax(true[asked], self.target.head_weight)
         return true, says
 
-    def _judge(self, batch: TokenBatch, true: Tensor, says: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every step and anchor what `held_out_figures` counts: [steps, 2, R], [steps, R], [steps, R]."""
-        anchors, steps = choose_anchors(batch), self.options.depth
-        if not len(anchors):
-            none = true.new_zeros(steps, 0)
-            return none[:, None].bool().expand(-1, 2, 0), none.float(), none.bool()
-        hits, losses, exists = [], [], []
-        for step, state in enumerate(unroll(self.module, true, batch, anchors, steps, self.embed), 1):
-            ahead = Ahead.of(batch, anchors.index, step)
-            found, loss = self._guess(state, ahead, says.flatten()[ahead.rows], batch.targets.flatten()[ahead.rows])
-            exists.append(ahead.weights > 0)
-            hits.append(found & exists[-1])
-            losses.append(loss)
-        return torch.stack(hits), torch.stack(losses), torch.stack(exists)
-
     def _guess(self, state: Tensor, ahead: Ahead, says: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """[2, R] whether the target's token is the likeliest, or one of `BRANCHES`; and [R] -log q of the text's."""
+        """[R, ranks] whether the target's token is the likeliest, the next one, ..; and [R] -log q of the text's."""
         hidden, head = self._logit_factors(state, ahead)
         tokens = len(head)
         if self.hot is not None:  # the last row is drafted for none of the others
@@ -331,25 +332,25 @@ class UnrolledRecipe:
         for part in torch.arange(len(state), device=state.device).split(max(1, EVALUATED_LOGITS // len(head))):
             logits = F.linear(hidden[part].to(head.dtype), head).float()
             losses.append(F.cross_entropy(logits, text[part], reduction="none"))
-            best = logits[:, :tokens].topk(min(BRANCHES, tokens), dim=-1).indices == says[part, None]
-            found.append(torch.stack((best[:, 0], best.any(-1))))
-        return torch.cat(found, 1), torch.cat(losses)
+            found.append(logits[:, :tokens].topk(min(RANKS, tokens), dim=-1).indices == says[part, None])
+        return torch.cat(found), torch.cat(losses)
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """What users load."""
-        self.save(folder)
+        """Write what users load."""
+        self.module.save(folder)
         return {}
 
 
 def held_out_figures(hits: Tensor, losses: Tensor, exists: Tensor) -> dict[str, float]:
-    """The figures of `UnrolledRecipe.evaluate`; names hold ``{}`` where the domain goes.
+    """The figures of `HeadRecipe.evaluate`; names hold ``{}`` where the domain goes.
 
     Args:
-        hits: [steps, 2, R] bool, whether the target's token is the likeliest, or one of `BRANCHES`.
+        hits: [steps, R, ranks] bool, whether the target's token is the likeliest, the next one, ..
         losses: [steps, R] -log q of the text's token.
         exists: [steps, R] bool, whether there is a token to be said.
     """
-    alive = hits.cumprod(0).bool()  # every step so far was right
+    best = torch.stack((hits[..., 0], hits[..., :BRANCHES].any(-1)), 1)  # [steps, 2, R]
+    alive = best.cumprod(0).bool()  # every step so far was right
     tried = torch.cat((torch.ones_like(alive[:1]), alive[:-1])) & exists[:, None]
     made = {}
     if exists[0].any():
