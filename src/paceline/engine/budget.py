@@ -66,11 +66,11 @@ class DraftBudget:
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """These sequences have ended."""
 
-    def renew(self, application: str | None, source: str, expected: float | None = None) -> None:
-        """Another drafter drafts for the requests of an application from now on (None: for those without one).
+    def renew(self, source: str, expected: float | None = None) -> None:
+        """Note that another drafter takes the place of a source from now on.
 
         Args:
-            source: name of the drafter that it takes the place of, which may be one of a hybrid's.
+            source: name of the drafter that it replaces, which may be one of a hybrid's.
             expected: tokens of a draft of it that are accepted, as far as that is known.
         """
 

@@ -153,7 +153,7 @@ class Learning:
         self._good = dict(vars(self.part))
         self.before, self.number, self.taken = self.number, number, self.taken + 1
         _become(self.part, vars(fresh) | {"witness": self._collector.observe})
-        self.engine.budget.renew(self.application, self.part.spec.name, self.last_check["is"])
+        self.engine.budget.renew(self.part.spec.name, self.last_check["is"])
         log.info("drafter %d takes over: %s", number, json.dumps(self.last_check))
 
     def _fell(self) -> bool:
@@ -166,7 +166,7 @@ class Learning:
         refused = [*files.read(self.folder / files.REFUSED, []), self.number]
         log.warning("drafter %d is accepted less than the one before it, which returns", self.number)
         _become(self.part, self._good)
-        self.engine.budget.renew(self.application, self.part.spec.name, fmean(self._accepted[self.before]) - 1)
+        self.engine.budget.renew(self.part.spec.name, fmean(self._accepted[self.before]) - 1)
         self.number, self._good, self.returned = self.before, None, self.returned + 1
         try:
             files.write(self.folder / files.REFUSED, refused)

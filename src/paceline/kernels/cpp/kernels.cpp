@@ -80,4 +80,3 @@
 #include "kernels/drafts/medusa.h"
 #include "kernels/drafts/streams.h"
 #include "kernels/lookup.h"
-#include "kernels/chances.h"
