@@ -244,7 +244,7 @@ def _text(chances: list[Chances]) -> History:
 def _weigh(text: History, tokens: list[int], parents: list[int], scores: list[float]) -> tuple[Any, Any]:
     """The chances of a tree's nodes given their parents, and those of the paths to them."""
     text.judge()
-    path, _ = text.propose(TokenTree([tokens], [parents], [[0] * len(parents)], [len(parents)], [scores]), 0, True)
+    path, _ = text.propose(TokenTree([tokens], [parents], [[0] * len(parents)], [len(parents)]), 0, scores)
     return [1.0, *(node[-1] for node in text.proposal)], path
 
 

@@ -338,7 +338,7 @@ class AutoBudget(DraftBudget):
         histories, ranked, levels = [self._histories[view.key] for view in views], [], 0
         for b, history in enumerate(histories):
             history.judge()
-            paths, deepest = history.propose(tree, b, scored=tree.scores is not None and not self._blind)
+            paths, deepest = history.propose(tree, b, None if tree.scores is None or self._blind else tree.scores[b])
             ranked += [(-path, b, node) for node, path in enumerate(paths) if node]
             levels = max(levels, deepest)
         ranked.sort(key=lambda node: node[0])

@@ -172,14 +172,17 @@ class History:
                 places[node] = place + 1
         self.proposal = []
 
-    def propose(self, tree: TokenTree, b: int, scored: bool) -> tuple[list[float], int]:
+    def propose(self, tree: TokenTree, b: int, scores: Sequence[float] | None) -> tuple[list[float], int]:
         """Keep a new proposal, tree ``b`` of a batch, until the text tells what it was worth.
+
+        Args:
+            scores: logs of its drafter's estimates of the paths; None: there are none, or none that may be used.
 
         Returns:
             Chances of the paths to its nodes, the root included, and the deepest node's depth.
         """
         paths, depths = [1.0], [0]
-        scores = tree.scores[b] if scored else [float("nan")] * tree.counts[b]
+        scores = scores or [float("nan")] * tree.counts[b]
         columns = zip(tree.tokens[b], tree.parents[b], tree.sources[b], scores, strict=True)
         for node, (token, parent, mark, score) in enumerate(columns):
             if node:

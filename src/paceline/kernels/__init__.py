@@ -84,8 +84,8 @@ def library() -> Any:
 
 
 def in_use() -> Any:
-    """The kernels, where something in this process has asked for them: what runs beside a network (look-ups, chances of
-    nodes) has nothing built for its own sake. None: nothing has, or they cannot be had."""
+    """Return the kernels where something in this process has asked for them: look-ups alone have nothing built. None:
+    nothing has, or they cannot be had."""
     return _load()[0] if _load.cache_info().currsize else None
 
 
