@@ -44,7 +44,7 @@ LOADERS := aiperf
 WORKERS := studies/kit/peer_workers
 
 .DEFAULT_GOAL := help
-.PHONY: help demo weights test test-all install lint format clean check-python peers bench fuzz soak sanitize
+.PHONY: help demo weights test test-all install lint format wheel clean check-python peers bench fuzz soak sanitize
 
 help:
 	@echo 'make demo      set up .venv, fetch SmolLM2 135M (98 MB) and compare bf16 and 4 bits with and without drafts'
@@ -53,6 +53,7 @@ help:
 	@echo 'make install   only set up .venv'
 	@echo 'make lint      ruff, mypy, import-linter, and the sizes of size.toml'
 	@echo 'make format    let ruff format the code'
+	@echo 'make wheel     dist/*.whl with the kernels for each level of instructions (minutes; LEVELS="baseline avx2": these)'
 	@echo 'make weights   fetch SmolLM2 135M (98 MB) for its tests; GEMMA=yes: Gemma 3 270M too, whose terms it states'
 	@echo 'make bench     repeat the benchmark of docs/measured/benchmarks.md (half an hour; make peers first, to have them in it)'
 	@echo 'make peers     the engines that studies/peers.py compares with, each in .peers/NAME (long; some gigabytes)'
@@ -121,6 +122,9 @@ lint: $(DEV_STAMP)
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+wheel: $(DEV_STAMP)
+	$(if $(LEVELS),PACELINE_LEVELS="$(LEVELS)") $(BIN)/python -m build
 
 clean:
 	rm -rf $(VENV) $(PEERS_DIR) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

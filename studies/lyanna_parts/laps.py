@@ -71,7 +71,7 @@ def with_clock(folder: Path) -> Path:
 @contextmanager
 def timed_kernels(folder: Path) -> Iterator[Read]:
     """Models that are loaded in here run on kernels with a clock, built from a source in ``folder``."""
-    library = kernels._declared(kernels.opened(with_clock(folder)))
+    library = kernels.declared(kernels.opened(with_clock(folder)))
     library.isa = library.pl_init(kernels.AMX)
     clock = ctypes.CDLL(library.path).pl_laps  # the kernels have no such function: their library does not declare it
     clock.restype = ctypes.POINTER(ctypes.c_double)

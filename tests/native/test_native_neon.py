@@ -85,10 +85,8 @@ def driven(folder: Path, compiler: str, library: Path, emulator: Sequence[str] =
 @pytest.mark.parametrize("level", kernels.ARM)
 def test_kernels_for_aarch64(level: str, folder: Path) -> None:
     """Widths are compared where the kernels run."""
-    library, (flags, needed) = folder / f"{level}.so", kernels.ARM[level]
-    defined = run(COMPILER, *flags.split(), "-dM", "-E", "-x", "c++", "-").split()
-    assert set(needed.split()) <= set(defined)
-    run(COMPILER, *FLAGS, *flags.split(), "-shared", kernels.SOURCE, "-o", library)
+    library, flags = folder / f"{level}.so", kernels.ARM[level][0].split()
+    run(COMPILER, *FLAGS, *flags, "-shared", kernels.SOURCE, "-o", library)
     number, products, networks = driven(folder, COMPILER, library, EMULATOR)
     assert list(kernels.ARM)[number] == level
     for (kind, _, x, weight), found in zip(weights(), products, strict=True):

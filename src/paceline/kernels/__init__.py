@@ -1,10 +1,10 @@
-"""Compiled kernels for decoding on a CPU, built from ``cpp/kernels.cpp`` and ``cpp/kernels/`` on the machine that runs
-them.
+"""Compiled kernels for decoding on a CPU, from ``cpp/kernels.cpp`` and ``cpp/kernels/``.
 
-The library is compiled once, for the processor at hand, by whatever C++ compiler the machine has
-(``CXX``, else ``c++``), in one to two minutes; it is kept in the user's cache folder. It is called through
-`ctypes` with addresses and sizes, so it depends on no header and no ABI but C's. Where there is no
-compiler, everything runs on torch's own kernels, and `unavailable` says why.
+A wheel carries a library for each level of instructions, and the best one that the processor has is opened. Where
+none fits these sources and this processor, as in a checkout, the machine's C++ compiler (``CXX``, else ``c++``)
+compiles one in one to two minutes, and the user's cache folder keeps it. The library is called through
+`ctypes` with addresses and sizes, so it depends on no header and no ABI but C's. Without a library
+everything runs on torch's own kernels, and `unavailable` says why.
 
 A cached library is code that will run, so before it is opened
 
@@ -34,8 +34,9 @@ import signal
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
-from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +45,29 @@ from . import abi
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"
-SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; one of `LEVELS`: no instructions beyond it; "1": all there are
+SHIPPED = Path(__file__).parent / "compiled"  # the libraries of a wheel
+# "0": torch's kernels only; one of `LEVELS`: no instructions beyond it; "1": compiled for this processor.
+SWITCH = "PACELINE_NATIVE"
 COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
 RULES_BYTES = ctypes.sizeof(abi.CRules)  # which `SequenceSampler.rules` packs
-# Levels of instructions in the order of `Isa` (kernels/simd.h): the compiler's flags, and what it must define for this
-# processor.
+# Levels of instructions in the order of `Isa` (kernels/simd.h): the compiler's flags, and the instructions that a
+# processor must have, as /proc/cpuinfo names them.
 X86 = {
     "baseline": ("-march=x86-64", ""),
-    "avx2": ("-march=haswell", "__AVX2__ __FMA__ __F16C__"),
-    "avx-vnni": ("-march=haswell -mavxvnni", "__AVX2__ __FMA__ __F16C__ __AVXVNNI__"),
-    "avx512": ("-march=skylake-avx512", "__AVX512F__ __AVX512BW__ __AVX512DQ__ __AVX512VL__"),
-    "avx512-vnni": ("-march=cascadelake", "__AVX512VL__ __AVX512VNNI__"),
-    "avx512-bf16": ("-march=cooperlake", "__AVX512VL__ __AVX512VNNI__ __AVX512BF16__"),
-    "amx": ("-march=sapphirerapids", "__AVX512BF16__ __AMX_TILE__ __AMX_BF16__ __AMX_INT8__"),
+    "avx2": ("-march=haswell", "avx2 fma f16c bmi2 movbe"),
+    "avx-vnni": ("-march=haswell -mavxvnni", "avx2 fma f16c bmi2 movbe avx_vnni"),
+    "avx512": ("-march=skylake-avx512", "avx512f avx512bw avx512dq avx512vl"),
+    "avx512-vnni": ("-march=cascadelake", "avx512vl avx512_vnni"),
+    "avx512-bf16": ("-march=cooperlake", "avx512vl avx512_vnni avx512_bf16"),
+    "amx": ("-march=sapphirerapids", "avx512_bf16 amx_tile amx_bf16 amx_int8"),
 }
-_DOTPROD, _I8MM, _BF16 = (f"__ARM_FEATURE_{name}" for name in ("DOTPROD", "MATMUL_INT8", "BF16_VECTOR_ARITHMETIC"))
 ARM = {
     "baseline": ("-march=armv8-a", ""),
-    "neon-dotprod": ("-march=armv8.2-a+dotprod", _DOTPROD),
-    "neon-i8mm": ("-march=armv8.2-a+dotprod+i8mm", f"{_DOTPROD} {_I8MM}"),
-    "neon-bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16", f"{_DOTPROD} {_I8MM} {_BF16}"),
+    "neon-dotprod": ("-march=armv8.2-a+dotprod", "asimddp"),
+    "neon-i8mm": ("-march=armv8.2-a+dotprod+i8mm", "asimddp i8mm"),
+    "neon-bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16", "asimddp i8mm bf16"),
 }
 LEVELS = X86 if platform.machine().lower() in ("x86_64", "amd64") else ARM
 AMX = list(X86).index("amx")
@@ -77,28 +79,25 @@ BF16_SHORT = 4  # bf16 with SHORT_INPUTS inputs or fewer, less padded
 SHORT_INPUTS = 8
 
 
-@cache
 def library() -> Any:
-    """The kernels, built if need be; None where they cannot be had (see `unavailable`)."""
+    """Return the kernels, built if need be; None where they cannot be had (see `unavailable`)."""
     return _load()[0]
 
 
 def in_use() -> Any:
-    """Return the kernels where something in this process has asked for them: look-ups alone have nothing built. None:
-    nothing has, or they cannot be had."""
+    """Return the kernels if something in this process has loaded them, else None: look-ups alone have nothing built."""
     return _load()[0] if _load.cache_info().currsize else None
 
 
-@cache
 def unavailable() -> str | None:
-    """Why there are no compiled kernels, or None."""
+    """Return why there are no compiled kernels, or None."""
     return _load()[1]
 
 
 def describe() -> str:
-    """The kernels in use: their instructions, or why there are none."""
-    found = library()
-    return list(LEVELS)[found.isa] if found is not None else f"torch ({unavailable()})"
+    """Return the level of instructions of the kernels in use, or why there are none."""
+    kernels, why = _load()
+    return f"torch ({why})" if kernels is None else list(LEVELS)[kernels.isa]
 
 
 @cache
@@ -106,7 +105,7 @@ def _load() -> tuple[Any, str | None]:
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0"
     try:
-        found = _declared(opened(SOURCE))
+        found = declared(opened(SOURCE))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         log.warning("no compiled kernels, torch's are used: %s", error)
         return None, str(error)
@@ -114,17 +113,13 @@ def _load() -> tuple[Any, str | None]:
     return found, None
 
 
-def _declared(found: ctypes.CDLL) -> Any:
-    """The functions of the library.
+def declared(found: ctypes.CDLL) -> Any:
+    """Return the functions of the library.
 
     Raises:
         RuntimeError: it lacks one, or has other structs.
     """
-    try:
-        return abi.declared(found, "\n".join(_texts(SOURCE)))
-    except AttributeError as error:
-        path = found._name
-        raise RuntimeError(f"{path} is no library of these kernels: it lacks a function of theirs ({error})") from error
+    return abi.declared(found, "\n".join(_texts(SOURCE)))
 
 
 def opened(source: Path) -> ctypes.CDLL:
@@ -133,57 +128,78 @@ def opened(source: Path) -> ctypes.CDLL:
     Raises:
         OSError, RuntimeError, subprocess.SubprocessError: as `built`, or it does not open either.
     """
-    path = built(source)
+    shipped = _shipped(source)
+    path = shipped or built(source)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        log.warning("%s does not open (%s): it is removed and compiled again", path, error)
-        path.unlink(missing_ok=True)
+        log.warning("%s does not open (%s): it is compiled again", path, error)
+        if not shipped:
+            path.unlink(missing_ok=True)
         return ctypes.CDLL(str(built(source)))
 
 
-def built(source: Path) -> Path:
-    """Return the compiled library of a source of this package, by this compiler, for this level of instructions.
+def _shipped_name(source: Path, level: str) -> str:
+    """Return the name of a level's library in a wheel, which depends on the sources and the flags alone."""
+    return f"{source.stem}-{level}-{_digest((*_texts(source), *FLAGS, LEVELS[level][0]))}.so"
+
+
+def _shipped(source: Path) -> Path | None:
+    switch, has = os.environ.get(SWITCH, ""), _processor()
+    for level, (_, needed) in reversed(LEVELS.items()):
+        path = SHIPPED / _shipped_name(source, level)
+        if switch in ("", level) and has.issuperset(needed.split()) and path.is_file():
+            return path
+    return None
+
+
+def built(source: Path, level: str = "") -> Path:
+    """Return the compiled library of a source of this package, by this compiler.
+
+    Args:
+        source: its path.
+        level: one of `LEVELS`, which this processor may lack; by default the one that the environment requests.
 
     Raises:
         OSError, RuntimeError, subprocess.SubprocessError: it cannot be had; in words.
     """
-    level = os.environ.get(SWITCH) or "1"
-    if level == "0":
-        raise RuntimeError(f"{SWITCH}=0")
     compiler = _compiler()
-    flags = [*FLAGS, *_flags_of(level)]
+    flags = [*FLAGS, *(LEVELS[level][0].split() if level else _flags_of(os.environ.get(SWITCH) or "1"))]
     version = _output([*compiler, "--version"], 60)[1]
-    command = " ".join([*compiler, *flags])
-    parts = (*_texts(source), version, command, _macros(), installed("torch"))
-    stem = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
+    command, probe = " ".join([*compiler, *flags]), [*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    stem = f"{source.stem}-{_digest((*_texts(source), version, command, _output(probe, 60)[1]))}"
     folder = _cache_folder()
-    kept = _kept(folder, stem)
-    if kept is None:
-        _make_folder(folder)
-        if source == SOURCE:  # a warning, which shows where nobody has set up logging: the start is silent for so long
-            log.warning("compiling the layers for this processor, once: one to two minutes")
-        kept = _compile(compiler, flags, folder, stem, source)
-    return kept
+    if (kept := _kept(folder, stem)) is not None:
+        return kept
+    _make_folder(folder)
+    if source == SOURCE:  # a warning, which shows where nobody has set up logging: the start is silent for so long
+        log.warning("compiling the layers for %s, once: one to two minutes", level or "this processor")
+    return _compile(compiler, flags, folder, stem, source)
 
 
-def _macros() -> str:
-    """Return the macros that the compiler defines for this processor; none where it fails."""
-    status, text = _output([*_compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull], 60)
-    return "" if status else text
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def _processor() -> set[str]:
+    """Return the instructions that Linux reports for this processor; none on another system."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[2:])
+    return set()
 
 
 def _flags_of(level: str) -> list[str]:
+    if level == "0":
+        raise RuntimeError(f"{SWITCH}=0")
     if level == "1":
         return ["-march=native"]
     if level not in LEVELS:
         raise RuntimeError(f"{SWITCH}={level!r} is not a level of instructions; use 0, 1 or one of {', '.join(LEVELS)}")
     flags, needed = LEVELS[level]
-    macros = set(_macros().split())
-    if lost := macros and set(needed.split()) - macros:
-        raise RuntimeError(
-            f"{SWITCH}={level!r} needs instructions that this processor lacks: {', '.join(sorted(lost))}"
-        )
+    if lost := ", ".join(word for word in needed.split() if _processor() and word not in _processor()):
+        raise RuntimeError(f"{SWITCH}={level!r} needs instructions that this processor lacks: {lost}")
     return flags.split()
 
 
@@ -294,16 +310,12 @@ def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str, sou
             if status:
                 first = " | ".join(said.strip().splitlines()[:3]) or f"exit status {status}"
                 raise RuntimeError(f"{shlex.join(compiler)} failed: {first}")
-        return _published(made, folder / f"{stem}-{_sha256(made)}.so")
-
-
-def _published(made: Path, path: Path) -> Path:
-    """Move a finished file to its place, where it is whole or not at all whenever the machine stops."""
-    made.chmod(0o700)  # whatever the umask
-    _flush(made)
-    made.replace(path)
-    _flush(path.parent)
-    return path
+        path = folder / f"{stem}-{_sha256(made)}.so"
+        made.chmod(0o700)  # whatever the umask
+        _flush(made)
+        made.replace(path)
+        _flush(folder)
+        return path
 
 
 def _flush(path: Path) -> None:

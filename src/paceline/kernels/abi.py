@@ -73,19 +73,21 @@ if TYPE_CHECKING:
 
 
 def declared(library: ctypes.CDLL, source: str) -> Any:
-    """The functions of a library, each of which knows the kinds of its arguments, and its ``path``.
+    """Return the functions of a library, each of which knows the kinds of its arguments, and its ``path``.
 
     Args:
         library: the kernels.
-        source: the text that it was compiled from; entry points stand in it.
+        source: the text that it was compiled from, with the entry points.
 
     Raises:
-        AttributeError: the library lacks one.
-        RuntimeError: a kind that is not known, or a struct that is not the one here.
+        RuntimeError: the library lacks a function, a kind is not known, or a struct is not the one here.
     """
-    require_same(library)
     found = SimpleNamespace(path=library._name)
-    for returned, name, taken in _ENTRY.findall(source):
+    entries = _ENTRY.findall(source)
+    if lost := [name for _, name, _ in entries if not hasattr(library, name)]:
+        raise RuntimeError(f"{found.path} is not a library of these kernels: it lacks {lost[0]}; remove it")
+    _require_same(library)
+    for returned, name, taken in entries:
         function = getattr(library, name)
         function.argtypes = [_kind(argument.rpartition(" ")[0].strip()) for argument in taken.split(",")]
         function.restype = _kind(returned)
@@ -93,7 +95,7 @@ def declared(library: ctypes.CDLL, source: str) -> Any:
     return found
 
 
-def require_same(library: Any) -> None:
+def _require_same(library: Any) -> None:
     """Refuse a library whose structs are not these.
 
     Raises:

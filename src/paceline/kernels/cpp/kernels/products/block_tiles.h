@@ -115,7 +115,7 @@ constexpr int KEPT = 4;  // steps whose lines and sums are held: as many as ther
 // R rows, a panel, against `blocks` blocks of outputs into c.
 template <class F, int R> struct TilePanel {
   static constexpr int SHARE = (Packed<F>::BYTES + Packed<F>::STEPS - 1) / Packed<F>::STEPS;
-  static constexpr int AHEAD = ASKED_AHEAD + (Packed<F>::STEPS > 1 ? Packed<F>::SCALES : 0);
+  static constexpr int AHEAD = ASKED_AHEAD<1> + (Packed<F>::STEPS > 1 ? Packed<F>::SCALES : 0);
 
   static void run(const uint8_t* const w[], int blocks, int64_t n, const Panel& in, float* c) {
     Lines lines[KEPT];
