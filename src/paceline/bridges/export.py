@@ -76,7 +76,7 @@ def export(engine: Engine, head: Path, out: Path, verifier: str = "", tokens: in
 
 
 def _own(head: Path) -> dict[str, Any]:
-    """What Paceline knows of the head beside its layer; other engines pass it over."""
+    """Return the facts of the head that only Paceline reads; other engines ignore them."""
     found = json.loads((head / CONFIG_FILE).read_text(encoding="utf-8"))
     return {OWN: found[OWN]} if OWN in found else {}
 
@@ -84,7 +84,7 @@ def _own(head: Path) -> dict[str, Any]:
 def _first(
     engine: Engine, asked: str, config: dict[str, Any], values: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A head of EAGLE-1 or 2."""
+    """Return a head of EAGLE-1 or 2."""
     bias = values.get("fc.bias")
     if engine == "speculators":
         raise CapabilityError(
@@ -102,7 +102,7 @@ def _first(
 def _third(
     engine: Engine, config: dict[str, Any], values: dict[str, Tensor], model: Eagle3Model, verifier: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A head of EAGLE-3. Its draft's tokens are named from both sides, as every loader finds them."""
+    """Return a head of EAGLE-3, whose draft's tokens have both names that loaders look for."""
     layer = "layers.0." if engine == "speculators" else "midlayer."
     named = {n.replace("midlayer.", "layers.0.").replace("layers.0.", layer): v for n, v in values.items()}
     count = len(model.tokens)
@@ -125,7 +125,7 @@ def _third(
 
 
 def _verifier(asked: str, name: str, tokens: int, engine: Engine) -> dict[str, Any]:
-    """The part of speculators' config that names the target."""
+    """Return the part of speculators' config that names the target."""
     if engine != "speculators":
         return {}
     if not name:
@@ -145,7 +145,7 @@ def _verifier(asked: str, name: str, tokens: int, engine: Engine) -> dict[str, A
 
 
 def _use(engine: Engine, out: Path, third: bool, tokens: int) -> str:
-    """The command that serves it there."""
+    """Return the command that serves it there."""
     if engine == "sglang":
         name = "EAGLE3" if third else "EAGLE"
         server = f"python -m sglang.launch_server --model TARGET --speculative-algorithm {name}"

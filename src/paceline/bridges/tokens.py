@@ -88,14 +88,14 @@ class TokenDrafter:
         self._views[key] = view
 
     def extend(self, key: int, tokens: Sequence[int], accepted: int = 0) -> None:
-        """The text has gone on with ``tokens``, of which the first ``accepted`` were drafted."""
+        """Append ``tokens`` to the text, of which the first ``accepted`` were drafted."""
         view = self._views[key]
         view.tokens += tokens
         if self.drafter.spec.observes:
             self.drafter.observe(StepFeatures([view], [list(tokens)], [accepted], [range(1, accepted + 1)]))
 
     def chains(self, rooms: dict[int, int]) -> dict[int, list[int]]:
-        """Drafted tokens behind the text, for several sequences at once.
+        """Draft tokens that follow the text, for several sequences at once.
 
         Args:
             rooms: most tokens of each chain, by sequence.
@@ -108,13 +108,13 @@ class TokenDrafter:
         return {key: _best_chain(tokens, parents, score)[:room] for (key, room), tokens, parents, score in rows}
 
     def close(self, key: int) -> None:
-        """The sequence has ended: the drafter may remember its output."""
+        """End the sequence: the drafter may remember its output."""
         if self._views.pop(key, None) is not None:
             self.drafter.release([key])
 
 
 def _built(drafter: str | DrafterConfig) -> Drafter:
-    """The drafter of a text or a config that needs no weights."""
+    """Return the drafter of a text or a config that needs no weights."""
     config = parse(drafter)
     if config is None or config.kind == "none":
         raise ConfigError(f"drafter={drafter!r}", "there is nothing to draft with", _REMEDY)
@@ -138,7 +138,7 @@ def _check(spec: DrafterSpec) -> None:
 
 
 def _best_chain(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> list[int]:
-    """Of a tree the path from the root through the best scored children; of equals through the earlier one."""
+    """Return the path of a tree from the root through the best scored children; of equals through the earlier one."""
     chain, node = [], 0
     while children := [i for i, parent in enumerate(parents) if parent == node and i > node]:
         node = max(children, key=lambda i: (scores[i], -i))

@@ -41,7 +41,7 @@ def generate(
     prediction: Sequence[int] = (),
     **model_kwargs: Any,
 ) -> Any:
-    """What ``generate`` calls in place of its own search.
+    """Generate in place of transformers' own search; ``generate`` calls it.
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as its own searches get
@@ -112,7 +112,7 @@ class _Search:
     logits: list[Tensor] = field(default_factory=list)
 
     def run(self, drafts: TokenDrafter) -> None:
-        """Until a stopping criterion is met."""
+        """Run until a stopping criterion is met."""
         outputs = self.model._prefill(self.ids, self.config, self.kwargs, is_first_iteration=True)
         cache = outputs.past_key_values
         cache.activate_past_recording()  # windows keep what a crop brings back
@@ -127,7 +127,7 @@ class _Search:
         drafts.extend(_KEY, said, len(said) - 1)
 
     def _forward(self, draft: list[int]) -> Any:
-        """One pass over the last token and the draft."""
+        """Run one pass over the last token and the draft."""
         ids, kwargs = self.ids, self.kwargs
         if draft:
             ids = torch.cat([ids, ids.new_tensor([draft])], dim=-1)
@@ -157,7 +157,7 @@ class _Search:
         return said, ended
 
     def _choose(self, logits: Tensor) -> Tensor:
-        """[1] the next token, from its logits [1, V], as transformers chooses it."""
+        """Return the next token [1], from its logits [1, V], as transformers chooses it."""
         scores = self.processors(self.ids, logits)
         if self._wants("output_scores"):
             self.scores.append(scores)
@@ -171,7 +171,7 @@ class _Search:
         return bool(self.config.return_dict_in_generate and getattr(self.config, name))
 
     def result(self) -> Any:
-        """Ids, or the output object."""
+        """Return ids, or the output object."""
         if not self.config.return_dict_in_generate:
             return self.ids
         found: dict[str, Any] = {"sequences": self.ids, "past_key_values": self.kwargs.get("past_key_values")}

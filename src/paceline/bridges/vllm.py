@@ -57,7 +57,7 @@ class Proposer:
         self._keys = count()
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """There is none: vLLM calls it beside its target's."""
+        """Do nothing: vLLM calls it next to loading its target."""
 
     def propose(
         self,
@@ -66,7 +66,7 @@ class Proposer:
         token_ids_cpu: np.ndarray[Any, np.dtype[Any]],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """[B] a draft for every row, empty for those that are in their prompt still, or out of room.
+        """Return [B] a draft for every row, empty for rows still in their prompt or without room.
 
         Args:
             sampled_token_ids: [B] tokens that the last step said; none: the row is in its prompt.
@@ -95,7 +95,7 @@ class Proposer:
         return [found[drafted[row]] if row in drafted else [] for row in range(len(sampled_token_ids))]
 
     def _known(self, text: Row, before: int | None, left: dict[int, Row]) -> int | None:
-        """The key of the text that this one goes on with: its row's last one, else the longest; None: it is new."""
+        """Return the key of the text that this one continues: its row's last one, else the longest; None: it is new."""
         if before is not None and before in left and _goes_on(text, left[before]):
             return before
         found = [key for key, known in left.items() if _goes_on(text, known)]
@@ -114,7 +114,7 @@ class Proposer:
 
 
 def _goes_on(text: Row, known: Row) -> bool:
-    """Whether a text is longer than another, and begins with it."""
+    """Return whether a text is longer than another, and begins with it."""
     return len(known) < len(text) and np.array_equal(text[: len(known)], known)
 
 

@@ -23,9 +23,11 @@ ROOT_CONTENT = 0  # what stands before the first block of every sequence
 
 
 class BlockAllocator:
-    """Allocates blocks, consecutive ones where possible: a sequence whose blocks are consecutive is read as one slice,
-    without a gather. So a sequence grows into the block after its last one, and a new sequence starts where the most
-    room is."""
+    """Allocates blocks, consecutive ones where possible.
+
+    A sequence whose blocks are consecutive is read as one slice, without a gather. So a sequence grows into the block
+    after its last one, and a new sequence starts where the most room is.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -39,12 +41,13 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now: empty and cached ones."""
+        """Return how many blocks can be allocated now: empty and cached ones."""
         return self.num_empty + len(self._cached)
 
     def allocate(self, after: int | None, want: int | None = None) -> int:
-        """One block with one reference: the one behind the sequence's last, ``after``, if it is free. The sequence may
-        come to hold ``want`` blocks from here on, where that is known.
+        """Return a block with one reference: the one after the sequence's last, ``after``, if it is free.
+
+        The sequence may grow to ``want`` blocks from here on, where that is known.
 
         Raises:
             PoolFullError: no block is free.
@@ -69,18 +72,18 @@ class BlockAllocator:
         return next(iter(self._cached))
 
     def is_free(self, block: int) -> bool:
-        """Whether a block could be allocated now."""
+        """Return whether a block could be allocated now."""
         return 0 <= block < self.num_blocks and self._refs[block] == 0
 
     def is_empty(self, block: int) -> bool:
-        """Whether a block could be allocated without evicting anything."""
+        """Return whether a block could be allocated without evicting anything."""
         return 0 <= block < self.num_blocks and self._empty[block] == 1
 
     def _roomiest(self, want: int | None) -> int:
-        """Where in the longest empty run a sequence should begin.
+        """Return where in the longest empty run a sequence should begin.
 
-        At its start if nobody stands in front of it; else so far back that the one in front can still grow: by
-        what this one does not want, or by half.
+        That is the run's start if no block precedes it; else so far back that the preceding sequence can still grow: by
+        what this one does not need, or by half.
         """
         run = max(re.finditer(b"\x01+", self._empty), key=lambda found: found.end() - found.start())
         start, stop = run.span()
@@ -94,13 +97,13 @@ class BlockAllocator:
         del self._block_of[key]
 
     def share(self, block: int) -> None:
-        """One more reference to a used or cached block."""
+        """Add a reference to a used or cached block."""
         if self._refs[block] == 0:
             del self._cached[block]
         self._refs[block] += 1
 
     def free(self, block: int) -> None:
-        """One reference less; without any, a published block stays findable until it is evicted."""
+        """Remove a reference; without any, a published block stays findable until it is evicted."""
         self._refs[block] -= 1
         if self._refs[block]:
             return
@@ -111,8 +114,9 @@ class BlockAllocator:
             self.num_empty += 1
 
     def publish(self, block: int, before: int, tokens: Sequence[int]) -> int:
-        """Make a full block, with K and V of exactly its ``tokens``, findable behind the content ``before``
-        (`ROOT_CONTENT` for the first).
+        """Make a full block, with K and V of exactly its ``tokens``, findable after the content ``before``.
+
+        ``before`` is `ROOT_CONTENT` for the first block.
 
         Returns:
             The content id. Where another block already holds this content, that one stays the one found.
@@ -130,19 +134,19 @@ class BlockAllocator:
         return content
 
     def find(self, before: int, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """(block, content id) of a published block, or None."""
+        """Return (block, content id) of a published block, or None."""
         block = self._block_of.get((before, tuple(tokens)))
         return None if block is None else (block, self._content_of[block][1])
 
     def forget(self) -> None:
-        """Empty every cached block. Blocks in use stay published."""
+        """Empty every cached block; blocks in use stay published."""
         for block in list(self._cached):
             self._evict(block)
             self._empty[block] = 1
             self.num_empty += 1
 
     def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
-        """Assert that used + cached + empty blocks are all blocks, given every sequence's block table."""
+        """Assert that used, cached and empty blocks are all blocks, by every sequence's block table."""
         refs = [0] * self.num_blocks
         for table in held:
             for block in table:

@@ -34,7 +34,7 @@ COPY_MARGIN = 4
 
 
 class SlotStore(Protocol):
-    """Where K and V of the slots lie: in this process, in others, or in several."""
+    """Storage of K and V for the slots: in this process, in others, or in several."""
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy K and V of every layer, all reads before the first write, behind all passes begun before."""
@@ -68,7 +68,7 @@ class Ledger:
         self._roots: dict[str, int] = {}  # identity -> its root content
 
     def scratch(self, count: int) -> slice:
-        """The first ``count`` scratch slots. What a pass writes there the next one overwrites.
+        """Return the first ``count`` scratch slots; each pass overwrites what the previous one wrote there.
 
         Raises:
             PoolFullError: there are fewer.
@@ -79,8 +79,10 @@ class Ledger:
         return slice(first, first + count)
 
     def content_root(self, identity: str | None) -> int:
-        """The content id before the first block, of sequences whose K/V depends on more than their tokens: on what has
-        this identity (an adapter), or on the base model alone (None)."""
+        """Return the content id before the first block of sequences whose K/V depends on more than their tokens.
+
+        It stands for what has this identity (an adapter), or for the base model alone (None).
+        """
         if identity is None:
             return ROOT_CONTENT
         return self._roots.setdefault(identity, ROOT_CONTENT - 1 - len(self._roots))
@@ -93,7 +95,7 @@ class Ledger:
         identity: str | None = None,
         shareable: int | None = None,
     ) -> SequenceCache:
-        """A new sequence, which starts with the longest published prefix of ``tokens``.
+        """Return a new sequence, which starts with the longest published prefix of ``tokens``.
 
         At least one token is left to compute, since a sequence needs the output of its last token.
 
@@ -121,8 +123,10 @@ class Ledger:
         identity: str | None = None,
         shareable: int | None = None,
     ) -> tuple[int, int]:
-        """What it would take to `open` a sequence and to reserve at most so many rows for its next tokens: these rows,
-        and the free blocks that are gone then; nothing is changed."""
+        """Return the cost of opening a sequence and reserving at most so many rows for its next tokens.
+
+        The cost is these rows, and the free blocks that are used up then; nothing is changed.
+        """
         root = self.content_root(identity)
         found = [block for block, _ in self._lookup(tokens, root, shareable, reuse)]
         prefix = len(found) * self.block_size
@@ -132,10 +136,10 @@ class Ledger:
         return rows, fresh + adopted
 
     def _copies(self, prefix: Sequence[int]) -> bool:
-        """Whether a new sequence copies these blocks rather than share them.
+        """Return whether a new sequence copies these blocks instead of sharing them.
 
-        A sequence that cannot grow right behind the shared blocks would be gathered in every step. One copy
-        costs as much as one such gather, so it is copied while there is plenty of empty room.
+        A sequence that cannot grow right after the shared blocks would be gathered in every step. One copy costs as
+        much as one such gather, so it is copied while there is plenty of empty room.
         """
         if not prefix:
             return False
@@ -143,7 +147,7 @@ class Ledger:
         return not in_place and self.allocator.num_empty > COPY_MARGIN * len(prefix)
 
     def _lookup(self, tokens: Sequence[int], root: int, *limits: int | None) -> list[tuple[int, int]]:
-        """(block, content id) of every published block at the front of ``tokens``, up to the least of the limits."""
+        """Return (block, content id) of each published block at the front of ``tokens``, within all limits."""
         found: list[tuple[int, int]] = []
         content = root
         most = min([len(tokens) - 1, *[limit for limit in limits if limit is not None]])
@@ -156,16 +160,18 @@ class Ledger:
         return found
 
     def commit(self, kept: Sequence[tuple[SequenceCache, Sequence[int]]]) -> None:
-        """Keep rows of several sequences' speculative regions and drop the others: for each sequence the rows to keep,
-        ascending, counted from its committed length."""
+        """Keep rows of several sequences' speculative regions and drop the others.
+
+        For each sequence: the rows to keep, ascending, counted from its committed length.
+        """
         self.settle([(sequence, rows, len(rows)) for sequence, rows in kept])
 
     def settle(self, kept: Sequence[tuple[SequenceCache, Sequence[int], int]]) -> None:
-        """Keep rows of several sequences' speculative regions, of which the first are committed; drop the others: for
-        each sequence the rows to keep, ascending, counted from its committed length, and how many of them are part of
-        the answer now.
+        """Keep rows of several sequences' speculative regions, of which the first are committed; drop the others.
 
-        What is kept without being committed becomes the first rows of the region, in its order, and counts as entered.
+        For each sequence: the rows to keep, ascending, counted from its committed length, and how many of them are part
+        of the answer now. What is kept without being committed becomes the first rows of the region, in its order, and
+        counts as entered.
         """
         sources: list[int] = []
         targets: list[int] = []
@@ -188,7 +194,7 @@ class Ledger:
         self.allocator.forget()
 
     def reset(self) -> None:
-        """Empty the pool, whatever state it is in: every sequence's view of it ends, and nothing is found again."""
+        """Empty the pool, whatever state it is in: every sequence's view of it ends, and no prefix is found again."""
         self.allocator = BlockAllocator(self.allocator.num_blocks)
         for sequence in self.sequences:
             sequence.detach()
@@ -196,16 +202,16 @@ class Ledger:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence holds a block."""
+        """Return whether no sequence holds a block."""
         return not self.sequences and self.allocator.num_free == self.allocator.num_blocks
 
     def check_idle(self) -> None:
-        """Assert that nothing is held while nothing runs (cheap; `check_integrity` looks at every block)."""
+        """Assert that nothing is held while nothing runs (cheap; `check_integrity` checks every block)."""
         assert not self.sequences, f"{len(self.sequences)} sequences still hold blocks"
         assert self.allocator.num_free == self.allocator.num_blocks, "blocks were lost"
 
     def check_integrity(self) -> None:
-        """Assert the standing invariants of pool, tables and allocator."""
+        """Assert the invariants of pool, tables and allocator."""
         for sequence in self.sequences:
             assert 0 <= sequence.committed <= sequence.front <= sequence.capacity
             assert sequence.front + sequence.reserved <= sequence.capacity
@@ -231,12 +237,12 @@ class SequenceCache:
 
     @property
     def capacity(self) -> int:
-        """Slots of the blocks that the sequence holds."""
+        """Return the slots of the blocks that the sequence holds."""
         return len(self.blocks) * self.pool.block_size
 
     @property
     def ahead(self) -> int:
-        """Rows that passes have begun to compute and that are not settled yet."""
+        """Return the rows that passes have begun to compute and that are not settled yet."""
         return self.front - self.committed
 
     def _adopt(self, tokens: Sequence[int], most: int | None) -> None:
@@ -263,7 +269,7 @@ class SequenceCache:
         self.committed = self.front = self.reused = self.capacity
 
     def _allocate(self) -> int:
-        """The next block, behind the last one if that is possible."""
+        """Return the next block, after the last one if that is possible."""
         want = None
         if self.expected is not None:
             want = max(1, -(-self.expected // self.pool.block_size) - len(self.blocks))
@@ -276,12 +282,12 @@ class SequenceCache:
         self._slots = None
 
     def blocks_short(self, rows: int) -> int:
-        """Blocks still to be allocated before ``rows`` rows can be reserved."""
+        """Return how many blocks must be allocated before ``rows`` rows can be reserved."""
         size = self.pool.block_size
         return max(0, -(-(self.front + rows) // size) - len(self.blocks))
 
     def reserve_here(self, rows: int) -> bool:
-        """`reserve` in the blocks that the sequence holds; False: they do not suffice, and nothing was changed."""
+        """Reserve rows in the blocks that the sequence holds; False: they do not suffice, and nothing was changed."""
         if self.front + rows > len(self.blocks) * self.pool.block_size:
             return False
         self.reserved = rows
@@ -304,9 +310,9 @@ class SequenceCache:
         self.reserved = rows
 
     def enter(self) -> int:
-        """A pass begins to compute what is reserved; returns the position of its first row.
+        """Begin to compute what is reserved; return the position of its first row.
 
-        For passes that begin before the ones in front of them are settled; a row's ancestors are fixed from here on.
+        Passes that begin before earlier ones are settled need it; a row's ancestors are fixed from here on.
         """
         first = self.front
         self.front += self.reserved
@@ -346,7 +352,7 @@ class SequenceCache:
         return self.blocks[position // size] * size + position % size
 
     def slots(self, start: int, stop: int) -> slice | Tensor:
-        """Slots of the logical positions start .. stop - 1: a slice where they are contiguous."""
+        """Return the slots of the logical positions start .. stop - 1: a slice where they are contiguous."""
         if self._contiguous:
             base = self.blocks[0] * self.pool.block_size if self.blocks else 0
             return slice(base + start, base + stop)

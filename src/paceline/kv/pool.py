@@ -31,5 +31,5 @@ class KVPool(Ledger):
 
     @staticmethod
     def bytes_per_token(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that K and V of one token take."""
+        """Return the bytes that K and V of one token take."""
         return 2 * num_layers * kv_heads * head_dim * dtype.itemsize

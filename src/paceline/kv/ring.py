@@ -43,7 +43,7 @@ class RingCache:
         self._texts = texts
 
     def open(self) -> int:
-        """A ring for a text.
+        """Return a ring for a text.
 
         Raises:
             IndexError: all are in use.
@@ -56,19 +56,19 @@ class RingCache:
 
     @property
     def idle(self) -> bool:
-        """Whether no text holds a ring."""
+        """Return whether no text holds a ring."""
         return len(self._free) == self._texts
 
     def slot(self, ring: int, position: int) -> int:
-        """Where K/V of a position lies."""
+        """Return the slot of a position's K/V."""
         sinks = self.view.sinks
         place = position if position < sinks else sinks + (position - sinks) % self.span
         return ring * self.size + place
 
     def slots(self, ring: int, positions: Iterable[int]) -> list[int]:
-        """Of several positions."""
+        """Return the slots of several positions."""
         return [self.slot(ring, position) for position in positions]
 
     def unseen(self, ring: int) -> int:
-        """A slot that no row sees."""
+        """Return a slot that no row sees."""
         return self._texts * self.size + ring

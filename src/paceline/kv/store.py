@@ -35,7 +35,7 @@ class KVStore:
         self.v = list(self.all_v.unbind(0))
 
     def part(self, start: int, stop: int) -> KVStore:
-        """The same K and V of the layers start .. stop - 1 alone."""
+        """Return the same K and V of the layers start .. stop - 1 alone."""
         made: KVStore = object.__new__(KVStore)
         made._hold(self.all_k[start:stop], self.all_v[start:stop])
         return made
@@ -58,7 +58,10 @@ class KVStore:
             cache.index_copy_(2, target, cache.index_select(2, source))
 
     def copy_turned(self, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Copy K and V of slots [n] int64 of every layer, the keys turned by angles of their own: cos and sin [n, dim]
-        float32 or wider, for the first dimensions of a head, sin signed; see `Rotation`."""
+        """Copy K and V of slots [n] int64 of every layer, the keys turned by angles of their own.
+
+        The angles are cos and sin [n, dim] float32 or wider, for the first dimensions of a head, sin signed; see
+        `Rotation`.
+        """
         self.all_k.index_copy_(2, target, rotated(self.all_k.index_select(2, source), cos, sin))
         self.all_v.index_copy_(2, target, self.all_v.index_select(2, source))

@@ -19,18 +19,18 @@ from .pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class SinkWindow:
-    """Which tokens a row sees: the first ``sinks`` of the text, and the last ``window``, its own among them."""
+    """The tokens that a row sees: the first ``sinks`` of the text, and the last ``window``, its own among them."""
 
     sinks: int
     window: int
 
     @property
     def keys(self) -> int:
-        """Tokens that a row sees at most."""
+        """Return how many tokens a row sees at most."""
         return self.sinks + self.window
 
     def gap(self, position: int) -> int:
-        """Tokens between sinks and window that the row at ``position`` does not see."""
+        """Return how many tokens between sinks and window the row at ``position`` does not see."""
         return max(0, position + 1 - self.keys)
 
 
@@ -51,8 +51,7 @@ class PoolView:
         self._table = RopeTable(replace(rope, attention_factor=1.0), positions, wide, device)
 
     def keys(self, cache: SequenceCache, position: int, index: int) -> slice | Tensor:
-        """Slots of what the row at ``position`` sees, in order, its own last; ``index`` is that of the text among those
-        of `turn`."""
+        """Return the slots that the row at ``position`` sees, its own last; ``index`` is the text's in `turn`."""
         sinks, gap = self.shape.sinks, self.shape.gap(position)
         if not gap:
             return cache.slots(0, position + 1)
@@ -63,14 +62,16 @@ class PoolView:
         return torch.cat([slot_indices(part, cache.pool.device) for part in parts])
 
     def scratch(self, pool: Ledger, index: int) -> slice:
-        """The scratch slots of a text's sinks."""
+        """Return the scratch slots of a text's sinks."""
         sinks = self.shape.sinks
         whole = pool.scratch(sinks * (index + 1))
         return slice(whole.stop - sinks, whole.stop)
 
     def turn(self, pool: KVPool, rows: Sequence[tuple[SequenceCache, int]]) -> None:
-        """Copy the sinks of some texts, each with its cache and the position of the pass's row, into the scratch slots
-        of a pass, their keys turned; of those with a gap."""
+        """Copy the sinks of texts with a gap into the scratch slots of a pass, their keys turned.
+
+        Each text has its cache and the position of the pass's row.
+        """
         gaps = [self.shape.gap(position) for _, position in rows]
         moved = [index for index, gap in enumerate(gaps) if gap]
         if not self.shape.sinks or not moved:
@@ -83,5 +84,5 @@ class PoolView:
         pool.tensors.copy_turned(sources, targets, cos[:, 0], sin[:, 0])
 
     def reach(self, position: int) -> Rotation:
-        """cos and sin of every gap in texts up to ``position``."""
+        """Return cos and sin of every gap in texts up to ``position``."""
         return self._table.reach(self.shape.gap(position))

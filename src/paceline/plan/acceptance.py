@@ -23,7 +23,7 @@ STEPS = 60  # of a bisection: beyond a float's precision
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """What is known or assumed of one drafter."""
+    """The acceptance of one drafter, measured or assumed."""
 
     accept: float  # chance that a token of a chain is accepted, 0 to 1
     source: str
@@ -34,11 +34,11 @@ class Acceptance:
     deepest: int | None = None  # tokens of a draft at most: the streams of a set; None: any number
 
     def any_of(self, width: int) -> float:
-        """The chance that one of the ``width`` likeliest tokens is accepted."""
+        """Return the probability that one of the ``width`` likeliest tokens is accepted."""
         return 1 - (1 - self.accept) * width**-self.siblings
 
     def tokens(self, depth: int, width: int = 1) -> float:
-        """Tau: mean tokens of a round, the target's own included.
+        """Return tau, the mean number of tokens of a round, the target's own included.
 
         Of a chain it is 1 + a + .. + a^depth; ``width`` chains differ in their first tokens alone.
         """
@@ -46,7 +46,7 @@ class Acceptance:
 
 
 def accept_of(tau: float, depth: int) -> float:
-    """The chance behind a tau of chains: the inverse of `Acceptance.tokens`.
+    """Return the acceptance that gives chains this tau: the inverse of `Acceptance.tokens`.
 
     Raises:
         ConfigError: a tau that chains of this depth cannot have.
@@ -64,7 +64,7 @@ def accept_of(tau: float, depth: int) -> float:
 def assumed(
     target: str, draft: str | None = None, context: float = CONTEXT, window: int | None = None
 ) -> dict[str, Acceptance]:
-    """Of every drafter, for a target of that name: its own figures where the pair was measured.
+    """Return the acceptance of every drafter for a target of that name: the target's own where the pair was measured.
 
     Args:
         draft: the draft model's name.
@@ -81,7 +81,7 @@ def assumed(
 
 
 def _read(entry: Mapping[str, Any], context: float, own: bool) -> Acceptance:
-    """An entry of the table; a tau may be pairs of a context and a number, between and beyond which numpy reads it."""
+    """Read an entry of the table; a tau may be pairs of a context and a number, which numpy interpolates."""
     tau = entry.get("tau")
     if isinstance(tau, list):
         contexts, taus = zip(*tau, strict=True)

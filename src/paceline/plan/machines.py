@@ -29,18 +29,18 @@ class Machine:
 
     @property
     def hoi(self) -> float:
-        """Hardware operational intensity: FLOPs that pass while a byte is read (SPIRe, section 2)."""
+        """Return the hardware operational intensity: FLOPs that pass while a byte is read (SPIRe, section 2)."""
         return self.flops / self.bandwidth
 
 
 @cache
 def machines() -> dict[str, Machine]:
-    """All of them, by name."""
+    """Return all machines by name."""
     return {name: Machine(name=name, **values) for name, values in read_table("plan/machines.toml").items()}
 
 
 def machine(name: str) -> Machine:
-    """The machine of that name.
+    """Return the machine of that name.
 
     Raises:
         ConfigError: there is none; it says which there are.

@@ -28,9 +28,10 @@ class Experts:
     layers: int  # that have a mixture; the others have the dense MLP
 
     def touched(self, rows: int) -> float:
-        """Experts of a layer that a pass over ``rows`` tokens reads: the expected union of even, independent choices.
+        """Return how many experts of a layer a pass over ``rows`` tokens reads.
 
-        Tokens of one text choose more alike than that, so this is the upper side.
+        It is the expected union of even, independent choices. Tokens of one text choose more alike than that, so it
+        is an upper bound.
         """
         return self.count * (1 - (1 - self.per_token / self.count) ** rows)
 
@@ -58,29 +59,29 @@ class ModelSizes:
 
     @property
     def head_parameters(self) -> int:
-        """Of the LM head (whether it is tied to the embedding or not: a pass reads all of it once)."""
+        """Return the parameters of the LM head; tied to the embedding or not, a pass reads all of it once."""
         return self.d_model * self.vocab_size
 
     @property
     def body_parameters(self) -> float:
-        """All that must be held, without embedding and head."""
+        """Return all parameters that must be held, without embedding and head."""
         return self._body(self.experts.count if self.experts else 0)
 
     @property
     def active_parameters(self) -> float:
-        """Those of the body that one token is multiplied with."""
+        """Return the parameters of the body that one token is multiplied with."""
         return self._body(self.experts.per_token if self.experts else 0)
 
     def read_parameters(self, rows: int) -> float:
-        """Those of the body that a pass over ``rows`` tokens reads."""
+        """Return the parameters of the body that a pass over ``rows`` tokens reads."""
         return self._body(self.experts.touched(rows) if self.experts else 0)
 
     def kv_values(self, keys: float) -> float:
-        """Numbers of K and V that one sequence with ``keys`` tokens holds, in all layers."""
+        """Return how many numbers of K and V one sequence with ``keys`` tokens holds, in all layers."""
         return 2 * self.num_kv_heads * self.head_dim * self.key_layers(keys)
 
     def key_layers(self, keys: float) -> float:
-        """Keys that one row sees, summed over layers: sliding layers see no more than their window."""
+        """Return the keys that one row sees, summed over layers: sliding layers see no more than their window."""
         slid = keys if self.window is None else min(keys, self.window)
         return (self.num_layers - self.sliding_layers) * keys + self.sliding_layers * slid
 
@@ -98,7 +99,7 @@ class ModelSizes:
         return (3 if self.gated else 2) * self.d_model * d_ff
 
     def last_layers(self, count: int) -> ModelSizes:
-        """A draft of that many of its layers, such as SPIRe's (SPIRe, section 3.2).
+        """Return a draft of that many of its layers, such as SPIRe's (SPIRe, section 3.2).
 
         Raises:
             ConfigError: more layers than there are, or none.
@@ -116,7 +117,7 @@ class ModelSizes:
         )
 
     def halved(self) -> ModelSizes:
-        """A dense draft of half the layers and width: an eighth of the body (the vanilla draft of SPIRe, section 4).
+        """Return a dense draft of half the layers and width, an eighth of the body (vanilla draft of SPIRe, section 4).
 
         Of a mixture, the width that one token goes through is halved.
         """
@@ -131,12 +132,12 @@ class ModelSizes:
 
 
 def names() -> list[str]:
-    """Models that have a name."""
+    """Return the names of models that have one."""
     return list(read_table(TABLE))
 
 
 def named(name: str) -> ModelSizes | None:
-    """The model of that name or alias, or None."""
+    """Return the model of that name or alias, or None."""
     for own, values in read_table(TABLE).items():
         if name in (own, *values.get("aliases", ())):
             sizes = {field: value for field, value in values.items() if field not in ("aliases", "experts", "source")}
@@ -148,7 +149,7 @@ def named(name: str) -> ModelSizes | None:
 
 
 def read_shape(path: Path) -> ModelSizes:
-    """The model of a ``config.json``, of the folder that holds one, or of a GGUF file, as the engine reads it.
+    """Return the shape of a ``config.json``, of the folder that holds one, or of a GGUF file, as the engine reads it.
 
     Raises:
         ConfigError: a file that cannot be read, an architecture that the engine does not have.
@@ -163,7 +164,7 @@ def read_shape(path: Path) -> ModelSizes:
 
 
 def shape_of(config: DecoderConfig, name: str = "") -> ModelSizes:
-    """The sizes of a decoder."""
+    """Return the sizes of a decoder."""
     sliding = [window for window in config.windows if window is not None]
     names = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position")
     sizes: dict[str, Any] = {name: getattr(config, name) for name in names}

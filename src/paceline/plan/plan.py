@@ -29,7 +29,7 @@ UPPER = 0.5  # share of the layers that streams go through, as of zoo/paceline-s
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is planned for; raises a `ConfigError` where a number is out of bounds, or of the target's or draft's."""
+    """The inputs of a plan; a number out of bounds, of its own or of target and draft, is a `ConfigError`."""
 
     target: ModelSizes = option(help="the target's sizes")
     machine: Machine = option(help="one device")
@@ -67,36 +67,36 @@ class PlanRequest:
                 raise ConfigError(f"{name}={asked}", f"{shape.name} has {most:,} {parts}", f"give 1 to {most}")
 
     def last_keys(self, drafter: str) -> int:
-        """Keys of a sparse view's window: as asked for, as the pair was measured, or a part of the context."""
+        """Return the keys of a sparse view's window: as requested, as measured, or a part of the context."""
         measured = self.assumptions()[drafter].window
         return self.window or measured or max(LEAST_WINDOW, self.context // SHARE - SINK)
 
     def keys(self, drafter: str) -> int | None:
-        """Keys of a sparse view; None: the drafter sees all."""
+        """Return the keys of a sparse view; None: the drafter sees all."""
         return min(self.context, self.last_keys(drafter) + SINK) if drafter in SPARSE else None
 
     @property
     def all_devices(self) -> int:
-        """Those of all stages together."""
+        """Return the devices of all stages together."""
         return self.devices * self.stages
 
     @property
     def drafting(self) -> ModelSizes:
-        """The draft model: the one that is named, or one as in SPIRe's comparison."""
+        """Return the draft model: the one that is named, or one as in SPIRe's comparison."""
         return self.draft or self.target.halved()
 
     def network(self, shape: ModelSizes, keys: int | None = None) -> ServedModel:
-        """A model as it is served here."""
+        """Return a model as it is served here."""
         stored = self.weight_bytes or shape.weight_bytes
         return ServedModel(shape=shape, weight_bytes=stored, kv_bytes=self.kv_bytes, keys=keys)
 
     def seconds(self, network: ServedModel, rows: int) -> float:
-        """A pass over so many rows of each sequence."""
+        """Return the seconds of a pass over so many rows of each sequence."""
         size = self.batch, self.context, rows
         return pass_seconds(network, self.machine, *size, devices=self.devices, stages=self.stages)
 
     def assumptions(self) -> dict[str, Acceptance]:
-        """The acceptance of every drafter; what is given changes no draft's size or window."""
+        """Return the acceptance of every drafter; requested values do not change a draft's size or window."""
         draft = self.draft.name if self.draft else None
         known = assumed(self.target.name, draft, self.context, self.window)
         for name, said in self.acceptance.items():
@@ -121,7 +121,7 @@ class RankedDrafter:
 
 
 def rank(q: PlanRequest) -> list[RankedDrafter]:
-    """The best form of each drafter and plain decoding, the fastest first."""
+    """Return the best form of each drafter and plain decoding, the fastest first."""
     accepted, depths, widths = q.assumptions(), [q.depth] if q.depth else DEPTHS, [q.width] if q.width else WIDTHS
     forms = {name: product(depths, widths if name in TREES else [1]) for name in DRAFTERS}
     found = [
@@ -133,7 +133,7 @@ def rank(q: PlanRequest) -> list[RankedDrafter]:
 
 
 def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptance | None) -> RankedDrafter:
-    """One drafter in one form; without an acceptance it is plain decoding."""
+    """Return one drafter in one form; without an acceptance it is plain decoding."""
     target, network = q.network(q.target), None if accepted is None else _network(q, name, accepted)
     rows = 1 + depth * width
     if name in RIDING:  # the root and each node carry the whole set through the upper layers

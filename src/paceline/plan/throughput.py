@@ -36,7 +36,7 @@ class ServedModel:
     keys: int | None = None  # of a sparse view, sinks and window together; None: all
 
     def seen(self, context: float) -> float:
-        """Keys that a row sees of so many tokens."""
+        """Return the keys that a row sees of so many tokens."""
         return context if self.keys is None else min(context, self.keys)
 
 
@@ -51,32 +51,32 @@ class Cost:
 
     @property
     def memory(self) -> float:
-        """Bytes read."""
+        """Return the bytes read."""
         return self.weights + self.kv
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte read: figure 3 is that of verification by batch size."""
+        """Return the FLOPs a byte read: figure 3 is that of verification by batch size."""
         return (self.compute + self.attention) / self.memory
 
     def forward(self, hoi: float) -> float:
-        """The forward cost of section 2, in FLOPs; ``hoi`` in FLOPs a byte."""
+        """Return the forward cost of section 2, in FLOPs; ``hoi`` in FLOPs a byte."""
         return max(self.compute + self.attention, self.memory * hoi)
 
     def part(self, ranks: int, heads: int) -> Cost:
-        """Of one of so many ranks, which share weights and arithmetic evenly, and K/V by that many of its heads."""
+        """Return the cost of one of so many ranks, which share weights and arithmetic evenly, and K/V by heads."""
         compute, attention, weights = (value / ranks for value in (self.compute, self.attention, self.weights))
         return Cost(compute=compute, attention=attention, weights=weights, kv=self.kv / heads)
 
     def bound(self, hoi: float) -> str:
-        """What takes longest: compute, weights or KV."""
+        """Return what takes longest: compute, weights or KV."""
         if self.compute + self.attention >= self.memory * hoi:
             return "compute"
         return "KV" if self.kv > self.weights else "weights"
 
 
 def pass_cost(network: ServedModel, batch: int, context: float, rows: int = 1) -> Cost:
-    """What a pass over ``rows`` tokens of each of ``batch`` sequences with ``context`` tokens computes and reads.
+    """Return the cost of a pass over ``rows`` tokens of each of ``batch`` sequences with ``context`` tokens.
 
     A product is 2 FLOPs a row and weight, attention 4 for each key, query head and dimension of it (scores, then their
     sum of values). What the rows themselves add to the cache is left out, as in the paper.
@@ -91,7 +91,7 @@ def pass_cost(network: ServedModel, batch: int, context: float, rows: int = 1) -
 
 
 def held_bytes(network: ServedModel, batch: int, context: float) -> float:
-    """Bytes that a network holds: body, head, an embedding of its own, and the K/V of all sequences."""
+    """Return the bytes that a network holds: body, head, an embedding of its own, and the K/V of all sequences."""
     shape = network.shape
     weights = network.weight_bytes * (shape.body_parameters + 2 * shape.head_parameters)
     return weights + network.kv_bytes * batch * shape.kv_values(network.seen(context))
@@ -107,7 +107,7 @@ def pass_seconds(
     devices: int = 1,
     stages: int = 1,
 ) -> float:
-    """Seconds of the pass of `pass_cost` on ``stages`` groups of ``devices`` of one kind.
+    """Return the seconds of the pass of `pass_cost` on ``stages`` groups of ``devices`` of one kind.
 
     Tensor parallel: every device has its share of weights, arithmetic and K/V heads (with more devices than heads some
     hold the same ones), and each layer ends in two all-reduces on a ring. Pipeline parallel: every stage works on
@@ -127,7 +127,7 @@ def pass_seconds(
 def link_seconds(
     network: ServedModel, machine: Machine, batch: int, rows: int, devices: int = 1, stages: int = 1
 ) -> float:
-    """Of `pass_seconds` those in which devices talk: nothing is computed meanwhile (Mirror, appendix C).
+    """Return the seconds of `pass_seconds` in which devices communicate and compute nothing (Mirror, appendix C).
 
     In an all-reduce on a ring a device sends 2 (G - 1) shares of the sums; the paper prints one.
     """
@@ -140,14 +140,14 @@ def link_seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCost:
-    """What one round of speculation takes beside one plain pass, in one unit (FLOPs, seconds or milliseconds)."""
+    """The cost of one round of speculation next to one plain pass, in one unit (FLOPs, seconds or milliseconds)."""
 
     plain: float
     draft: float  # all passes of the draft together
     verify: float
 
     def multiplier(self, tau: float) -> float:
-        """The throughput multiplier of section 2; ``tau``: mean tokens a round."""
+        """Return the throughput multiplier of section 2; ``tau``: mean tokens a round."""
         return tau / ((self.draft + self.verify) / self.plain)
 
 
@@ -160,7 +160,7 @@ def round_of(
     *,
     rows: int | None = None,
 ) -> RoundCost:
-    """A round whose passes over so many rows a sequence cost ``each(network, rows)``.
+    """Return a round whose passes over so many rows a sequence cost ``each(network, rows)``.
 
     Args:
         draft: what drafts, in one pass a level; None: a drafter without a network.

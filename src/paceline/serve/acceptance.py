@@ -12,8 +12,7 @@ from .schemas import SpeculationChoice
 def speculative_decoding(
     stats: Mapping[str, Any], num_spec_tokens: int, steps: Sequence[tuple[int, int]] | None
 ) -> dict[str, Any]:
-    """vLLM's ``metrics.speculative_decoding``. Steps without drafts are left out there; a tree counts with all its
-    drafted nodes.
+    """Return vLLM's ``metrics.speculative_decoding``: no steps without drafts, and all drafted nodes of a tree.
 
     Args:
         stats: `SpecStats.as_dict`.
@@ -43,7 +42,7 @@ def speculative_decoding(
 
 
 def acceptance(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """What the engine drafted and what came of it: in all, by source and depth, and the same by application.
+    """Return how many tokens were drafted and accepted: in total, by source and depth, and by application.
 
     Args:
         engine: `Snapshot.as_dict`.

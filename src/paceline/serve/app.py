@@ -46,7 +46,7 @@ REFUSALS = ("400", "401", "404", "408", "413", "415", "429", "503")
 
 
 def make_app(server: Server, config: ServeConfig) -> ASGIApp:
-    """The application.
+    """Return the ASGI application.
 
     Raises:
         ConfigError: keys that cannot be used, or are needed.
@@ -103,7 +103,7 @@ def logged(app: ASGIApp) -> ASGIApp:
 def _posted(
     form: type[BaseModel], answer: Callable[[Server, Any], Awaitable[Response]]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that reads a body, whose ``model`` must be served, and answers it while the client is there."""
+    """Return an endpoint that reads a body, checks its ``model``, and answers while the client is connected."""
 
     async def posted(request: Request) -> Response:
         server: Server = request.app.state.server
@@ -115,7 +115,7 @@ def _posted(
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """The page ``/openapi.json``; endpoints read bodies themselves, so their schemas are added here."""
+    """Return the page ``/openapi.json``; endpoints read bodies themselves, so their schemas are added here."""
     if app.openapi_schema is None:
         page = get_openapi(title=app.title, version=app.version, routes=app.routes)
         where = "#/components/schemas/{model}"

@@ -56,7 +56,7 @@ class EngineDown(PacelineError):
 
 
 class TooMany(PacelineError):
-    """As many requests wait as may."""
+    """The queue of waiting requests is full."""
 
 
 @dataclass(slots=True, eq=False)
@@ -185,12 +185,12 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether requests are accepted."""
         return self._engine is not None and self.description is not None
 
     @property
     def num_open(self) -> int:
-        """Requests in flight."""
+        """Return the number of requests in flight."""
         return len(self._open)
 
     def launch(self) -> None:
@@ -269,8 +269,7 @@ class EngineClient:
         return one
 
     async def follow(self, one: OpenRequest, take: Callable[[list[SampleUpdate]], object]) -> None:
-        """Deliver all that comes of a request to ``take``, as it comes, until it has ended. Leaving this does not end
-        it.
+        """Deliver every update of a request to ``take`` until it finishes; leaving this does not end the request.
 
         Args:
             take: is given what came at once; it is called where the engine's message is read, without a task between,

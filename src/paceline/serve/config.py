@@ -19,7 +19,7 @@ KEYS_VARIABLE = "PACELINE_API_KEYS"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Where the server listens, who may ask, and how much."""
+    """The address that the server listens on, who may send requests, and the limits of a request."""
 
     host: str = option("127.0.0.1", help="address to listen at; another than this host's own needs keys")
     port: int = option(8000, help="port to listen at; 0: any free one", minimum=0, maximum=65535)
@@ -73,7 +73,7 @@ class ServeConfig:
             raise ConfigError(f"--max-replicas {self.max_replicas}", least, "give one, and --cluster")
 
     def template(self) -> str | None:
-        """The chat template that was given.
+        """Return the configured chat template.
 
         Raises:
             ConfigError: it cannot be read.
@@ -90,11 +90,11 @@ class ServeConfig:
             raise ConfigError(asked, f"it cannot be read ({error})", remedy) from error
 
     def name_of(self, model: str) -> str:
-        """A model's name for clients."""
+        """Return a model's name for clients."""
         return self.served_model_name or (Path(model).name if model.lower().endswith(".gguf") else model)
 
     def listen(self) -> socket.socket:
-        """A socket that listens.
+        """Return a socket that listens.
 
         Raises:
             ConfigError: the port cannot be had.
@@ -109,7 +109,7 @@ class ServeConfig:
             raise ConfigError(asked, f"it cannot be had ({why})", remedy) from error
 
     def keys(self) -> list[str]:
-        """The keys of which a request must have one; empty: none is asked for.
+        """Return the keys of which a request must have one; empty: none is needed.
 
         Raises:
             ConfigError: a file that others may read or without a key, or an address for others without keys.
@@ -124,7 +124,7 @@ class ServeConfig:
 
 
 def _own(host: str) -> bool:
-    """Whether nobody but this host reaches an address."""
+    """Return whether only this host can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -37,7 +37,7 @@ Delta = SampleUpdate  # what is new in a sample
 
 @dataclass(slots=True)
 class Server:
-    """What endpoints share."""
+    """State that all endpoints share."""
 
     config: ServeConfig
     client: EngineClient
@@ -62,7 +62,7 @@ class Server:
 
     @property
     def described(self) -> Description:
-        """What is served.
+        """Return the description of the served model.
 
         Raises:
             APIError: it is not known yet.
@@ -73,14 +73,16 @@ class Server:
 
     @property
     def texts(self) -> ServedTexts:
-        """Its tokenizer and templates; errors as of `described`."""
+        """Return its tokenizer and templates; errors as of `described`."""
         if self._texts is None:
             self._texts = ServedTexts(self.described, self.config.template())
         return self._texts
 
     async def prepare(self) -> None:
-        """Have at hand what the first chat needs, while the engine loads, and later collections of garbage short: the
-        one would hold up all streams for half a second, the others for 60 ms."""
+        """Import what the first chat needs while the engine loads, and keep later garbage collections short.
+
+        Otherwise the import would hold up all streams for half a second, and a collection for 60 ms.
+        """
         await asyncio.to_thread(renderer)
         await self.client.described.wait()
         if self.client.description is not None:
@@ -89,7 +91,7 @@ class Server:
         gc.freeze()
 
     def application(self, model: str | None) -> str | None:
-        """The application that a request's ``model`` means; None: the base model.
+        """Return the application that a request's ``model`` names; None: the base model.
 
         Raises:
             APIError: there is no such model.
@@ -171,8 +173,11 @@ class Answer:
         return f"{self.completion_tokens} tokens, {passes}"
 
     def ends(self) -> dict[str, Any]:
-        """Return what every answer has in the end, next to the fields of its API: `stats`, and vLLM's metrics of an
-        answer of one sample, where there is a drafter; each step among these where the request asks for a trace."""
+        """Return what every answer ends with, next to the fields of its API.
+
+        That is `stats`, and for an answer of one sample with a drafter vLLM's metrics, with each step if the request
+        sets ``trace``.
+        """
         described, found = self._server.described.speculation, None
         if self.stats and self.samples == 1 and described["drafter"] is not None:
             steps = self._steps if self.asked.shows == "steps" else None
@@ -181,7 +186,7 @@ class Answer:
 
 
 def usage(answers: list[Answer]) -> dict[str, Any]:
-    """The counts of the answers of one request so far, in OpenAI's form."""
+    """Return the token counts of a request's answers so far, in OpenAI's form."""
     prompt, said = sum(a.prompt_tokens for a in answers), sum(a.completion_tokens for a in answers)
     cached = sum(a.stats.get("cached_prompt_tokens", 0) for a in answers)
     found: dict[str, Any] = {
@@ -255,7 +260,7 @@ async def begin(
 
 
 def field_of(place: str, error: ConfigError) -> str | None:
-    """The field of a request that an error of the engine is about; None: it is about none alone."""
+    """Return the field of a request that an error of the engine is about; None: it is not about a single field."""
     name, words = error.asked.partition("=")[0], error.asked.split()
     if name.isidentifier():
         return name

@@ -31,7 +31,7 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """In OpenAI's form, or in Anthropic's on its paths."""
+        """Return the error in OpenAI's form, or in Anthropic's on its paths."""
         if path.startswith(MESSAGES):
             kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else KINDS[400])
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -39,13 +39,13 @@ class APIError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> Response:
-        """With its status; one that may be asked again says when, one without a key how to give it."""
+        """Return the response, with Retry-After where a retry may succeed and WWW-Authenticate without a key."""
         headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
         return json_response(self.body(path), self.status, headers.get(self.status))
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON; what is no number there becomes null."""
+    """Return JSON; numbers that are not finite become null."""
     return Response(to_json(content, inf_nan_mode="null"), status, headers, "application/json")
 
 
@@ -56,7 +56,7 @@ class Strict(BaseModel):
 
 
 async def read(request: Request, kind: type[M], seconds: float = BODY_S) -> M:
-    """A request's body.
+    """Read the body of a request.
 
     Raises:
         APIError: it is not JSON, not what is expected, or did not come in time.
@@ -74,7 +74,7 @@ async def read(request: Request, kind: type[M], seconds: float = BODY_S) -> M:
 
 
 def _refusal(error: ValidationError) -> APIError:
-    """The first thing that is wrong with a body; of several forms that a value may have, with the one it is nearest."""
+    """Describe the first error in a body; of several accepted forms, compare with the nearest one."""
     fault = max(error.errors(include_url=False, include_input=False), key=lambda found: len(found["loc"]))
     forms = ("function-", "list[", "str", "int")  # of a field that has several, beside classes' names
     place = [part for part in map(str, fault["loc"]) if not part.startswith(forms) and not part[:1].isupper()]
@@ -90,7 +90,7 @@ def _refusal(error: ValidationError) -> APIError:
 
 
 def checked(form: type[M], body: bytes | dict[str, Any]) -> M:
-    """A body in one of our forms, from JSON or from values.
+    """Validate a body against one of our forms, from JSON or from values.
 
     Raises:
         APIError: with the first thing that is wrong.

@@ -39,7 +39,7 @@ class ToolUseBlock(Strict):
 
 
 class ToolResultBlock(Strict):
-    """What a call brought."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -70,7 +70,7 @@ class ToolSpec(Strict):
 
 
 class ToolChoice(Strict):
-    """Whether it must, and which."""
+    """Whether the model must call a tool, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -149,12 +149,12 @@ async def messages(server: Server, body: MessagesRequest) -> Response:
 
 
 async def count_tokens(server: Server, body: CountRequest) -> Response:
-    """The tokens of a conversation."""
+    """Return the number of tokens of a conversation."""
     return json_response({"input_tokens": len(prompt_of(server, _chat(body, {}))[0])})
 
 
 def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
-    """The same request in OpenAI's form."""
+    """Return the same request in OpenAI's form."""
     told: list[dict[str, Any]] = []
     if body.system:
         told.append({"role": "system", "content": _text(body.system)})
@@ -179,7 +179,7 @@ def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
 
 
 def _turn(turn: Turn) -> list[dict[str, Any]]:
-    """A turn as messages: results of tools have their own."""
+    """Return a turn as messages: results of tools become messages of their own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     texts = [block for block in turn.content if isinstance(block, TextBlock)]

@@ -127,8 +127,9 @@ class _DraftNodes(Collector):
 
 
 class Metrics:
-    """The metrics of a server. Its counters only grow, also when its engine is restarted; ``draft_nodes`` alone starts
-    again with a new engine.
+    """The metrics of a server.
+
+    Its counters only grow, also when its engine is restarted; ``draft_nodes`` alone starts again with a new engine.
 
     Args:
         model: its name for clients.

@@ -26,7 +26,7 @@ def _server(request: Request) -> Server:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The model and its applications."""
+    """Return the model and its applications."""
     server = _server(request)
     names = [server.model, *server.described.applications]
     return json_response({"object": "list", "data": [_card(server, name) for name in names]})
@@ -34,7 +34,7 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{model:path}")
 async def model(request: Request, model: str) -> Response:
-    """One of them."""
+    """Return one model or application."""
     server = _server(request)
     server.application(model)
     return json_response(_card(server, model))
@@ -48,7 +48,7 @@ def _card(server: Server, name: str) -> dict[str, Any]:
 
 
 async def tokenize(server: Server, body: TokenizeRequest) -> Response:
-    """Ids of a text, or of a conversation."""
+    """Return the ids of a text, or of a conversation."""
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "give either prompt or messages", "prompt", "invalid_value")
     texts, place = server.texts, "messages" if body.prompt is None else "prompt"
@@ -62,7 +62,7 @@ async def tokenize(server: Server, body: TokenizeRequest) -> Response:
 
 
 async def detokenize(server: Server, body: DetokenizeRequest) -> Response:
-    """The text of ids."""
+    """Return the text of ids."""
     high = max(body.tokens, default=0)
     if high >= server.described.vocab_size:
         raise APIError(400, f"token id {high}: ids go up to {server.described.vocab_size - 1}", "tokens")
@@ -71,7 +71,7 @@ async def detokenize(server: Server, body: DetokenizeRequest) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 where requests are taken."""
+    """Return status 200 if requests are accepted."""
     server = _server(request)
     if server.draining:
         raise APIError(503, "the server is about to end", code="draining")
@@ -82,13 +82,13 @@ async def health(request: Request) -> Response:
 
 @router.get("/version")
 async def version() -> Response:
-    """Of Paceline."""
+    """Return the version of Paceline."""
     return json_response({"version": __version__})
 
 
 @router.get("/load")
 async def load(request: Request) -> Response:
-    """Requests in flight."""
+    """Return the number of requests in flight."""
     counters = await _counters(request)
     held = {name: counters[name] for name in ("running", "waiting")}
     return json_response({"server_load": _server(request).client.num_open, **held})
@@ -96,7 +96,7 @@ async def load(request: Request) -> Response:
 
 @router.get("/v1/speculation")
 async def speculation(request: Request) -> Response:
-    """How the server drafts, and what came of it."""
+    """Return how the server drafts, and how much of it was accepted."""
     counters = await _counters(request)
     drafts = dict(_server(request).described.speculation)
     drafts["off_reason"] = counters["speculation"]["failure"] or drafts["off_reason"]
@@ -112,7 +112,7 @@ async def _counters(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Counters, gauges and histograms."""
+    """Return counters, gauges and histograms."""
     server = _server(request)
     text = await (server.all_metrics or server.metrics)()
     return Response(text, 200, media_type="text/plain; version=0.0.4; charset=utf-8")

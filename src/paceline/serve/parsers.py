@@ -59,7 +59,7 @@ class ToolParser:
         self._told: int | None = None  # characters of the arguments at hand; None: the call has not begun
 
     def feed(self, text: str) -> list[ParsedPiece]:
-        """What more text says.
+        """Read more text and return the content and calls that it completes.
 
         Args:
             text: what comes next; any part of the answer.
@@ -70,7 +70,7 @@ class ToolParser:
         return self._take()
 
     def end(self) -> list[ParsedPiece]:
-        """What the end of the text says. Call it once, after the last `feed`."""
+        """Return what the end of the text completes; call it once, after the last `feed`."""
         while self._step(last=True):
             pass
         if not (self._called and self._held.strip() in ("", ",", ";")):
@@ -88,7 +88,7 @@ class ToolParser:
             self._pieces.append((kind, text))
 
     def _say_content(self, text: str) -> None:
-        """Content, but for white space at its end, which waits."""
+        """Return content, but for white space at its end, which waits."""
         text = self._blank + text
         solid = text.rstrip(_SPACE)
         self._blank = text[len(solid) :]
@@ -218,7 +218,7 @@ class ToolParser:
 
 
 def _members(text: str) -> Iterator[tuple[str, Any, int, int | None]]:
-    """Keys and values of an object, as far as its text goes, and where each value begins and ends (None: not yet)."""
+    """Return keys and values of an incomplete object, and where each value begins and ends (None: not yet)."""
     at: int | None = 1
     while at is not None and (found := _KEY.match(text, at)) and found.end() < len(text):
         try:
@@ -239,8 +239,10 @@ def _end_of_object(text: str) -> int | None:
 
 
 def _goes_on(text: str) -> bool:
-    """Check that a text is the beginning of an object, and no other text that `from_json` would accept: it ignores
-    anything in the place of a comma or an end."""
+    """Check that a text is the beginning of an object, and of nothing else that `from_json` would accept.
+
+    `from_json` ignores anything in the place of a comma or an end.
+    """
     for rest in ("", ",,\0\0"):
         try:
             from_json(text + rest, allow_inf_nan=False, allow_partial=True)

@@ -50,7 +50,7 @@ class FunctionCall(Strict):
 
 
 class FunctionOutput(Strict):
-    """What a call brought."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -76,14 +76,14 @@ class NamedFunction(FunctionName):
 
 
 class TextFormat(JSONSchema):
-    """What the text must be."""
+    """The form that the text must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class TextOptions(Strict):
-    """Of the text."""
+    """Options of the text."""
 
     format: TextFormat | None = None
     verbosity: Any = None
@@ -138,7 +138,7 @@ async def responses(server: Server, body: ResponsesRequest) -> Response:
 
 
 def _chat(body: ResponsesRequest) -> ChatRequest:
-    """The same request as a chat."""
+    """Return the same request as a chat."""
     told: list[dict[str, Any]] = [] if body.instructions is None else [_message("system", body.instructions)]
     for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
         if isinstance(item, InputMessage):

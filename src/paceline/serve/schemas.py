@@ -14,14 +14,14 @@ from .http import APIError, Strict
 
 
 class StreamOptions(Strict):
-    """What a stream has beside its text."""
+    """What a stream carries besides its text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class SpeculationChoice(Strict):
-    """How a request is drafted for."""
+    """How drafts are made for a request."""
 
     sources: Annotated[list[str], Field(min_length=1)] | None = None  # of those that the server was started with
     max_nodes: Annotated[int, Field(ge=1)] | None = None
@@ -30,7 +30,7 @@ class SpeculationChoice(Strict):
 
 
 class JSONSchema(Strict):
-    """What OpenAI's ``response_format`` names."""
+    """The schema in OpenAI's ``response_format``."""
 
     name: str | None = None
     description: str | None = None
@@ -39,7 +39,7 @@ class JSONSchema(Strict):
 
 
 def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are values, as templates want them; clients send them back as text."""
+    """Return a tool call with its arguments parsed, as templates need them; clients send them back as text."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise APIError(400, "a tool call names its function", "messages.tool_calls", "invalid_value")
@@ -72,7 +72,7 @@ class StructuredOutputs(Strict):
 
 
 class SamplingFields(Strict):
-    """What means what the field of `SamplingParams` of the same name does."""
+    """Options that mean the same as the field of `SamplingParams` of that name."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -106,7 +106,7 @@ class Ignored(Strict):
 
 
 class Sampling(SamplingFields, Ignored):
-    """What all forms of requests that generate come to."""
+    """The options that all requests for generation share."""
 
     model: str | None = None
     logit_bias: dict[int, float] | None = None
@@ -130,19 +130,19 @@ class Sampling(SamplingFields, Ignored):
         return self
 
     def drafting(self) -> dict[str, Any] | None:
-        """The fields of `Speculation` that were given; None: none."""
+        """Return the fields of `Speculation` that were set; None: none."""
         if self.speculation is None or isinstance(self.speculation, bool):
             return {"enabled": False} if self.speculation is False else None
         return self.speculation.model_dump(exclude_none=True, exclude={"provenance", "trace"}) or None
 
     def shows(self) -> Literal["", "origins", "steps"]:
-        """See `Submit.shows`."""
+        """Return the fields of `Submit.shows`."""
         if self.speculation is None or isinstance(self.speculation, bool):
             return ""
         return "steps" if self.speculation.trace else "origins" if self.speculation.provenance else ""
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that were given."""
+        """Return the fields of `SamplingParams` that were set."""
         found = {name: given for name in SamplingFields.model_fields if (given := getattr(self, name)) is not None}
         if self.logit_bias:
             found["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
@@ -173,7 +173,7 @@ class ChatMessage(Strict):
 
     @model_validator(mode="after")
     def _as_tools(self) -> Self:
-        """A function's call and its result, as OpenAI had them before tools: the function's name is the call's."""
+        """Convert a function's call and its result, OpenAI's form before tools; the name becomes the call's."""
         if self.function_call is not None:
             call = {"id": str(self.function_call.get("name")), "type": "function", "function": self.function_call}
             self.tool_calls = [*(self.tool_calls or []), call]
@@ -182,7 +182,7 @@ class ChatMessage(Strict):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As templates take it, but for parts of its content: see `core.contents`."""
+        """Return the message as templates read it, except for parts of its content: see `core.contents`."""
         content = [part.model_dump() for part in self.content] if isinstance(self.content, list) else self.content
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
         calls = None if self.tool_calls is None else [_with_values(call) for call in self.tool_calls]
@@ -199,7 +199,7 @@ class Prediction(Strict):
 
     @property
     def text(self) -> str:
-        """Its text."""
+        """Return the text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -207,7 +207,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Strict):
-    """What a tool is."""
+    """The description of a tool."""
 
     name: ToolName
     description: str | None = None
@@ -215,7 +215,7 @@ class Function(Strict):
     strict: bool | None = None
 
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Of an object that holds the arguments."""
+        """Return the schema of the object that holds the arguments."""
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -311,7 +311,7 @@ class DetokenizeRequest(Strict):
 
 
 def grammar_of(wanted: ResponseFormat | None, structured: StructuredOutputs | None) -> dict[str, str] | None:
-    """The fields of the `Grammar` that a request asks for; None: it asks for none.
+    """Return the fields of the `Grammar` that a request names; None: it names none.
 
     Raises:
         APIError: none that can be read, or two at once.

@@ -44,7 +44,7 @@ class ServedTexts:
             self.token_bytes = token_bytes(self._tokenizer)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of a text.
+        """Return the ids of a text.
 
         Raises:
             ConfigError: no tokenizer, or text that none can encode.
@@ -59,7 +59,7 @@ class ServedTexts:
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """The text of ids.
+        """Return the text of ids.
 
         Raises:
             ConfigError: no tokenizer, or an id that is none.
@@ -72,17 +72,17 @@ class ServedTexts:
             raise ConfigError("the text of token ids", "an id is out of range", "give ids of this model") from error
 
     def piece(self, token: int) -> str:
-        """A token as the vocabulary has it; empty: there is no such token."""
+        """Return a token as the vocabulary has it; empty: there is no such token."""
         return "" if self._tokenizer is None else self._tokenizer.id_to_token(token) or ""
 
     def template(self, tools: bool = False) -> str:
-        """The chat template in use; empty: there is none."""
+        """Return the chat template in use; empty: there is none."""
         return self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default", "")
 
     def conversation(
         self, body: ChatRequest | TokenizeRequest, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Ids of a conversation in the model's chat template.
+        """Return the ids of a conversation in the model's chat template.
 
         Raises:
             ConfigError: no template, one that refuses the messages, or variables that it does not read.
@@ -108,14 +108,14 @@ class ServedTexts:
 
 
 def renderer() -> Callable[..., Any]:
-    """transformers' ``render_jinja_template``; its import takes half a second."""
+    """Import transformers' ``render_jinja_template``, which takes half a second."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return render_jinja_template
 
 
 def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """The bytes that a token stands for: a part of a character, too, whose text alone would be U+FFFD.
+    """Return the bytes that a token stands for: also of a part of a character, whose text alone would be U+FFFD.
 
     Tokens of a vocabulary that is neither of bytes nor of pieces have those of their text.
     """
@@ -139,7 +139,7 @@ def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
 
 def _byte_levels() -> dict[str, bytes]:
-    """The byte of each character in which byte-level vocabularies are written (GPT-2)."""
+    """Return the byte of each character in which byte-level vocabularies are written (GPT-2)."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in plain]
     written = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}

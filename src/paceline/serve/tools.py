@@ -20,7 +20,7 @@ ARGUMENTS = {"hermes": "arguments", "mistral": "arguments", "llama3": "parameter
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request's tools mean for its answer."""
+    """The effect of a request's tools on its answer."""
 
     family: str  # how calls are written
     told: list[dict[str, Any]] | None  # what the template is given
@@ -30,7 +30,7 @@ class ToolUse:
 
 
 def family_of(template: str) -> str | None:
-    """How a chat template writes tool calls; None: it has none."""
+    """Return the family of tool calls that a chat template writes; None: it has none."""
     if "tools" not in template:
         return None
     for family, tag in TAGS.items():
@@ -40,7 +40,7 @@ def family_of(template: str) -> str | None:
 
 
 def tool_use(body: ChatRequest, texts: ServedTexts, parser: str) -> ToolUse | None:
-    """What a request's tools mean; None: it has none, or wants none.
+    """Return the effect of a request's tools; None: it has none, or forbids their use.
 
     Args:
         parser: the family, or "auto": the template's.
@@ -76,7 +76,7 @@ def tool_use(body: ChatRequest, texts: ServedTexts, parser: str) -> ToolUse | No
 
 
 def calls(family: str, functions: list[Function], many: bool, texts: ServedTexts) -> dict[str, str]:
-    """The grammar of an answer that is one call, or several."""
+    """Return the grammar of an answer that is one call, or several."""
     schemas = [_call(family, function) for function in functions]
     compact = {"x-guidance": {"whitespace_flexible": False}}
     schema = json.dumps(compact | ({"anyOf": schemas} if len(schemas) > 1 else schemas[0]))
@@ -102,7 +102,7 @@ def _call(family: str, function: Function) -> dict[str, Any]:
 
 
 def bound(family: str, strict: list[Function], special: str | None) -> dict[str, str]:
-    """The grammar of free text in which calls of strict functions are valid."""
+    """Return the grammar of free text in which calls of strict functions are valid."""
     if family != "hermes" or special is not None:
         message = f"strict tools under tool_choice auto, as the {family} form writes calls: use tool_choice required"
         raise APIError(400, message, "tools", "unsupported_value")
@@ -118,7 +118,7 @@ def bound(family: str, strict: list[Function], special: str | None) -> dict[str,
 
 
 def _literal(text: str, texts: ServedTexts) -> str:
-    """A text in a grammar: a special token by its number."""
+    """Return a text as a grammar writes it: a special token by its number."""
     return f"<[{texts.special[text]}]>" if text in texts.special else json.dumps(text)
 
 

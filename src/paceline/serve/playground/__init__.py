@@ -25,7 +25,7 @@ router = APIRouter(include_in_schema=False)
 
 
 async def page(request: Request) -> Response:
-    """A file of the page."""
+    """Return a file of the page."""
     content, media_type = PAGES[request.scope["path"]]
     return Response(content, 200, HEADERS, media_type)
 
