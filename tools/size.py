@@ -58,7 +58,7 @@ def count(files: dict[str, str]) -> dict[str, Counter[str]]:
         ):
             shelf = "measured" if "measured" in parts else "decisions" if parts[-1] == "decisions.md" else "readers"
             sizes["words"][shelf] += len(text.split())
-    sizes["avoided words"] = words.count(files)
+    sizes["avoided"] = words.count(files)
     return sizes
 
 

@@ -26,7 +26,7 @@ OPENINGS = re.compile(r"(What|Whether|Of|How|Where|Who|When|Which|See|As|That)\b
 PHRASES = {
     "speech for computation": re.compile(r"\b(says?|said|tells?|told|hears?|heard|asks?|asked)\b", re.IGNORECASE),
     "behind": re.compile(r"\bbehind\b", re.IGNORECASE),
-    "negation by 'no'": re.compile(r"\b(is|are|was|were) no \w+", re.IGNORECASE),
+    "negation by 'no'": re.compile(r"(?<!there )\b(is|are|was|were) no (?!longer)\w+", re.IGNORECASE),
     "relative clause as subject": re.compile(
         r"(?<![\w,] )\b[Ww]ho (?!is\b|are\b|may\b)\w+|(?:^|[.:;(] )[Ww]hat \w+s\b"
     ),

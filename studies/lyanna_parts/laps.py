@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from paceline import kernels
 from paceline.core.errors import ConfigError
+from paceline.kernels import abi
 
 PARTS = ("layer", "head", "choice")  # the head of EAGLE's drafts ranks its logits as it makes them
 CLOCK = """double laps[3];  // s in each of the parts
@@ -71,7 +72,7 @@ def with_clock(folder: Path) -> Path:
 @contextmanager
 def timed_kernels(folder: Path) -> Iterator[Read]:
     """Models that are loaded in here run on kernels with a clock, built from a source in ``folder``."""
-    library = kernels.declared(kernels.opened(with_clock(folder)))
+    library = abi.declared(kernels.opened(with_clock(folder)), "\n".join(kernels._texts(kernels.SOURCE)))
     library.isa = library.pl_init(kernels.AMX)
     clock = ctypes.CDLL(library.path).pl_laps  # the kernels have no such function: their library does not declare it
     clock.restype = ctypes.POINTER(ctypes.c_double)

@@ -26,7 +26,7 @@ DRAFT = "paceline-small-draft"
         ("ngram;budget=1;budget=2", "there twice"),
         ("ngram;round=mirro", "no round 'mirro'"),
         ("ngram;threads=2", "no setting 'threads'"),
-        ("plain;budget=4", "means nothing without a drafter"),
+        ("plain;budget=4", "has no effect without a drafter"),
         ("hybrid", "needs parts"),
         ("llama.cpp/plain", "studies/peers.py"),
     ],

@@ -77,7 +77,7 @@ def test_a_drafter_has_a_device_of_its_own_where_there_is_one(gpus: Any) -> None
         ({"device": "cuda"}, "device='cuda': torch .* sees 0 CUDA devices. Use device='cpu'"),
         ({"device": "cuda", "pipeline": 2}, "device='cuda': torch .* sees 0 CUDA devices. Use device='cpu'"),
         ({"round": "mirror,rollout=process,device=cuda:1"}, "device='cuda:1': torch .* sees 0 CUDA devices"),
-        ({"round": "pipeline,source=process,device=gpu"}, "device='gpu': no such device. Use 'cpu' or 'cuda'"),
+        ({"round": "pipeline,source=process,device=gpu"}, "device='gpu': there is no such device. Use 'cpu' or 'cuda'"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(

@@ -101,5 +101,5 @@ def test_a_request_ends_at_its_deadline_and_a_drain_at_its_own() -> None:
             assert next(lines).startswith("data: ")
             server.process.send_signal(signal.SIGTERM)
             left = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-        assert "the server ends" in left[-1]["error"]["message"]
+        assert "the server is shutting down" in left[-1]["error"]["message"]
         assert server.process.wait(10) in (0, -signal.SIGTERM)

@@ -403,7 +403,7 @@ def test_ready_is_said_when_it_is_and_ctrl_c_ends_a_stream_in_words(tmp_path: Pa
             next(lines)
             server.process.send_signal(signal.SIGINT)
             rest = [line for line in lines if line]
-        assert "the server ends" in rest[-2] and rest[-1] == "data: [DONE]"
+        assert "the server is shutting down" in rest[-2] and rest[-1] == "data: [DONE]"
         assert server.process.wait(10) == 130
     log = (tmp_path / "log").read_text()
     first, ready, model, drafter, playground, base, *requests = log.splitlines()

@@ -140,7 +140,7 @@ def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path
         (["none.toml", "--data", ".", "--out", "{out}"], "none.toml: there is no such file"),
         (["draft_model", "--data", "{data}", "--out", "{out}"], "Give --target MODEL"),
         ([*DRAFT, "--data", "none.jsonl", "--out", "{out}", *SMALL], "there is no such file"),
-        ([*DRAFT, "--data", "{data}=many", "--out", "{out}"], "the weight is no number"),
+        ([*DRAFT, "--data", "{data}=many", "--out", "{out}"], "the weight is not a number"),
         (
             [*DRAFT, "--data", "{data}", "--out", "{out}", *SMALL, "--heads", "5"],
             "--heads 5, --kv-heads 2: heads must divide --d-model",

@@ -1,8 +1,8 @@
 """What the model answers, to given prompts and to prompts that it draws itself.
 
-A model that was trained on dialogues, given the beginning of a user's turn, goes on with what a user would say (Magpie,
+A model that was trained on dialogues, given the beginning of a user's turn, continues as a user would (Magpie,
 Xu et al. 2024); a model of texts, given nothing, begins a text. Such prompts cost only time, belong to nobody, and are
-about what the model was trained for: they are learned from beside the given ones, and never judged on.
+about what the model was trained for: they are learned from in addition to the user's prompts, and never judged on.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DRAWN_LEAST = 4
 
 
 class TimeUp(Exception):  # noqa: N818  (no error: an end)
-    """No further answers are asked for."""
+    """No further answers are generated."""
 
 
 def answerer(llm: LLM, room: int, temperature: float, most: int | None = None) -> Answer:
-    """What answers prompts for `train.answers.write`.
+    """Return a function that answers prompts for `train.answers.write`.
 
     Args:
         room: most tokens of prompt and answer together.
@@ -60,14 +60,14 @@ def answer_file(
     told: Callable[[int], None],
     batch: int = 64,
 ) -> int:
-    """Answer a file of prompts as far as there is time; answers that are there are kept.
+    """Answer the prompts of a file while there is time; existing answers are kept.
 
     Args:
         most: tokens of an answer.
         mark: fingerprint of the model.
-        going: whether to ask for more.
-        told: the tokens that each batch brought.
-        batch: prompts asked together.
+        going: whether to generate more.
+        told: called with the tokens of each batch.
+        batch: prompts answered together.
 
     Returns:
         Answers in the file.
@@ -89,7 +89,7 @@ def answer_file(
 
 
 def tokens_in(file: Path) -> tuple[int, int]:
-    """Tokens of the answers of a file, and of prompts and answers together."""
+    """Return the tokens of the answers of a file, and of prompts and answers together."""
     said = both = 0
     if file.is_file():
         with file.open(encoding="utf-8") as lines:  # not splitlines: JSON strings may hold U+2028
@@ -104,7 +104,7 @@ def tokens_in(file: Path) -> tuple[int, int]:
 
 
 def draw_prompts(llm: LLM, out: Path, count: int, seed: int, going: Callable[[], bool], batch: int = 64) -> int:
-    """Write ``count`` prompts that the model draws, fewer where time is up, none twice. What is there is kept.
+    """Write ``count`` prompts that the model draws, fewer where time is up, none twice. Existing prompts are kept.
 
     Returns:
         Prompts in the file; none is written before all are there.
@@ -128,7 +128,7 @@ def draw_prompts(llm: LLM, out: Path, count: int, seed: int, going: Callable[[],
 
 
 def _opening(llm: LLM) -> tuple[list[int], list[int], Callable[[list[int]], list[int]]]:
-    """Ids that a drawn prompt begins behind, ids that end it, and what makes a prompt of its ids."""
+    """Return ids that precede a drawn prompt, ids that end it, and a function from its ids to a prompt."""
     tokenizer = llm.tokenizer
     eos = list(llm.engine.limits.eos_ids)
     if not getattr(tokenizer, "chat_template", None):

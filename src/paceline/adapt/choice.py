@@ -5,7 +5,7 @@
     times plain     tokens a pass, over what steps take that draft so many nodes, which is measured
 
 The table's figures are of checks, which count a chain at every place of a text; what the engine's trees accept of such
-a drafter was measured beside them, at the nodes that the budget chose. Of fewer nodes it is less, as the logarithm of
+a drafter was measured next to them, at the nodes that the budget chose. Of fewer nodes it is less, as the logarithm of
 their number. Beside look-ups, where those are right a drafter is taken to be right, too: what it is worth there is not
 counted twice.
 """
@@ -27,12 +27,12 @@ from ..engine.costs import CostTable
 EPOCHS = 3.0  # times that each answer is learned from
 CLOSE = 0.9  # of the best, above which another kind may be as good: measurements of a few seconds are no better
 CERTAIN = 0.9  # most that a forecast takes a chance to be
-SLOPE_DECADES = 0.5  # beyond a run's end its last slope goes on for so many decades of tokens
+SLOPE_DECADES = 0.5  # beyond a run's end its last slope continues for so many decades of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """What the survey measured of one kind."""
+    """Speeds of one kind, measured by the survey."""
 
     score: float  # tokens a second of the target's words on disk
     train: float  # tokens a second of training
@@ -42,7 +42,7 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What was measured before anything was chosen; ready for JSON."""
+    """Measurements that precede the choice; ready for JSON."""
 
     chain: Sequence[tuple[int, float]]  # rows of one sequence, ms of a pass
     plain: Sequence[tuple[int, float]]  # sequences of one row, ms of a pass
@@ -60,13 +60,13 @@ class Survey:
 
     @property
     def costs(self) -> CostTable:
-        """The table of costs."""
+        """Return the table of costs."""
         own = {"chain": tuple(map(tuple, self.chain)), "plain": tuple(map(tuple, self.plain))}
         return CostTable(**own, context=self.context, context_ms=self.context_ms, source="the survey")  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, parts: Sequence[Mapping[str, Any]]) -> Survey:
-        """Of what its parts measured, as it comes from JSON."""
+        """Return the survey from JSON, with the types of its parts."""
         values = {name: value for part in parts for name, value in part.items()}
         return cls(**values | {"kinds": {name: Speeds(**own) for name, own in values["kinds"].items()}})
 
@@ -79,7 +79,7 @@ class Forecast:
     nodes: int  # that it drafts
     step: float  # what such a step takes, in plain steps
     tokens: int  # of answers and prompts that it is trained on, each epoch counted
-    answers: int  # tokens of answers that are asked for
+    answers: int  # tokens of answers to generate
     accepted: float  # of a draft, on average
     alone: float  # times plain decoding
     hybrid: float  # beside look-ups
@@ -87,11 +87,11 @@ class Forecast:
 
 
 def forecasts(survey: Survey, seconds: float) -> list[Forecast]:
-    """Every kind that was measured, the one to be made first.
+    """Return every kind that was measured, the one to be made first.
 
-    That is the one expected to pay most beside look-ups. What steps take differs from moment to moment, so kinds that
-    are as good but for `CLOSE` are ranked by what they are worth alone, and those that are that, too, by what is
-    accepted of them.
+    That is the one expected to pay most next to look-ups. What steps take differs from moment to moment, so kinds that
+    differ by less than `CLOSE` are ranked by their value alone, and those that differ by less in that, too, by their
+    acceptance.
 
     Args:
         seconds: for answers, scores and training.
@@ -105,7 +105,7 @@ def forecasts(survey: Survey, seconds: float) -> list[Forecast]:
 
 
 def forecast(survey: Survey, kind: str, speeds: Speeds, seconds: float) -> Forecast:
-    """One kind, with so many nodes as pay most."""
+    """Return the forecast of one kind, with the number of nodes that pays most."""
     answers = answer_tokens(survey, speeds, seconds)
     tokens = round(EPOCHS * survey.prompt_share * answers)
     run = nearest(kind, survey.parameters)
@@ -131,7 +131,7 @@ def forecast(survey: Survey, kind: str, speeds: Speeds, seconds: float) -> Forec
 
 
 def beside_look_ups(survey: Survey, tau: float, depth: int, step: float) -> float:
-    """Times plain decoding of a drafter and look-ups together.
+    """Return the speed-up over plain decoding of a drafter and look-ups together.
 
     Where look-ups are right the drafter is taken to be right to its depth, and the look-up drafts; elsewhere the
     drafter gives what is left of its mean:
@@ -153,13 +153,15 @@ def beside_look_ups(survey: Survey, tau: float, depth: int, step: float) -> floa
 
 
 def answer_tokens(survey: Survey, speeds: Speeds, seconds: float) -> int:
-    """Tokens of answers for which the time is enough: to ask for them, to score them once, to learn from each of them
-    `EPOCHS` times."""
+    """Return how many tokens of answers fit into the time.
+
+    The time covers generating them, scoring them once, and learning from each of them `EPOCHS` times.
+    """
     return max(0, int(seconds / answer_seconds(survey, speeds)))
 
 
 def answer_seconds(survey: Survey, speeds: Speeds) -> float:
-    """Return the seconds that a token of an answer takes: to ask for it, to score it, to learn from it."""
+    """Return the seconds that a token of an answer takes: to generate it, to score it, to learn from it."""
     share = survey.prompt_share
     return 1 / survey.answer + share / speeds.score + EPOCHS * share / speeds.train
 
@@ -169,22 +171,23 @@ def answer_seconds(survey: Survey, speeds: Speeds) -> float:
 
 @cache
 def runs() -> list[dict[str, Any]]:
-    """Runs whose held-out figures are known; see `tools/reached.py`."""
+    """Return runs whose held-out figures are known; see `tools/reached.py`."""
     text = (resources.files(__package__) / "reached.toml").read_text(encoding="utf-8")
     found: list[dict[str, Any]] = tomllib.loads(text)["run"]
     return found
 
 
 def nearest(kind: str, parameters: int) -> dict[str, Any]:
-    """The run of a kind whose target is nearest in size."""
+    """Return the run of a kind whose target is nearest in size."""
     own = [run for run in runs() if run["kind"] == kind]
     return min(own, key=lambda run: abs(math.log(run["parameters"] / max(1, parameters))))
 
 
 def reached(run: Mapping[str, Any], tokens: float) -> float:
-    """Accepted tokens of the engine's drafts, of the run's ``nodes``, after so many tokens of training.
+    """Return accepted tokens of the engine's drafts, of the run's ``nodes``, after so many tokens of training.
 
-    On a line over the logarithm of tokens, from 0 at a tenth of the first ones; beyond the end as it rose at last.
+    They lie on a line over the logarithm of tokens, from 0 at a tenth of the first ones; beyond the end with the last
+    slope.
     """
     points = [(run["reached"][0][0] / 10, 0.0), *run["reached"]]
     places, values = zip(*[(math.log10(n), value) for n, value in points], strict=True)
@@ -200,8 +203,9 @@ def reached(run: Mapping[str, Any], tokens: float) -> float:
 
 
 def further_gain(checks: Sequence[tuple[float, float]], tokens: float) -> float:
-    """By what factor tokens a pass would still grow until ``tokens`` were learned from: what the last checks rose by a
-    logarithm of tokens, and went on to.
+    """Return the factor by which tokens a pass would still grow until ``tokens`` were learned from.
+
+    It continues the rise of the last checks by the logarithm of tokens.
 
     Args:
         checks: tokens and accepted tokens of a draft, of each check.

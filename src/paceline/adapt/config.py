@@ -1,4 +1,4 @@
-"""What `paceline adapt` is asked for."""
+"""The options of `paceline adapt`."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class AdaptConfig:
 
     @property
     def folder(self) -> Path:
-        """Where it goes."""
+        """Return the folder of the drafter."""
         return self.out or Path("adapted") / Path(self.model).name.removesuffix(".gguf")

@@ -35,7 +35,7 @@ def leave(
     Args:
         folder: of the run.
         mark: fingerprint of the model.
-        plan: what was expected.
+        plan: the forecast.
         trained: what training gave.
         found: what it is worth.
     """
@@ -65,14 +65,14 @@ def leave(
 
 
 def _parameters(weights: Path) -> int:
-    """Numbers in the safetensors files of a folder, from their headers."""
+    """Return the numbers in the safetensors files of a folder, from their headers."""
     from ..weights.files import stored_tensors
 
     return sum(stored.numel for stored in stored_tensors(sorted(weights.glob("*.safetensors")), "train it again"))
 
 
 def page(plan: Forecast, trained: Mapping[str, Any], found: Verdict) -> str:
-    """The card for a reader: verdict, what was expected, data, tokens, checks, figures."""
+    """Return the card for a reader: verdict, what was expected, data, tokens, checks, figures."""
     checks = "\n".join(f"| {tokens:,.0f} | {value:.2f} |" for tokens, value in trained["checks"])
     figures = "\n".join(
         f"| {method} | {value:.2f} [{low:.2f}, {high:.2f}] | {found.tokens_per_pass.get(method, 1.0):.2f} | "
@@ -102,7 +102,7 @@ given prompts and to prompts that it drew itself.{early} Held-out prompts:
 
 
 def curve(trained: Mapping[str, Any]) -> list[str]:
-    """How it learned, as a picture of the page; none where it was checked once, or nothing draws."""
+    """Return the learning curve as a picture; none where it was checked once, or nothing draws."""
     checks = trained["checks"]
     if len(checks) < 2 or not drawable():
         return []

@@ -1,6 +1,6 @@
 """The process that learns from served requests: ``python -m paceline.adapt.learner FOLDER PARENT``.
 
-It has the lowest priority there is and ends with the process that it learns beside. Each round it puts the newest
+It has the lowest priority there is and ends with the serving process. Each round it puts the newest
 requests aside, trains the drafter that serves on those before them, and checks both on what was put aside. One that is
 better there is offered; the next round learns from what was put aside in this one.
 """
@@ -56,14 +56,16 @@ def main(folder: Path, parent: int) -> None:
         try:
             seen = learn(folder, task, learnable(folder, task, ring.read()))
             files.write(folder / files.SEEN, seen)
-        except (PacelineError, OSError) as error:  # a full disk, for one: what serves goes on
+        except (PacelineError, OSError) as error:  # a full disk, for one: the serving drafter continues
             say(error=str(error))
             time.sleep(FAULT_S)
 
 
 def learnable(folder: Path, task: dict[str, Any], served: list[ServedRequest]) -> list[ServedRequest]:
-    """Requests that can be learned from: of an application those with states, since the model without its adapters
-    would say other things."""
+    """Return requests that can be learned from.
+
+    Of an application only those with states, since the model without its adapters would answer differently.
+    """
     if "application" not in task or not served:
         return served
     with closing(StateRing(folder / files.STATES, task["width"])) as states:
@@ -82,7 +84,7 @@ def lowest_priority() -> None:
 
 
 def serving(folder: Path, task: dict[str, Any]) -> tuple[int, Path]:
-    """Number and weights of the drafter that serves: the last offer that was not refused, else what it began with."""
+    """Return number and weights of the serving drafter: the last offer that was not refused, else the first one."""
     refused = files.read(folder / files.REFUSED, [])
     offered = int(files.read(folder / files.OFFER, {}).get("number", 0))
     good = [n for n in range(offered, 0, -1) if n not in refused and (folder / files.DRAFTERS / str(n)).is_dir()]
@@ -90,7 +92,7 @@ def serving(folder: Path, task: dict[str, Any]) -> tuple[int, Path]:
 
 
 def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -> int:
-    """One round. Returns the number of the last request that it was about."""
+    """Run one round; return the number of the last request that it used."""
     aside = max(8, round(ASIDE * FRESH))
     learned, held = served[:-aside][-MOST:], served[-aside:]
     place = folder / "round"
@@ -107,7 +109,7 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
             offer(folder, number, result, {"was": was, "is": now, "requests": len(learned)})
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return served[-aside].number - 1  # what was put aside is learned from next time
+    return served[-aside].number - 1  # requests that were set aside are learned from next time
 
 
 def train(
@@ -143,7 +145,7 @@ def train(
     now = accepted_of(trainer.evaluate()) or 0.0
     last = max([number, *(int(p.name) for p in (folder / files.DRAFTERS).iterdir() if p.name.isdigit())])
     result = finish(job, trainer)
-    if (weights / HOT).is_file():  # a round's few requests do not say which tokens are hot
+    if (weights / HOT).is_file():  # a round's few requests do not show which tokens are hot
         shutil.copyfile(weights / HOT, result / HOT)
     return last + 1, was, now, result
 
@@ -162,7 +164,7 @@ def offer(folder: Path, number: int, result: Path, check: dict[str, Any]) -> Non
 
 
 def write(file: Path, served: Sequence[ServedRequest], states: StateRing) -> dict[bytes, np.ndarray]:
-    """Requests as data, ids alone; of one with states the part that they were kept of.
+    """Write requests as data, ids alone; of one with states the part that they were kept of.
 
     Returns:
         Those states, as `remembered_scores` takes them: a document's last token needs none.
@@ -179,8 +181,10 @@ def write(file: Path, served: Sequence[ServedRequest], states: StateRing) -> dic
 
 
 def part_with_states(one: ServedRequest, states: StateRing) -> tuple[int, list[int], np.ndarray] | None:
-    """Tokens of the prompt, ids, and states of all ids but the last, of the part of a request that has them; None:
-    there is nothing to be learned from."""
+    """Return prompt length, ids, and states of all ids but the last, of the part of a request that has states.
+
+    None: there is nothing to be learned from.
+    """
     kept = states.of(one.number)
     if kept is None:
         return None
@@ -190,7 +194,7 @@ def part_with_states(one: ServedRequest, states: StateRing) -> tuple[int, list[i
 
 
 def say(**facts: Any) -> None:
-    """A line of the learner's log."""
+    """Write a line of the learner's log."""
     with suppress(OSError):
         print(json.dumps({"time": round(time.time()), **facts}), flush=True)
 

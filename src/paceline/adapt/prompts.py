@@ -1,4 +1,4 @@
-"""What the model is asked: the user's prompts, or a mix by kind; those to learn from, and those to judge on.
+"""The prompts: the user's, or a mix by kind; those to learn from, and those to judge on.
 
 The mix are the packaged samples of the bench (licences: bench/data/SOURCES.md). Those to judge on are the bench's own
 choice by the same seed (`bench.workloads.choose`), so that its report is over prompts that nobody learned from.
@@ -104,7 +104,10 @@ def _stranger(prompt: Prompt, own: dict[str, int]) -> str | None:
 
 
 def write_prompts(path: Path, prompts: Iterable[Sequence[int]], tokenizer: Any) -> None:
-    """A file of prompts by their token ids, whole or not at all. Each is answered by an end of text, unread."""
+    """Write a file of prompts by their token ids, whole or not at all.
+
+    Each is answered by an end of text, unread.
+    """
     end = [tokenizer.eos_token_id]
     lines = [
         json.dumps(
@@ -113,7 +116,7 @@ def write_prompts(path: Path, prompts: Iterable[Sequence[int]], tokenizer: Any) 
         )
         for ids in prompts
     ]
-    with writing(f"prompts {path}", "free space there; the same command goes on"):
+    with writing(f"prompts {path}", "free space there and repeat the command, which continues"):
         fresh = path.with_suffix(".part")
         fresh.write_text("\n".join(lines) + "\n", encoding="utf-8")
         fresh.replace(path)

@@ -1,10 +1,10 @@
 """`paceline adapt` from beginning to end: survey, choice, answers, training, verdict, and what is left for use.
 
 OUT/adapted.json      how it is drafted with: `draft.adapted` reads it
-OUT/drafter/          the drafter, with training.json, a card for a zoo, and a page that says what it is
+OUT/drafter/          the drafter, with training.json, a card for a zoo, and a page that describes it
 OUT/report/           the bench's report on prompts that nobody learned from
-OUT/adapt.json        what is done: the same command goes on behind it
-OUT/prompts, answers  token ids; OUT/states what the model said of them; OUT/training checkpoints and logs
+OUT/adapt.json        completed phases: the same command continues after them
+OUT/prompts, answers  token ids; OUT/states the model's states of them; OUT/training checkpoints and logs
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run came to."""
+    """The outcome of a run."""
 
     folder: Path
     verdict: verdict.Verdict | None  # None: nothing was trained
@@ -80,9 +80,9 @@ class Adaptation:
     Args:
         config: what is asked for.
         work: its folder.
-        show: told how far it is, for one line that changes.
+        show: called with the progress, for one line that changes.
         command: the command line, for the report.
-        dry: survey for about a minute, to say what is expected.
+        dry: survey for about a minute, to forecast the result.
     """
 
     def __init__(self, config: AdaptConfig, work: RunFolder, show: Say, command: str, dry: bool = False) -> None:
@@ -104,8 +104,10 @@ class Adaptation:
         return max(self.judging_s(), wished, min(JUDGING_MOST_S, JUDGING * whole))
 
     def judging_s(self, prompts: int = 0) -> float:
-        """Return the seconds that judging on so many prompts takes, as passes of one row and of many were timed; on the
-        fewest that say anything at the least."""
+        """Return the seconds that judging on so many prompts takes, from timed passes of one row and of many.
+
+        There are at least as many prompts as a judgement needs.
+        """
         prompts = max(prompts, verdict.LEAST_PAIRS * len(self.asked))
         (_, one_ms), *_, (rows, wide_ms) = self.work.done("costs")["chain"]
         read_ms = fmean(len(ids) for question in self.asked for ids in question.judged) * wide_ms / rows
@@ -113,14 +115,14 @@ class Adaptation:
 
     @property
     def llm(self) -> LLM:
-        """The model, loaded when it is first needed."""
+        """Return the model, loaded when it is first needed."""
         if self._llm is None:
             own: dict[str, Any] = {"dtype": self.config.dtype, "threads": self.config.threads}
             self._llm = LLM(self.config.model, max_model_len=self.room + 8, **own)
         return self._llm
 
     def show(self, what: str, text: str = "") -> None:
-        """How far it is."""
+        """Show the progress."""
         self.work.tick()
         left = max(0.0, self.work.left_s)
         self._show(f"{what}{': ' if text else ''}{text}, {_time(left)} left")
@@ -129,12 +131,12 @@ class Adaptation:
 
     @cached_property
     def asked(self) -> list[Questions]:
-        """The prompts."""
+        """Return the prompts."""
         return collect(self.config.prompts, self.tokenizer, self.room, self.answer, self.config.seed)
 
     def survey(self) -> Survey:
         """Measure what the choice needs, also where that takes longer than there is time."""
-        work, questions = self.work, self.asked  # prompts that are no good are told of first
+        work, questions = self.work, self.asked  # errors of the prompts come first
         self.show("timing passes")
         parts = [work.once("costs", lambda: survey.costs(self.llm, survey.REPEATS // self.part))]
         learned = [ids for question in questions for ids in question.learned]
@@ -188,7 +190,7 @@ class Adaptation:
     # -- choice
 
     def choose(self, known: Survey) -> list[Forecast]:
-        """The kinds, the one that is made first.
+        """Return the kinds, the one that is made first.
 
         Raises:
             ConfigError: the time is too short to learn anything.
@@ -228,7 +230,7 @@ class Adaptation:
     # -- answers
 
     def answers(self, plan: Forecast, known: Survey) -> dict[str, int]:
-        """Ask for them until there are as many as planned, or their time is over."""
+        """Generate them until there are as many as planned, or their time is over."""
         wanted, until = min(plan.answers, MOST_ANSWERS), monotonic() + 1.15 * plan.answers / known.answer
         have = 0
 
@@ -270,13 +272,13 @@ class Adaptation:
 
     @cached_property
     def mark(self) -> str:
-        """Fingerprint of the model."""
+        """Return the model's fingerprint."""
         return fingerprint(self.target)
 
     # -- training
 
     def making(self, kind: str) -> Making:
-        """What the drafter is made of."""
+        """Return the plan of the drafter."""
         folder = self.work.folder / "answers"
         users = self.config.prompts is not None
         sources, held = [], []
@@ -312,7 +314,7 @@ class Adaptation:
 
         def said(text: str) -> None:
             if text.startswith("cache"):
-                self.show("learning what the model says", text)
+                self.show("learning from the model's states", text)
 
         check = self.checking_s(known, plan.kind)
 
@@ -355,13 +357,13 @@ class Adaptation:
 
 
 def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, command: str = "adapt") -> Outcome:
-    """Make a drafter for a model, or go on with making one.
+    """Make a drafter for a model, or continue an interrupted run.
 
     Args:
         config: what is asked for.
-        say: told what goes on, a line each.
+        say: called with a line of progress.
         show: see `Adaptation`.
-        dry_run: survey for about a minute, say what is expected, and keep nothing.
+        dry_run: survey for about a minute, forecast the result, and keep nothing.
         command: the command line, for the report.
 
     Raises:
@@ -409,7 +411,7 @@ def _adapt(run: Adaptation, say: Say) -> Outcome:
 
 
 def _pays(known: Survey, plan: Forecast, config: AdaptConfig) -> bool:
-    """Check whether to train: as asked, or since a drafter is expected to add to look-ups."""
+    """Check whether to train: as requested, or since a drafter is expected to add to look-ups."""
     return config.kind is not None or plan.hybrid > max(1.0, known.lookup_speed)
 
 
@@ -420,7 +422,7 @@ def _hash(file: Path) -> str:
 
 
 def check_memory(config: AdaptConfig, target: Path) -> None:
-    """Refuse a model that training would not fit beside.
+    """Refuse a model that leaves too little memory for training.
 
     Raises:
         ConfigError: too little memory, with how much it takes.

@@ -1,5 +1,4 @@
-"""What can be measured before anything is chosen: passes, look-ups on the prompts, and for each kind of drafter how
-fast it is trained and how long it drafts."""
+"""Measurements before the choice: passes, look-ups on the prompts, and each kind's speed of training and drafting."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ LOOKUP = "suffix"
 
 
 def costs(llm: LLM, repeats: int) -> dict[str, Any]:
-    """Passes, as `Survey` has them."""
+    """Return times of passes, as `Survey` has them."""
     table = measure(llm.decoder, repeats=repeats, rows=ROWS, batches=BATCHES, contexts=CONTEXTS)
     sizes = shape_of(llm.decoder.config)
     heads = 1 if llm.decoder.config.tied else 2
@@ -47,17 +46,17 @@ def costs(llm: LLM, repeats: int) -> dict[str, Any]:
 def look_ups(
     llm: LLM, prompts: Sequence[Sequence[int]], most: int, seconds: float, tell: Callable[[], None]
 ) -> dict[str, float]:
-    """What look-ups are worth on some prompts, beside plain decoding, one after the other.
+    """Return the value of look-ups on some prompts, compared with plain decoding, one after the other.
 
     Args:
         prompts: in any order, since the time may end before the last one.
         most: tokens of an answer. The longer it is, the more of it look-ups know.
-        seconds: behind which no further prompt is asked.
+        seconds: after which no further prompt is answered.
     """
     other = beside(llm, LOOKUP)
     ratios: list[float] = []
     all_passes, until = SpecStats(), monotonic() + seconds
-    for each in (llm, other):  # what drafts cost is learned in the first answers
+    for each in (llm, other):  # the cost of drafts is learned in the first answers
         ask(each, prompts[-1], most)
     for ids in prompts[:LOOKED]:
         if len(ratios) >= LOOKED_LEAST and monotonic() > until:
@@ -77,19 +76,19 @@ def look_ups(
 
 
 def beside(llm: LLM, drafter: str, **options: Any) -> LLM:
-    """Another engine on the same target, for one request at a time."""
+    """Return another engine on the same target, for one request at a time."""
     same = {name: getattr(llm.config, name) for name in TARGET_OPTIONS}
     return LLM(**same, share=llm, drafter=drafter, max_sequences=1, **options)
 
 
 def ask(llm: LLM, ids: Sequence[int], most: int, **options: Any) -> RequestOutput:
-    """One greedy answer, for which nothing of an earlier one is found."""
+    """Return one greedy answer, generated without anything cached from an earlier one."""
     llm.forget()
     return llm.generate({"prompt_token_ids": list(ids)}, SamplingParams(temperature=0, max_tokens=most, **options))[0]
 
 
 def steps(llm: LLM, drafter: str, prompts: Sequence[Sequence[int]], depth: int) -> list[tuple[float, float]]:
-    """What steps take that draft so many nodes, in plain steps of the same turn: drafts, passes and all around them.
+    """Return times of steps that draft so many nodes, in plain steps of the same turn: drafts, passes and overhead.
 
     Args:
         depth: tokens ahead that the drafter drafts. Trees are timed of so many nodes, and of more.
@@ -119,7 +118,7 @@ def kinds(
     seconds: float,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Each kind's speeds, as long as there is time (one at the least), and why others have none.
+    """Return each kind's speeds, while time is left (one at least), and why others have none.
 
     Args:
         making: of the drafters, whatever their kind.
@@ -147,7 +146,7 @@ def kinds(
 
 
 def _kind(llm: LLM, making: Making, place: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The `Speeds` of a kind: train a few steps, and draft with what comes of them."""
+    """Return the `Speeds` of a kind: train a few steps, and draft with the result."""
     shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     try:

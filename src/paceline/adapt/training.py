@@ -2,8 +2,8 @@
 
 How long a run can be is not known before it ends, and a rate that falls with the steps would have to know. So the first
 part has a constant rate and ends where its time is over, or where what is left of it would bring next to nothing; the
-second part goes on from its result, over as many steps as there is time for (a warm-up, a plateau and a fall, as Hu et
-al. 2024 train MiniCPM). Both are ordinary runs of `train.job`.
+second part continues from its result, over as many steps as there is time for (a warm-up, a plateau and a fall, as in
+Hu et al. 2024, MiniCPM). Both are ordinary runs of `train.job`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROWS = 4  # of a step
 FALL = 0.2  # of the training's time, in which the rate falls
 LEAST_GAIN = 0.01  # in tokens a pass, below which the first part ends
 CHECKS = 12  # of the first part
-LEVEL = 2  # checks one behind the other that must say so: one may be an accident
+LEVEL = 2  # consecutive checks that must agree: one may be an accident
 PROBED = 4  # steps that a kind is tried for; the first one is not counted
 HOT_TOKENS = 16_384  # of a larger vocabulary, which are drafted and learned alone; a quarter of it at most
 RATE, WIDTH = 4e-4, 576  # learning rate of a head that begins as the target's last layer, at this width of the target
@@ -40,7 +40,7 @@ FROM_NOTHING = 5.0  # times that, for one that begins at random
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    """What all runs of one drafter share."""
+    """The settings that all runs of one drafter share."""
 
     kind: str
     target: Path
@@ -50,11 +50,11 @@ class Making:
     length: int  # tokens of a row
     cache: Path
     seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)  # beside those that `options_of` chooses
+    options: Mapping[str, Any] = field(default_factory=dict)  # next to those that `options_of` chooses
 
 
 def options_of(making: Making) -> dict[str, Any]:
-    """The options of its kind for its target."""
+    """Return the options of its kind for its target."""
     return _defaults(making.kind, making.shape) | dict(making.options)
 
 
@@ -81,13 +81,13 @@ def _defaults(kind: str, shape: DecoderConfig) -> dict[str, Any]:
 
 
 def rate_of(options: Mapping[str, Any], shape: DecoderConfig) -> float:
-    """The highest learning rate: smaller for wider targets, larger for what begins at random."""
+    """Return the highest learning rate: smaller for wider targets, larger for modules that begin at random."""
     start = 1.0 if options.get("start") == "target" else FROM_NOTHING
     return min(3e-3, RATE * start * WIDTH / shape.d_model)
 
 
 def job_of(making: Making, out: Path, config: TrainConfig, init: Path | None = None) -> TrainingJob:
-    """One run."""
+    """Return one run."""
     return TrainingJob(
         kind=making.kind,
         options=options_of(making),
@@ -103,7 +103,7 @@ def job_of(making: Making, out: Path, config: TrainConfig, init: Path | None = N
 
 
 def config_of(making: Making, steps: int, **changes: Any) -> TrainConfig:
-    """How a run is trained."""
+    """Return how a run is trained."""
     rate = rate_of(options_of(making), making.shape)
     common = {"warmup": min(50, max(1, steps // 10)), "weight_decay": 0.02, "seed": making.seed}
     return TrainConfig(**{"steps": steps, "learning_rate": rate, **common, **changes})
@@ -112,7 +112,7 @@ def config_of(making: Making, steps: int, **changes: Any) -> TrainConfig:
 def trainable(
     making: Making, out: Path, config: TrainConfig, say: Callable[[str], None]
 ) -> tuple[Making, TrainingJob, Trainer]:
-    """A run, ready; where the target's last layer cannot be begun with, one that begins at random."""
+    """Return a run, ready; if the target's last layer cannot be the start, one that begins at random."""
     try:
         job = job_of(making, out, config)
         return making, job, prepare(job, (), say)
@@ -129,13 +129,16 @@ def trainable(
 
 
 def probe(making: Making, out: Path) -> tuple[Path, int, dict[str, Any]]:
-    """Train a kind for a few steps; the folder of what comes of it, how many tokens ahead it drafts, and of `Speeds`
-    what training tells."""
+    """Train a kind for a few steps.
+
+    Returns:
+        The folder of the result, how many tokens ahead it drafts, and the fields of `Speeds` that training measures.
+    """
     began = seconds = 0.0
     tokens, entered = 0, monotonic()
 
     def said(text: str) -> None:
-        """Reads the speed of scoring off what is said about it."""
+        """Read the speed of scoring from progress messages."""
         nonlocal began, seconds, tokens
         words = text.replace(",", "").split()
         if "to score" in text:
@@ -159,12 +162,12 @@ def probe(making: Making, out: Path) -> tuple[Path, int, dict[str, Any]]:
 
 
 class TrainingPace:
-    """Watches a run: ends it where its time is over or little is left to gain, and tells how it goes.
+    """Watches a run: ends it where its time is over or little is left to gain, and reports its progress.
 
     Args:
         left: seconds that the part has left.
         tokens: that the whole training is expected to learn from.
-        tell: told the figures of each step.
+        tell: called with the figures of each step.
     """
 
     def __init__(self, left: Callable[[], float], tokens: float, tell: Callable[[Mapping[str, float]], object]) -> None:
@@ -202,13 +205,13 @@ def accepted_of(figures: Mapping[str, float]) -> float | None:
 
 
 def _logged(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log."""
+    """Return the lines of a run's log."""
     log = run / LOG
     return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
 
 
 def accepted_in(run: Path) -> list[tuple[float, float]]:
-    """The checks in the log of a run's folder: tokens seen, accepted tokens of a draft."""
+    """Return the checks in the log of a run's folder: tokens seen, accepted tokens of a draft."""
     found, tokens = [], 0.0
     for figures in _logged(run):
         tokens = figures.get("tokens", tokens)
@@ -227,13 +230,13 @@ def train(
     say: Callable[[str], None],
     once: Callable[[str, Callable[[], Any]], Any],
 ) -> dict[str, Any]:
-    """Both parts, or what of them is not done yet.
+    """Train both parts, except those that are done.
 
     Args:
         steps: most of the first part, which its data are scored for.
         checks: most of the first part, on held-out prompts.
         left: seconds that are left for both.
-        tell: told of each step: which part, its figures.
+        tell: called with each step's part and figures.
         once: gives what a phase gave, or makes it; see `RunFolder`.
 
     Returns:
@@ -241,7 +244,7 @@ def train(
 
     Raises:
         KeyboardInterrupt: a signal ended it, with a checkpoint.
-        ConfigError: a full disk; a loss that is not finite. What was made is kept.
+        ConfigError: a full disk; a loss that is not finite. Results so far are kept.
     """
     began = left()
     first, second = out / "first", out / "second"
@@ -256,7 +259,7 @@ def train(
     def run_first() -> dict[str, Any]:
         _run(trainer, pace)
         if not trainer.step:
-            raise ConfigError("--hours", "the time was over before the first step of training", "give more hours")
+            raise ConfigError("--hours", "the time ended before the first step of training", "raise --hours")
         finish(job, trainer)
         speeds = [line["tokens_per_s"] for line in _logged(first) if line.get("tokens_per_s")]
         told = {"steps": trainer.step, "tokens": trainer.tokens, "early": pace.early}

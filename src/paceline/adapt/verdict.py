@@ -1,6 +1,6 @@
 """What it is worth: plain decoding, look-ups, the new drafter and both together, on prompts that nobody learned from.
 
-The bench measures them, in turns on the same prompts, and writes its page. What is left for use is the fastest of them
+The bench measures them, in turns on the same prompts, and writes its page. The fastest of them is left for use
 that is faster than plain decoding, by the interval, and slower on no kind of prompt; where look-ups are as good,
 look-ups, since they cost nothing; where nothing is, nothing.
 """
@@ -20,7 +20,7 @@ from ..draft.hybrid import with_parts
 LOOK_UPS, NEW, BOTH = "look-ups", "new", "hybrid"
 LOOKUP = "suffix"
 METHODS = 4  # that are compared: these three and plain decoding
-NEVER_SLOWER = 0.97  # times plain decoding: what is slower than this on a kind of prompt is not left for use
+NEVER_SLOWER = 0.97  # times plain decoding: a drafter slower than this on a kind of prompt is not left for use
 LEAST_PAIRS = 3  # of each kind of prompt: fewer have no spread that could be believed
 
 
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def drafters(kind: str, folder: str) -> dict[str, str]:
-    """What is compared, by name, as the registry reads it; ``folder`` has the new one's weights."""
+    """Return what is compared, by name, as the registry reads it; ``folder`` has the new one's weights."""
     new = f"{kind}:{folder}"
     return {LOOK_UPS: LOOKUP, NEW: new, BOTH: with_parts([LOOKUP], new)}
 
@@ -60,7 +60,7 @@ def judge(config: BenchConfig, out: Path, command: str, tell: Progress) -> Verdi
 
 
 def decide(report: Report) -> Verdict:
-    """What a report says."""
+    """Return the verdict on a report."""
     summary = Summary(report)
     total = {row.method.name: row for row in summary.total(summary.main)}
     kinds: dict[str, dict[str, float]] = {}
@@ -84,7 +84,7 @@ def decide(report: Report) -> Verdict:
 
 
 def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> str:
-    """The name of what is left for use."""
+    """Return the name of what is left for use."""
     if not judged(speedups, kinds):
         return LOOK_UPS
     sure = {
@@ -102,13 +102,13 @@ def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) ->
 
 
 def judged(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> bool:
-    """Whether so many prompts were asked that the intervals mean something."""
+    """Return whether there were enough prompts for the intervals to mean something."""
     least = LEAST_PAIRS * max(map(len, kinds.values()), default=1)
     return bool(speedups) and all(own.pairs >= least for own in speedups.values())
 
 
 def _words(chosen: str, speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> str:
-    """The verdict in a sentence."""
+    """Return the verdict in a sentence."""
     if not judged(speedups, kinds):
         asked = max((own.pairs for own in speedups.values()), default=0)
         few = f"for {asked} prompts alone" if asked else "for no prompt"

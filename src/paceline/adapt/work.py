@@ -1,7 +1,7 @@
-"""The folder of a run: what is done already, how long that took, and nobody else in it.
+"""The folder of a run: completed phases, the time that they took, and a lock.
 
-Each phase's result is written when it is complete, as JSON and whole; a run that ended at any point goes on behind the
-last one. What a phase made so far (answers, a cache, a checkpoint) it goes on with by itself.
+Each phase's result is written when it is complete, as JSON and whole; a run that ended at any point continues after the
+last one. A phase continues from its partial results (answers, a cache, a checkpoint) by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..train.files import plain, require_same, writing
 STATE, LOCK = "adapt.json", "adapt.lock"
 FORMAT = 4
 SAVE_S = 2.0  # between two times that the clock is written down
-FULL = "free space there; what was made is kept, the same command goes on"
+FULL = "free space there and repeat the command, which continues"
 
 
 class RunFolder:
@@ -29,7 +29,7 @@ class RunFolder:
 
     Args:
         folder: is made where it is missing.
-        facts: what a run that goes on must have asked for, too.
+        facts: the options that a continued run must share.
         hours: how long all of it may take.
 
     Raises:
@@ -62,7 +62,7 @@ class RunFolder:
             raise ConfigError(f"--out {self.folder}", wrong, "name another folder, or remove the file") from error
         asked, remedy = f"--out {self.folder}", "name another folder, or repeat the first command"
         if found.get("format") != FORMAT:
-            raise ConfigError(asked, "it holds a run of another version of Paceline", "name another folder")
+            raise ConfigError(asked, "the folder holds a run of another version of Paceline", "name another folder")
         if said[0].get("model") != facts.get("model"):
             raise ConfigError(asked, "it holds a run for another model, or for other weights of this one", remedy)
         wrong = "it holds a run of something else: there {name} is {found!r}, here {own!r}"
@@ -72,7 +72,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Write the clock down and let others in."""
-        with suppress(ConfigError):  # a full disk: it is said already
+        with suppress(ConfigError):  # a full disk: already reported
             self._save()
         os.close(self._lock)
 
@@ -80,27 +80,27 @@ class RunFolder:
 
     @property
     def spent_s(self) -> float:
-        """Seconds so far, over all parts of the run."""
+        """Return the seconds so far, over all parts of the run."""
         return monotonic() - self._began
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """Return the seconds that are left."""
         return self.allowed_s - self.spent_s
 
     def tick(self) -> None:
-        """Called now and then while something goes on: a run that is killed has lost little of its clock."""
+        """Record the time now and then, so that a run that is killed loses little of its clock."""
         if monotonic() - self._saved > SAVE_S:
             self._save()
 
     # -- phases
 
     def done(self, phase: str) -> Any:
-        """What a phase gave; None: it is not complete."""
+        """Return the result of a phase; None: it is not complete."""
         return self._state["done"].get(phase)
 
     def once(self, phase: str, make: Callable[[], Any]) -> Any:
-        """What a phase gives: made now, or what it gave when it was complete. Ready for JSON."""
+        """Return the result of a phase: computed now, or stored when it was complete; ready for JSON."""
         if self.done(phase) is None:
             self._state["done"][phase] = plain({"": make()})[""]
             self._save()
@@ -118,7 +118,7 @@ class RunFolder:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that keeps others out of the folder as long as it is open.
+    """Return a descriptor that keeps others out of the folder while it is open.
 
     Raises:
         ConfigError: somebody holds it.

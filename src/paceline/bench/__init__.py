@@ -1,1 +1,1 @@
-"""What things cost on this machine."""
+"""Measurements on this machine."""

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Arrivals:
-    """When how many new tokens came, all requests pooled."""
+    """Times at which new tokens came, and how many, all requests pooled."""
 
     def __init__(self, requests: int) -> None:
         self.counts = [0] * requests
@@ -26,5 +26,5 @@ class Arrivals:
         self.counts[index], self.last_ms[index] = total, now_ms
 
     def as_dict(self) -> dict[str, list[Any]]:
-        """What a worker replies of it."""
+        """Return what a worker reports of it."""
         return {"ttft_ms": self.first_ms, "waits_ms": self.waits_ms, "arrivals": self.arrivals}

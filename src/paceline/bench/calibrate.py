@@ -1,4 +1,4 @@
-"""What passes cost, measured with care: the figures that ``budget="auto"`` begins with, and those of ``bench step``."""
+"""Measure the cost of passes: the figures that ``budget="auto"`` begins with, and those of ``bench step``."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def measure(
     contexts: Sequence[int] = CONTEXTS,
     progress: Callable[[int], None] | None = None,
 ) -> CostTable:
-    """The table of costs of a model's passes; sizes beyond its positions are left out.
+    """Measure the table of costs of a model's passes; sizes beyond its positions are left out.
 
     Args:
         repeats: passes of each kind; medians count.
         rows: rows of one sequence, from 1 on.
         batches: sequences of one row each, from 1 on.
-        contexts: committed tokens; the table is that of the first, a second one tells how costs grow.
+        contexts: committed tokens; the table is that of the first, a second one shows how costs grow.
         progress: called with the number of rounds done, of ``repeats + 1``.
     """
     room = decoder.config.max_position
@@ -117,8 +117,10 @@ def time_passes(
     progress: Callable[[int], None] | None = None,
     layout: KVLayout | None = None,
 ) -> dict[PassSize, list[float]]:
-    """Ms of ``repeats`` passes of every size, in turns, so that a slow moment affects all alike; a first turn, which
-    ``progress`` counts as well, warms up. ``layout``: of the K/V cache, see `PassTimer`."""
+    """Return the ms of ``repeats`` passes of every size, in turns, so that a slow moment affects all alike.
+
+    A first turn, which ``progress`` counts as well, warms up. ``layout`` is that of the K/V cache, see `PassTimer`.
+    """
     times: dict[PassSize, list[float]] = {size: [] for size in sizes}
     timers = {}
     for context in {size[1] for size in times}:

@@ -1,4 +1,4 @@
-"""What a benchmark is asked to measure."""
+"""The options of a benchmark."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ Temperature = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure; the flags of ``paceline bench`` are made of its fields."""
+    """What to measure; the flags of ``paceline bench`` are generated from the fields."""
 
     model: str = option(help=MODEL_HELP)
     methods: tuple[Method, ...] = option(help="plain decoding among them", cli=False)
     workloads: tuple[str, ...] = option(
         (),
-        help="What to ask; repeat it. `paceline bench workloads` lists the names. "
-        "Default: all that come with Paceline.",
+        help="Workload; repeat it. `paceline bench workloads` lists the names. Default: all that come with Paceline.",
         flag="--workload",
         metavar="NAME|PATH",
     )
@@ -50,7 +49,7 @@ class BenchConfig:
     batches: tuple[Positive, ...] = option((1,), help="Prompts at once.", flag="--batch", metavar="N,N,..")
     waves: int = option(
         1,
-        help="Prompts that each place of a batch answers one behind the other, as a server's do: as one ends, the next "
+        help="Prompts that each place of a batch answers in turn, as a server's do: as one ends, the next "
         "begins. With 1 a batch ends with its slowest answer.",
         metavar="N",
         minimum=1,
@@ -70,7 +69,7 @@ class BenchConfig:
     threads: int | None = option(None, help="CPU threads; default: torch's choice.")
     ignore_eos: bool | None = option(
         None,
-        help="Go on to the full length, so that all methods give the same number of tokens "
+        help="Continue to the full length, so that all methods give the same number of tokens "
         "(default: only with a random model).",
         flag="--ignore-eos/--stop-at-eos",
     )
@@ -86,9 +85,9 @@ class BenchConfig:
         for name in ("workloads", "batches", "temperatures", "top_ks", "contexts"):
             values = getattr(self, name)
             if len(set(values)) < len(values) or not (values or name == "workloads"):
-                raise ConfigError(f"{name}={values}", "a value is there twice, or none is", "give each once")
+                raise ConfigError(f"{name}={values}", "a value is repeated, or the list is empty", "give each once")
         if self.waves > 1 and (peer := next((m for m in self.methods if not m.own), None)):
-            wrong = f"{peer.name} is asked by whole batches"
+            wrong = f"{peer.name} is run by whole batches"
             raise ConfigError(f"--waves {self.waves}", wrong, "leave it out, or the method")
         if self.random and self.workloads:
             wrong = "a random model has no tokenizer, so its prompts are random ids"
@@ -99,19 +98,19 @@ class BenchConfig:
 
     @property
     def random(self) -> bool:
-        """Whether the model is one of random weights."""
+        """Return whether the model has random weights."""
         return self.model.startswith(RANDOM)
 
     @property
     def ignores_eos(self) -> bool:
-        """Whether answers go on to their full length."""
+        """Return whether answers continue to their full length."""
         chosen = self.ignore_eos
         return self.random or any(not m.own for m in self.methods) if chosen is None else chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """Which passes ``paceline bench step`` times."""
+    """The passes that ``paceline bench step`` times."""
 
     rows: tuple[Positive, ...] = option((1, 2, 4, 8, 16, 32, 64), help="Rows of a pass.", metavar="N,N,..")
     context: tuple[Positive, ...] = option((256, 1024), help="Committed tokens before the rows.", metavar="N,N,..")
@@ -122,11 +121,11 @@ class StepConfig:
 
 
 Progress = Callable[[str, tuple[int, int] | None], None]
-"""Is told what a run does now, and, where it is a trial, how many are done of how many."""
+"""Receives the current activity of a run and, in a trial, how many are done of how many."""
 
 
 def log_lines(console: Console, style: str | None = None, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Progress in a log: a line for each stage, and one about trials now and then."""
+    """Log the progress: a line for each stage, and one about trials now and then."""
     last = clock()
 
     def tell(text: str, trials: tuple[int, int] | None) -> None:

@@ -26,8 +26,8 @@ class Encoded:
     """The ids of a workload's prompts: those that ``LLM.chat`` or ``LLM.generate`` would compute.
 
     ``prompts`` holds the first turns. `next_turn` encodes later ones, under the same limits, once the answers
-    before them are known. A prompt that does not fit loses its oldest tokens behind BOS and the beginning of the chat
-    template; cuts are counted: say them with `notes`.
+    before them are known. A prompt that does not fit loses its oldest tokens after BOS and the beginning of the chat
+    template; cuts are counted: `notes` reports them.
 
     Args:
         max_model_len: most tokens of prompt and answer.
@@ -58,7 +58,7 @@ class Encoded:
         self.prompts = [self._encoded(prompt, prompt.id, prompt.turns[:1]) for prompt in workload.prompts]
 
     def next_turn(self, prompt: Prompt, turn_index: int, answers: Sequence[str]) -> PromptIds:
-        """A later turn, behind the turns and answers before it; its id ends in ``/2`` for the second turn.
+        """Return a later turn, after the turns and answers before it; its id ends in ``/2`` for the second turn.
 
         Args:
             turn_index: of the turn to be answered, from 1 (the second turn) on.
@@ -69,12 +69,12 @@ class Encoded:
         return self._encoded(prompt, f"{prompt.id}/{turn_index + 1}", texts)
 
     def notes(self) -> list[str]:
-        """What was cut, in a sentence; empty where prompts are as they were."""
+        """Return what was cut, in a sentence; empty where prompts are unchanged."""
         said = f"{len(self.cut)} of {self.count} prompts cut to {self.most:,} tokens, the oldest first"
         return [f"{self.workload.name}: {said}"] if self.cut else []
 
     def render(self, texts: Sequence[str]) -> tuple[list[int], str]:
-        """Ids and text of a conversation; without a chat template plain text with a blank line in between."""
+        """Return ids and text of a conversation; without a chat template plain text with a blank line in between."""
         if self.uses_template:
             roles = ("user", "assistant")
             messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -83,7 +83,7 @@ class Encoded:
         return encode_text(text, self.tokenizer)[0], text
 
     def fit(self, prompt: Prompt, name: str, texts: Sequence[str]) -> list[int]:
-        """The ids of a prompt called ``name``, brought to the length that it may have."""
+        """Return the ids of a prompt called ``name``, brought to the length that it may have."""
         ids = self.render(texts)[0]
         gone = len(ids) - self.most
         if gone <= 0:
@@ -103,7 +103,7 @@ def prompt_ids(
     cell: Cell,
     encode: Callable[..., Encoded],
 ) -> tuple[list[PromptIds], list[str]]:
-    """All prompts of a workload, first turns before later ones, and what must be said about them.
+    """Return the prompts of a workload, first turns before later ones, and remarks on them.
 
     Later turns follow on answers of plain, greedy decoding.
 
@@ -139,7 +139,7 @@ def prompt_ids(
 
 
 def random_workload(config: BenchConfig) -> Workload:
-    """Stands for the prompts of a model without a tokenizer."""
+    """Return a workload for a model without a tokenizer."""
     text = f"{config.prompt_tokens or PROMPT_TOKENS} random ids"
     return Workload(
         name=RANDOM,
@@ -156,7 +156,7 @@ def random_workload(config: BenchConfig) -> Workload:
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[PromptIds]:
-    """Prompts of random ids, for models without a tokenizer.
+    """Return prompts of random ids, for models without a tokenizer.
 
     Prompt i depends on i, ``length``, ``vocab_size`` and ``seed``, not on ``count``.
     """

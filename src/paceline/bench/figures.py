@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which most eyes can tell apart; yellow, too pale for a line, is left out.
+# Okabe and Ito's colours, which most eyes can distinguish; yellow, too pale for a line, is left out.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
-TICK_LETTERS = 48  # under a panel, with two for the space behind each number
+TICK_LETTERS = 48  # under a panel, with two for the space after each number
 _STYLE, _ON_A_PAGE = "figures.mplstyle", "figures-page.mplstyle"  # of a file, and what a page's has besides
 
 
 def require_matplotlib() -> None:
-    """Raises CapabilityError where there is none: better before a long run than after it."""
+    """Raise CapabilityError where matplotlib is missing: better before a long run than after it."""
     if not drawable():
         raise CapabilityError("figures", "matplotlib is not installed", "run pip install 'paceline[bench]'")
 
 
 def drawable() -> bool:
-    """Whether there is matplotlib."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 @contextmanager
 def canvas(width: float, height: float, panels: int = 1, page: bool = False) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A picture of so many inches, and its axes side by side; it is drawn and written within the context.
+    """Yield a picture of so many inches, and its axes side by side; it is drawn and written within the context.
 
     Args:
         page: it becomes a part of a page (see `svg`), not a file.
@@ -71,14 +71,14 @@ def save(figure: Figure, path: Path) -> Path:
         figure.savefig(path, metadata=metadata, dpi=110)
     except (OSError, ValueError) as error:
         remedy = "name a .svg in a folder you own"
-        raise ConfigError(f"figure {path}", f"cannot be written ({error})", remedy) from error
+        raise ConfigError(f"figure {path}", f"the file cannot be written ({error})", remedy) from error
     return path
 
 
 def svg(figure: Figure) -> str:
-    """A picture as an SVG element for a page, as wide as it was drawn where there is room.
+    """Return a picture as an SVG element for a page, as wide as it was drawn where there is room.
 
-    Its letters are text in the page's own colour, and what is not a mark reads on light and on dark.
+    Its letters are text in the page's own colour, and marks can be read on light and on dark.
     """
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -88,21 +88,21 @@ def svg(figure: Figure) -> str:
 
 
 def legend(figure: Figure, axis: Axes, columns: int) -> None:
-    """The names of one axis's marks for all axes, below them: it hides nothing. A single mark needs none."""
+    """Draw the names of one axis's marks for all axes, below them, so that they hide nothing; one mark needs none."""
     handles, labels = axis.get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def name_rows(axis: Axes, names: list[str]) -> None:
-    """Words at the left, the first on top, whatever rows are missing."""
+    """Write words at the left, the first on top, even where rows are missing."""
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.grid(axis="y", visible=False)
 
 
 def tick_values(axis: Axes, numbers: Iterable[float], log: bool) -> None:
-    """A tick at every value of a short axis; of a logarithmic one, at as many as there is room for.
+    """Set a tick at every value of a short axis; of a logarithmic one, as many as there is room for.
 
     A linear axis whose values do not fit side by side is measured, and keeps even ticks.
     """

@@ -1,4 +1,4 @@
-"""Whether every method said what plain decoding said: ids against ids, prompt by prompt.
+"""Check that every method produced plain decoding's token ids, prompt by prompt.
 
 Token ids are compared one by one, and so are lengths, reasons for ending, and the order of the prompts: an output is
 identical or it is a failure. Where passes round by their width (torch's kernels in 16 bits) two outputs may part at a
@@ -16,12 +16,12 @@ from .summary import Summary
 
 
 def count_tokens(tokens: int, what: str) -> str:
-    """``one token short``, ``2 tokens short``."""
+    """Return ``one token short``, ``2 tokens short``."""
     return f"{'one token' if tokens == 1 else f'{tokens} tokens'} {what}"
 
 
 def difference(reference: Sequence[int], other: Sequence[int], ends: tuple[str, str] = ("", "")) -> dict[str, Any]:
-    """What is wrong with an output: nothing where it is the reference's.
+    """Describe how an output differs from the reference; nothing where they are equal.
 
     Args:
         reference, other: ids that came out.
@@ -44,7 +44,7 @@ def difference(reference: Sequence[int], other: Sequence[int], ends: tuple[str, 
 
 
 def paired(reference: Sequence[Trial], other: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
-    """Trials of one group and repeat; greedy ones are the same in every repeat. Failed ones have no outputs."""
+    """Return trials of one group and repeat; greedy ones are equal in every repeat, failed ones have no outputs."""
     exact = {(t.group, t.repeat): t for t in reference if t.error is None}
     any_repeat = {t.group: t for t in reversed(reference) if t.error is None and t.cell.temperature == 0}
     found = ((exact.get((t.group, t.repeat)) or any_repeat.get(t.group), t) for t in other if t.error is None)
@@ -52,7 +52,7 @@ def paired(reference: Sequence[Trial], other: Sequence[Trial]) -> list[tuple[Tri
 
 
 def compare_outputs(reference: Sequence[Trial], other: Sequence[Trial], finish: bool = True) -> Exactness:
-    """A method's outputs against the reference's in one cell; their prompts must be the same.
+    """Compare a method's outputs with the reference's in one cell; their prompts must be equal.
 
     Args:
         reference: trials of plain decoding in the cell.
@@ -74,7 +74,7 @@ def compare_outputs(reference: Sequence[Trial], other: Sequence[Trial], finish: 
 
 
 def _mismatch(base: Trial, trial: Trial) -> str | None:
-    """Why the outputs of two trials cannot be compared, prompt by prompt."""
+    """Return why the outputs of two trials cannot be compared, prompt by prompt."""
     for name in ("outputs", "finish", "prompt_tokens"):
         for which in (base, trial):
             if len(getattr(which, name)) != len(which.prompts):
@@ -90,7 +90,7 @@ def _mismatch(base: Trial, trial: Trial) -> str | None:
 
 
 def why_unchecked(summary: Summary, method: Method, cell: Cell, rounded: bool = False) -> str | None:
-    """Why a method's ids need not be plain decoding's in a cell; None where they must be.
+    """Return why a method's ids need not be plain decoding's in a cell; None where they must be.
 
     Args:
         rounded: also of passes that round by their width: somebody judges what that explains.
@@ -112,7 +112,7 @@ def why_unchecked(summary: Summary, method: Method, cell: Cell, rounded: bool = 
 
 
 def check(report: Report, rounded: bool = False) -> tuple[list[Exactness], list[str]]:
-    """Every method's ids against this engine's plain decoding of the same dtype, cell by cell.
+    """Compare every method's ids with this engine's plain decoding of the same dtype, cell by cell.
 
     Plain decoding itself is held against its own first repeat, and is listed only where it does not repeat.
 

@@ -13,7 +13,7 @@ from ..engine.calibration import processor
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
-    """This machine, as the current process uses it."""
+    """Describe this machine, as the current process uses it."""
     return {
         "processor": processor(device),
         "cores": os.cpu_count() or 1,
@@ -26,16 +26,16 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def line(device: str = "cpu") -> str:
-    """The same in one line for people."""
+    """Return the same in one line for people."""
     form = "{device}: {processor}, {threads} of {cores} cores, {system}, Python {python}, torch {torch}"
     return form.format(**describe(device))
 
 
 def read_bandwidth(device: str = "cpu", size_bytes: int = 256 * 2**20, repeats: int = 15) -> float:
-    """Bytes a second at which a large buffer can be read, the best of two ways to read it.
+    """Return the bytes a second at which a large buffer can be read, the best of two ways to read it.
 
-    The buffer is a few times larger than what a decode step reads, like it is read once a pass, and like it
-    may partly lie in a large last-level cache: this is the ceiling that a decode step is held against.
+    The buffer is a few times larger than what a decode step reads, like it is read once a pass, and like it may partly
+    lie in a large last-level cache: this is the ceiling that a decode step is compared with.
     """
     data = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
     times, ways = list[float](), (data.sum, data.max)

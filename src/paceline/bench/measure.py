@@ -29,7 +29,7 @@ from .records import Cell, Method, PromptIds, Trial
 
 log = logging.getLogger(__name__)
 
-SPARE_TOKENS = 64  # slots a sequence beside prompt and answer: drafts, rounding to blocks, a block of headroom
+SPARE_TOKENS = 64  # slots a sequence in addition to prompt and answer: drafts, rounding to blocks, a block of headroom
 
 # What a trial takes from the engine's own statistics.
 COUNTED = (
@@ -49,11 +49,11 @@ class Group:
 
     @property
     def lengths(self) -> list[int]:
-        """Most tokens of prompt and answer of those that run at once."""
+        """Return the most tokens of prompt and answer of requests that run at once."""
         return sorted((len(p.ids) + self.cell.max_new_tokens for p in self.prompts), reverse=True)[: self.cell.batch]
 
     def params(self, prompt: PromptIds, max_new_tokens: int | None = None) -> SamplingParams:
-        """What a prompt is asked with: the same for every method and repeat."""
+        """Return the sampling of a prompt: the same for every method and repeat."""
         return SamplingParams(
             temperature=self.cell.temperature,
             top_k=self.cell.top_k,
@@ -63,7 +63,7 @@ class Group:
         )
 
     def blank(self, method: str, repeat: int) -> Trial:
-        """A trial in which nothing has happened yet."""
+        """Return a trial in which nothing has happened yet."""
         return Trial(
             method=method,
             cell=self.cell,
@@ -79,7 +79,7 @@ class Group:
 
 
 def kv_bytes(decoder: Decoder, tokens: int) -> int:
-    """Bytes of K and V that one row's attention reads over ``tokens`` committed tokens, all layers."""
+    """Return the bytes of K and V that one row's attention reads over ``tokens`` committed tokens, all layers."""
     _, heads, width = decoder.cache_shape
     keys = sum(tokens if window is None else min(tokens, window) for window in decoder.config.windows)
     return 2 * keys * heads * width * decoder.dtype.itemsize
@@ -88,7 +88,7 @@ def kv_bytes(decoder: Decoder, tokens: int) -> int:
 def ask(
     llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, application: str | None = None
 ) -> tuple[list[RequestOutput], float]:
-    """Answer prompts of token ids as if nothing had been asked before: the outputs, and seconds."""
+    """Answer prompts of token ids with empty caches; return the outputs, and seconds."""
     llm.forget()
     began = perf_counter()
     outputs = llm.generate([{"prompt_token_ids": [*ids]} for ids in prompts], params, application=application)
@@ -96,7 +96,7 @@ def ask(
 
 
 def forget(llm: LLM, group: Group) -> None:
-    """Nothing of an earlier trial is found by the next one."""
+    """Drop the caches, so that the next trial reuses nothing of an earlier one."""
     llm.forget()
 
 
@@ -109,7 +109,7 @@ class EngineRunner:
     begin: Callable[[LLM, Group], None] = forget  # called before each trial, off the clock
 
     def warm_up(self, group: Group, max_new_tokens: int) -> None:
-        """Run a group without counting it: what is done once is done then.
+        """Run a group without counting it, which does one-time work.
 
         Raises:
             Exception: whatever the engine raises.
@@ -117,7 +117,7 @@ class EngineRunner:
         self._drive(group, group.blank(self.method.name, 0), max_new_tokens)
 
     def run(self, group: Group, repeat: int) -> Trial:
-        """One trial. An error of the engine becomes the trial's."""
+        """Run one trial; an error of the engine becomes the trial's."""
         trial, engine = group.blank(self.method.name, repeat), self.llm.engine
         gc.collect()
         gc.disable()
@@ -137,7 +137,7 @@ class EngineRunner:
         return trial
 
     def _drive(self, group: Group, trial: Trial, max_new_tokens: int | None = None) -> None:
-        """Ask a group, step until all are answered, and fill in the trial."""
+        """Submit a group, step until all are answered, and fill in the trial."""
         engine, decoder, application = self.llm.engine, self.llm.decoder, self.method.application
         self.begin(self.llm, group)
         began = perf_counter()
@@ -151,7 +151,7 @@ class EngineRunner:
                 name = engine.submit(ids, params, application=application)
                 places[name] = len(sequences)
                 sequences += engine.live[name].sequences
-            # What is committed before the pass must be read by it; what it writes itself is in the caches.
+            # The pass must read everything committed before it; what it writes itself is in the caches.
             held = [s.cache.committed for s in engine.scheduler.running if s.cache is not None]
             trial.bytes_read += decoder.pass_bytes + sum(kv_bytes(decoder, tokens) for tokens in held)
             touched = engine.step()
@@ -164,7 +164,7 @@ class EngineRunner:
 
 
 def _fill(trial: Trial, sequences: Sequence[RunningSequence], seen: Arrivals) -> None:
-    """What the requests say about themselves."""
+    """Set the statistics that the requests report."""
     stats = reduce(SpecStats.merge, (sequence.state.stats for sequence in sequences))
     trial.outputs = [list(sequence.state.token_ids) for sequence in sequences]
     trial.finish = [str(sequence.state.checker.finish_reason) for sequence in sequences]
@@ -192,7 +192,7 @@ class Builder:
         self._targets: list[LLM] = []
 
     def llm(self, method: Method, lengths: Sequence[Sequence[int]] = ()) -> LLM:
-        """A method's engine.
+        """Return a method's engine.
 
         Args:
             lengths: tokens of prompt and answer of all sequences that run at once, for each such group: there is room
@@ -215,7 +215,7 @@ class Builder:
         return LLM(**options, share=target)
 
     def _target(self, options: dict[str, Any]) -> LLM:
-        """The target that these options want, loaded where it is not there yet."""
+        """Return the target for these options, loaded where it is not in memory yet."""
         wanted = {name: options[name] for name in TARGET_OPTIONS if name in options}
         config = LLMConfig(**wanted)
         for llm in self._targets:
@@ -227,7 +227,7 @@ class Builder:
 
 
 def model_facts(llm: LLM, name: str) -> dict[str, Any]:
-    """What a report says about the target."""
+    """Return the facts about the target in a report."""
     decoder, shape = llm.decoder, llm.decoder.config
     sizes = shape_of(shape)
     names = ("family", "d_model", "vocab_size", "max_position")

@@ -49,7 +49,7 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
     if not drafter:
         raise ConfigError(asked, "it names no drafter", _FORM)
     if "/" in re.split(r"[,:=]", drafter, maxsplit=1)[0]:
-        raise ConfigError(asked, "other engines are not run here", "python studies/peers.py runs them")
+        raise ConfigError(asked, "bench runs this engine alone", "python studies/peers.py runs them")
     settings = named_values("--method", rest)
     drafter = NONE if drafter == PLAIN else drafter
     registry.parse(drafter)  # an unknown one is refused here
@@ -58,7 +58,7 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
         raise ConfigError(asked, f"there is no round {round_!r}", suggest(round_, [AUTO, *ROUNDS], "round"))
     values = {key: _value(key, value, asked) for key, value in settings.items() if key not in ("round", "dtype")}
     if drafter == NONE and (useless := sorted(_NEED_DRAFTS & values.keys())):
-        raise ConfigError(asked, f"{useless[0]} means nothing without a drafter", "leave it out")
+        raise ConfigError(asked, f"{useless[0]} has no effect without a drafter", "leave it out")
     first, *options = _COMMA.split(drafter)  # a name has no model
     parts = [PLAIN if drafter == NONE else _kind(first), *options]
     method = Method(
@@ -89,8 +89,11 @@ def parse_methods(texts: Iterable[str], dtype: str = "auto") -> list[Method]:
 
 
 def _cut(text: str) -> tuple[str, list[str]]:
-    """A method's drafter, and its settings. Options of drafters inside of a drafter stand behind ; as well: what comes
-    before the first setting and is an option of some drafter is theirs."""
+    """Split a method's text into its drafter and its settings.
+
+    Options of drafters inside of a drafter may follow ``;`` as well: everything before the first setting that is an
+    option of some drafter belongs to that drafter.
+    """
     head, *rest = (part.strip() for part in text.split(";"))
     if registry.nests(_kind(_named(head)[1])):
         options = {option.name for row in registry.describe() for option in row.options} - {*SETTINGS, "round", "dtype"}
@@ -100,13 +103,13 @@ def _cut(text: str) -> tuple[str, list[str]]:
 
 
 def _named(head: str) -> tuple[str | None, str]:
-    """A name, where the first ``=`` stands before anything a drafter's text could hold."""
+    """Return a name, where the first ``=`` precedes anything that a drafter's text could hold."""
     match = re.match(r"([^=,:;/<]+)=(.*)", head, re.DOTALL)
     return (match[1].strip(), match[2].strip()) if match else (None, head)
 
 
 def _value(name: str, text: str, asked: str) -> Any:
-    """A setting's value, of the type that `LLM` takes."""
+    """Return a setting's value, of the type that `LLM` takes."""
     if name not in SETTINGS:
         known = [*SETTINGS, "round", "dtype"]
         raise ConfigError(asked, f"there is no setting {name!r}", suggest(name, known, "setting"))
@@ -114,14 +117,14 @@ def _value(name: str, text: str, asked: str) -> Any:
     try:
         return read(text, hint)
     except ValueError as error:
-        raise ConfigError(asked, f"{text!r} is no value for {name}", f"{name} is {type_name(hint)}") from error
+        raise ConfigError(asked, f"{text!r} is not a value of {name}", f"{name} is {type_name(hint)}") from error
 
 
 def drafter_config(method: Method) -> registry.DrafterConfig | None:
-    """The drafter of one of our own methods; None where there is none.
+    """Return the drafter of one of our own methods; None where there is none.
 
     Raises:
-        ConfigError: what the registry says.
+        ConfigError: as of the registry.
     """
     return None if method.drafter in PLAIN_MODES else registry.parse(method.drafter)
 
@@ -151,7 +154,7 @@ def default_methods(model: str, dtype: str = "auto") -> list[Method]:
 
 
 def with_plain(methods: Sequence[Method]) -> list[Method]:
-    """The same, with plain decoding in front of each dtype that has none: all speed-ups are over it."""
+    """Return the methods with plain decoding before each dtype that lacks it: all speed-ups are over it."""
     own = [m for m in methods if m.own]
     dtypes = dict.fromkeys(m.dtype for m in own or [Method(name=PLAIN, dtype=methods[0].dtype if methods else "auto")])
     missing = [dtype for dtype in dtypes if not any(m.plain and m.dtype == dtype for m in own)]

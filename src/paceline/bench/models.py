@@ -18,10 +18,10 @@ HEAD_DIM = 64
 
 @contextmanager
 def materialised(model: str) -> Iterator[str]:
-    """A model's name as it is, or the folder of a random Llama ``random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS]``.
+    """Yield a model's name, or the folder of a random Llama ``random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS]``.
 
-    The random one has heads of 64 unless it says how many, a tied head and bf16 weights, made from a fixed seed; its
-    folder is removed afterwards.
+    By default the random one has heads of 64, a tied head and bf16 weights, made from a fixed seed; its folder is
+    removed afterwards.
 
     Raises:
         ConfigError: a shape that cannot be.
@@ -36,7 +36,7 @@ def materialised(model: str) -> Iterator[str]:
 
 
 def _sizes(model: str) -> dict[str, Any]:
-    """Those of a random model's configuration."""
+    """Return the sizes of a random model's configuration."""
     match = SHAPE.fullmatch(model)
     layers, width, ff, vocab, heads, kv_heads = (int(part or -1) for part in match.groups()) if match else [0] * 6
     if heads < 0 and width % HEAD_DIM == 0:
@@ -44,7 +44,7 @@ def _sizes(model: str) -> dict[str, Any]:
     if min(layers, width, ff, vocab, heads, kv_heads) < 1 or width % (2 * heads) or heads % kv_heads:
         raise ConfigError(
             f"model {model!r}",
-            "not the shape of a random model",
+            "it is not the shape of a random model",
             "write random:12x768x2048x8192 (layers, width, feed-forward width, vocabulary; the width a multiple of 64) "
             "or random:5x64x172x512x8x4 (with heads and K/V heads)",
         )

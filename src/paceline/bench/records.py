@@ -1,7 +1,7 @@
 """What a benchmark writes down: methods, cells, trials, and the report that holds them.
 
 Everything a figure is computed from is here, raw: a report can be summarised again, compared with
-another one, and repeated. Aggregates are never stored without the trials behind them.
+another one, and repeated. Aggregates are never stored without their trials.
 
 - A *method* is a drafter x a round x settings in this engine, or a mode of a peer.
 - A *cell* is what stays the same while methods are compared: workload, batch size, context, temperature.
@@ -26,7 +26,7 @@ Ms = Annotated[float, PlainSerializer(lambda value: round(value, 3))]  # written
 
 
 class Record:
-    """What is written as JSON and read back: unknown keys are refused."""
+    """A record that is written as JSON and read back; unknown keys are refused."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -45,22 +45,22 @@ class Method(Record):
 
     @property
     def own(self) -> bool:
-        """Whether it runs in this engine."""
+        """Return whether it runs in this engine."""
         return self.engine == OWN
 
     @property
     def plain(self) -> bool:
-        """Whether it decodes without speculation.
+        """Return whether it decodes without speculation.
 
         An application whose answers depend on its streams decodes plainly with a budget of 0 under the drafter that
-        brings the streams: they still ride on every generated row, and nothing is drafted.
+        brings the streams: they are still part of every generated row, and nothing is drafted.
         """
         return self.drafter in PLAIN_MODES or (self.application is not None and self.settings.get("budget") == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(Record):
-    """What is the same for all methods of one comparison."""
+    """Settings that all methods of one comparison share."""
 
     workload: str
     batch: int = 1
@@ -108,7 +108,7 @@ class Trial(Record):
     row_layers: int = 0  # of those passes: rows times the layers that each went through (see `core.stats`)
     upper_row_layers: int = 0  # those in the layers that streams go through
     pruned: int = 0  # proposed nodes that were pruned in mid-pass
-    stream_drafts: int = 0  # passes behind which streams were read
+    stream_drafts: int = 0  # passes after which streams were read
     rode: int = 0  # those in which the last accepted node carried its streams
     budget: dict[str, Any] | None = None  # what the draft budget chose, and why
     error: str | None = None  # why the trial failed; then there are no outputs
@@ -116,18 +116,18 @@ class Trial(Record):
 
     @property
     def tokens(self) -> int:
-        """New tokens of the group."""
+        """Return the new tokens of the group."""
         return sum(map(len, self.outputs))
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens over the wall time, prompt processing included."""
+        """Return the new tokens over the wall time, prompt processing included."""
         return 1000 * self.tokens / self.wall_ms if self.wall_ms else 0.0
 
 
 @dataclass(kw_only=True)
 class Exactness(Record):
-    """How one method's ids compare with the reference's in one cell (see `bench.lossless`)."""
+    """The comparison of one method's ids with the reference's in one cell (see `bench.lossless`)."""
 
     method: str
     reference: str
@@ -140,7 +140,7 @@ class Exactness(Record):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is left unexplained."""
+        """Return whether every difference is explained."""
         return not self.failures
 
 
@@ -166,16 +166,16 @@ class Report(Record):
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run was cut off: its trials are not all of them."""
+        """Return whether the run was cut off, so that trials are missing."""
         return bool(self.settings.get("interrupted"))
 
     def is_own(self, name: str) -> bool:
-        """Whether a method of that name ran in this engine; one that is not listed counts as ours."""
+        """Return whether a method of that name ran in this engine; one that is not listed counts as ours."""
         return next((method.own for method in self.methods if method.name == name), True)
 
     @classmethod
     def from_dict(cls, values: Any) -> Report:
-        """From what JSON gives.
+        """Convert the value of a JSON file.
 
         Raises:
             ValueError: another schema, a key that is missing or unknown, a value of another type, or a method that is
@@ -201,7 +201,7 @@ class Report(Record):
         return report
 
     def as_json(self) -> str:
-        """The inverse as text; JSON cannot say infinities and NaN, which become null."""
+        """Return the inverse as text; infinities and NaN, which JSON lacks, become null."""
         return _REPORT.dump_json(self).decode()
 
 

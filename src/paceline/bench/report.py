@@ -88,13 +88,13 @@ def load_report(path: Path | str) -> Report:
         values = json.loads(gzip.decompress(file.read_bytes()) if packed else file.read_text(encoding="utf-8"))
     except (OSError, EOFError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"report {file}", f"cannot be read ({why})", remedy) from error
+        raise ConfigError(f"report {file}", f"the file cannot be read ({why})", remedy) from error
     except ValueError as error:  # not JSON, or not text at all
-        raise ConfigError(f"report {file}", f"not JSON ({error})", remedy) from error
+        raise ConfigError(f"report {file}", f"the file is not JSON ({error})", remedy) from error
     try:
         return Report.from_dict(values)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"report {file}", f"not a benchmark report ({error})", remedy) from error
+        raise ConfigError(f"report {file}", f"the file is not a benchmark report ({error})", remedy) from error
 
 
 def write_report(report: Report, folder: Path | str, lead: str = "", pictures: Sequence[str] = ()) -> list[Path]:
@@ -135,7 +135,7 @@ def write_text(path: Path, text: str, what: str = "report") -> Path:
 
 
 def interval(ratio: Interval | None) -> str:
-    """Format a ratio as ``2.31 [2.20, 2.43]``; a single pair has no spread, and says so."""
+    """Format a ratio as ``2.31 [2.20, 2.43]``; a single pair has no spread, which it shows."""
     if ratio is None:
         return NOTHING
     return f"{ratio.value:.2f} [" + ("1 pair]" if ratio.pairs < 2 else f"{ratio.low:.2f}, {ratio.high:.2f}]")
@@ -312,7 +312,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _groups(summary: Summary, section: Cell) -> dict[str, list[Row]]:
-    """The rows of a section under titles: over all workloads, where there are several, and of each."""
+    """Return the rows of a section under titles: over all workloads, where there are several, and of each."""
     names, rows = summary.workloads(section), summary.of(section)
     total = {f"all {len(names)} workloads": summary.total(section)} if len(names) > 1 else {}
     return total | {workload_title(summary.report, n): [r for r in rows if r.workload == n] for n in names}
@@ -377,7 +377,7 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def page(summary: Summary, lead: str = "", pictures: Sequence[str] = ()) -> str:
-    """Return one HTML page that loads nothing; without matplotlib it has no plots and says so.
+    """Return one HTML page that loads nothing; without matplotlib it has a note in place of plots.
 
     Args:
         lead, pictures: as for `write_report`.

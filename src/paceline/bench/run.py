@@ -86,7 +86,7 @@ class Run:
     def execute(self) -> Report:
         """Prepare, measure, check, report.
 
-        Ctrl-C during the measurement ends it early: the report has the trials so far, and says that it was
+        Ctrl-C during the measurement ends it early: the report has the trials so far, and notes that it was
         interrupted. So has the report of a run that an error ends.
 
         Raises:
@@ -114,7 +114,7 @@ class Run:
             total = sum(self.wanted(m, group) for point in points for group, _ in point for m in config.methods)
             try:
                 self._measure(points, total, began)
-            except BaseException as error:  # what was measured is kept, whatever ends the run
+            except BaseException as error:  # measurements are kept, whatever ends the run
                 stopped = error
             report = self.report(loaded, target)
             if stopped is not None:
@@ -132,10 +132,10 @@ class Run:
     # -- before the first trial
 
     def _prepare(self, cells: Sequence[Cell], loaded: dict[str, Workload]) -> None:
-        """Groups of prompts for every cell."""
+        """Prepare groups of prompts for every cell."""
         self._tell("preparing the prompts", None)
         if (waves := self.config.waves) > 1:
-            self.notes.append(f"each place of a batch answers {waves} prompts, one behind the other")
+            self.notes.append(f"each place of a batch answers {waves} prompts in turn")
         engine = partial(self._builder.llm, self._plain)
         known: dict[tuple[str, int | None], list[PromptIds]] = {}
         for cell in cells:
@@ -150,32 +150,32 @@ class Run:
                 self.notes.append(f"{where}: {spare} of {len(prompts)} prompts are in two groups, to fill the last")
 
     def build(self, folder: Path, stack: ExitStack) -> None:
-        """Every runner, so that what cannot be is found before the first trial; ``stack`` closes what is opened."""
+        """Build every runner, so that errors show before the first trial; ``stack`` closes what is opened."""
         for method in self.config.methods:
             if method.own:
                 self._tell(f"preparing {method.name}", None)
                 self._runners[method.name] = EngineRunner(method, self._builder.llm(method, self.lengths))
         gc.collect()
-        gc.freeze()  # what is there now stays: no collection between trials looks at it again
+        gc.freeze()  # present objects stay: no collection between trials visits them again
         stack.callback(gc.unfreeze)
 
     # -- measuring
 
     def wanted(self, method: Method, group: Group) -> bool:
-        """Whether it is to run a group."""
+        """Return whether it is to run a group."""
         return method.own
 
     def runner(self, method: Method) -> Any:
-        """What runs a method: it has `warm_up` and `run`, as `EngineRunner` has."""
+        """Return the runner of a method: it has `warm_up` and `run`, as `EngineRunner` has."""
         return self._runners[method.name]
 
     def _measure(self, points: Sequence[Sequence[tuple[Group, int]]], total: int, began: float) -> None:
-        """All trials; none is begun after the time limit."""
+        """Run all trials; none begins after the time limit."""
         limit, turns = self.config.time_limit_s, count()
         for point in points:
             warm: set[str] = set()
             for group, repeat in point:
-                # Here and not between methods: what is compared stays complete.
+                # Here and not between methods, so that comparisons stay complete.
                 if limit is not None and perf_counter() - began >= limit:
                     self.notes.append(f"stopped after {limit:g} s, with {len(self.trials)} of {total} trials done")
                     return
@@ -187,7 +187,7 @@ class Run:
                         self.trial(method, group, repeat, warm)
 
     def trial(self, method: Method, group: Group, repeat: int, warm: set[str]) -> None:
-        """One trial, behind a warm-up if the method is not in ``warm``."""
+        """Run one trial, after a warm-up if the method is not in ``warm``."""
         runner = self.runner(method)
         if method.name not in warm:
             warm.add(method.name)
@@ -200,12 +200,12 @@ class Run:
     # -- the report
 
     def compare(self, report: Report) -> None:
-        """Ids against plain decoding's."""
+        """Compare ids with plain decoding's."""
         report.exactness, notes = lossless.check(report)
         report.notes += notes
 
     def report(self, loaded: Sequence[Workload], target: LLM) -> Report:
-        """What was measured; ids are not compared yet."""
+        """Return the report; ids are not compared yet."""
         config = self.config
         self._tell("measuring the memory's read bandwidth", None)
         # The faster of reading from memory, and of reading again and again what may lie in a cache: the weights.
@@ -234,18 +234,18 @@ class Run:
         )
 
 
-# -- who is asked what, and in which order
+# -- the prompts of each trial, and their order
 
 
 def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
-    """Every cell; those of one point are next to each other.
+    """Return every cell; those of one point are next to each other.
 
     Raises:
         ConfigError: a batch that the prompts of a workload cannot fill.
     """
     for batch, workload in product(config.batches, loaded):
         if (many := sum(len(p.turns) for p in workload.prompts)) < batch * config.waves:
-            wrong = f"{many} prompts were asked for, of {workload.total} that there are"
+            wrong = f"{many} prompts were requested, of {workload.total} that there are"
             asked = f"{config.waves} waves of " if config.waves > 1 else ""
             raise ConfigError(f"{asked}batch {batch} of {workload.name}", wrong, "raise --prompts, or lower the batch")
     return [
@@ -265,7 +265,7 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
 
 
 def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int, waves: int = 1) -> list[Group]:
-    """Batches of prompts, ``waves`` of them a group, in their order. The last group is filled up from the front."""
+    """Return batches of prompts, ``waves`` of them a group, in order; the last group is filled up from the front."""
     size = cell.batch * waves
     ring, starts = [*prompts, *prompts], range(0, len(prompts), size)
     batches = [tuple(ring[start : start + size]) for start in starts]
@@ -273,7 +273,7 @@ def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int, waves: int = 
 
 
 def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[list[tuple[Group, int]]]:
-    """For each point its (group, repeat) pairs, in the order in which they are run."""
+    """Return for each point its (group, repeat) pairs, in the order in which they are run."""
     points: dict[tuple[Any, ...], list[Sequence[Group]]] = {}
     for cell, of_cell in groups.items():
         point = cell.temperature, cell.top_k, cell.context, cell.batch  # not new tokens: they may be a workload's own
@@ -307,14 +307,14 @@ def _check_out(out: Path | None, overwrite: bool) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ConfigError(f"--out {out}", f"cannot be written ({error})", "name a folder that can") from error
+        raise ConfigError(f"--out {out}", f"it cannot be written ({error})", "name a folder that can") from error
     if (out / JSON_NAME).exists() and not overwrite:
         title = load_report(out / JSON_NAME).title
         raise ConfigError(f"--out {out}", f"it holds the report {title!r}", "name another folder, or give --overwrite")
 
 
 def commit() -> str | None:
-    """The project's commit where it runs from a checkout, with "-dirty" where files were changed."""
+    """Return the project's commit where it runs from a checkout, with "-dirty" where files were changed."""
     root = Path(__file__).resolve().parents[3]
     if shutil.which("git") is None or not (root / ".git").exists():
         return None

@@ -27,11 +27,11 @@ from .records import PLAIN, Cell, Exactness, Method, Report, Trial
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-TARGET_SETTINGS = ("exact", "kernels", "attention", "threads", "device")  # how the target runs, drafter apart
+TARGET_SETTINGS = ("exact", "kernels", "attention", "threads", "device")  # how the target runs, without the drafter
 SEED = 20  # of the bootstrap
 
 Floats = NDArray[np.float64]
-Sample = tuple[float, Floats, int]  # log of a ratio, its [S] resamples, pairs behind it
+Sample = tuple[float, Floats, int]  # log of a ratio, its [S] resamples, number of pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,36 +41,36 @@ class Interval:
     value: float
     low: float  # 2.5 % of the resamples lie below
     high: float  # 2.5 % of the resamples lie above
-    pairs: int  # paired trials behind it; with a single one there is no spread, and low = value = high
+    pairs: int  # paired trials; with a single one there is no spread, and low = value = high
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One method on one workload, or over all workloads of a section."""
 
-    section: Cell  # the cell without workload and new tokens: what is the same for all rows of one table
+    section: Cell  # the cell without workload and new tokens, which all rows of one table share
     cell: Cell | None  # None: over all workloads
     method: Method
     trials: list[Trial]
     figures: dict[str, float | None]  # see `figures_of`
     reference: str | None  # the plain decoding that the speed-up is over
     speedup: Interval | None  # None: of the reference itself, or where no trial could be paired
-    exact: list[Exactness]  # what ids were compared
-    workloads: int  # behind the row
+    exact: list[Exactness]  # the ids that were compared
+    workloads: int  # of the row
 
     @property
     def workload(self) -> str | None:
-        """Its name; None: over all workloads."""
+        """Return the workload's name; None: over all workloads."""
         return self.cell.workload if self.cell else None
 
     @property
     def speed(self) -> float | None:
-        """Median tokens/s; over all workloads the geometric mean of the medians."""
+        """Return the median tokens/s; over all workloads the geometric mean of the medians."""
         return self.figures["tokens_per_s"]
 
     @property
     def failed(self) -> list[Trial]:
-        """Trials that an error ended."""
+        """Return the trials that ended with an error."""
         return [trial for trial in self.trials if trial.error is not None]
 
 
@@ -91,48 +91,48 @@ class Summary:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """By section, workload, method."""
+        """Return the rows by section, workload, method."""
         keys = [(cell, name) for section in self.sections for cell in self.cells[section] for name in self.methods]
         return [self._row(name, [cell], cell) for cell, name in keys if (cell, name) in self.trials]
 
     @cached_property
     def overall(self) -> list[Row]:
-        """By section, method: over all workloads."""
+        """Return the rows over all workloads by section, method."""
         pairs = product(self.sections, self.methods)
         each = [(name, [c for c in self.cells[section] if (c, name) in self.trials]) for section, name in pairs]
         return [self._row(name, cells) for name, cells in each if cells]
 
     @property
     def main(self) -> Cell | None:
-        """The section to speak of first."""
+        """Return the section to report first."""
         return next(iter(self.sections), None)
 
     @property
     def exact(self) -> list[Exactness]:
-        """What was compared of this engine's methods."""
+        """Return the comparisons of this engine's methods."""
         return [e for e in self.report.exactness if self.report.is_own(e.method)]
 
     def of(self, section: Cell) -> list[Row]:
-        """The rows of one section."""
+        """Return the rows of one section."""
         return [row for row in self.rows if row.section == section]
 
     def total(self, section: Cell | None) -> list[Row]:
-        """The rows over all workloads of one section; none of none."""
+        """Return the rows over all workloads of one section; none of none."""
         return [row for row in self.overall if row.section == section]
 
     def workloads(self, section: Cell) -> list[str]:
-        """Names, in the order of the run."""
+        """Return the names of workloads, in the order of the run."""
         return list(dict.fromkeys(cell.workload for cell in self.cells[section]))
 
     def dtype(self, method: Method) -> str:
-        """What the method computes in; ``auto`` is the checkpoint's."""
+        """Return the type that the method computes in; ``auto`` is the checkpoint's."""
         return str(self.report.model.get("dtype", "auto")) if method.dtype == "auto" else method.dtype
 
     def reference(self, method: Method, engine: str | None = None) -> str | None:
-        """The plain decoding in the same dtype and of the same application; None where there is none.
+        """Return the plain decoding of the same dtype and application; None where there is none.
 
-        It is that of ``engine``; default: of the method's own. Of several the one counts that runs the target most
-        alike, then the one called `PLAIN`.
+        It is that of ``engine``; default: of the method's own. Of several the one that runs the target most alike
+        counts, then the one called `PLAIN`.
         """
         same = [
             m
@@ -146,7 +146,7 @@ class Summary:
         return found.name if found else None
 
     def sample(self, a: str, b: str, cell: Cell) -> Sample | None:
-        """Of the ratio a/b; None where nothing pairs."""
+        """Return a sample of the ratio a/b; None where nothing pairs."""
         key = (a, b, cell)
         if key not in self._samples:
             logs = speed_logs(self.trials.get((cell, a), ()), self.trials.get((cell, b), ()))
@@ -185,10 +185,10 @@ def _order(section: Cell) -> tuple[float, ...]:
 
 
 def overall_ratio(summary: Summary, a: str, b: str, cells: Iterable[Cell]) -> Interval | None:
-    """How many times as fast as ``b`` method ``a`` is: the geometric mean over the cells in which both ran.
+    """Return how many times as fast as ``b`` method ``a`` is: the geometric mean over the cells in which both ran.
 
-    Any two methods may be asked about: a drafter over plain decoding, plain decoding over a peer's. None where no
-    trials pair.
+    Any two methods may be compared: a drafter with plain decoding, plain decoding with a peer's. None where no trials
+    pair.
     """
     found = [sample for cell in cells if (sample := summary.sample(a, b, cell)) is not None]
     if not found:
@@ -198,13 +198,13 @@ def overall_ratio(summary: Summary, a: str, b: str, cells: Iterable[Cell]) -> In
 
 
 def interval_of(value: float, resamples: Sequence[Floats], pairs: int) -> Interval:
-    """A ratio with its bounds, from logs: of the ratio itself, and of its [S] resamples in each cell."""
+    """Return a ratio with its bounds, from logs: of the ratio itself, and of its [S] resamples in each cell."""
     low, high = percentile_bounds(np.mean(resamples, axis=0))
     return Interval(value=float(np.exp(value)), low=float(np.exp(low)), high=float(np.exp(high)), pairs=pairs)
 
 
 def speed_logs(a: Iterable[Trial], b: Iterable[Trial] | None = None) -> dict[int, list[float]]:
-    """Logs of tokens/s, or of the ratios a/b, by group, one entry a repeat that is finished (in both)."""
+    """Return logs of tokens/s, or of the ratios a/b, by group, one entry a repeat that is finished (in both)."""
     left = speeds(a)
     right = dict.fromkeys(left, 1.0) if b is None else speeds(b)
     groups: dict[int, list[float]] = {}
@@ -214,12 +214,12 @@ def speed_logs(a: Iterable[Trial], b: Iterable[Trial] | None = None) -> dict[int
 
 
 def speeds(trials: Iterable[Trial]) -> dict[tuple[int, int], float]:
-    """Tokens/s by (group, repeat). Failed trials, and those in which no token came out, have none."""
+    """Return tokens/s by (group, repeat), without failed trials and those in which no token came out."""
     return {(t.group, t.repeat): t.tokens_per_s for t in trials if t.error is None and t.tokens_per_s > 0}
 
 
 def _sample(logs: list[list[float]], label: str) -> Sample:
-    # The label keeps the draws of different cells independent, whatever order they are asked in.
+    # The label keeps the draws of different cells independent, whatever their order.
     generator = np.random.default_rng([SEED, crc32(label.encode())])
     value = float(np.mean([median(group) for group in logs]))
     groups = draw_groups(len(logs), generator)
@@ -227,12 +227,12 @@ def _sample(logs: list[list[float]], label: str) -> Sample:
 
 
 def draw_groups(many: int, generator: np.random.Generator, resamples: int = RESAMPLES) -> NDArray[np.intp]:
-    """[S, G] groups drawn with replacement."""
+    """Return [S, G] groups drawn with replacement."""
     return generator.integers(0, many, (resamples, many))
 
 
 def bootstrap(logs: Sequence[Sequence[float]], generator: np.random.Generator, groups: NDArray[np.intp]) -> Floats:
-    """[S] means over groups of the medians over repeats, the repeats of every group drawn anew each time.
+    """Return [S] means over groups of the medians over repeats, the repeats of every group drawn again each time.
 
     Args:
         logs: one list a group, one entry a repeat.
@@ -253,7 +253,7 @@ def bootstrap(logs: Sequence[Sequence[float]], generator: np.random.Generator, g
 
 
 def percentile_bounds(resamples: Floats) -> tuple[float, float]:
-    """The bounds that leave out the same share of the resamples on both sides."""
+    """Return the bounds that leave out the same share of the resamples on both sides."""
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(resamples, [tail, 1 - tail])
     return float(low), float(high)
@@ -291,7 +291,7 @@ def median_speed(trials: Iterable[Trial]) -> float | None:
     return median(found) if found else None
 
 
-# -- what a reader asks first
+# -- the summary
 
 
 def best(rows: Iterable[Row]) -> Row | None:

@@ -1,4 +1,4 @@
-"""What is asked: benchmark prompts, where they come from, and their token ids.
+"""Benchmark prompts, their sources, and their token ids.
 
 A workload is a list of prompts with its source and licence. Small samples of some come with the package
 (``bench/data``, described in its SOURCES.md); every other one, and the full version of these, is read from a
@@ -38,7 +38,7 @@ Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 
 
 def _id(given: Any) -> Any:
-    """A whole number is an id, too."""
+    """Convert an id, which may be a whole number."""
     return str(given) if isinstance(given, int) and not isinstance(given, bool) else given or None
 
 
@@ -47,7 +47,7 @@ def _id(given: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One thing to ask: a text, or the user's turns of a conversation."""
+    """One prompt: a text, or the user's turns of a conversation."""
 
     id: Annotated[str, BeforeValidator(_id)]  # unique within the workload
     category: Annotated[str, StringConstraints(min_length=1)]
@@ -58,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Prompts, and what a report must say about them; in the catalogue without prompts."""
+    """Prompts, and their description in a report; in the catalogue without prompts."""
 
     name: str
     title: str
@@ -81,7 +81,7 @@ class Workload:
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """What a report keeps, ready for JSON; ``prompts`` is how many were used, of ``total``."""
+        """Return the entry of a report, ready for JSON; ``prompts`` is how many were used, of ``total``."""
         names = "title", "description", "source", "licence", "origin", "total", "chat", "max_new_tokens", "fingerprint"
         return {**{name: getattr(self, name) for name in names}, "prompts": len(self.prompts)}
 
@@ -94,10 +94,10 @@ WORKLOADS = {name: Workload(name=name, **facts) for name, facts in read_table("b
 
 
 def available(folder: str | Path | None = None) -> list[tuple[Workload, str | None]]:
-    """Every workload that is known by name, and what it would be read from; None: its file is not there.
+    """Return every named workload and its source; None: its file is missing.
 
     Raises:
-        ConfigError: ``folder`` is no folder.
+        ConfigError: ``folder`` is not a folder.
     """
     return [(entry, _file(entry, folder)[1]) for entry in WORKLOADS.values()]
 
@@ -109,7 +109,7 @@ def load(
     limit: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Prompts by the name of a workload (of ``folder``, else of the packaged sample), or of a file.
+    """Return prompts by the name of a workload (of ``folder``, else of the packaged sample), or of a file.
 
     Records of the form prompt and completion that have the same prompt become one with several references.
 
@@ -125,7 +125,7 @@ def load(
             records of one id, or a limit below 1.
     """
     if limit is not None and limit < 1:
-        raise ConfigError(f"{limit} prompts of {name_or_path}", "nothing would be asked", "give 1 or more")
+        raise ConfigError(f"{limit} prompts of {name_or_path}", "no prompt is left", "give 1 or more")
     name = name_or_path.lower().replace("-", "_") if isinstance(name_or_path, str) else ""
     entry = WORKLOADS.get(name)
     if entry is None:
@@ -143,7 +143,7 @@ def load(
 
 
 def _from_path(path: Path, name: str) -> tuple[Workload, Traversable, str]:
-    """What a file that nobody knows by name holds; ``name``: what was asked for."""
+    """Return the content of a file that is not a named workload; ``name``: as requested."""
     if not path.is_file():
         if name and "/" not in name and "." not in name:
             wrong = "it is neither a known workload nor a file"
@@ -156,7 +156,7 @@ def _from_path(path: Path, name: str) -> tuple[Workload, Traversable, str]:
 
 
 def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "category") -> list[Prompt]:
-    """A reproducible choice, spread evenly over strata.
+    """Return a reproducible choice, spread evenly over strata.
 
     Strata are put in a random order, so are the prompts of each; then one prompt of each stratum is taken in
     turn until there are ``limit``. So every prefix of the result is as even as can be, and a smaller choice
@@ -166,7 +166,7 @@ def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "
         strata: ``"category"``, or a key of ``Prompt.extra``; prompts without it go by their category.
     """
     groups: dict[str, list[Prompt]] = {}
-    for prompt in sorted(prompts, key=lambda p: p.id):  # what is chosen depends on the ids, not on the file's order
+    for prompt in sorted(prompts, key=lambda p: p.id):  # the choice depends on the ids, not on the file's order
         groups.setdefault(str(prompt.extra.get(strata, prompt.category)), []).append(prompt)
     draw = random.Random(seed).random  # whose sequence Python keeps the same between versions
 
@@ -178,7 +178,7 @@ def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "
 
 
 def _file(entry: Workload, folder: str | Path | None) -> tuple[Traversable, str | None]:
-    """What a known workload is read from, and what a report calls it; None: its file is not there."""
+    """Return the source of a named workload, and its name in a report; None: its file is missing."""
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
     files = [Path(folder) / f"{entry.file}{packed}" for packed in ("", ".gz")] if folder is not None else []
@@ -199,7 +199,7 @@ def _bytes(file: Traversable) -> bytes:
 
 
 def _parse(data: bytes, origin: str, name: str) -> list[Prompt]:
-    """The records of a file; ``name`` makes the ids and the category of records that have none."""
+    """Return the records of a file; ``name`` makes the ids and the category of records that have none."""
     try:
         lines = data.decode("utf-8-sig").split("\n")  # not splitlines: JSON strings may hold U+2028
     except UnicodeDecodeError as error:

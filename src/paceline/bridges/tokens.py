@@ -1,7 +1,7 @@
-"""A drafter that reads tokens alone, asked for chains by an engine that is not ours.
+"""A drafter that reads tokens alone and drafts chains for another engine.
 
 Such an engine has no tapped states, no tree attention and no place for a network of ours: what it can use is a chain of
-tokens, drafted from the text. Look-ups do that; what needs more is refused in words.
+tokens, drafted from the text. Look-ups do that; drafters that need more are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..draft.registry import DrafterConfig, build, parse
 from ..model.decoder import TargetInfo
 
 _GREEDY = SamplingParams(temperature=0)
-_ABSENT = cast(Any, None)  # what a drafter of tokens does not ask of a target
+_ABSENT = cast(Any, None)  # needs that a drafter of tokens does not have
 _REMEDY = "use ngram, suffix, prediction, a hybrid of them, or a drafter of your own that reads tokens alone"
 
 
@@ -40,7 +40,7 @@ class TokenDrafter:
         self._views: dict[int, SequenceView] = {}
 
     def bind(self, vocab_size: int, eos_ids: Sequence[int], max_position: int, max_sequences: int = 1) -> None:
-        """Say for which target it drafts; later calls must say the same vocabulary, and do nothing.
+        """Set the target; later calls must have the same vocabulary, and do nothing.
 
         Raises:
             CapabilityError: it drafts for a target with another vocabulary.

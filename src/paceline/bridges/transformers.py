@@ -46,12 +46,12 @@ def generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as its own searches get
             them.
-        streamer: told of every token.
-        drafter: what drafts; a `TokenDrafter` remembers earlier answers, where its drafter does (suffix).
+        streamer: receives every token.
+        drafter: the drafter; a `TokenDrafter` remembers earlier answers, where its drafter does (suffix).
         prediction: tokens that the answer is likely to repeat, for the drafter ``prediction``.
 
     Returns:
-        [1, prompt and output] ids, or transformers' output object where ``return_dict_in_generate`` is asked for.
+        [1, prompt and output] ids, or transformers' output object with ``return_dict_in_generate``.
 
     Raises:
         CapabilityError: a batch, beams, or a model, a cache or an output that chains cannot serve.
@@ -99,16 +99,16 @@ def _check(model: Any, input_ids: Tensor, config: GenerationConfig, kwargs: dict
 
 @dataclass
 class _Search:
-    """One generation: ids, the model's arguments and what is returned beside ids."""
+    """One generation: ids, the model's arguments and what is returned in addition to ids."""
 
     model: Any
     ids: Tensor  # [1, tokens so far]
-    processors: Any  # LogitsProcessorList, which says that it takes a LongTensor
+    processors: Any  # LogitsProcessorList, which is declared to take a LongTensor
     stopping: StoppingCriteriaList
     config: GenerationConfig
     streamer: Any
     kwargs: dict[str, Any]
-    scores: list[Tensor] = field(default_factory=list)  # [1, V] of each token, where they are asked for
+    scores: list[Tensor] = field(default_factory=list)  # [1, V] of each token, where they are requested
     logits: list[Tensor] = field(default_factory=list)
 
     def run(self, drafts: TokenDrafter) -> None:
@@ -139,7 +139,7 @@ class _Search:
         return self.model(**inputs, return_dict=True)
 
     def _take(self, outputs: Any, draft: list[int]) -> tuple[list[int], bool]:
-        """Choose tokens as far as the draft agrees, and one more; returns them, and whether the text has ended."""
+        """Choose tokens while the draft agrees, and one more; return them, and whether the text has ended."""
         rows = outputs.logits[:, -len(draft) - 1 :].to(copy=True, dtype=torch.float32, device=self.ids.device)
         said: list[int] = []
         ended = False

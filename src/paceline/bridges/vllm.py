@@ -3,13 +3,13 @@
     LLM(model=..., speculative_config={
         "method": "custom_class", "model": "paceline.bridges.vllm.Suffix", "num_speculative_tokens": 8})
 
-vLLM makes the class from its config, and asks it for chains after every step of its older runner; verification is its
+vLLM makes the class from its config, and requests chains after every step of its older runner; verification is its
 own. One's own drafter is a subclass that names it::
 
     class Mine(paceline.bridges.vllm.Proposer):
         drafter = "follower,depth=3"
 
-Nothing here imports vLLM: what it calls is all that it asks for.
+Nothing here imports vLLM: it only calls these methods.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Row = np.ndarray[Any, np.dtype[Any]]  # [T] a text's tokens
 class Proposer:
     """Drafts for all requests of one vLLM engine.
 
-    vLLM gives texts without their requests' names, in rows that change places. A row goes on with the text that it
+    vLLM gives texts without their requests' names, in rows that change places. A row continues the text that it
     begins with, so a request is known by its tokens; two of equal text may change places, which changes no draft.
 
     Args:
@@ -47,7 +47,7 @@ class Proposer:
         self.most = vllm_config.speculative_config.num_speculative_tokens
         if not self.most:
             remedy = 'write "num_speculative_tokens": 8 into speculative_config'
-            raise ConfigError("num_speculative_tokens", "it says how long drafts may be, and is missing", remedy)
+            raise ConfigError("num_speculative_tokens", "the length of drafts is missing", remedy)
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         self.max_len: int = model.max_model_len
         self._drafts = TokenDrafter(self.drafter)
@@ -69,7 +69,7 @@ class Proposer:
         """Return [B] a draft for every row, empty for rows still in their prompt or without room.
 
         Args:
-            sampled_token_ids: [B] tokens that the last step said; none: the row is in its prompt.
+            sampled_token_ids: [B] tokens of the last step; none: the row is in its prompt.
             num_tokens_no_spec: [B] tokens of each text, those included.
             token_ids_cpu: [B, max_model_len] the texts.
             slot_mappings: not needed.

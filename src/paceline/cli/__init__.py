@@ -1,4 +1,4 @@
-"""The command line: one module a command, loaded when it is asked for.
+"""The command line: one module a command, loaded when it is called.
 
 ``paceline --help`` lists the commands from the table below and imports none of them, since most need
 torch. Each module has an ``app``, a `typer.Typer`, and its options are made from the dataclasses they
@@ -43,7 +43,7 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A name and a line of help: all that listing needs."""
+        """Return a name and a line of help, which is all that listing needs."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -109,5 +109,5 @@ def root(
 
 
 def main() -> None:
-    """The entry point of the ``paceline`` script."""
+    """Run the ``paceline`` script."""
     app()

@@ -27,7 +27,7 @@ class ProgressLine:
         self.status = self.console.status("") if self.console.is_terminal else None
 
     def show(self, text: str) -> None:
-        """How far it is."""
+        """Show the progress."""
         if self.status is not None:
             self.status.start()
             self.status.update(text)
@@ -46,14 +46,14 @@ class ProgressLine:
 def command(
     name: ModelArgument = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Measure for about a minute, say what is expected, and keep nothing.")
+        bool, typer.Option("--dry-run", help="Measure for about a minute, print the forecast, and keep nothing.")
     ] = False,
     *,
     config: dict[str, Any],
 ) -> None:
     """Make a drafter for a model on this machine, within a time, and measure what it is worth.
 
-    Ctrl-C keeps all that was made, and the same command goes on. The folder is a drafter: --drafter DIR.
+    Ctrl-C keeps all results, and the same command continues. The folder is a drafter: --drafter DIR.
 
     Examples:
         paceline adapt smollm2-135m --dry-run

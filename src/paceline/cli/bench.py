@@ -34,7 +34,7 @@ from .options import DEFAULT_MODEL, DEFAULTS, takes
 from .session import counting, steps
 
 app = typer.Typer(add_completion=False, cls=Group)
-QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": 48, "time_limit_s": 110.0}  # where the user does not say
+QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": 48, "time_limit_s": 110.0}  # where the user does not choose
 OPTIONS: Any = {"defaults": DEFAULTS}
 
 
@@ -119,13 +119,13 @@ def calibrate(
     *,
     llm: dict[str, Any],
 ) -> None:
-    """Measure the cost of passes, for the draft budget "auto", and store it beside the model.
+    """Measure the cost of passes, for the draft budget "auto", and store it next to the model.
 
     Passes of the drafter's draft model are measured, too.
     """
     model, drafter = llm["model"], llm.pop("drafter")
     if model.startswith(RANDOM):
-        raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
+        raise ConfigError(f"--model {model}", "this model is removed when the command ends", "name a model that stays")
     config = LLMConfig(model=model, drafter=drafter, dtype=llm["dtype"])
     chosen = drafter_of(replace(config, drafter=drafters_of(config)[0]))
     with steps() as progress:
@@ -151,11 +151,11 @@ def step(
 ) -> None:
     """Time one target pass by number of rows and context, against the machine's read bandwidth.
 
-    The model may be a random one: random:LAYERSxWIDTHxFFxVOCAB, or with xHEADSxKVHEADS behind it.
+    The model may be a random one: random:LAYERSxWIDTHxFFxVOCAB, or with xHEADSxKVHEADS after it.
     """
     passes, device, label = StepConfig(**asked), llm["device"], llm["model"]
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):  # said before minutes of measuring
-        raise ConfigError(f"--out {out}", "no file can be there", "name a file in a folder that exists")
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):  # reported before minutes of measuring
+        raise ConfigError(f"--out {out}", "a file cannot be written there", "name a file in a folder that exists")
     with materialised(llm["model"]) as folder:
         loaded = LLM(**{**llm, "model": folder})
         most = loaded.decoder.config.max_position
@@ -191,7 +191,7 @@ def step(
 
 
 def _cost_table(tables: Mapping[str, CostTable]) -> Table:
-    """Milliseconds by rows of one sequence, and by sequences of one row; a column a model."""
+    """Return milliseconds by rows of one sequence, and by sequences of one row; a column a model."""
     rows = []
     for kind, what in (("chain", "rows of one sequence"), ("plain", "sequences of one row")):
         costs = [dict(getattr(table, kind)) for table in tables.values()]
@@ -201,7 +201,7 @@ def _cost_table(tables: Mapping[str, CostTable]) -> Table:
 
 
 def _step_table(costs: Sequence[Mapping[str, Any]]) -> Table:
-    """One line a row count and context."""
+    """Return a table with one line a row count and context."""
     one = {c["context"]: c["step_ms"] for c in costs if c["rows"] == 1}
     head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share"
     line = (

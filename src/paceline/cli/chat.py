@@ -83,11 +83,11 @@ def chat(
 
 
 def _refuse_batch_options(params: SamplingParams) -> None:
-    """Options whose result a conversation has no place for."""
+    """Refuse options whose result has no place in a conversation."""
     for name, idle in (("n", 1), ("echo", False), ("logprobs", None), ("prompt_logprobs", None)):
         value = getattr(params, name)
         if value != idle:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}", "not in a conversation", "use paceline generate")
+            raise ConfigError(f"--{name.replace('_', '-')} {value}", "it has no use in a chat", "use paceline generate")
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Conversation:
 
     @property
     def commands(self) -> dict[str, Callable[[str], None]]:
-        """What begins with a slash; each takes the rest of the line."""
+        """Return the commands that begin with a slash; each takes the rest of the line."""
         return {
             "/reset": self._reset,
             "/system": self._set_system,
@@ -133,7 +133,7 @@ class Conversation:
                 self.answer(line)
 
     def answer(self, question: str) -> None:
-        """Ask the model and add both sides to the conversation; a refused question is taken back."""
+        """Answer a question and add both sides to the conversation; a refused question is removed."""
         self.messages.append({"role": "user", "content": question})
         try:
             text = self._stream()
@@ -160,7 +160,7 @@ class Conversation:
         return text
 
     def _read(self) -> str | None:
-        """The next line, or None to leave."""
+        """Return the next line, or None to leave."""
         edited = sys.stdin.isatty() and sys.stdout.isatty()  # readline needs both; else stdout has answers alone
         try:
             line = (input("> ") if edited else stderr().input("> ")).strip()
@@ -183,7 +183,7 @@ class Conversation:
         note("a new conversation with this system prompt")
 
     def _set_application(self, name: str) -> None:
-        """The next answers come from another application; the conversation stays."""
+        """Let another application give the next answers; the conversation stays."""
         try:
             if name:
                 self.application = application_named(name, self.model.engine.applications)

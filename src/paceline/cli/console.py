@@ -24,7 +24,7 @@ PIPE_WIDTH = 160  # columns of a table that no terminal limits: rich would take 
 
 
 def stdout(color: bool = True) -> Console:
-    """The console for answers. ``NO_COLOR``, a pipe and ``color=False`` all mean plain text."""
+    """Return the console for answers; ``NO_COLOR``, a pipe and ``color=False`` all mean plain text."""
     console = Console(no_color=True if not color else None, highlight=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
@@ -32,28 +32,28 @@ def stdout(color: bool = True) -> Console:
 
 
 def stderr() -> Console:
-    """The console for errors, progress and figures."""
+    """Return the console for errors, progress and figures."""
     return Console(stderr=True, highlight=False)
 
 
 def note(text: str) -> None:
-    """A dim line on stderr: figures and remarks. A terminal gets it wrapped between words."""
+    """Print a dim line on stderr: figures and remarks, wrapped between words on a terminal."""
     console = stderr()
     console.print(text, style="dim", markup=False, soft_wrap=not console.is_terminal)
 
 
 def this_command() -> str:
-    """The command line that was given: the same again goes on where it stopped."""
+    """Return the command line of this process; running it again continues where it stopped."""
     return shlex.join(["paceline", *sys.argv[1:]])
 
 
 def coloured(console: Console) -> bool:
-    """Whether colours reach the reader."""
+    """Return whether the output shows colours."""
     return console.is_terminal and not console.no_color
 
 
 def legend() -> Text:
-    """One line that says what the colours mean."""
+    """Return one line that explains the colours."""
     words = [Text(f"■ {MEANINGS[origin]}", style=style) for origin, style in STYLES.items()]
     return Text("   ").join(words)
 
@@ -70,7 +70,7 @@ class Painter:
 
         texts = texts_of(tokenizer)
         if texts is None:
-            raise ConfigError("coloured text", "the model has no tokenizer", "use --json")
+            raise ConfigError("coloured text", "the model has no tokenizer, so there is no text", "add --json")
         self._stream = texts.stream(prompt_ids, skip_special_tokens)
         self._pieces: deque[tuple[int, str]] = deque()  # characters still to show, their origin
         self._last = "target"
@@ -83,7 +83,7 @@ class Painter:
                 self._pieces.append((len(piece), origin))
 
     def take(self, text: str) -> Text:
-        """The next part of the answer, in colour."""
+        """Print the next part of the answer, in colour."""
         painted, start = Text(), 0
         while start < len(text):
             length, self._last = self._pieces.popleft() if self._pieces else (len(text), self._last)
@@ -95,6 +95,6 @@ class Painter:
 
 
 def waiting(what: str) -> AbstractContextManager[Any]:
-    """A spinner on stderr while something takes long; nothing at all where stderr is not a terminal."""
+    """Show a spinner on stderr while something takes long; nothing where stderr is not a terminal."""
     console = stderr()
     return console.status(what) if console.is_terminal else nullcontext()

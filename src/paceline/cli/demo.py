@@ -33,7 +33,7 @@ from .session import Color, counting, open_llm
 app = typer.Typer(add_completion=False)
 
 
-SETTLE_S = 1.0  # each prompt is asked for at least this long, all ways together
+SETTLE_S = 1.0  # each prompt is answered for at least this long, all ways together
 MAX_TURNS = 15
 TOTAL_S = 100.0  # all answers together, unless prompts are counted by the user: about two minutes with loading
 LEAST_TOKENS, LEAST_PROMPTS = 64, 4  # of an answer, and in all: not cut further
@@ -58,7 +58,7 @@ class Comparison:
 
     @property
     def ratios(self) -> list[float]:
-        """Speculative over plain, in each type of weights."""
+        """Return speculative over plain speed, in each type of weights."""
         return [drafted / plain for plain, drafted in zip(self.rates[::2], self.rates[1::2], strict=True)]
 
 
@@ -68,7 +68,7 @@ class Comparison:
     defaults={**DEFAULTS, "model": None},
     shown={
         "model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}",
-        "dtype": "bfloat16 beside 4 bits",
+        "dtype": "bfloat16 next to 4 bits",
     },
     without={"applications"},
 )
@@ -84,7 +84,7 @@ def demo(
     *,
     llm: dict[str, Any],
 ) -> None:
-    """Answer prompts in bf16 and in 4 bits, plainly and speculatively, greedily, and say which to take on this machine.
+    """Answer prompts in bf16 and in 4 bits, plainly and speculatively, greedily, and recommend one for this machine.
 
     Drafting must not change a token: if it does, the exit status is 1. The answer that gained most is shown.
 
@@ -122,7 +122,7 @@ def _model() -> str:
 
 
 def _load(model: str, count: int | None) -> list[DemoPrompt]:
-    """The first prompts of those that suit the model: a chat model's, or those of the embedded model's five domains."""
+    """Return the first prompts that suit the model: a chat model's, or those of the embedded model's five domains."""
     name = "demo_prompts" if model == DEFAULT_MODEL else "chat_prompts"
     lines = resources.files(__package__).joinpath(f"data/{name}.jsonl").read_text(encoding="utf-8").splitlines()
     if count is not None and not 1 <= count <= len(lines):
@@ -133,7 +133,7 @@ def _load(model: str, count: int | None) -> list[DemoPrompt]:
 
 
 def _open(llm: dict[str, Any]) -> dict[str, list[LLM]]:
-    """Load the model in bf16 and in 4 bits, or in the dtype asked for: of each a plain engine and one that drafts."""
+    """Load the model in bf16 and in 4 bits, or in the requested dtype: of each a plain engine and one that drafts."""
 
     def pair(dtype: str) -> list[LLM]:
         plain = open_llm({**llm, "dtype": dtype, "drafter": "none"})
@@ -158,8 +158,11 @@ def _open(llm: dict[str, Any]) -> dict[str, list[LLM]]:
 
 
 def _fit(engines: list[LLM], prompts: list[DemoPrompt], repeats: int, limit: float) -> tuple[list[DemoPrompt], float]:
-    """Cut answers, then prompts, to what is compared within ``limit`` seconds, and return how long that takes: as the
-    first prompt's answers say, which are not counted, since memory is touched and costs are estimated in them."""
+    """Shorten answers, then prompts, until they are compared within ``limit`` seconds; return how long that takes.
+
+    The estimate is from the first prompt's answers, which are not counted, since memory is touched and costs are
+    estimated in them.
+    """
     tried = [ask(engine, [_token_ids(engine, prompts[0])], _params(prompts[0])) for engine in engines]
     a_token = sum(seconds / len(output.outputs[0].token_ids) for [output], seconds in tried)
     seconds = [max(SETTLE_S, repeats * a_token * prompt["max_tokens"]) for prompt in prompts]
@@ -173,9 +176,9 @@ def _fit(engines: list[LLM], prompts: list[DemoPrompt], repeats: int, limit: flo
 
 
 def _compare(engines: list[LLM], prompt: DemoPrompt, repeats: int) -> Comparison:
-    """All ways in turns, so that a slow moment of the machine falls on each.
+    """Compare all ways in turns, so that a slow moment of the machine affects each.
 
-    Short answers get more turns than asked for, since a few milliseconds say little. Every turn is asked as if it were
+    Short answers get more turns than requested, since a few milliseconds mean little. Every turn starts as if it were
     the first.
     """
     params, asked = _params(prompt), [_token_ids(engines[0], prompt)]
@@ -205,7 +208,7 @@ def _token_ids(model: LLM, prompt: DemoPrompt) -> list[int]:
 
 
 def _show_answer(console: Console, engines: list[LLM], done: list[Comparison]) -> None:
-    """The answer that drafting made faster than any other."""
+    """Show the answer that drafts made faster than any other."""
     best, side = max(((one, side) for one in done for side in range(len(one.ratios))), key=lambda o: o[0].ratios[o[1]])
     output = best.outputs[2 * side + 1]
     answer = output.outputs[0]
@@ -219,12 +222,12 @@ def _show_answer(console: Console, engines: list[LLM], done: list[Comparison]) -
 
 
 def _means(done: list[Comparison]) -> list[float]:
-    """Tokens a second of each way: geometric means over the prompts."""
+    """Return tokens a second of each way: geometric means over the prompts."""
     return [statistics.geometric_mean(rates) for rates in zip(*(one.rates for one in done), strict=True)]
 
 
 def _table(sides: Iterable[str], done: list[Comparison]) -> Table:
-    """Tokens a second of each prompt and way."""
+    """Return tokens a second of each prompt and way."""
     table = Table("tokens/s", box=None, header_style="bold")
     for way in (f"{side}\n{way}" for side in sides for way in ("plain", "speculative")):
         table.add_column(way, justify="right")

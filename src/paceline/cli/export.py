@@ -22,7 +22,7 @@ def export(
     verifier: Annotated[str, typer.Option(help="Name or folder of the target, which speculators' config has.")] = "",
     tokens: Annotated[int, typer.Option(min=1, max=64, help="Tokens drafted a step.")] = 3,
 ) -> None:
-    """Write an EAGLE head as another engine loads it, and say how it is served there.
+    """Write an EAGLE head as another engine loads it, and print the command that serves it there.
 
     What the engine cannot express, such as a choice of hot tokens, is refused.
 

@@ -136,7 +136,7 @@ def _prompts(prompts: list[str] | None, files: list[str] | None) -> list[str]:
 
 
 def _applications(asked: list[str], loaded: Mapping[str, str], count: int) -> list[str | None]:
-    """Which application answers each prompt; None: the base model."""
+    """Return which application answers each prompt; None: the base model."""
     if len(asked) <= 1:
         return [application_named(asked[0] if asked else None, loaded)] * count
     if len(asked) != count:
@@ -151,7 +151,7 @@ def _read(name: str) -> str:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
         return text.removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt-file {name}", f"cannot be read ({error})", "name a UTF-8 text file") from error
+        raise ConfigError(f"--prompt-file {name}", f"it cannot be read ({error})", "name a UTF-8 text file") from error
 
 
 def _check_shown(params: SamplingParams, as_json: bool) -> None:
@@ -203,12 +203,12 @@ def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Co
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:
-    """What ``--json`` prints for one prompt."""
+    """Return the object that ``--json`` prints for one prompt."""
     return {**_finite(dataclasses.asdict(output)), "stats": output.stats.as_dict()}
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for infinite numbers, which JSON does not have: an impossible token's log-probability."""
+    """Return the same with null for infinite numbers, which JSON lacks, as an impossible token's log-probability."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -49,7 +49,7 @@ def models(
 
 @app.command()
 def get(name: Annotated[str, typer.Argument(metavar="NAME", help="A model of the zoo: smollm2-135m.")]) -> None:
-    """Find the weights of a model that come apart from Paceline, check them, and say where they are.
+    """Find the weights of a model that are not part of Paceline, check them, and print where they are.
 
     They are looked for in an installed package, in the local cache ($PACELINE_WEIGHTS, else the user's), then on the
     hub.
@@ -67,7 +67,7 @@ def get(name: Annotated[str, typer.Argument(metavar="NAME", help="A model of the
 
 
 def _fetch(published: Published) -> str:
-    """Where the weights are, in words; those from the hub are fetched where they are not here."""
+    """Return where the weights are, in words; those from the hub are fetched where they are missing."""
     for place in published.files():
         if place.is_file():
             if not published.is_whole(place):

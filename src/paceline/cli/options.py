@@ -181,10 +181,10 @@ def _number_or_none(kind: type, text: Any) -> Any:
 
 
 def _kind(hint: Any, flag: str) -> tuple[Any, str | None, Callable[[Any], Any]]:
-    """What typer is to parse for a type hint, how to show it, and how Python's value is made of what it parsed.
+    """Return what typer parses for a type hint, how to show it, and how to convert it to Python's value.
 
-    Of a union the most general reading wins: a list (``str | list[str]`` is a flag that may be
-    repeated), then text (``int | str`` is parsed in Python, ``1GiB``), then numbers.
+    Of a union the most general reading wins: a list (``str | list[str]`` is a flag that may be repeated), then text
+    (``int | str`` is parsed in Python, ``1GiB``), then numbers.
     """
     choices = [choice for choice in alternatives(hint) if choice is not NoneType]
     for choice in choices:
@@ -208,7 +208,7 @@ def _numbers(flag: str, hint: Any, text: str) -> Any:
         return read_text(text, hint)
     except ValueError as error:
         asked = f"{flag} {text}"
-        raise ConfigError(asked, "not numbers with commas between", f"write {flag} 1,8") from error
+        raise ConfigError(asked, "it is not a list of numbers with commas between them", f"write {flag} 1,8") from error
 
 
 def _gathered(kind: type, parts: Collection[Any] | None) -> Any:
@@ -216,13 +216,13 @@ def _gathered(kind: type, parts: Collection[Any] | None) -> Any:
 
 
 def _biases(flag: str, pairs: list[str]) -> dict[int, float]:
-    """``["7=-2.5"]`` -> ``{7: -2.5}``: token ids and what belongs to them."""
+    """Convert ``["7=-2.5"]`` to ``{7: -2.5}``: token ids and their values."""
     try:
         return {int(key): float(value) for key, value in (pair.split("=", 1) for pair in pairs)}
     except ValueError as error:
         asked = f"{flag} {' '.join(pairs)}"
         raise ConfigError(
-            asked, "not of the form KEY=VALUE", f"write a token id and a number: {flag} 7=-2.5"
+            asked, "it does not have the form KEY=VALUE", f"write a token id and a number: {flag} 7=-2.5"
         ) from error
 
 

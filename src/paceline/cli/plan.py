@@ -74,7 +74,7 @@ def plan(
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
     The model is a roofline: a pass takes as long as its arithmetic or its reads, whichever takes longer
-    (docs/planning.md). How often drafts are accepted is known of pairs that were measured, else assumed, and said;
+    (docs/planning.md). The acceptance of drafts is that of measured pairs, else an assumption, which is marked;
     --tau takes your own.
 
     Examples:
@@ -107,7 +107,7 @@ def plan(
 
 
 def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
-    """What ``--tau`` says of drafters: ``spire=3.4``, or ``spire=3.4@8`` of drafts of 8 tokens.
+    """Return the acceptance that ``--tau`` sets: ``spire=3.4``, or ``spire=3.4@8`` of drafts of 8 tokens.
 
     Raises:
         ConfigError: an unknown drafter, or no number.
@@ -123,13 +123,13 @@ def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
             tokens, levels = 0.0, 0
         if levels < 1:
             remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
-            raise ConfigError(asked, "not a number of tokens a round", remedy)
+            raise ConfigError(asked, "it is not a number of tokens a round", remedy)
         found[name] = Acceptance(accept=accept_of(tokens, levels), source=asked)
     return found
 
 
 def resolve(text: str) -> ModelSizes:
-    """The sizes of what ``--target`` or ``--draft`` names.
+    """Return the sizes of the model that ``--target`` or ``--draft`` names.
 
     Raises:
         ConfigError: no such model (it lists those that there are), or a config that cannot be used.
@@ -152,12 +152,12 @@ def _from_files(name: str) -> ModelSizes | None:
 
 
 def _draft_name(target: str, draft: str | None) -> str | None:
-    """What is named, or the zoo's draft for its target."""
+    """Return the named draft model, or the zoo's draft for its target."""
     return draft or next((entry.name for entry in zoo.trained_for(target) if entry.role == "draft"), None)
 
 
 def _runnable(text: str) -> str | None:
-    """What ``--model`` takes for this model; None: there are no weights of it."""
+    """Return the value of ``--model`` for this model; None: there are no weights of it."""
     known, path = models.named(text), Path(text)
     if known is not None:
         return known.hub or None
@@ -165,13 +165,13 @@ def _runnable(text: str) -> str | None:
 
 
 def _bytes(flag: str, text: str) -> float:
-    """Bytes of a number of that type."""
+    """Return the bytes of a number of that type."""
     if text in BYTES:
         return BYTES[text]
     try:
         value = float(text)
     except ValueError as error:
-        raise ConfigError(f"{flag} {text}", "it is no type and no number of bytes", f"use {STORED}") from error
+        raise ConfigError(f"{flag} {text}", "it is not a type or a number of bytes", f"use {STORED}") from error
     if not 0 < value <= 8:
         raise ConfigError(f"{flag} {text}", "a number takes more than 0 bytes, and 8 at most", f"use {STORED}")
     return value

@@ -30,7 +30,7 @@ DTYPES = {None: None, 2.0: "bfloat16", 1.0: "int8", 4.0: "float32"}  # bytes of 
 SUFFIXES = (".svg", ".png")
 MOST_BATCH = 2**40  # beyond it nothing changes
 LEAST_BATCH, LEAST_CONTEXT = 256, 8192  # where plots end at least
-DEAR = 1.05  # a verification that costs more plain passes than this is said to
+DEAR = 1.05  # a verification that costs more plain passes than this is reported to
 ADVICE = {  # where a drafter's weights are missing
     "streams": "train a set of streams (paceline train streams)",
     "spire": "train a draft (paceline train spire)",
@@ -43,7 +43,7 @@ HowToRun = tuple[str | None, str | None]  # the command that would measure a dra
 
 
 def show(question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[HowToRun], target: str | None) -> None:
-    """The table, what was assumed, and how to run each drafter."""
+    """Print the table, the assumptions, and how to run each drafter."""
     console = stdout()
     console.print(_title(question), style="bold", markup=False)
     console.print(_table(question, ranked))
@@ -84,7 +84,7 @@ def unpredicted(target: str | None) -> list[str]:
 
 
 def _show_acceptance(ranked: Sequence[RankedDrafter]) -> None:
-    """A token's chance and where it is from: what is known of the very pair, and what is assumed of it."""
+    """Print a token's acceptance and its source: measured for this pair, or assumed."""
     console, known = stdout(), [(made.drafter, made.acceptance) for made in ranked if made.acceptance is not None]
     for own, title in (
         (True, "acceptance of this very pair (a token's chance; --tau DRAFTER=T changes it):"),
@@ -112,7 +112,7 @@ def _table(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> Table:
 
 
 def wide_table(head: Sequence[str], words: Sequence[str]) -> Table:
-    """An empty table; the columns of words are on the left, figures on the right."""
+    """Return an empty table; columns of words are on the left, figures on the right."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in head:
         table.add_column(name, justify="left" if name in words else "right", overflow="fold")
@@ -120,7 +120,7 @@ def wide_table(head: Sequence[str], words: Sequence[str]) -> Table:
 
 
 def reason(q: PlanRequest, made: RankedDrafter) -> str:
-    """Why a drafter is worth what it is, in words."""
+    """Return why a drafter has its value, in words."""
     bound, took = f"{_bound(q, 1)}-bound", made.round
     if made.drafter == PLAIN:
         return bound
@@ -139,18 +139,18 @@ def reason(q: PlanRequest, made: RankedDrafter) -> str:
 
 
 def _bound(q: PlanRequest, rows: int) -> str:
-    """What limits a target pass."""
+    """Return what limits a target pass."""
     cost = pass_cost(q.network(q.target), math.ceil(q.batch / q.stages), q.context, rows)
     return cost.bound(q.machine.hoi).removesuffix("s")
 
 
 def devices_needed(q: PlanRequest, made: RankedDrafter) -> int:
-    """The fewest devices whose memory holds target and draft."""
+    """Return the fewest devices whose memory holds target and draft."""
     return max(1, math.ceil(made.holds / q.machine.memory))
 
 
 def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
-    """Memory, and from where on verification is compute-bound."""
+    """Return remarks on memory, and on the batch from which verification is compute-bound."""
     best = ranked[0]
     holds, have = best.holds, q.machine.memory * q.all_devices
     needed = devices_needed(q, best)
@@ -164,7 +164,7 @@ def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
 
 
 def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) -> int | None:
-    """The smallest batch for which a pass is compute-bound (B_crit of SPIRe, section 4); None: there is none.
+    """Return the smallest batch for which a pass is compute-bound (B_crit of SPIRe, section 4); None: there is none.
 
     Beyond it a larger batch adds latency and no throughput. The intensity rises with the batch, since weights are
     shared and K/V is not.
@@ -175,7 +175,7 @@ def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) 
 
 
 def how_to_run(question: PlanRequest, made: RankedDrafter, target: str | None, draft: str | None) -> HowToRun:
-    """The command that would measure a drafter, or what is missing for that.
+    """Return the command that would measure a drafter, or what is missing for that.
 
     Args:
         target, draft: the models' names on the command line; None: there are no weights.
@@ -190,7 +190,7 @@ def how_to_run(question: PlanRequest, made: RankedDrafter, target: str | None, d
 
 
 def _missing(q: PlanRequest, made: RankedDrafter, target: bool, weights: bool) -> str | None:
-    """Why this engine cannot run it as it is now; None: it can."""
+    """Return why this engine cannot run it now; None: it can."""
     kv = 4.0 if q.weight_bytes == 4.0 else 2.0
     reasons = {
         "there are no weights of this model": not target,
@@ -206,11 +206,11 @@ def _missing(q: PlanRequest, made: RankedDrafter, target: bool, weights: bool) -
 
 
 def _method(q: PlanRequest, made: RankedDrafter, weights: str | None) -> str:
-    """As ``--method`` has it."""
+    """Return the value of ``--method``."""
     depth = f"depth={made.depth}"
     options = {
         "streams": "chain=true",
-        # The widest level first and one child each behind it.
+        # The widest level first and one child each after it.
         "draft_model": "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)]) if made.width > 1 else "",
     }
     if made.drafter == "magicdec":
@@ -219,21 +219,21 @@ def _method(q: PlanRequest, made: RankedDrafter, weights: str | None) -> str:
 
 
 def _weights(made: RankedDrafter, target: str | None, draft: str | None) -> str | None:
-    """The draft model's name, or the zoo's trained weights; None: there are none; empty: it needs none."""
+    """Return the draft model's name, or the zoo's trained weights; None: there are none; empty: it needs none."""
     if made.drafter == "draft_model":
         return draft
     return zoo.weights(made.drafter, target or "") if made.drafter in ADVICE else ""
 
 
 def draw(question: PlanRequest, file: Path) -> Path:
-    """Multipliers by batch at this context, and by context at this batch, each drafter at its best.
+    """Draw multipliers by batch at this context, and by context at this batch, each drafter at its best.
 
     Raises:
         ConfigError: another kind of file, or one that cannot be written.
         CapabilityError: there is no matplotlib.
     """
     if file.suffix not in SUFFIXES:
-        raise ConfigError(f"--plot {file}", "not a picture that can be written", f"end it in {' or '.join(SUFFIXES)}")
+        raise ConfigError(f"--plot {file}", "it is not a kind of picture", f"end it in {' or '.join(SUFFIXES)}")
     batches = _powers(max(LEAST_BATCH, 2 * question.batch))
     longest = min(question.drafting.max_position, question.target.max_position)
     contexts = [n for n in _powers(min(longest, max(LEAST_CONTEXT, 2 * question.context))) if n >= 64]
@@ -249,7 +249,7 @@ def _powers(last: int) -> list[int]:
 
 
 def _draw_ratios(axis: Axes, question: PlanRequest, name: str, values: Sequence[int], title: str) -> None:
-    """A line for each drafter at its best; a broken one is plain decoding."""
+    """Draw a line for each drafter at its best; a broken one is plain decoding."""
     changes: list[dict[str, Any]] = [{name: value} for value in values]
     found = [{made.drafter: made.multiplier for made in rank(replace(question, **change))} for change in changes]
     for place, drafter in enumerate(sorted(DRAFTERS)):

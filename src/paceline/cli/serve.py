@@ -38,7 +38,7 @@ def serve(
 ) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's APIs.
 
-    The engine runs in a process of its own; where that dies or hangs, it is started again and streams go on. Ctrl-C
+    The engine runs in a process of its own; where that dies or hangs, it is started again and streams continue. Ctrl-C
     ends the server, SIGTERM lets requests in flight end first.
 
     Examples:
@@ -74,7 +74,7 @@ def _require_packages() -> None:
 def _serve_replicas(config: ServeConfig, llm: dict[str, Any]) -> None:
     if llm["cluster"] is None:
         asked = f"--replicas {config.replicas}"
-        raise ConfigError(asked, "no cluster is named", "say --cluster auto (docs/serving.md says how to have one)")
+        raise ConfigError(asked, "no cluster is named", "add --cluster auto (see docs/cluster.md)")
     options = vars(LLMOptions(**llm))
     from ..serve import replicas
 

@@ -37,12 +37,12 @@ def open_llm(options: dict[str, Any], sequences: int | None = None) -> LLM:
     with waiting(f"loading {model}"):
         llm = LLM(**options)
     if llm.tokenizer is None:
-        raise CapabilityError(f"--model {model}", "it has no tokenizer, so text means nothing to it", "add its files")
+        raise CapabilityError(f"--model {model}", "it has no tokenizer, so it cannot read text", "add its files")
     return llm
 
 
 def application_named(asked: str | None, loaded: Collection[str]) -> str | None:
-    """The application that ``--as`` means: by default the only one that is loaded, else the base model.
+    """Return the application that ``--as`` names: by default the only one that is loaded, else the base model.
 
     Raises:
         ConfigError: several are loaded and none was chosen, or another one was.
@@ -50,7 +50,7 @@ def application_named(asked: str | None, loaded: Collection[str]) -> str | None:
     known = ", ".join([*sorted(loaded), BASE])
     if asked is None:
         if len(loaded) > 1:
-            raise ConfigError(f"{len(loaded)} applications", "it is not said which one answers", f"add --as: {known}")
+            raise ConfigError(f"{len(loaded)} applications", "none was chosen", f"add --as: {known}")
         return next(iter(loaded), None)
     if asked == BASE:
         return None
@@ -67,13 +67,13 @@ CHAT_SHOWN = {
 
 
 def chosen(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling options that the user gave, and those that belong to no model."""
+    """Return the sampling options that the user set, and those that belong to no model."""
     return {name: value for name, value in params.items() if value is not None or name not in SAMPLED}
 
 
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; the function it gives takes how many are done. No terminal, no bar."""
+    """Show a bar on stderr, where that is a terminal; yield a function of how many are done."""
     with steps() as tell:
         tell(what, 0, total)
         yield lambda done: tell(what, done, total)
@@ -81,7 +81,7 @@ def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def steps() -> Iterator[Callable[[str, int, int], None]]:
-    """The same for several things in turn; the function it gives takes what, how many are done, and of how many."""
+    """Show a bar for several things in turn; yield a function of what, how many are done, and of how many."""
     console = stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -96,7 +96,7 @@ def steps() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def painted(console: Console, model: LLM, chunks: Iterator[Any], params: SamplingParams) -> Iterator[Any]:
-    """The chunks as they come, printed in colour; a spinner until the first one is there (long prompts take time)."""
+    """Print chunks in colour as they come; show a spinner until the first one, since long prompts take time."""
     with waiting("reading the prompt"):
         first = next(chunks, None)
     painter = None

@@ -62,13 +62,13 @@ app = typer.Typer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where a run's parts are, how it is watched, and the packed rows of one that no recipe file describes."""
+    """Files of a run, how it is watched, and the packed rows of a run without a recipe file."""
 
-    out: str = option(help="Checkpoint, log and result; an unfinished run there goes on.", metavar="DIR")
+    out: str = option(help="Checkpoint, log and result; an unfinished run there continues.", metavar="DIR")
     target: str | None = option(None, help="What it is trained for: zoo name, folder or hub name.", metavar="MODEL")
     init: str | None = option(None, help="Checkpoint to start from.", metavar="MODEL")
-    stop_after: int | None = option(None, help="Stop here, with a checkpoint, and go on later.", metavar="STEPS")
-    tensorboard: bool = option(True, help="Write a TensorBoard log beside log.jsonl.")
+    stop_after: int | None = option(None, help="Stop here, with a checkpoint, and continue later.", metavar="STEPS")
+    tensorboard: bool = option(True, help="Write a TensorBoard log next to log.jsonl.")
     cache: str | None = option(
         None, help="Folder for the target's likeliest tokens (top), and states; later runs read it.", metavar="DIR"
     )
@@ -80,18 +80,18 @@ class RunConfig:
         check(self)
 
     def places(self) -> dict[str, Any]:
-        """By fields of `TrainingJob`.
+        """Return paths by fields of `TrainingJob`.
 
         Raises:
             ConfigError: no target, or no model of a name.
         """
         if self.target is None:
-            raise ConfigError("paceline train", "it trains something for a target", "give --target MODEL")
+            raise ConfigError("paceline train", "no target is named", "give --target MODEL")
         folders = {name: resolve_folder(at) if (at := getattr(self, name)) else None for name in ("target", "init")}
         return {"out": Path(self.out), "cache": None if self.cache is None else Path(self.cache), **folders}
 
 
-ROWS = ("rows", "length", "prompt_weight")  # what a recipe file says itself
+ROWS = ("rows", "length", "prompt_weight")  # the options of a recipe file
 
 
 def _command(name: str, kind: RecipeKind) -> None:
@@ -130,7 +130,7 @@ def _command(name: str, kind: RecipeKind) -> None:
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What was left out keeps its default."""
+    """Return the options that were set; the others keep their defaults."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -152,14 +152,14 @@ def file(
 
 
 def _source(text: str) -> SourceSpec:
-    """``FILE`` or ``FILE=WEIGHT``."""
+    """Parse ``FILE`` or ``FILE=WEIGHT``."""
     name, _, weight = text.rpartition("=")
     if not name:
         return SourceSpec(file=text, weight=_size(text))
     try:
         return SourceSpec(file=name, weight=float(weight))
     except ValueError as error:
-        raise ConfigError(f"--data {text}", "the weight is no number", "write FILE or FILE=0.5") from error
+        raise ConfigError(f"--data {text}", "the weight is not a number", "write FILE or FILE=0.5") from error
 
 
 def _size(text: str) -> float:
@@ -194,7 +194,7 @@ def _train(job: TrainingJob, asked: RunConfig) -> None:
 def answers(
     target: Annotated[str, typer.Option(metavar="MODEL", help="The model that answers.")],
     data: Annotated[list[str], typer.Option(metavar="FILE", help="Prompts to answer; repeat it for several.")],
-    out: Annotated[str, typer.Option(metavar="FILE.jsonl", help="Where the answers go; what is there is kept.")],
+    out: Annotated[str, typer.Option(metavar="FILE.jsonl", help="Where answers go; existing ones are kept.")],
     batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 64,
     *,
     config: dict[str, Any],
@@ -226,7 +226,7 @@ def answers(
 
 
 def _answer_file(out: str) -> Path:
-    """Where answers go; its folder is there afterwards."""
+    """Return where answers are written, after making its folder."""
     path = Path(out)
     if path.suffix != ".jsonl":
         raise ConfigError(f"--out {out}", "answers are JSON lines", "name a file that ends in .jsonl")

@@ -1,4 +1,4 @@
-"""What a training run shows while it goes on: a bar on the terminal, and TensorBoard's event file."""
+"""Progress of a training run: a bar on the terminal, and TensorBoard's event file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Bar:
 
 
 class EventFile:
-    """TensorBoard's event file; it is opened with the first figures, so that a mistake leaves none behind.
+    """TensorBoard's event file; it is opened with the first figures, so that a mistake leaves no file.
 
     Args:
         open_writer: gives TensorBoard's writer.
@@ -59,11 +59,11 @@ class EventFile:
         self._writer: Any = None
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Every figure of the step."""
+        """Write every figure of the step."""
         self._write("train", step, figures)
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Held-out figures."""
+        """Write held-out figures."""
         self._write("held_out", step, figures)
 
     def _write(self, part: str, step: int, figures: Mapping[str, float]) -> None:
@@ -78,7 +78,7 @@ class EventFile:
 
 
 def event_file(out: Path) -> list[EventFile]:
-    """The watcher that writes ``out/tensorboard``; none, and a note, where the package is missing."""
+    """Return the watcher that writes ``out/tensorboard``; none, and a note, where the package is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

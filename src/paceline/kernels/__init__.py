@@ -35,7 +35,6 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,21 +104,12 @@ def _load() -> tuple[Any, str | None]:
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0"
     try:
-        found = declared(opened(SOURCE))
+        found = abi.declared(opened(SOURCE), "\n".join(_texts(SOURCE)))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         log.warning("no compiled kernels, torch's are used: %s", error)
         return None, str(error)
     found.isa = found.pl_init(AMX)
     return found, None
-
-
-def declared(found: ctypes.CDLL) -> Any:
-    """Return the functions of the library.
-
-    Raises:
-        RuntimeError: it lacks one, or has other structs.
-    """
-    return abi.declared(found, "\n".join(_texts(SOURCE)))
 
 
 def opened(source: Path) -> ctypes.CDLL:
@@ -184,10 +174,9 @@ def _digest(parts: Iterable[str]) -> str:
 @cache
 def _processor() -> set[str]:
     """Return the instructions that Linux reports for this processor; none on another system."""
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[2:])
-    return set()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[2:])
 
 
 def _flags_of(level: str) -> list[str]:

@@ -19,7 +19,7 @@ from ..core.errors import PoolFullError
 
 ContentKey = tuple[int, tuple[int, ...]]  # (content id of the previous block, this block's tokens)
 
-ROOT_CONTENT = 0  # what stands before the first block of every sequence
+ROOT_CONTENT = 0  # content before the first block of every sequence
 
 
 class BlockAllocator:

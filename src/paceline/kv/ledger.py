@@ -1,4 +1,4 @@
-"""The ledger of K/V slots: who holds which, and what is committed. K and V themselves lie in stores, one a process.
+"""The ledger of K/V slots: the sequence that holds each, and what is committed. K and V lie in stores, one a process.
 
     a sequence's logical positions
 
@@ -9,7 +9,7 @@
 
 `reserve` opens the region for a pass. `commit` keeps some of its rows (a longer committed length for a chain, a
 compaction for a tree) and drops the others; `settle` lets rows stay while fewer are committed, for subtrees that were
-computed ahead. With several passes in flight, `enter` says that a pass has begun: what is reserved then lies behind it.
+computed ahead. With several passes in flight, `enter` says that a pass has begun: rows reserved then follow it.
 
 Rows are moved by `settle` and `commit` alone. A store in another process learns of that in the order of the passes, so
 that a pass that was sent before a move has written its rows before they are moved; until then pruned rows are dropped
@@ -37,7 +37,7 @@ class SlotStore(Protocol):
     """Storage of K and V for the slots: in this process, in others, or in several."""
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy K and V of every layer, all reads before the first write, behind all passes begun before."""
+        """Copy K and V of every layer, all reads before the first write, after all passes begun before."""
         ...
 
 
@@ -228,8 +228,8 @@ class SequenceCache:
     shareable: int | None = None  # leading tokens whose blocks others may use; None: all
     blocks: list[int] = field(default_factory=list)
     committed: int = 0  # tokens whose K/V is kept
-    reserved: int = 0  # rows of the speculative region behind ``front``
-    front: int = 0  # where the next pass begins: behind committed tokens and rows that are not settled yet
+    reserved: int = 0  # rows of the speculative region after ``front``
+    front: int = 0  # where the next pass begins: after committed tokens and rows that are not settled yet
     reused: int = 0  # tokens found in the pool when the sequence was opened
     _contiguous: bool = True
     _slots: Tensor | None = None  # [capacity] int64, built when the blocks are not contiguous
@@ -294,7 +294,7 @@ class SequenceCache:
         return True
 
     def reserve(self, rows: int) -> None:
-        """Open the speculative region for a pass: ``rows`` rows behind the committed ones and those ahead.
+        """Open the speculative region for a pass: ``rows`` rows after the committed ones and those ahead.
 
         Raises:
             PoolFullError: not enough free blocks; nothing was changed.
@@ -340,7 +340,7 @@ class SequenceCache:
         self.front, self.reserved = self.committed, 0
 
     def trim(self) -> None:
-        """Give back blocks behind the reserved region (memory is short)."""
+        """Return blocks after the reserved region (memory is short)."""
         needed = -(-(self.front + self.reserved) // self.pool.block_size)
         while len(self.blocks) > needed:
             self.pool.allocator.free(self.blocks.pop())
@@ -376,7 +376,7 @@ class SequenceCache:
             self._published += 1
 
     def detach(self) -> None:
-        """Forget all blocks without giving them back: the pool starts anew."""
+        """Drop all blocks without returning them: the pool starts again."""
         self.blocks = []
         self.committed = self.front = self.reserved = 0
 

@@ -3,7 +3,7 @@
     slots of a text    0 .. sinks - 1 | sinks .. sinks + window + spare - 1
     positions          the same       | sinks + (position - sinks) modulo (window + spare)
 
-A position takes the slot of the one that is window + spare tokens older, which no row behind the window sees any more.
+A position takes the slot of the one that is window + spare tokens older, which no row after the window sees any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RingCache:
 
     Args:
         cache_shape: layers, K/V heads and a head's width.
-        view: what rows see.
+        view: the tokens that rows see.
         spare: slots beyond the window, for tokens that are drafted.
     """
 

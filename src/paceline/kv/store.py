@@ -1,4 +1,4 @@
-"""K and V themselves: the tensors of one process, by slot. Who holds a slot is the ledger's business."""
+"""K and V themselves: the tensors of one process, by slot. The ledger decides which sequence holds a slot."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class PoolView:
 
     Positions are those within the view, without the gap. Rotary attention knows differences of positions alone, so the
     window's keys stay as they lie in the pool, and the sinks' are turned on by the gap. These are copies in scratch
-    slots: what belongs to a text is only read. ``positions`` are as many as a text may have.
+    slots: the text's own are only read. ``positions`` are as many as a text may have.
     """
 
     def __init__(

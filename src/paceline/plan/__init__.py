@@ -1,1 +1,1 @@
-"""What speculation is worth on a machine, said before anyone rents it: throughput, latency, pipelines, plans."""
+"""Predict what speculation is worth on a machine: throughput, latency, pipelines, plans."""

@@ -20,7 +20,7 @@ class Machine:
     memory: float = option(help="bytes of its memory", above=0)
     link: float = option(0.0, help="to the other devices, bytes/s in one direction; 0: there is no link", minimum=0)
     cores: int = option(0, help="cores of the processor, where that computes; 0: another kind of device", minimum=0)
-    device: str = option("", help="cuda or cpu: what this engine calls it; empty: it does not run there")
+    device: str = option("", help="cuda or cpu: this engine's name for it; empty: it does not run there")
     about: str = option("", help="full name of the device")
     source: str = option("", help="where the figures are published")
 
@@ -43,7 +43,7 @@ def machine(name: str) -> Machine:
     """Return the machine of that name.
 
     Raises:
-        ConfigError: there is none; it says which there are.
+        ConfigError: there is none; the message lists them.
     """
     found = machines().get(name)
     if found is None:

@@ -42,7 +42,7 @@ class PlanRequest:
     stages: int = option(1, help="groups of devices, each with a part of the layers (pipeline parallel)", minimum=1)
     window: int | None = option(
         None,
-        help="keys that a sparse draft sees beside the sink: 1 or more; none: the measured pair's, else an eighth of "
+        help="keys that a sparse draft sees besides the sink: 1 or more; none: the measured pair's, else an eighth of "
         "the context",
         minimum=1,
     )

@@ -163,7 +163,7 @@ def round_of(
     """Return a round whose passes over so many rows a sequence cost ``each(network, rows)``.
 
     Args:
-        draft: what drafts, in one pass a level; None: a drafter without a network.
+        draft: the draft model, in one pass a level; None: a drafter without a network.
         depth: tokens of a chain (the paper's k); 0 is plain decoding.
         width: chains of a draft, which begin with the likeliest first tokens.
         rows: of a sequence in the verifying pass; default: the root and the draft.

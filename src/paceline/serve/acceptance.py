@@ -1,4 +1,4 @@
-"""What answers say of their speculation: counts in vLLM's shape, of each token its source, of each step its tree."""
+"""Speculation in answers: counts in vLLM's shape, the source of each token, the tree of each step."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _acceptance(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_shown(into: dict[str, Any], wanted: bool | SpeculationChoice | None, piece: SampleUpdate) -> None:
-    """Add to an answer where a piece's tokens come from, as far as the request asks for that.
+    """Add to an answer the sources of a piece's tokens, where the request sets ``provenance`` or ``trace``.
 
     ``provenance``: of each token its text, who drafted it (null: it is the target's own choice) and how deep in the
     draft it was. ``trace``: of each step the tree, the accepted path, what the budget chose, and times.

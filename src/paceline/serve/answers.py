@@ -34,7 +34,7 @@ class Reply:
         self.answers, self.answer, self.streams = answers, answers[0], False
 
     def begin(self) -> Iterable[Event]:
-        """Yield the events before anything has come."""
+        """Return the events that precede all pieces."""
         return ()
 
     def take(self, place: int, delta: Delta) -> Iterable[Event]:
@@ -42,7 +42,7 @@ class Reply:
         raise NotImplementedError
 
     def end(self) -> Iterable[Event]:
-        """Yield the events after everything has come."""
+        """Return the events that follow all pieces."""
         return ()
 
     def failed(self, error: APIError) -> Event:
@@ -62,7 +62,7 @@ class Reply:
         return json_response(self.whole())
 
     async def _follow(self, take: Callable[[int, list[Delta]], object]) -> None:
-        """Have what comes of each answer taken, with its place; one that fails ends the others."""
+        """Take the pieces of each answer, with its place; one that fails ends the others."""
         with ExitStack() as all_of_them:
             for answer in self.answers:
                 all_of_them.callback(answer.abort)
@@ -127,7 +127,7 @@ class Choices(Reply):
                 _merge(self.choices[part["index"]], part)
 
     def end(self) -> Iterable[Event]:
-        """Yield the usage, where it is asked for."""
+        """Yield the usage, where it is requested."""
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**self._head, "object": self._names[1], "choices": [], **self._ends()}
 
@@ -140,7 +140,7 @@ class Choices(Reply):
         return {"usage": usage(self.answers)} | (self.answer.ends() if len(self.answers) == 1 else {})
 
     def _prompt(self, place: int) -> dict[str, Any]:
-        """Return what the request asks of a prompt: its ids, and at the end its log-probabilities."""
+        """Return what the request needs of a prompt: its ids, and at the end its log-probabilities."""
         answer = self.answers[place]
         found: dict[str, Any] = {"prompt_token_ids": answer.asked.ids} if self._body.return_token_ids else {}
         if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:

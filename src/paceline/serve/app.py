@@ -32,7 +32,7 @@ from .responses import ResponsesRequest, responses
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger(__name__)
-# What is posted: by path, the form of the body and what answers it.
+# Paths of POST: the form of the body and the function that answers it.
 POSTS: dict[str, tuple[type[BaseModel], Callable[[Server, Any], Awaitable[Response]]]] = {
     "/v1/chat/completions": (ChatRequest, chat),
     "/v1/completions": (CompletionRequest, completions),
@@ -140,5 +140,5 @@ async def _refused(request: Request, error: Exception) -> Response:
         error = APIError(error.status_code, words.get(error.status_code, str(error.detail)))
     elif not isinstance(error, APIError):
         log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
-        error = APIError(500, "the server failed at this request; its log says more")
+        error = APIError(500, "the server failed at this request; see its log")
     return error.response(request.scope["path"])

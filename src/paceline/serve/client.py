@@ -1,7 +1,7 @@
 """`EngineClient`: an engine in a process of its own, on an event loop.
 
 The engine is watched, and started again where it died or hangs. Seed and position decide every token, so its successor
-gets the tokens that an answer has, and continues after them: a stream goes on with the same tokens.
+gets the tokens that an answer has, and continues after them: a stream continues with the same tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.25  # between two looks at an engine that is well
 START_WATCH_S = 0.05  # and at one that starts
 LEAST_S = 1e-3  # of a deadline that has passed meanwhile
-SPARE_S = 2.0  # that an engine is ready before a spare process gets ready beside it
+SPARE_S = 2.0  # that an engine is ready before a spare process gets ready next to it
 STUCK_S = 60.0  # at one step, after which an engine is taken to hang
 # Without one of the beats, of which six come in `silent_s`, an engine is dead; a pass, however long, does not hold them
 # up. One that was well for `healthy_s` is started again at once.
@@ -377,7 +377,7 @@ class EngineClient:
                 messages.send(one.resumed())
 
     def _lost(self) -> None:
-        self._worker.lost()  # it says why
+        self._worker.lost()  # the error names the cause
         self._detach()
 
     def _detach(self) -> None:

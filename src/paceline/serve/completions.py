@@ -54,7 +54,7 @@ class _CompletionReply(Choices):
         self._echoes = [text for text in texts for _ in range(self.samples)]  # of each choice
         self._logprobs, self._echo, self._texts = body.logprobs, body.echo, server.texts
         self._special = {*server.texts.special.values()}  # tokens without text
-        # Characters so far, for ``text_offset``: with log-probabilities an echo's tokens are told at the end.
+        # Characters so far, for ``text_offset``: with log-probabilities an echo's tokens come at the end.
         self._offsets = [*map(len, self._echoes)]
         self._begun: set[int] = set()  # choices of which something has come
 

@@ -25,7 +25,7 @@ class ServeConfig:
     port: int = option(8000, help="port to listen at; 0: any free one", minimum=0, maximum=65535)
     replicas: int | None = option(
         None,
-        help="several servers behind the address, each with a model of its own, by Ray Serve on the hosts of --cluster "
+        help="several servers at the address, each with a model of its own, by Ray Serve on the hosts of --cluster "
         "(docs/serving.md); none: this process is the server",
         minimum=1,
     )
@@ -38,9 +38,9 @@ class ServeConfig:
     api_key_file: str | None = option(
         None, help=f"file with one key a line that only you may read; or {KEYS_VARIABLE}, keys with commas between"
     )
-    no_keys: bool = option(False, help="let everybody who reaches the address ask", flag="--no-keys")
+    no_keys: bool = option(False, help="accept requests from everybody who reaches the address", flag="--no-keys")
     allowed_hosts: list[str] | None = option(
-        None, help="a name that clients may call this server by, beside localhost and its address; repeat it"
+        None, help="a name that clients may call this server by, next to localhost and its address; repeat it"
     )
     chat_template: str | None = option(
         None,
@@ -70,7 +70,7 @@ class ServeConfig:
         self.template()
         if self.max_replicas is not None and self.max_replicas < (self.replicas or self.max_replicas + 1):
             least = f"it needs --replicas with a number up to {self.max_replicas}"
-            raise ConfigError(f"--max-replicas {self.max_replicas}", least, "give one, and --cluster")
+            raise ConfigError(f"--max-replicas {self.max_replicas}", least, "add --replicas and --cluster")
 
     def template(self) -> str | None:
         """Return the configured chat template.
@@ -118,7 +118,7 @@ class ServeConfig:
         if self.api_key_file is not None:
             found += _keys_of(Path(self.api_key_file))
         if not found and not self.no_keys and not _own(self.host):
-            remedy = f"give --api-key-file, set {KEYS_VARIABLE}, or say --no-keys"
+            remedy = f"give --api-key-file, set {KEYS_VARIABLE}, or add --no-keys"
             raise ConfigError(f"--host {self.host}", "others can reach it, and there are no keys", remedy)
         return [] if self.no_keys else found
 

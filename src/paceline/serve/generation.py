@@ -68,7 +68,7 @@ class Server:
             APIError: it is not known yet.
         """
         if self.client.description is None:
-            raise APIError(503, "the engine is being loaded", code="loading")
+            raise APIError(503, "the engine is loading: try again in a few seconds", code="loading")
         return self.client.description
 
     @property
@@ -225,9 +225,9 @@ async def begin(
     """
     begun, config, described = time.monotonic(), server.config, server.described
     if server.draining:
-        raise APIError(503, "the server is about to end and takes no requests", code="draining")
+        raise APIError(503, "the server is shutting down: use another one", code="draining")
     if server.client.num_open >= config.max_open:
-        raise APIError(429, f"{config.max_open} requests are in flight, and no more fit", code="queue_full")
+        raise APIError(429, f"{config.max_open} requests are in flight: try again later", code="queue_full")
     if len(ids) >= described.max_model_len:
         room = described.max_model_len
         message = f"this model's context is {room} tokens, and the prompt has {len(ids)}: shorten it"

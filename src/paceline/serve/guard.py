@@ -23,9 +23,9 @@ class Guard:
     Host header tells.
 
     Args:
-        app: what is guarded.
+        app: the guarded application.
         config: names of this server.
-        keys: of which a request must have one; empty: none is asked for.
+        keys: of which a request must have one; empty: none is needed.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig, keys: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        too_large, size = APIError(413, f"the body may have {MAX_BODY_BYTES} bytes"), 0
+        too_large, size = APIError(413, f"the body is too large: send at most {MAX_BODY_BYTES} bytes"), 0
 
         async def bounded() -> Message:
             nonlocal size
@@ -69,7 +69,7 @@ class Guard:
         except ValueError:
             pass
         if name.lower() not in self._hosts:
-            remedy = "ask it by its address, or start it with --allowed-hosts"
+            remedy = "use its address, or start it with --allowed-hosts"
             raise APIError(400, f"this server is not called {name[:100]!r}: {remedy}", code="host_not_allowed")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
@@ -78,4 +78,4 @@ class Guard:
         bearer = headers.get(b"authorization", b"")
         given = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
         if not [key for key in self._keys if hmac.compare_digest(key, given)]:  # each is compared: constant time
-            raise APIError(401, "no key, or a wrong one: send authorization: Bearer KEY", code="invalid_api_key")
+            raise APIError(401, "the key is missing or wrong: send authorization: Bearer KEY", code="invalid_api_key")

@@ -24,7 +24,7 @@ KEEP_ALIVE_S = 15.0  # without an event, after which a stream sends a comment
 
 
 class APIError(Exception):
-    """An answer that says what is wrong."""
+    """An answer with an error."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -69,14 +69,14 @@ async def read(request: Request, kind: type[M], seconds: float = BODY_S) -> M:
     except TimeoutError as error:
         raise APIError(408, f"the body did not come within {seconds:g} s") from error
     except asyncio.CancelledError as error:
-        raise APIError(503, "the server ends", code="draining") from error
+        raise APIError(503, "the server is shutting down", code="draining") from error
     return checked(kind, body)
 
 
 def _refusal(error: ValidationError) -> APIError:
     """Describe the first error in a body; of several accepted forms, compare with the nearest one."""
     fault = max(error.errors(include_url=False, include_input=False), key=lambda found: len(found["loc"]))
-    forms = ("function-", "list[", "str", "int")  # of a field that has several, beside classes' names
+    forms = ("function-", "list[", "str", "int")  # of a field that has several, next to classes' names
     place = [part for part in map(str, fault["loc"]) if not part.startswith(forms) and not part[:1].isupper()]
     name = ".".join(place) or None
     words = fault["msg"][:300].encode("utf-8", "backslashreplace").decode()
@@ -85,7 +85,7 @@ def _refusal(error: ValidationError) -> APIError:
     if fault["type"] == "none_required":
         return APIError(400, f"{name!r} is not supported by this server: leave it out", name, "unsupported_value")
     if fault["type"] == "json_invalid":
-        return APIError(400, f"the body is no JSON that can be read: {words}", None, "invalid_json")
+        return APIError(400, f"the body is not valid JSON: {words}", None, "invalid_json")
     return APIError(400, f"{name or 'body'}: {words}", name, "invalid_value")
 
 

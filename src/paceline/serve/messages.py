@@ -170,7 +170,7 @@ def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
         fields["tool_choice"] = {"any": "required"}.get(choice.type, choice.type)
         if choice.type == "tool":
             if choice.name is None:
-                raise APIError(400, "tool_choice of type tool names one", "tool_choice")
+                raise APIError(400, "tool_choice of type 'tool' must name a tool", "tool_choice")
             fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     last = body.messages[-1]
     if last.role == "assistant" and not (told[-1].get("tool_calls") or fields.get("tools")):
@@ -190,7 +190,7 @@ def _turn(turn: Turn) -> list[dict[str, Any]]:
     ]
     results = [block for block in turn.content if isinstance(block, ToolResultBlock)]
     if (calls and turn.role == "user") or (results and turn.role == "assistant"):
-        raise APIError(400, "tool_use is the assistant's, tool_result the user's", "messages")
+        raise APIError(400, "tool_use is for the assistant, tool_result for the user", "messages")
     found: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": one.tool_use_id, "content": _text(one.content or "")} for one in results
     ]

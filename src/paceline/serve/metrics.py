@@ -46,7 +46,7 @@ TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 HISTOGRAMS = {
     "time_to_first_token_seconds": (FIRST_S, "From a request's arrival to its first token."),
     "inter_token_latency_seconds": (BETWEEN_S, "Between two chunks of a stream, of one token or several."),
-    "request_time_per_output_token_seconds": (BETWEEN_S, "Time behind the first token, over the tokens behind it."),
+    "request_time_per_output_token_seconds": (BETWEEN_S, "Time after the first token, over the tokens after it."),
     "e2e_request_latency_seconds": (REQUEST_S, "From a request's arrival to its end."),
     "request_queue_time_seconds": (REQUEST_S, "From a request's arrival at the engine to its first step."),
     "request_inference_time_seconds": (REQUEST_S, "From a request's first step to its end."),
@@ -112,7 +112,7 @@ class _DraftNodes(Collector):
         self.stats: Mapping[str, Any] | None = None  # of the engine at the last update
 
     def collect(self) -> Iterator[Metric]:
-        """Return the histogram; nothing before the first update."""
+        """Yield the histogram; nothing before the first update."""
         if self.stats is None:
             return
         steps = {int(drafted): sum(row) for drafted, row in self.stats["accepted_by_drafted"].items()}

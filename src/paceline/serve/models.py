@@ -1,4 +1,4 @@
-"""What is served, its tokenizer, and how the server is: models, tokenize, health, load, metrics."""
+"""Endpoints of the model and the server: models, tokenize, health, load, metrics."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _card(server: Server, name: str) -> dict[str, Any]:
 async def tokenize(server: Server, body: TokenizeRequest) -> Response:
     """Return the ids of a text, or of a conversation."""
     if (body.prompt is None) == (body.messages is None):
-        raise APIError(400, "give either prompt or messages", "prompt", "invalid_value")
+        raise APIError(400, "a request has either 'prompt' or 'messages': send one of them", "prompt", "invalid_value")
     texts, place = server.texts, "messages" if body.prompt is None else "prompt"
     try:
         ids = texts.conversation(body) if body.prompt is None else texts.encode(body.prompt, body.add_special_tokens)
@@ -74,7 +74,7 @@ async def health(request: Request) -> Response:
     """Return status 200 if requests are accepted."""
     server = _server(request)
     if server.draining:
-        raise APIError(503, "the server is about to end", code="draining")
+        raise APIError(503, "the server is shutting down", code="draining")
     if not server.client.ready:
         raise APIError(503, str(server.client.failed or "the engine is being loaded"), code="loading")
     return Response(b"", 200)

@@ -1,10 +1,10 @@
 """Tool calls in a model's text, by the family of its chat template.
 
-What is read depends on the text alone and never on the pieces in which it comes: a speculative step brings several
+The result depends on the text alone and never on the pieces in which it comes: a speculative step brings several
 tokens at once, and a client must see the same calls. So text is kept until it is clear what it is.
 
 Text that turns out to be no call is content. A call that has begun is never taken back: where its arguments break off,
-they stay as far as they are JSON, and the rest is content, in which further calls are looked for.
+the part that is JSON stays, and the rest is content, in which further calls are looked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic_core import from_json
 Kind = Literal["content", "name", "arguments"]
 ParsedPiece = tuple[Kind, str]  # more content; a call's name, with which it begins; more of the last call's arguments
 
-# In front of a call, and behind it, where it is in no list:
+# Before a call, and after it, where it is in no list:
 # - Hermes, Qwen and SmolLM2, which writes a list in it: <tool_call>{"name": .., "arguments": {..}}</tool_call>
 # - Llama 3, also at the beginning of an answer without the tag: <|python_tag|>{"name": .., "parameters": {..}}; {..}
 # - Mistral: [TOOL_CALLS][{..}, {..}], [TOOL_CALLS]name{..} and [TOOL_CALLS]name[CALL_ID]id[ARGS]{..}
@@ -48,10 +48,10 @@ class ToolParser:
     def __init__(self, family: str) -> None:
         self._family, (self._tag, self._close) = family, _FORMS[family]
         self._pieces: list[ParsedPiece] = []
-        self._text = ""  # what is not told yet, from where the next thing begins
+        self._text = ""  # text that is not emitted yet, from where the next thing begins
         self._blank = ""  # white space that is dropped where a call follows
         self._called = False
-        # What is expected: content up to a tag; a call or a list; a call; what may follow one.
+        # The next state: content up to a tag; a call or a list; a call; what may follow one.
         self._stage: Literal["content", "open", "call", "after"] = "open" if family == "llama3" else "content"
         self._held = ""  # passed over since the tag or the last call; content, where no call follows
         self._in_list = False
@@ -62,7 +62,7 @@ class ToolParser:
         """Read more text and return the content and calls that it completes.
 
         Args:
-            text: what comes next; any part of the answer.
+            text: the next part of the answer.
         """
         self._text += text
         while self._step(last=False):
@@ -88,7 +88,7 @@ class ToolParser:
             self._pieces.append((kind, text))
 
     def _say_content(self, text: str) -> None:
-        """Return content, but for white space at its end, which waits."""
+        """Add content, but for white space at its end, which waits."""
         text = self._blank + text
         solid = text.rstrip(_SPACE)
         self._blank = text[len(solid) :]
@@ -97,7 +97,7 @@ class ToolParser:
     def _pass(self, count: int) -> None:
         self._held, self._text = self._held + self._text[:count], self._text[count:]
 
-    # -- steps: each returns whether to go on, and raises _Broken where a call should stand and none does
+    # -- steps: each returns whether to continue, and raises _Broken where a call should stand and none does
 
     def _step(self, last: bool) -> bool:
         if self._stage == "content":
@@ -218,7 +218,7 @@ class ToolParser:
 
 
 def _members(text: str) -> Iterator[tuple[str, Any, int, int | None]]:
-    """Return keys and values of an incomplete object, and where each value begins and ends (None: not yet)."""
+    """Yield keys and values of an incomplete object, and where each value begins and ends (None: not yet)."""
     at: int | None = 1
     while at is not None and (found := _KEY.match(text, at)) and found.end() < len(text):
         try:

@@ -1,4 +1,4 @@
-"""Several servers of a model behind one address, by Ray Serve: it starts, places, watches, scales and drains them.
+"""Several servers of a model at one address, by Ray Serve: it starts, places, watches, scales and drains them.
 
 `application` is what Serve runs: one deployment, each replica of which is our ASGI application with an engine in a
 process of its own. ``paceline serve --replicas N --cluster auto`` runs it with `run`; `serve deploy` reads it from a
@@ -142,7 +142,7 @@ def run(config: ServeConfig, options: Mapping[str, Any], port: int) -> None:
     llm = {**options, "threads": cores, "cluster": None, "insecure_cluster": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     arguments = {"model": options["model"], "serve": asdict(config), "llm": llm, "gpus": gpus}
-    updates: list[int] = []  # signals that ask for one
+    updates: list[int] = []  # signals that request one
     signal.signal(signal.SIGHUP, lambda number, _: updates.append(number))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))

@@ -25,8 +25,8 @@ class SpeculationChoice(Strict):
 
     sources: Annotated[list[str], Field(min_length=1)] | None = None  # of those that the server was started with
     max_nodes: Annotated[int, Field(ge=1)] | None = None
-    provenance: bool = False  # whether choices say of each token who drafted it
-    trace: bool = False  # whether they say of each step what was drafted and accepted
+    provenance: bool = False  # whether choices name the drafter of each token
+    trace: bool = False  # whether they list what each step drafted and accepted
 
 
 class JSONSchema(Strict):
@@ -42,13 +42,13 @@ def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool call with its arguments parsed, as templates need them; clients send them back as text."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise APIError(400, "a tool call names its function", "messages.tool_calls", "invalid_value")
+        raise APIError(400, "a tool call must name its function", "messages.tool_calls", "invalid_value")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            message = f"the arguments of {function['name'][:80]!r} are no JSON ({error})"
+            message = f"the arguments of {function['name'][:80]!r} are not valid JSON ({error})"
             raise APIError(400, message, "messages.tool_calls", "invalid_value") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -158,7 +158,7 @@ class MessagePart(Strict):
 
 
 class ChatMessage(Strict):
-    """A message of a conversation; what clients send back of an answer may be there."""
+    """A message of a conversation; it may have the fields of an answer, which clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[MessagePart] | None = None

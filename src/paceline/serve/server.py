@@ -1,4 +1,4 @@
-"""Run the server: in this process until it is told to end."""
+"""Run the server in this process until a signal ends it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where once the model is loaded."""
+        """Listen, and print the address once the model is loaded."""
         await super().startup(sockets)
         assert sockets is not None
         self._saying = asyncio.ensure_future(self._say_ready(*sockets[0].getsockname()[:2]))

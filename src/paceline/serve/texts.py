@@ -34,7 +34,7 @@ class ServedTexts:
             self._templates = {"default": template}
         self._tokenizer: Any = None
         self.token_bytes: Callable[[int], bytes] = lambda _: b""
-        self.special: dict[str, int] = {}  # by their text, the tokens that are no text
+        self.special: dict[str, int] = {}  # by their text, the special tokens
         if described.tokenizer is not None:
             self._tokenizer = Tokenizer.from_str(described.tokenizer)
             self._tokenizer.no_truncation()

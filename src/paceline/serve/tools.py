@@ -1,4 +1,4 @@
-"""Tools: what the template is told of them, how the answer is bound, and calls read out of its text."""
+"""Tools: their form in the template, the grammar of the answer, and calls parsed from its text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tool_use(body: ChatRequest, texts: ServedTexts, parser: str) -> ToolUse | No
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none", "auto"):
-            raise APIError(400, "tool_choice needs tools", "tool_choice", "invalid_value")
+            raise APIError(400, "tool_choice needs tools: add them", "tool_choice", "invalid_value")
         return None
     if choice == "none":
         return None

@@ -1,7 +1,7 @@
 """Weights in blocks that have scales of their own: the types of GGUF files, numbers from them, and numbers to them.
 
 Every type here is ``scale * code + least``: whole-number codes, a scale for 16 or 32 of them, and for some types a
-least value. Several scales of 6 or 8 bits may share a factor for 256 codes. What is computed equals the ``gguf``
+least value. Several scales of 6 or 8 bits may share a factor for 256 codes. Results equal the ``gguf``
 package's numbers bit for bit.
 
 Source: ggml's ``ggml-common.h`` and ``ggml-quants.c`` (layouts); the OCP Microscaling specification (MXFP4).
@@ -37,7 +37,7 @@ class BlockType:
     unpack: Callable[[Raw], Unpacked] | None = None  # None: products with it are not compiled
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of ``k`` values, whole blocks of them."""
+        """Return the bytes of ``k`` values, whole blocks of them."""
         return k // self.values * self.bytes
 
 
@@ -53,7 +53,7 @@ class StoredRows(NamedTuple):
 
     @property
     def addresses(self) -> Tensor:
-        """[n] int64 where each row lies, in order."""
+        """Return [n] int64 where each row lies, in order."""
         return self.order * self.rows.strides[0] + self.rows.ctypes.data
 
 
@@ -62,7 +62,7 @@ StoredWeights = Mapping[str, Sequence[Any]]
 
 
 def dequantise(kind: BlockType, raw: np.ndarray) -> np.ndarray:
-    """[n, k] float32 of rows of blocks [n, bytes] uint8."""
+    """Return [n, k] float32 of rows of blocks [n, bytes] uint8."""
     assert kind.unpack is not None, f"{kind.name} is not unpacked here"
     codes, scale, least = kind.unpack(raw.reshape(-1, kind.bytes))
     values = scale * codes.astype(np.float32)
@@ -72,10 +72,10 @@ def dequantise(kind: BlockType, raw: np.ndarray) -> np.ndarray:
 
 
 def quantise(name: str, weight: Tensor) -> np.ndarray:
-    """Rows of blocks [n, bytes] uint8 of a weight [n, k], as ggml rounds them; "q4_0" or "q8_0".
+    """Return rows of blocks [n, bytes] uint8 of a weight [n, k], as ggml rounds them; "q4_0" or "q8_0".
 
     Raises:
-        ConfigError: k is no multiple of a block.
+        ConfigError: k is not a multiple of a block.
     """
     kind, wide = BY_NAME[name], weight.detach().float().numpy()
     if wide.shape[1] % kind.values:
@@ -86,7 +86,7 @@ def quantise(name: str, weight: Tensor) -> np.ndarray:
 
 
 def _quantise_q4_0(x: np.ndarray) -> np.ndarray:
-    """The value farthest from zero becomes -8."""
+    """Quantise so that the value farthest from zero becomes -8."""
     far = np.take_along_axis(x, np.abs(x).argmax(1, keepdims=True), 1)
     scale = far / -8
     codes = np.trunc(x * _inverse(scale) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
@@ -94,7 +94,7 @@ def _quantise_q4_0(x: np.ndarray) -> np.ndarray:
 
 
 def _quantise_q8_0(x: np.ndarray) -> np.ndarray:
-    """The value farthest from zero becomes 127 or -127; halves are rounded away from zero."""
+    """Quantise so that the value farthest from zero becomes 127 or -127; halves are rounded away from zero."""
     scale = np.abs(x).max(1, keepdims=True) / 127
     scaled = x * _inverse(scale)
     codes = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled).astype(np.int8)
@@ -113,23 +113,23 @@ _QUANTISE = {"q4_0": _quantise_q4_0, "q8_0": _quantise_q8_0}
 
 
 def _halves(raw: Raw) -> np.ndarray:
-    """[blocks, bytes / 2] float32 of halves."""
+    """Return [blocks, bytes / 2] float32 of halves."""
     return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
 
 
 def _nibbles(raw: Raw, stretch: int) -> np.ndarray:
-    """[blocks, 2 * bytes] codes: of every ``stretch`` bytes first the lower halves, then the upper ones."""
+    """Return [blocks, 2 * bytes] codes: of every ``stretch`` bytes first the lower halves, then the upper ones."""
     groups = raw.reshape(len(raw), -1, 1, stretch)
     return np.concatenate((groups & 15, groups >> 4), 2).reshape(len(raw), -1)
 
 
 def _bits(raw: Raw, at: range, mask: int) -> np.ndarray:
-    """[blocks, len(at), bytes] codes: of every byte the bits from each place of ``at`` on."""
+    """Return [blocks, len(at), bytes] codes: of every byte the bits from each place of ``at`` on."""
     return raw[:, None] >> np.array(at, np.uint8)[:, None] & mask
 
 
 def _simple(least: bool, fifth: bool) -> Callable[[Raw], Unpacked]:
-    """Q4_0, Q4_1, Q5_0 and Q5_1: a scale, a least value, a fifth bit of each code, four bits of each."""
+    """Read Q4_0, Q4_1, Q5_0 and Q5_1: a scale, a least value, a fifth bit of each code, four bits of each."""
 
     def unpack(raw: Raw) -> Unpacked:
         begin = 4 if least else 2
@@ -149,7 +149,7 @@ def _q8_0(raw: Raw) -> Unpacked:
 
 
 def six_bits(raw: Raw) -> tuple[np.ndarray, np.ndarray]:
-    """[blocks, 8] scales and least values of 6 bits each, from the 12 bytes in which Q4_K and Q5_K have them."""
+    """Return [blocks, 8] scales and least values of 6 bits each, from the 12 bytes of Q4_K and Q5_K."""
     first, second, both = raw[:, :4], raw[:, 4:8], raw[:, 8:]
     scale = np.concatenate((first & 63, both & 15 | first >> 2 & 48), 1)
     least = np.concatenate((second & 63, both >> 4 | second >> 2 & 48), 1)
@@ -157,7 +157,7 @@ def six_bits(raw: Raw) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _k(fifth: bool) -> Callable[[Raw], Unpacked]:
-    """Q4_K and Q5_K: two factors, eight scales and least values, a fifth bit of each code, four bits of each."""
+    """Read Q4_K and Q5_K: two factors, eight scales and least values, a fifth bit of each code, four bits of each."""
 
     def unpack(raw: Raw) -> Unpacked:
         factors = _halves(raw[:, :4])
@@ -201,7 +201,7 @@ def _mxfp4(raw: Raw) -> Unpacked:
 
 
 def _grouped(zeros: bool) -> Callable[[Raw], Unpacked]:
-    """A scale, a zero in a byte, four bits of each code, 32 after 32 as in Q4_0."""
+    """Read a scale, a zero in a byte, four bits of each code, 32 after 32 as in Q4_0."""
 
     def unpack(raw: Raw) -> Unpacked:
         codes = _nibbles(raw[:, 2 + zeros :], 16).view(np.int8) - (raw[:, 2:3].view(np.int8) if zeros else np.int8(8))

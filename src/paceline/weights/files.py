@@ -30,7 +30,7 @@ MAX_JSON_BYTES = 64 * 2**20  # many times the largest index of shards that is kn
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a safetensors file, as its header tells."""
+    """One tensor of a safetensors file, as its header describes it."""
 
     name: str
     file: Path
@@ -39,12 +39,12 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; a path that cannot be one (too long, a NUL in it) is none."""
+    """Return whether there is such a file; a path that cannot be one (too long, a NUL in it) is not."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -52,7 +52,7 @@ def is_file(path: Path) -> bool:
 
 
 def read_json(file: Path, remedy: str, wrong: str = "not readable as JSON") -> Any:
-    """An existing JSON file's content; ``remedy`` and ``wrong`` are of the message where it cannot be read.
+    """Read a JSON file; ``remedy`` and ``wrong`` are of the message where it cannot be read.
 
     Raises:
         ConfigError: not JSON, nested too deep, too large, or with an entry that is there twice and differs.
@@ -69,7 +69,7 @@ def read_json(file: Path, remedy: str, wrong: str = "not readable as JSON") -> A
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; Python would keep the last of two entries of one name without a word."""
+    """Return a JSON object; Python would keep the last of two entries of one name without a warning."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found and found[name] != value:
@@ -80,7 +80,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def opened(file: Path, remedy: str) -> Iterator[Any]:
-    """A safetensors file, its header checked against its length.
+    """Open a safetensors file, its header checked against its length.
 
     Raises:
         ConfigError: truncated, not safetensors, or with a header that does not fit the file.
@@ -88,7 +88,7 @@ def opened(file: Path, remedy: str) -> Iterator[Any]:
     try:
         handle = safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"weights {file}", f"truncated or not safetensors ({error})", remedy) from error
+        raise ConfigError(f"weights {file}", f"the file is truncated or not safetensors ({error})", remedy) from error
     except (MemoryError, RuntimeError) as error:  # torch's word for it: of addresses, as a file is mapped, not read
         if not is_out_of_memory(error):
             raise
@@ -99,7 +99,7 @@ def opened(file: Path, remedy: str) -> Iterator[Any]:
 
 
 def get_tensor(tensors: Any, stored: StoredTensor, remedy: str, take: tuple[slice, ...] = ()) -> Tensor:
-    """One tensor of an `opened` file, or the part of it that is to be read.
+    """Return one tensor of an `opened` file, or a part of it.
 
     Raises:
         ConfigError: it cannot be read.
@@ -114,7 +114,7 @@ def get_tensor(tensors: Any, stored: StoredTensor, remedy: str, take: tuple[slic
 
 
 def stored_tensors(files: Iterable[Path], remedy: str) -> list[StoredTensor]:
-    """The headers of safetensors files; no data is read.
+    """Return the headers of safetensors files; no data is read.
 
     Raises:
         ConfigError: as `opened`.
@@ -122,7 +122,7 @@ def stored_tensors(files: Iterable[Path], remedy: str) -> list[StoredTensor]:
     found = []
     for file in files:
         with opened(file, remedy) as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (the handle is no mapping)
+            for name in tensors.keys():  # noqa: SIM118  (the handle is not a mapping)
                 part = tensors.get_slice(name)
                 found.append(StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype()))
     return found
@@ -143,7 +143,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch's allocator of the CPU raises a plain RuntimeError."""
+    """Return whether an allocation failed: torch's allocator of the CPU raises a plain RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in ("alloc", "out of memory", "mmap"))
     )
@@ -185,12 +185,12 @@ def check_target(asked: str, config: Any, name: str, shape: Any = None, mark: st
     """Refuse what was trained for another target.
 
     Args:
-        asked: how the message begins.
-        config: what is known of the target that it was trained for: its ``d_model``, ``vocab_size`` and perhaps
+        asked: the beginning of the message.
+        config: facts of the target that it was trained for: its ``d_model``, ``vocab_size`` and perhaps
             ``num_layers``, its name ``target`` and its ``fingerprint``, both of which may be empty.
         name: of the target.
-        shape: what has its ``num_layers``, ``d_model`` and ``vocab_size``; None: not looked at.
-        mark: the `fingerprint` of its checkpoint; None: not looked at.
+        shape: an object with its ``num_layers``, ``d_model`` and ``vocab_size``; None: not checked.
+        mark: the `fingerprint` of its checkpoint; None: not checked.
 
     Raises:
         CapabilityError: another shape or other weights.
@@ -201,7 +201,7 @@ def check_target(asked: str, config: Any, name: str, shape: Any = None, mark: st
         theirs = getattr(config, field, ours)
         if theirs != ours:
             raise CapabilityError(
-                asked, f"trained for {trained_for}: it has {field}={theirs}, {name} has {ours}", remedy
+                asked, f"it was trained for {trained_for}, and has {field}={theirs}, {name} has {ours}", remedy
             )
     if config.fingerprint and mark is not None and config.fingerprint != mark:
         raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {name}", remedy)

@@ -1,4 +1,4 @@
-"""``generation_config.json``: what a model's makers say of how it ends and how it is sampled."""
+"""``generation_config.json``: how a model's text ends and how it is sampled, by its makers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..model.config_fields import token_ids
 from .files import is_file, read_json
 
 FILE = "generation_config.json"
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what is taken from it, as vLLM does
-CHAT = {"temperature": 0.7, "top_p": 0.95}  # where it does not say how tokens are drawn
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # the fields that are read, as in vLLM
+CHAT = {"temperature": 0.7, "top_p": 0.95}  # where it does not set how tokens are drawn
 _REMEDY = "restore or remove the file"
 
 
 def ends(folder: Path) -> tuple[int, ...]:
-    """Its end-of-text ids; none where there is no such file or it names none.
+    """Return its end-of-text ids; none where there is no such file or it names none.
 
     Raises:
         ConfigError: it is broken.
@@ -36,9 +36,10 @@ def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
 
 
 def recommended(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
-    """Return how a model is sampled, as fields of `SamplingParams`: as the file in its folder says, or as `CHAT` where
-    that says nothing of it. ``do_sample: false`` is temperature 0; a penalty counts there as well. Values of ``given``
-    fields do not matter.
+    """Return how a model is sampled, as fields of `SamplingParams`.
+
+    They are those of the file in its folder, else of `CHAT`. ``do_sample: false`` is temperature 0; a penalty counts
+    there as well. Values of ``given`` fields do not matter.
 
     Raises:
         ConfigError: the file is broken, or has a value that cannot be.
@@ -60,7 +61,7 @@ def _check(file: Path, values: dict[str, Any]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """What it holds; empty where there is none."""
+    """Return the file's content; empty where there is none."""
     file = folder / FILE
     if not is_file(file):
         return {}

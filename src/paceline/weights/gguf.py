@@ -1,8 +1,8 @@
-"""GGUF files: metadata, where each tensor lies, and what it holds. Nothing that a header says is believed.
+"""GGUF files: metadata, where each tensor lies, and its values. Every value of a header is checked.
 
 A file is mapped. A count that a header states is compared with the bytes that are left, and with the most that is read
 here, before anything is made of it, so what is allocated is bounded by the file, or by some tens of megabytes where
-that is more. Arrays are turned into Python values when somebody asks for them.
+that is more. Arrays are turned into Python values when they are read.
 
 Source: the GGUF specification of ggml's repository, versions 2 and 3, little-endian.
 """
@@ -53,7 +53,7 @@ PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f6
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor, as a header tells, with its rows in a checkpoint's order."""
+    """One tensor, as a header describes it, with its rows in a checkpoint's order."""
 
     name: str  # the file's
     shape: tuple[int, ...]  # rows first, as torch has it: the reverse of the file's order
@@ -68,7 +68,7 @@ class GGUFTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Return the bytes in the file."""
         return math.prod(self.shape) // self.type.values * self.type.bytes
 
     def require_product(self) -> None:
@@ -82,12 +82,12 @@ class GGUFTensor:
             raise CapabilityError(str(self), wrong, "load it with dtype='int8' or 'bfloat16'")
 
     def stored(self) -> StoredRows:
-        """The tensor's rows where the file has them."""
+        """Return the tensor's rows where the file has them."""
         raw = self.raw()
         return StoredRows(self.type, raw, self._order(len(raw)), str(self), self.forget)
 
     def _order(self, rows: int) -> Tensor:
-        """[rows] int64 which row of the file comes first, second, ..."""
+        """Return [rows] int64 which row of the file comes first, second, ..."""
         order = torch.arange(rows)
         if not self.heads:
             return order
@@ -95,7 +95,7 @@ class GGUFTensor:
         return order.view(self.heads, -1, 2).transpose(1, 2).flatten()
 
     def values(self) -> Tensor:
-        """The tensor's values in its shape: a plain type as it is, others as float32.
+        """Return the tensor's values in its shape: a plain type as it is, others as float32.
 
         Raises:
             CapabilityError: a type that needs the ``gguf`` package, which is not there.
@@ -132,7 +132,7 @@ class GGUFTensor:
                 self.file.data.madvise(mmap.MADV_DONTNEED, start, size)
 
     def raw(self) -> np.ndarray:
-        """[rows, bytes of a row] uint8, a view of the mapped file."""
+        """Return [rows, bytes of a row] uint8, a view of the mapped file."""
         data = np.frombuffer(self.file.data, np.uint8, self.nbytes, self.start)
         return data.reshape(math.prod(self.shape[:-1]), -1)
 
@@ -147,11 +147,11 @@ class GGUF(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The file that names the model."""
+        """Return the file that names the model."""
         return self.paths[0]
 
     def token_id(self, role: str) -> int | None:
-        """The id that the file gives a role, as "bos"; None: it gives none.
+        """Return the id that the file gives a role, as "bos"; None: it gives none.
 
         Raises:
             ConfigError: an id that no token has.
@@ -168,12 +168,12 @@ class GGUF(NamedTuple):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file rather than a folder."""
+    """Return whether a path names a GGUF file rather than a folder."""
     return str(path).endswith(SUFFIX)
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """All files of a model that comes in parts, in order, from any of them; a model in one file is that file.
+    """Return all files of a model in parts, in order, from any of them; a model in one file is that file.
 
     Raises:
         ConfigError: a part is missing.
@@ -196,11 +196,13 @@ def parts_of(path: Path) -> tuple[Path, ...]:
 
 
 def gguf_of(place: Path, whole: Callable[[Path], bool]) -> Path | None:
-    """The GGUF file that an existing file or folder means: itself, the first of its parts, or the only one in a folder
-    that is no ``whole`` model of another kind; None: none.
+    """Return the GGUF file that an existing file or folder stands for; None: none.
+
+    It is the file itself, the first of its parts, or the only one in a folder that is not a ``whole`` model of another
+    kind.
 
     Raises:
-        ConfigError: a file that is no model, a part that is missing, a folder with several models.
+        ConfigError: a file that is not a model, a part that is missing, a folder with several models.
     """
     if place.is_file():
         if not is_gguf(place):
@@ -216,7 +218,7 @@ def gguf_of(place: Path, whole: Callable[[Path], bool]) -> Path | None:
 
 
 def read_gguf(path: str | Path) -> GGUF:
-    """The headers of a model's files; ``path`` is the file, or one of its parts.
+    """Read the headers of a model's files; ``path`` is the file, or one of its parts.
 
     Raises:
         ConfigError: a file that is missing, truncated or contradicts itself.
@@ -242,7 +244,7 @@ def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
         if (part, count) != (number, len(files)):
             stem = match[1] if (match := _PART.fullmatch(file.path.name)) else file.path.stem
             names = " to ".join(f"{stem}-{n:05d}-of-{count:05d}{SUFFIX}" for n in (1, count))
-            wrong = f"it is part {part + 1} of {count} (split.no, split.count), which its name does not say"
+            wrong = f"it is part {part + 1} of {count} (split.no, split.count), which its name lacks"
             raise ConfigError(str(file.path), wrong, f"put all parts into one folder, and name them {names}")
         for tensor in file.tensors:
             if tensor.name in found:
@@ -257,8 +259,10 @@ def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
 
 
 class FileTexts(Sequence[str]):
-    """A list of texts in a file, each of them decoded when it is asked for; ``starts`` [n + 1] say where the length of
-    each lies, and the end of the last."""
+    """A list of texts in a file, each of them decoded when it is read.
+
+    ``starts`` [n + 1] are the positions of each one's length, and the end of the last.
+    """
 
     def __init__(self, data: mmap.mmap, starts: np.ndarray) -> None:
         self._data, self._starts = data, starts
@@ -277,7 +281,7 @@ class FileTexts(Sequence[str]):
         return (data[at + 8 : stop].decode("utf-8", "replace") for at, stop in pairwise(places))
 
     def index(self, text: str, *_: Any) -> int:
-        """The index of the first entry that is this text; no other entry is decoded.
+        """Return the index of the first entry that is this text; no other entry is decoded.
 
         Raises:
             ValueError: none is.
@@ -347,7 +351,7 @@ class MappedFile:
         self._check_overlap()
 
     def refuse(self, wrong: str, remedy: str = _REMEDY) -> NoReturn:
-        """Say what is wrong with this file.
+        """Report an error of this file.
 
         Raises:
             ConfigError: always.
@@ -376,13 +380,13 @@ class MappedFile:
     def _skip(self, count: int) -> None:
         self._at += count
         if self._at > len(self.data):
-            self.refuse(f"it is truncated: its header goes on behind its {len(self.data):,} bytes")
+            self.refuse(f"it is truncated: its header continues beyond its {len(self.data):,} bytes")
 
     def _number(self, letter: str) -> Any:
         return struct.unpack("<" + letter, self._take(struct.calcsize("<" + letter)))[0]
 
     def _count(self, least: int, of: str, most: int | None = None) -> int:
-        """A count of things that take ``least`` bytes each, at least; there are at most ``most`` of them."""
+        """Return a count of things that take ``least`` bytes each, at least; there are at most ``most`` of them."""
         count: int = self._number("Q")
         if most is not None and count > most:
             self.refuse(f"it announces {count:,} {of}, and at most {most:,} are read")
@@ -446,7 +450,7 @@ class MappedFile:
         if shape[-1] % kind.values:
             self.refuse(f"{what} has {shape[-1]} values in a row, and a block of {kind.name} {kind.values}")
         if offset % alignment:
-            self.refuse(f"{what} begins at {offset}, which is no multiple of {alignment}")
+            self.refuse(f"{what} begins at {offset}, which is not a multiple of {alignment}")
         tensor = GGUFTensor(name, shape, kind, self, begin + offset)
         if tensor.start + tensor.nbytes > len(self.data):
             wrong = f"{what} ends at byte {tensor.start + tensor.nbytes:,} of {len(self.data):,}: the file is truncated"

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: its metadata as ``config.json`` says it, and its tensors under a checkpoint's names.
+"""A GGUF file as a checkpoint: its metadata in the form of ``config.json``, and its tensors under a checkpoint's names.
 
 So one parser reads configurations (`families`) and one table says where tensors go (`weights`). What a file does not
 say is llama.cpp's default for its architecture, since that is what the file was written for.
@@ -87,7 +87,7 @@ _OTHERS = {
 
 
 def tensors_of(model: GGUF) -> Iterator[GGUFTensor]:
-    """Every tensor but rotation factors, by its checkpoint's name; one that has none there keeps its own."""
+    """Yield every tensor but rotation factors, by its checkpoint's name; one without such a name keeps its own."""
     arch = architecture(model)
     names = _LAYER | _OWN_NAMES.get(arch, {})
     heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if arch in _PERMUTED else {}
@@ -108,10 +108,10 @@ def tensors_of(model: GGUF) -> Iterator[GGUFTensor]:
 
 
 def architecture(model: GGUF) -> str:
-    """What ``general.architecture`` says.
+    """Return ``general.architecture``.
 
     Raises:
-        ConfigError: it says nothing, or an unknown one.
+        ConfigError: it is missing or unknown.
         CapabilityError: one that is known and not built.
     """
     asked = f"GGUF file {model.path}"
@@ -124,13 +124,13 @@ def architecture(model: GGUF) -> str:
             wrong = f"its architecture {found!r} is known and not built; it has {missing}"
             raise CapabilityError(asked, wrong, known)
         if found in _OTHERS:
-            raise CapabilityError(asked, f"its architecture {found!r} needs what is not here: {_OTHERS[found]}", known)
+            raise CapabilityError(asked, f"its architecture {found!r} is not supported: {_OTHERS[found]}", known)
     wrong = "it names no architecture" if found is None else f"its architecture {shown(found)} is not known here"
     raise ConfigError(asked, wrong, known)
 
 
 def config_of(model: GGUF) -> dict[str, Any]:
-    """The model's configuration, as a ``config.json`` of its family would say it.
+    """Return the model's configuration in the form of its family's ``config.json``.
 
     Raises:
         ConfigError: a key that is missing or cannot be.
@@ -138,9 +138,9 @@ def config_of(model: GGUF) -> dict[str, Any]:
     """
     arch, said = architecture(model), _ArchMetadata(model)
     if said.get("expert_count"):
-        raise CapabilityError(said.asked, "it is a mixture of experts, which is not built", "use a dense model")
+        raise CapabilityError(said.asked, "it is a mixture of experts, which is not supported", "use a dense model")
     if said.get("pooling_type") or not said.get("attention.causal"):
-        raise CapabilityError(said.asked, "it makes embeddings, and writes no text", "use a model that writes")
+        raise CapabilityError(said.asked, "it computes embeddings, not text", "use a model that writes")
     width, heads = said.integer("embedding_length"), said.integer("attention.head_count")
     head_dim = said.integer("attention.key_length")
     if said.integer("attention.value_length") != head_dim:
@@ -175,7 +175,7 @@ class _ArchMetadata:
         self.asked = f"GGUF file {model.path}"
 
     def get(self, key: str) -> Any:
-        """A key of the architecture, or its default; of an array all of whose entries agree, that entry."""
+        """Return a key of the architecture, or its default; of an array all of whose entries agree, that entry."""
         value = self.model.metadata.get(self.prefix + key)
         if value is None:
             value = _DEFAULTS.get(key)
@@ -185,14 +185,14 @@ class _ArchMetadata:
         return value
 
     def integer(self, key: str, least: int = 1) -> int:
-        """A number of things."""
+        """Return a count."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self._bad(key, value, f"a whole number of at least {least}, the same in all layers")
         return value
 
     def number(self, key: str) -> float:
-        """A positive number."""
+        """Return a positive number."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             self._bad(key, value, "a positive number")
@@ -204,12 +204,12 @@ class _ArchMetadata:
         raise ConfigError(self.asked, f"{self.prefix}{key} {wrong}", "download the file again, or convert it again")
 
 
-# Ends of a turn, of which llama.cpp takes the first that there is where no key says which it is.
+# Ends of a turn, of which llama.cpp takes the first that there is where no key names it.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "<end_of_utterance>")
 
 
 def _stop_ids(model: GGUF) -> list[int]:
-    """Ends of a text, of a turn and of a message."""
+    """Return the ids that end a text, a turn and a message."""
     found = [model.token_id(role) for role in ("eos", "eot", "eom")]
     if found[1] is None:
         tokens = model.metadata.get("tokenizer.ggml.tokens", ())
@@ -218,11 +218,11 @@ def _stop_ids(model: GGUF) -> list[int]:
 
 
 def _vocabulary(model: GGUF) -> int:
-    """Rows of the embedding, with which the tokens must agree."""
+    """Return the rows of the embedding, which must agree with the tokens."""
     table, tokens = model.tensors.get("token_embd.weight"), model.metadata.get("tokenizer.ggml.tokens")
     asked = f"GGUF file {model.path}"
     if table is None:
-        raise ConfigError(asked, "it has no tensor token_embd.weight: it is no whole language model", "name another")
+        raise ConfigError(asked, "it has no tensor token_embd.weight: it is not a whole language model", "name another")
     if tokens is not None and len(tokens) != table.shape[0]:
         wrong = f"it has {len(tokens):,} tokens, and an embedding of {table.shape[0]:,}"
         raise ConfigError(asked, wrong, "convert the model again")
@@ -230,8 +230,9 @@ def _vocabulary(model: GGUF) -> int:
 
 
 def _dtype(model: GGUF) -> str:
-    """`STORED` where products' weights are in blocks, else their plain type. A type without products is refused later,
-    where no plain dtype is asked for.
+    """Return `STORED` where products' weights are in blocks, else their plain type.
+
+    A type without products is refused later, where no plain dtype is requested.
     """
     kinds = {t.type.name for n, t in model.tensors.items() if n.startswith("blk.") and len(t.shape) == 2}
     plain = [name for name in ("f16", "bf16", "f32", "f64") if name in kinds]
@@ -243,7 +244,7 @@ def _dtype(model: GGUF) -> str:
 def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
     """Return the fields of ``rope_scaling``; none for the plain rotation.
 
-    As in llama.cpp a factor scales whatever the type, unless that is "none"; 0 is no factor.
+    As in llama.cpp a factor scales whatever the type, unless that is "none"; 0 means no factor.
     """
     kind, attention = said.get("rope.scaling.type"), said.number("rope.scaling.attn_factor")
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -279,7 +280,7 @@ def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
 
 
 def _gemma3(said: _ArchMetadata) -> dict[str, Any]:
-    """No file names the scale of the largest's scores; without windows all layers rotate alike."""
+    """Add what no file names: the scale of the largest model's scores; without windows all layers rotate alike."""
     window = said.integer("attention.sliding_window", least=0) or None
     layers, width, heads = (said.integer(key) for key in ("block_count", "embedding_length", "attention.head_count"))
     return {
@@ -293,7 +294,7 @@ def _gemma3(said: _ArchMetadata) -> dict[str, Any]:
     }
 
 
-# What each architecture says beside what all do.
+# The keys of each architecture in addition to those of all.
 _ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "llama": lambda said: {"model_type": "llama", "attention_bias": "blk.0.attn_q.bias" in said.model.tensors},
@@ -305,7 +306,7 @@ _ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
 
 
 def read_pieces(path: Path, config: DecoderConfig) -> list[tuple[Piece, GGUFTensor]]:
-    """Where every parameter is; no data is read.
+    """Find every parameter in the file; no data is read.
 
     Raises:
         ConfigError: a tensor that is missing, misshaped or left over.
@@ -321,15 +322,15 @@ def read_pieces(path: Path, config: DecoderConfig) -> list[tuple[Piece, GGUFTens
             raise ConfigError(f"GGUF file {path}", wrong, "use another model")
         if tensor.shape != wanted[name].shape:
             wrong = f"tensor {shown(tensor.name)} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
-            raise ConfigError(f"GGUF file {path}", f"{wrong} as its metadata say", "convert the model again")
+            raise ConfigError(f"GGUF file {path}", f"{wrong} by its metadata", "convert the model again")
     return [(wanted[name], tensor) for name, tensor in stored.items()]
 
 
 def read_gguf_config(path: Path) -> DecoderConfig:
-    """The decoder's configuration of a GGUF file.
+    """Return the decoder's configuration of a GGUF file.
 
     Raises:
-        ConfigError, CapabilityError: what the file says cannot be, or is not built.
+        ConfigError, CapabilityError: values that cannot be, or are not supported.
     """
     model = read_gguf(path)
     try:

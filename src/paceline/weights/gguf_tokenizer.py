@@ -34,7 +34,7 @@ MOST_MERGES = 16  # for each token; Llama 3 has 2.2
 FORM = 3  # of what is kept in the cache; a change of this module that changes ids makes it another
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # types of tokens
 SPACE = "\u2581"  # what SentencePiece writes for a space
-_BARE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that keep the spaces behind them
+_BARE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that keep the spaces after them
 
 # Patterns of pre-tokenizers. Each cuts the pieces that the one before it left.
 _SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -100,14 +100,14 @@ _KINDS = {
     "falcon": _FALCON,
     "default": _DEFAULT,
 }
-# Of these a piece that is a token is taken as it is, whatever its merges say, and a text begins with BOS where the file
+# Of these a piece that is a token is taken as it is, whatever its merges are, and a text begins with BOS where the file
 # has no flag for that.
 _WHOLE = {*["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken"]}
 PRE_TOKENIZERS = {name: patterns for names, patterns in _KINDS.items() for name in names.split()}
 
 
 def load_gguf_vocabulary(model: GGUF) -> Any:
-    """What knows the ids and pieces of a file's tokenizer, a ``tokenizers.Tokenizer``; None: the file has none.
+    """Return the file's tokenizer as a ``tokenizers.Tokenizer``, which has ids and pieces; None: the file has none.
 
     Raises:
         ConfigError: a vocabulary that contradicts itself, or a chat template that is none.
@@ -120,7 +120,7 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
     name = f"{hashlib.sha256(model.header).hexdigest()[:32]}-{FORM}.json"
     with tempfile.TemporaryDirectory() as elsewhere:
         kept = (user_cache() or Path(elsewhere)) / "tokenizers" / name
-        with suppress(Exception):  # none yet, or damaged: it is made anew
+        with suppress(Exception):  # none yet, or damaged: it is made again
             return Tokenizer.from_file(str(kept))
         _check_template(model, model.metadata.get("tokenizer.chat_template"))  # the header has it: once is enough
         made = _quicker(_Builder(model).tokenizer().to_str())
@@ -136,7 +136,7 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
 
 
 def _quicker(made: str) -> str:
-    """A ``tokenizer.json`` whose merges are texts, which `tokenizers` reads sooner than pairs."""
+    """Return a ``tokenizer.json`` whose merges are texts, which `tokenizers` reads faster than pairs."""
     said = json.loads(made)
     merges = said["model"]["merges"]
     if any(" " in part for merge in merges for part in merge):  # a text could be cut in two ways
@@ -146,7 +146,7 @@ def _quicker(made: str) -> str:
 
 
 def load_gguf_tokenizer(model: GGUF) -> Any:
-    """A file's tokenizer with its chat template, used as transformers' own are; None: the file has none.
+    """Return a file's tokenizer with its chat template, used as transformers' own are; None: the file has none.
 
     Raises:
         ConfigError, CapabilityError: as `load_gguf_vocabulary`.
@@ -165,7 +165,7 @@ class GGUFTokenizer:
 
     Importing transformers takes half a second: that is done where a chat is written, a batch encoded, or a token of a
     role asked for. Tokens with a role, by ``bos_token`` and the like, become special ones, as transformers makes them;
-    a text begins with BOS where ``begins`` says so.
+    a text begins with BOS where ``begins`` is set.
     """
 
     def __init__(self, backend: Any, roles: Mapping[str, str], template: str | None, begins: bool) -> None:
@@ -176,36 +176,36 @@ class GGUFTokenizer:
         self._tokenizer, self._roles, self._template, self._begins = backend, roles, template, begins
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """Ids of a text; ``options`` are those of transformers, which may leave its own in the backend."""
+        """Return the ids of a text; ``options`` are those of transformers, which may leave its own in the backend."""
         if options.keys() - {"add_special_tokens", "verbose"} or "whole" in vars(self):
             return list(self.whole.encode(text, **options))
         return list(self._tokenizer.encode(text, add_special_tokens=options.get("add_special_tokens", True)).ids)
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids by piece."""
+        """Return ids by piece."""
         return dict(self._tokenizer.get_vocab())
 
     @property
     def special_tokens_map(self) -> dict[str, Any]:
-        """Tokens by role."""
+        """Return tokens by role."""
         return dict(self.whole.special_tokens_map) if "whole" in vars(self) else dict(self._roles)
 
     @property
     def chat_template(self) -> str | None:
-        """The template of chats, as `whole` has it."""
+        """Return the template of chats, as `whole` has it."""
         known = not (self._template and self._begins) or _WRITES_BOS.match(self._template)
         return self._template if known and "whole" not in vars(self) else self.whole.chat_template
 
     @cached_property
     def whole(self) -> Any:
-        """A ``transformers.TokenizersBackend``."""
+        """Return a ``transformers.TokenizersBackend``."""
         from tokenizers import Tokenizer, models
         from transformers import TokenizersBackend
 
         options = {"clean_up_tokenization_spaces": False, "chat_template": self._template, **self._roles}
         made = TokenizersBackend(tokenizer_object=Tokenizer(models.BPE()), **options)  # which it copies: an empty one
         made._tokenizer = self._tokenizer
-        # llama.cpp begins a chat with BOS where the file's flag says so and the template does not write it.
+        # llama.cpp begins a chat with BOS where the file's flag is set and the template does not write it.
         if self._template and self._begins and not _writes(made, made.bos_token):
             made.chat_template = "{{ bos_token }}" + self._template
         return made
@@ -248,7 +248,7 @@ def _check_template(model: GGUF, template: Any) -> None:
 
 
 def _writes(tokenizer: Any, bos: str | None) -> bool:
-    """Whether the template begins a chat with ``bos``; one that refuses to be tried is taken to."""
+    """Return whether the template begins a chat with ``bos``; one that fails when tried is assumed to."""
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except Exception:  # templates are programs and raise what they like
@@ -269,12 +269,12 @@ class _Builder:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """The pieces. An empty one cannot be matched; llama.cpp gives it a name."""
+        """Return the pieces; an empty one cannot be matched, and llama.cpp gives it a name."""
         return [_matchable(i, token) for i, token in enumerate(self._list("tokens", None) or [])]
 
     @cached_property
     def types(self) -> list[int]:
-        """What each token is."""
+        """Return the type of each token."""
         return [int(kind) for kind in self._list("token_type", len(self.tokens)) or [1] * len(self.tokens)]
 
     def _list(self, name: str, count: int | None) -> list[Any] | None:
@@ -290,7 +290,7 @@ class _Builder:
 
     @property
     def pre(self) -> str:
-        """The name of the file's pre-tokenizer.
+        """Return the name of the file's pre-tokenizer.
 
         Raises:
             CapabilityError: an unknown name, or none: it is not guessed, since ids would silently be others.
@@ -303,7 +303,7 @@ class _Builder:
         raise CapabilityError(self.asked, wrong, known)
 
     def named(self, name: str) -> str | None:
-        """The text of the token that the file gives a role.
+        """Return the text of the token that the file gives a role.
 
         Raises:
             ConfigError: an id that no token has.
@@ -312,7 +312,7 @@ class _Builder:
         return None if token is None else _matchable(token, self.metadata["tokenizer.ggml.tokens"][token])
 
     def adds(self, name: str) -> bool:
-        """Whether a text begins with BOS, or ends with EOS."""
+        """Return whether a text begins with BOS, or ends with EOS."""
         said = self.metadata.get(f"tokenizer.ggml.add_{name}_token")
         if said and self.named(name) is None:
             self._refuse(f"tokenizer.ggml.add_{name}_token is true, and tokenizer.ggml.{name}_token_id is missing")
@@ -320,7 +320,7 @@ class _Builder:
         return bool(usual if said is None else said) and self.named(name) is not None
 
     def tokenizer(self) -> Any:
-        """The ``tokenizers.Tokenizer``.
+        """Return the ``tokenizers.Tokenizer``.
 
         Raises:
             ConfigError: tokens that are there twice, or merges of pieces that are none.
@@ -380,10 +380,10 @@ class _Builder:
         return made
 
     def _add_whole(self, made: Any) -> None:
-        """Tokens that are matched as a whole before anything else is cut."""
+        """Add tokens that are matched as a whole before anything else is cut."""
         from tokenizers import AddedToken
 
-        # Phi-3's files do not say that its marks of turns swallow the spaces behind them.
+        # Phi-3's files do not state that its marks of turns swallow the spaces after them.
         phi3 = re.search("phi-?3", str(self.metadata.get("general.name", "")).lower()) is not None
         for kind in (UNKNOWN, CONTROL, USER_DEFINED):
             found = [token for token, own in zip(self.tokens, self.types, strict=True) if own == kind]
@@ -412,7 +412,7 @@ def _matchable(i: int, token: str) -> str:
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others; the likelier the token, the earlier."""
+    """Return every way to make a token of two others; the likelier the token, the earlier."""
     merged = ((token, i) for token, i in vocabulary.items() if types[i] not in (CONTROL, USER_DEFINED))
     ranked = sorted((-scores[i], i, token) for token, i in merged)
     found = []

@@ -1,6 +1,6 @@
 """Safetensors checkpoints in 4 bits, quantised in groups of inputs: AWQ, GPTQ and compressed-tensors `pack-quantized`.
 
-All three say ``w = (q - z) * s``: a code q and a zero z of 4 bits, and a scale s of each output and group of inputs.
+All three mean ``w = (q - z) * s``: a code q and a zero z of 4 bits, and a scale s of each output and group of inputs.
 They differ in how codes lie in words of 32 bits. In blocks such weights stay what they are, to the bit: the codes, and
 of 32, 64 or 128 inputs, as many as a group allows, one scale and, unless every zero is 8, the zero.
 
@@ -38,25 +38,25 @@ class GroupTensor:
 
     @property
     def type(self) -> BlockType:
-        """The blocks that hold it exactly."""
+        """Return the block type that holds it exactly."""
         values = next(values for values in (128, 64, BLOCK) if self._group % values == 0)
         return GROUPED.get((values, not self.quant.symmetric), BY_NAME["q4_0"])
 
     @property
     def _group(self) -> int:
-        """Inputs that share a scale."""
+        """Return how many inputs share a scale."""
         return self.shape[1] if self.quant.group_size == -1 else self.quant.group_size
 
     @property
     def nbytes(self) -> int:
-        """Bytes in blocks."""
+        """Return the bytes in blocks."""
         return self.shape[0] * self.type.row_bytes(self.shape[1])
 
     def stored(self) -> StoredRows:
-        """The weight's rows in blocks.
+        """Return the weight's rows in blocks.
 
         Raises:
-            ConfigError: as of `values`, or a scale that is no number of 16 bits.
+            ConfigError: as of `values`, or a scale that 16 bits cannot hold.
         """
         (n, k), source, order = self.shape, f"tensor {self.name}", self._order()
         kind, rows = self.type, np.empty((n, self.type.row_bytes(k)), np.uint8)
@@ -64,7 +64,7 @@ class GroupTensor:
         for some, codes, zeros, scale in self._numbers(order):
             halves = scale.half()
             if not torch.equal(halves.float(), scale):
-                wrong = f"its scale {float(scale[halves.float() != scale][0]):g} is no float16, as blocks hold scales"
+                wrong = f"its scale {float(scale[halves.float() != scale][0]):g} is not a float16, as in blocks"
                 raise CapabilityError(source, wrong, "load it with dtype='bfloat16', 'float32' or 'int8'")
             parts = [halves.repeat_interleave(blocks, 1).unsqueeze(-1).view(torch.uint8)]  # [outputs, blocks, bytes]
             if not self.quant.symmetric:
@@ -76,10 +76,10 @@ class GroupTensor:
         return StoredRows(self.type, rows, torch.arange(n), source, inputs=inputs)
 
     def values(self) -> Tensor:
-        """[n, k] float32.
+        """Return [n, k] float32.
 
         Raises:
-            ConfigError: a tensor that cannot be read, a scale that is no finite number, or parts that contradict.
+            ConfigError: a tensor that cannot be read, a scale that is not finite, or parts that contradict.
         """
         weight, order = torch.empty(self.shape), self._order()
         for some, codes, zeros, scale in self._numbers(order):
@@ -92,8 +92,11 @@ class GroupTensor:
         """Do nothing: this weight holds no memory of its files."""
 
     def _numbers(self, order: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Of some outputs after others codes [outputs, groups, inputs], their inputs in ``order``, zeros
-        [outputs, groups], both uint8, and scales [outputs, groups] float32."""
+        """Yield codes, zeros and scales of some outputs after others.
+
+        Codes are [outputs, groups, inputs], their inputs in ``order``, zeros [outputs, groups], both uint8, and scales
+        [outputs, groups] float32.
+        """
         method, (n, k) = self.quant.method, self.shape
         if "shape" in self.parts and self._read("shape").tolist() != [n, k]:
             self._refuse("shape", f"it is not {[n, k]}, as config.json has it")
@@ -101,7 +104,7 @@ class GroupTensor:
             self._refuse("bias", "it is not zero, and linears of this model have no bias")
         words, scales = self._read("codes"), self._read("scales").float()
         if not scales.isfinite().all():
-            self._refuse("scales", "a scale is no finite number")
+            self._refuse("scales", "a scale is not finite")
         scales = scales if method == "compressed-tensors" else scales.T
         zeros = self._zeros().expand(scales.shape)
         step = max(_AT_ONCE // k // 8, 1) * 8
@@ -117,7 +120,7 @@ class GroupTensor:
             yield some, codes.reshape(len(codes), scales.shape[1], -1), zeros[some], scales[some]
 
     def _zeros(self) -> Tensor:
-        """[n, groups] uint8, or [1, 1] of what all are."""
+        """Return [n, groups] uint8, or [1, 1] where all are equal."""
         if "zeros" not in self.parts:
             return torch.full((1, 1), 8, dtype=torch.uint8)
         words = self._read("zeros")
@@ -133,7 +136,7 @@ class GroupTensor:
         return zeros[:, : self.shape[0]].T
 
     def _order(self) -> Tensor | None:
-        """[k] inputs sorted by their group; None: they are sorted, or a writer has left the table at -1."""
+        """Return [k] inputs sorted by their group; None: they are sorted, or a writer has left the table at -1."""
         if "groups" not in self.parts:
             return None
         own, k = self._read("groups").long(), self.shape[1]
@@ -159,8 +162,10 @@ class GroupTensor:
 
 
 def _nibbles(words: Tensor, interleaved: bool = False) -> Tensor:
-    """[rows, 8 columns] uint8 of words [rows, columns] int32, the lowest four bits first; ``interleaved``: of eight the
-    first, third, fifth and seventh come first."""
+    """Return [rows, 8 columns] uint8 of words [rows, columns] int32, the lowest four bits first.
+
+    ``interleaved``: of eight the first, third, fifth and seventh come first.
+    """
     data = words.contiguous().view(torch.uint8)
     codes = torch.stack((data & 15, data >> 4), -1)  # [rows, bytes, 2]
     return (codes.view(len(words), -1, 2, 4).mT if interleaved else codes).flatten(1)
@@ -169,11 +174,12 @@ def _nibbles(words: Tensor, interleaved: bool = False) -> Tensor:
 def take_groups(
     quant: GroupQuant | None, shapes: Mapping[str, tuple[int, ...]], stored: dict[str, StoredTensor]
 ) -> dict[str, GroupTensor]:
-    """Take the parts of quantised weights, of the wanted ``shapes`` by name, out of a checkpoint's tensors, ``stored``
-    by name; ``quant`` is what config.json says, None: nothing.
+    """Take the parts of quantised weights out of a checkpoint's tensors.
+
+    ``shapes`` and ``stored`` are by name; ``quant`` is config.json's entry, None: it has none.
 
     Raises:
-        ConfigError: a part that is missing or misshaped, or such parts without a word of them in config.json.
+        ConfigError: a part that is missing or misshaped, or such parts without an entry in config.json.
     """
     found, mains = {}, {names["codes"] for names in NAMES.values()}
     for name, shape in shapes.items():

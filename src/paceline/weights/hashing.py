@@ -4,7 +4,7 @@ A file is cut into pieces of 4 MiB; its hash is sha256 over the sha256 of each p
 one file, and the hash does not depend on how many there are.
 
 A hash is kept in the user's cache folder, and holds as long as the file's path, size, times and inode stay what they
-were. Reading gigabytes anew is the worst that happens where that folder cannot be used.
+were. Reading gigabytes again is the worst that happens where that folder cannot be used.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _RECORD_BYTES = 2**16  # of what is kept of a file, at most
 log = logging.getLogger(__name__)
 
 
-State = dict[str, Any]  # what changes with a file's content
+State = dict[str, Any]  # facts that change with a file's content
 _found: dict[tuple[Any, ...], str] = {}  # by this process, and the values of a state
 
 
 def content_hash(file: Path) -> str:
-    """sha256 over the pieces of a file's content, as a hexadecimal number.
+    """Return the sha256 over the pieces of a file's content, as a hexadecimal number.
 
     Raises:
         OSError: it cannot be read.
@@ -75,7 +75,7 @@ def _hash(file: Path, size: int) -> str:
 
 
 def _hash_piece(file: Path, start: int) -> bytes:
-    """Of the piece that begins at this byte; hashlib lets the other threads run meanwhile."""
+    """Hash the piece that begins at this byte; hashlib lets the other threads run meanwhile."""
     digest, left, room = hashlib.sha256(), PIECE_BYTES, memoryview(bytearray(_BUFFER_BYTES))
     with file.open("rb", buffering=0) as stream:
         stream.seek(start)
@@ -89,14 +89,14 @@ def _hash_piece(file: Path, start: int) -> bytes:
 
 
 def _place(state: State) -> Path | None:
-    """The file that keeps a path's hash: one each, so that processes that write at once do not meet."""
+    """Return the file of a path's hash: one each, so that processes that write at once do not collide."""
     base = user_cache()
     name = hashlib.sha256(state["path"].encode(errors="surrogateescape")).hexdigest()[:32]
     return None if base is None else base / "hashes" / f"{name}.json"
 
 
 def _recall(state: State) -> str | None:
-    """What was kept of a file that is as it was; None: nothing, or nothing that can be used."""
+    """Return the stored hash of a file that has not changed; None: nothing is stored, or nothing usable."""
     place = _place(state)
     if place is None:
         return None
@@ -122,7 +122,7 @@ def _keep(state: State, known: str) -> None:
 
 
 def _write(place: Path, content: bytes) -> None:
-    """In one step: who reads it meanwhile finds the old file or the new one."""
+    """Write in one step: a concurrent reader finds the old file or the new one."""
     handle, fresh = tempfile.mkstemp(dir=place.parent)
     try:
         with os.fdopen(handle, "wb") as stream:

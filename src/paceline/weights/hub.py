@@ -18,7 +18,7 @@ from .gguf import gguf_of
 log = logging.getLogger(__name__)
 
 CONNECT_S, READ_S = "PACELINE_HUB_CONNECT_S", "PACELINE_HUB_READ_S"  # variables; defaults: 10 and 30
-SILENT_S = 300.0  # so long after a time-out the hub is not asked again: a start looks several names up
+SILENT_S = 300.0  # so long after a time-out no request is sent to the hub: a start looks several names up
 _silent_until = 0.0
 
 # All that is fetched from the hub: no code, and no weights in formats that can run code.
@@ -26,7 +26,7 @@ HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 
 def local(name: str) -> Path | None:
-    """The local folder of this name, if there is one.
+    """Return the local folder of this name, if there is one.
 
     Raises:
         ConfigError: a path that cannot be looked at: too long, no permission, of an unknown user.
@@ -40,12 +40,12 @@ def local(name: str) -> Path | None:
         raise
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"model {shown(name)}", f"it cannot be looked at ({first_line(error)})", "check the path"
+            f"model {shown(name)}", f"the path cannot be read ({first_line(error)})", "check the path"
         ) from error
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what a library says, cut short and printable whatever it quotes."""
+    """Return the first line of a library's message, cut short and printable."""
     said = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
     return said.splitlines()[0][:300].encode("utf-8", "backslashreplace").decode()
 
@@ -55,7 +55,7 @@ def env_offline() -> bool:
 
 
 def _seconds(variable: str, default: float) -> float:
-    """A time limit from the environment."""
+    """Return a time limit from the environment."""
     text = os.environ.get(variable, "")
     try:
         value = float(text or default)
@@ -68,7 +68,7 @@ def _seconds(variable: str, default: float) -> float:
 
 @contextmanager
 def _limited(connect: float, read: float) -> Iterator[list[Any]]:
-    """Bound the requests of the hub's client that have no limit, as its look-ups; yield those without an answer."""
+    """Bound requests of the hub's client that have no limit, as its look-ups; yield those without an answer."""
     from huggingface_hub import get_session
 
     session, waiting = get_session(), list[Any]()
@@ -90,7 +90,7 @@ def _limited(connect: float, read: float) -> Iterator[list[Any]]:
 
 
 def from_hub(name: str, revision: str | None, offline: bool) -> Path:
-    """The folder of a model of the hub: fetched, or what is in its client's cache.
+    """Return the folder of a model of the hub: fetched, or from its client's cache.
 
     A hub that does not answer in time costs one wait: the cache is used then, and for the next `SILENT_S`.
 
@@ -116,7 +116,7 @@ def from_hub(name: str, revision: str | None, offline: bool) -> Path:
                 if waiting and time.monotonic() - begin >= min(connect, read):
                     _silent_until = time.monotonic() + SILENT_S
                     words = "%s did not answer in time (%g s to connect, %g s to read): the hub's cache is used"
-                    log.warning(words + " for %g minutes; offline asks nothing", host, connect, read, SILENT_S / 60)
+                    log.warning(words + " for %g minutes; offline sends none", host, connect, read, SILENT_S / 60)
     except HFValidationError as error:
         wrong = f"neither a folder nor a hub name ({first_line(error)})"
         raise ConfigError(f"model {shown(name)}", wrong, "check the name") from error
@@ -129,5 +129,5 @@ def from_hub(name: str, revision: str | None, offline: bool) -> Path:
         raise ConfigError(f"model {shown(name)}", wrong, remedy) from error
     except Exception as error:  # the client's transport library, and so its errors, differ by version
         raise ConfigError(
-            f"model {shown(name)}", f"the hub does not give it ({first_line(error)})", "check name, revision, access"
+            f"model {shown(name)}", f"the hub refuses it ({first_line(error)})", "check name, revision, access"
         ) from error

@@ -38,7 +38,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 _RESTORE = "download or copy the checkpoint again"
-_FLOATS = ("BF16", "F16", "F32", "F64")  # what weights may be stored as
+_FLOATS = ("BF16", "F16", "F32", "F64")  # types in which weights may be stored
 
 
 def load_model(
@@ -100,7 +100,7 @@ def load_model(
 
 
 def _part(layout: Layout, layers: tuple[int, int], ends: bool) -> Layout:
-    """What some of the layers need of a checkpoint, under the names that these have alone."""
+    """Return the part of a checkpoint that some of the layers need, under the names that they have alone."""
     kept = []
     for piece, tensor in layout.pieces:
         match = re.fullmatch(r"layers\.(\d+)\.(.*)", piece.into)
@@ -139,18 +139,18 @@ def memory_for(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ConfigError(asked, f"{needs}, and there is not so much to give", remedy) from error
+        raise ConfigError(asked, f"{needs}, which is more than this machine has", remedy) from error
 
 
 def _table_bytes(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Of the rotation's table, which is there for every position from the start anywhere but on the CPU."""
+    """Return the bytes of the rotation's table, which covers every position from the start except on the CPU."""
     if device.type == "cpu":
         return 0
     return sum(2 * config.max_position * rope.dim * dtype.itemsize for rope in {*config.rotations} if rope is not None)
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The decoder's configuration; the end-of-text ids of `generation` go before its own."""
+    """Return the decoder's configuration; the end-of-text ids of `generation` precede its own."""
     if is_gguf(folder):
         return read_gguf_config(folder)
     if not folder.is_dir():
@@ -163,21 +163,19 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def parse_dtype(dtype: str | torch.dtype, config: DecoderConfig) -> tuple[torch.dtype, Quant | None]:
-    """The dtype of the activations, and how the weights are quantised."""
+    """Return the dtype of the activations, and how the weights are quantised."""
     name = check_dtype(dtype)
     if name == "auto":
         name = check_dtype(config.checkpoint_dtype or "float32", "config.json: dtype")
     if name in QUANTS:
         return torch.bfloat16, cast("Quant", name)
     if name not in DTYPES:
-        raise ConfigError(
-            f"config.json: dtype={name!r}", "no such dtype of weights", f"use one of: {', '.join(DTYPES)}"
-        )
+        raise ConfigError(f"config.json: dtype={name!r}", "there is no such dtype", f"use one of: {', '.join(DTYPES)}")
     return DTYPES[name], None
 
 
 def check_dtype(dtype: str | torch.dtype, asked: str = "dtype") -> str:
-    """The name of a dtype that exists.
+    """Return the name of a dtype, checked.
 
     Raises:
         ConfigError: there is no such dtype.
@@ -190,13 +188,13 @@ def check_dtype(dtype: str | torch.dtype, asked: str = "dtype") -> str:
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """The device, once it is known to be there."""
+    """Return the device, checked to be present."""
     try:
         place = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"device={shown(device)}", "no such device", "use 'cpu' or 'cuda'") from error
+        raise ConfigError(f"device={shown(device)}", "there is no such device", "use 'cpu' or 'cuda'") from error
     if place.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={shown(device)}", "the engine runs on cpu and cuda", "use 'cpu' or 'cuda'")
+        raise ConfigError(f"device={shown(device)}", "the engine runs on 'cpu' and 'cuda' alone", "use 'cpu' or 'cuda'")
     if place.type == "cpu" and place.index:
         raise ConfigError(f"device={shown(device)}", "the CPU is one device", "use 'cpu', and threads=... for cores")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
@@ -213,14 +211,14 @@ class Layout:
     """Where in a checkpoint's files every parameter is; see `read_layout`."""
 
     pieces: Sequence[tuple[Piece, StoredTensor | BlockTensor]]
-    heads: Sequence[StoredTensor] = ()  # stored beside a tied embedding, of which they must be copies
+    heads: Sequence[StoredTensor] = ()  # stored next to a tied embedding, of which they must be copies
 
     def cut(self, part: Callable[[Piece], Iterable[Piece]]) -> Layout:
-        """What of each tensor is read, where that is not all."""
+        """Return the part that is read of each tensor, where that is not all."""
         return Layout([(own, tensor) for piece, tensor in self.pieces for own in part(piece)])
 
     def blocks(self, config: DecoderConfig) -> dict[str, list[BlockTensor]]:
-        """The parameters that stay in blocks."""
+        """Return the parameters that stay in blocks."""
         plain = {piece.into: tensor for piece, tensor in self.pieces if isinstance(tensor, StoredTensor)}
         blocks = [(piece, tensor) for piece, tensor in self.pieces if not isinstance(tensor, StoredTensor)]
         for piece, tensor in blocks:
@@ -231,8 +229,9 @@ class Layout:
 
 
 def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) -> Layout:
-    """Find every parameter in the headers of the folder's safetensors files, or with ``layers_only`` those of the
-    layers, which the files hold alone then; no data is read.
+    """Find every parameter in the headers of the folder's safetensors files; no data is read.
+
+    With ``layers_only`` the files hold the layers alone.
 
     Raises:
         ConfigError: a file or tensor that is missing, broken, misshaped, there twice or left over.
@@ -255,7 +254,7 @@ def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) 
 
 
 def _by_source(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors by name, without the leading "model." that some checkpoints have."""
+    """Return tensors by name, without the leading "model." that some checkpoints have."""
     found: dict[str, StoredTensor] = {}
     for tensor in tensors:
         source = tensor.name.removeprefix("model.")
@@ -267,7 +266,7 @@ def _by_source(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _is_ignored(source: str) -> bool:
-    """A head beside a tied embedding, which is compared, and buffers of old checkpoints."""
+    """Return whether a tensor is a head next to a tied embedding, which is compared, or a buffer of old checkpoints."""
     return source == "lm_head.weight" or source.endswith((".rotary_emb.inv_freq", ".masked_bias"))
 
 
@@ -346,7 +345,7 @@ def _fill(parameter: Tensor, piece: Piece, tensor: Tensor) -> None:
 
 
 def _check_tied(decoder: Decoder, head: Tensor, file: Path) -> None:
-    """A head stored beside a tied embedding must be that embedding, or one of the two would be lost."""
+    """Check that a head stored next to a tied embedding is that embedding, or one of the two would be lost."""
     if not torch.equal(head.to(decoder.dtype), decoder.embedding.data.to("cpu")):
         raise ConfigError(
             f"lm_head.weight in {file}",
@@ -375,8 +374,9 @@ def _read_json(file: Path) -> Any:
 
 
 def resolve_folder(name_or_path: str | Path, revision: str | None = None, offline: bool = False) -> Path:
-    """The folder of a model: an embedded model's name (``paceline-small``), a local folder, or a hub name
-    (``org/name``), which is downloaded; ``offline``, as HF_HUB_OFFLINE, uses what is cached.
+    """Return the folder of a model: an embedded model's name, a local folder, or a hub name.
+
+    A hub name (``org/name``) is downloaded; ``offline``, as HF_HUB_OFFLINE, uses what is cached.
 
     Raises:
         ConfigError: nothing of that name, or the hub cannot be reached.
@@ -401,7 +401,7 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The folder's Hugging Face tokenizer; code that a checkpoint brings is never run.
+    """Return the folder's Hugging Face tokenizer; code of a checkpoint is never run.
 
     Raises:
         ConfigError: no tokenizer there, or one that cannot be read.
@@ -427,9 +427,10 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def load_vocabulary(folder: str | Path) -> Any:
-    """What knows the ids and pieces of the folder's tokenizer, by ``get_vocab``.
+    """Return an object with the ids and pieces of the folder's tokenizer, by ``get_vocab``.
 
-    From ``tokenizer.json``, where there is one: seconds less than the tokenizer itself, which imports much more.
+    From ``tokenizer.json``, where there is one: seconds less than the tokenizer itself, which imports much
+    more.
 
     Raises:
         ConfigError: no tokenizer there, or one that cannot be read.
@@ -448,10 +449,9 @@ def load_vocabulary(folder: str | Path) -> Any:
 
 
 def _plain_tokenizer(folder: Path) -> bool:
-    """Whether `AutoTokenizer` would come to transformers' plain class, by what the files say.
+    """Return whether `AutoTokenizer` would choose transformers' plain class, by the files.
 
-    To know of the model what it needs to know, it imports torch's compiler: half of the time in which a small model
-    starts.
+    `AutoTokenizer` imports torch's compiler to find out: half of the time in which a small model starts.
     """
     files = "tokenizer_config.json", "config.json"
     if not all(is_file(folder / name) for name in files):

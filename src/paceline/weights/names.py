@@ -25,12 +25,12 @@ class Piece:
 
     @property
     def of_layer(self) -> bool:
-        """Whether it belongs to a layer, not to what is before and behind them."""
+        """Return whether it belongs to a layer, and not to the embedding or the head."""
         return self.into.startswith("layers.")
 
     @property
     def numel(self) -> int:
-        """Elements that are read."""
+        """Return the number of elements that are read."""
         taken = [len(range(n)[part]) for n, part in zip(self.shape, self.take, strict=False)]
         return math.prod((*taken, *self.shape[len(taken) :]))
 
@@ -56,7 +56,7 @@ _LAYERS = {
 
 
 def weight_map(config: DecoderConfig) -> list[Piece]:
-    """Every checkpoint tensor that the decoder reads, and where it goes."""
+    """Return every checkpoint tensor that the decoder reads, and its parameter."""
     c = config
     if c.tracks > 1:
         return _of_tracks(c)
@@ -70,7 +70,7 @@ def weight_map(config: DecoderConfig) -> list[Piece]:
 
 
 def _of_tracks(c: DecoderConfig) -> list[Piece]:
-    """One table for both ends, and of every track its layers and what it reads of the others."""
+    """Return one table for both ends, and of every track its layers and what it reads of the others."""
     own, table = c.track, (c.vocab_size, c.d_model)
     pieces = [Piece(source="embed_tokens.weight", into="embedding", shape=table), _norm(c, "norm", "norm")]
     for track in range(c.tracks):

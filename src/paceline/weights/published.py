@@ -27,11 +27,11 @@ class Published:
     licence: str
 
     def found(self) -> Path | None:
-        """The file in the installed package or in the cache, else the hub's folder, where its client has it."""
+        """Return the file in the installed package or in the cache, else the hub's folder, where its client has it."""
         return next((place for place in self.files() if place.is_file()), None) or self._of_hub()
 
     def files(self) -> list[Path]:
-        """Where the file may lie, in the order in which it is looked for."""
+        """Return the paths of the file, in the order in which they are tried."""
         installed = self._installed()
         return [*([installed] if installed else []), cache() / self.file]
 
@@ -43,14 +43,14 @@ class Published:
         return Path(spec.origin).parent / self.file if spec is not None and spec.origin else None
 
     def is_whole(self, path: Path) -> bool:
-        """Whether the file is there, with the content it should have."""
+        """Return whether the file exists, with the expected content."""
         if not path.is_file() or path.stat().st_size != self.bytes:
             return False
         with path.open("rb") as handle:
             return hashlib.file_digest(handle, "sha256").hexdigest() == self.sha256
 
     def _of_hub(self) -> Path | None:
-        """The hub's folder, where its client has it whole."""
+        """Return the hub's folder, where its client has it whole."""
         home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
         snapshots = Path(home).expanduser() / f"models--{self.hub.replace('/', '--')}" / "snapshots"
         kept = sorted(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
@@ -59,7 +59,7 @@ class Published:
 
 
 def cache() -> Path:
-    """The folder where fetched files are kept."""
+    """Return the folder where fetched files are kept."""
     named = os.environ.get("PACELINE_WEIGHTS")
     if named:
         return Path(named).expanduser()

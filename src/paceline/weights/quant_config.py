@@ -1,6 +1,6 @@
-"""What ``quantization_config`` of a ``config.json`` says of weights in 4 bits: AWQ, GPTQ, compressed-tensors.
+"""Parse ``quantization_config`` of a ``config.json`` for weights in 4 bits: AWQ, GPTQ, compressed-tensors.
 
-What is not known by name is refused: a form that is guessed wrong gives weights that are wrong.
+Unknown names are refused: a form that is guessed wrong gives weights that are wrong.
 
 Source: AutoAWQ's ``AwqConfig``; GPTQModel's ``QuantizeConfig``; compressed-tensors' ``QuantizationConfig``.
 """
@@ -36,7 +36,7 @@ NAMES: dict[str, dict[str, str]] = {  # of a linear's tensors, by what they are
 
 @dataclass(frozen=True, kw_only=True)
 class GroupQuant:
-    """How a checkpoint's linears are quantised."""
+    """The quantisation of a checkpoint's linears."""
 
     method: Method
     group_size: int  # inputs that share a scale; -1: all
@@ -45,7 +45,7 @@ class GroupQuant:
     zero_offset: int = 0  # a stored zero is less by so much
 
     def parts(self, n: int, k: int) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-        """The tensors of a linear [n, k]: what types and shape each may have, by what it is."""
+        """Return the tensors of a linear [n, k]: the types and the shape that each may have, by role."""
         groups, words = 1 if self.group_size == -1 else k // self.group_size, -(-n // 8)
         if self.method == "compressed-tensors":
             found = {"codes": (_WORDS, (n, k // 8)), "scales": (_FLOATS, (n, groups)), "shape": (_WHOLE, (2,))}
@@ -57,7 +57,7 @@ class GroupQuant:
 
 
 def read_group_quant(said: Json) -> GroupQuant:
-    """What ``quantization_config`` says.
+    """Parse ``quantization_config``.
 
     Raises:
         CapabilityError: a method, a number of bits or a form that is not read.
@@ -146,7 +146,7 @@ def _group_size(said: Json) -> int:
 
 
 def _only(said: Json, name: str, *values: Any) -> Any:
-    """What is said, if it is one of these values; None: nothing may be said."""
+    """Return a value if it is one of these; None: it must not be set."""
     value = said.get(name)
     if not any(type(value) is type(known) and value == known for known in values):
         listed = ", ".join(repr(known) for known in values if known is not None) or "nothing"

@@ -18,8 +18,9 @@ Pieces = Sequence[tuple[Piece, BlockTensor]]
 
 
 def in_blocks(pieces: Pieces, config: DecoderConfig) -> dict[str, list[BlockTensor]]:
-    """Parameters that stay in the blocks of their files, by name: tensors that follow each other, each of which is read
-    from there as it is packed.
+    """Return parameters that stay in the blocks of their files, by name.
+
+    Each is tensors that follow each other, which are read as they are packed.
 
     Raises:
         CapabilityError: a tensor of a type without products here, which only a plain dtype can load.
@@ -32,13 +33,13 @@ def in_blocks(pieces: Pieces, config: DecoderConfig) -> dict[str, list[BlockTens
     kept = {name: own for name, own in found.items() if _stays(name, own, groups_of(config))}
     wide = [name for name, own in found.items() if name not in kept and any(map(_blocked, own))]
     if wide:
-        why = f"heads of {config.head_dim} are no multiple of {STEP}, or a part of a product is plain"
+        why = f"heads of {config.head_dim} are not a multiple of {STEP}, or a part of a product is plain"
         log.warning("%d weights in blocks become bfloat16, %s the first: %s", len(wide), wide[0], why)
     return {name: [tensor for _, tensor in sorted(own, key=lambda pair: pair[0].at)] for name, own in kept.items()}
 
 
 def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> bool:
-    """Whether products with these blocks are compiled: nothing goes between their inputs, and parts are whole lines."""
+    """Return whether products with these blocks are compiled: inputs are contiguous, and parts are whole lines."""
     if not all(_blocked(one) and len(one[1].shape) == 2 for one in own):
         return False
     inputs, outputs = groups.get(name.split(".")[-2] if "." in name else "", (0, 0))

@@ -1,4 +1,4 @@
-"""A small trained module in a folder: a JSON file that says its shape, and a safetensors file with its numbers."""
+"""A small trained module in a folder: a JSON file with its shape, and a safetensors file with its numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrainedConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainedFiles:
-    """How modules of one sort are kept."""
+    """The files of one kind of modules."""
 
     what: str
     config_file: str
@@ -56,8 +56,9 @@ class TrainedFiles:
     def write(
         self, tensors: Mapping[str, Tensor], entries: Mapping[str, Any], folder: Path, dtype: torch.dtype | None
     ) -> None:
-        """Write both files, tensors by their names and ``entries`` of the JSON file, into a folder, which is made where
-        it is missing; ``dtype`` is that of floating-point numbers, None: their own.
+        """Write both files, tensors by their names and ``entries`` of the JSON file, into a folder.
+
+        A missing folder is made. ``dtype`` is that of floating-point numbers, None: their own.
 
         Raises:
             ConfigError: a tensor that holds NaN or infinity.
@@ -74,7 +75,7 @@ class TrainedFiles:
         (folder / self.config_file).write_text(text + "\n", encoding="utf-8")
 
     def entries(self, folder: Path) -> dict[str, Any]:
-        """What the JSON file says.
+        """Return the entries of the JSON file.
 
         Raises:
             ConfigError: no such file, no JSON object, another format.
@@ -82,20 +83,21 @@ class TrainedFiles:
         file = self._file(folder, self.config_file)
         given = read_json(file, self.restore, "not JSON")
         if not isinstance(given, dict):
-            raise ConfigError(str(file), "not a JSON object", self.restore)
+            raise ConfigError(str(file), "the file does not hold a JSON object", self.restore)
         if self.format is not None and given.pop("format", None) != self.format:
-            raise ConfigError(str(file), f"not written in format {self.format}", "train it again, or update Paceline")
+            raise ConfigError(str(file), f"it is not in format {self.format}", "train it again, or update Paceline")
         return given
 
     def config(self, kind: Callable[..., Config], folder: Path, readers: Readers | None = None) -> Config:
-        """The shape that the JSON file says; arguments and errors as for `made` and `entries`."""
+        """Return the shape in the JSON file; arguments and errors as for `made` and `entries`."""
         return self.made(kind, self.entries(folder), folder / self.config_file, readers)
 
     def made(
         self, kind: Callable[..., Config], given: Mapping[str, Any], file: Path, readers: Readers | None = None
     ) -> Config:
-        """A dataclass ``kind`` from entries of the JSON file; ``readers`` by name of those that JSON spells in another
-        way.
+        """Return a dataclass ``kind`` from entries of the JSON file.
+
+        ``readers`` convert, by name, entries that JSON spells in another way.
 
         Raises:
             ConfigError: an entry that is unknown or missing, a value that cannot be.
@@ -112,7 +114,7 @@ class TrainedFiles:
             raise ConfigError(str(file), f"not the configuration of {self.what} ({error})", self.restore) from error
 
     def tensors(self, folder: Path) -> dict[str, Tensor]:
-        """What the safetensors file holds.
+        """Return the tensors of the safetensors file.
 
         Raises:
             ConfigError: it is not there, is broken, or takes more memory than is free.
@@ -126,8 +128,10 @@ class TrainedFiles:
             return load_file(file)
 
     def fill(self, module: Made, values: Mapping[str, Tensor], file: Path, device: torch.device | str) -> Made:
-        """A module on the meta device, not to be used any more, as one with the file's ``values``: memory comes after
-        the check."""
+        """Return a module on the meta device, not to be used any more, as one with the file's ``values``.
+
+        Memory is taken after the check.
+        """
         self._check_shapes(self.tensors_of(module), values, file)
         module = module.to_empty(device=device)
         self.copy(self.tensors_of(module), values, file)
@@ -175,8 +179,9 @@ class TrainedFiles:
 
 
 def continued(found: Any, wanted: Any, folder: Path, other: Iterable[str] = ()) -> None:
-    """Refuse to train on from a module of a folder whose shape, a dataclass, is not the wanted one; ``other`` fields
-    beside the target's may differ. Its target may have been an earlier state of this run's.
+    """Refuse to train on from a module of a folder whose shape, a dataclass, is not the wanted one.
+
+    ``other`` fields and the target's may differ. Its target may have been an earlier state of this run's.
 
     Raises:
         ConfigError: the first field that differs.
@@ -185,11 +190,11 @@ def continued(found: Any, wanted: Any, folder: Path, other: Iterable[str] = ()) 
         theirs, ours = getattr(found, name), getattr(wanted, name)
         if theirs != ours and name not in ("target", "fingerprint", *other):
             wrong = f"its {name} is {shown(theirs)}, this run's {shown(ours)}"
-            raise ConfigError(f"going on from {folder}", wrong, "train with its options, or without --init")
+            raise ConfigError(f"training from {folder}", wrong, "train with its options, or without --init")
 
 
 def resumed(made: Made, config: Any, folder: Path, other: Iterable[str] = ()) -> Made:
-    """A module that was loaded from ``folder``, with this run's ``config``; arguments and errors as for `continued`."""
+    """Return a module loaded from ``folder``, with this run's ``config``; arguments and errors as for `continued`."""
     module: Any = made
     continued(module.config, config, folder, other)
     module.config = config

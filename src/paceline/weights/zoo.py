@@ -1,13 +1,13 @@
 """The embedded models: their folders and cards.
 
-A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which says its role and names its draft
+A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which has its role and names its draft
 and its drafter. A trained set (role "streams" or "adapter": ``streams.json`` and ``streams.safetensors``; role "head":
 what its drafter reads, of Lyanna, EAGLE, Medusa or SPIRe, or early exits for the mirror round) names in its
 ``zoo.json`` the target it was trained for. ``read_by`` in a draft's or a set's card is the drafter (or the round) that
 means this one where it is named without weights: ``--drafter lyanna``; adapters, which change answers, have none.
 Folders are looked for in ``$PACELINE_ZOO``, in the ``zoo/`` of a source checkout, then in the ``_zoo`` of the wheel.
 
-A model too large to come along has a card without weights, which says where they are published (`published`):
+A model too large for the package has a card without weights, which names where they are published (`published`):
 ``paceline models get NAME`` fetches them, and the name is then one like any other.
 """
 
@@ -43,7 +43,7 @@ class ZooEntry:
     bytes: int  # of the weights on disk
     path: Path | None  # its folder or file; None: published weights that are not on this machine
     draft: str | None = None  # the zoo's own draft model for this target
-    drafter: str | None = None  # what the command line drafts with for this target, where nothing else is asked for
+    drafter: str | None = None  # the default drafter of the command line for this target
     drafter_in: Mapping[str, str] = field(default_factory=dict)  # the same in a dtype where another one pays
     target: str | None = None  # the zoo's target that a trained set belongs to
     read_by: str | None = None  # the drafter, or the round, that reads it where the user names no weights
@@ -56,7 +56,7 @@ class ZooEntry:
 
 
 def find(name: str) -> Path | None:
-    """The folder (or GGUF file) of the zoo's model ``name``, or None where the zoo has no such model.
+    """Return the folder (or GGUF file) of the zoo's model ``name``, or None where the zoo has no such model.
 
     Raises:
         ConfigError: ``$PACELINE_ZOO`` is set and is not a folder; the weights are published, and not fetched yet.
@@ -69,7 +69,7 @@ def find(name: str) -> Path | None:
 
 
 def available() -> list[ZooEntry]:
-    """Every embedded model and trained set, in the order of `ROLES`, then by name."""
+    """Return every embedded model and trained set, in the order of `ROLES`, then by name."""
     return sorted(_entries().values(), key=lambda entry: (ROLES.index(entry.role), entry.name))
 
 
@@ -84,13 +84,13 @@ def default_drafter(name: str, dtype: str = "auto") -> str | None:
 
 
 def trained_for(model: str) -> list[ZooEntry]:
-    """What the zoo has for a model, given by name or by its folder: its draft and its trained sets."""
+    """Return the zoo's draft and trained sets for a model, which is a name or a folder."""
     own = _entry(model)
     return [e for e in _entries().values() if own and (e.target == own.name or e.name == own.draft)]
 
 
 def weights(kind: str, model: str) -> str | None:
-    """The name of the weights for ``model`` that the drafter or the round ``kind`` reads; None: the zoo has none.
+    """Return the name of the weights for ``model`` that the drafter or round ``kind`` reads; None: there are none.
 
     Of several it is the first by name, and one of ``$PACELINE_ZOO`` before all others.
     """
@@ -98,7 +98,7 @@ def weights(kind: str, model: str) -> str | None:
 
 
 def readable(kind: str) -> dict[str, str]:
-    """By model, the names of the weights that `weights` gives for it."""
+    """Return by model the names of the weights that `weights` returns for it."""
     found = {entry.name: weights(kind, entry.name) for entry in available()}
     return {model: name for model, name in found.items() if name is not None}
 
@@ -116,7 +116,7 @@ def _is(entry: ZooEntry, name: str) -> bool:
 
 
 def roots() -> list[Path]:
-    """The folders that are searched, first match wins."""
+    """Return the folders that are searched; the first match wins."""
     chosen = os.environ.get("PACELINE_ZOO")
     if chosen and not Path(chosen).is_dir():
         raise ConfigError(f"PACELINE_ZOO={chosen}", "there is no such folder", "unset it or name a folder of models")

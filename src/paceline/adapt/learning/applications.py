@@ -13,7 +13,7 @@ from ...engine.engine import Engine
 
 
 class DrafterByApplication(Drafter):
-    """Asks for each sequence the drafter of its application.
+    """Drafts for each sequence with the drafter of its application.
 
     Args:
         drafters: by application, of one kind and bound to one target; None: of requests that name none.
@@ -25,7 +25,7 @@ class DrafterByApplication(Drafter):
         self.drafters, self.spec = drafters, drafters[None].spec
 
     def _split(self, views: Sequence[SequenceView]) -> Iterator[tuple[StateDrafter, list[int]]]:
-        """The drafters that are asked, and which of the sequences each is asked for."""
+        """Return the drafters that draft, and the sequences of each."""
         found: dict[str | None, list[int]] = {}
         for place, view in enumerate(views):
             found.setdefault(None if view.application is None else view.application.name, []).append(place)
@@ -39,7 +39,7 @@ class DrafterByApplication(Drafter):
             drafter.observe(step if whole else replace(step, **_picked(step, names, places)))
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
-        """The proposals of each for its own sequences."""
+        """Return the proposals of each drafter for its own sequences."""
         names = ("sequences", "budgets", "max_depths", "caches")
         made: dict[int, Proposal] = {}
         passes = 0
@@ -57,7 +57,7 @@ class DrafterByApplication(Drafter):
 
 
 def _picked(whole: Any, names: Iterable[str], places: Sequence[int]) -> dict[str, Any]:
-    """Of each field the values of some sequences; what has none for each stays."""
+    """Return of each field the values of some sequences; fields without a value for each stay."""
     fields, count = {name: getattr(whole, name) for name in names}, len(whole.sequences)
     return {name: [values[place] for place in places] for name, values in fields.items() if len(values) == count}
 

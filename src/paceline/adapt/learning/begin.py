@@ -1,4 +1,4 @@
-"""From the option ``learn`` to learning: what is learned, and what the learner must know."""
+"""Start learning from the option ``learn``: the part that learns, and the learner's configuration."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .applications import DrafterByApplication, put_in_place
 from .serving import Learning, learned_part
 
 log = logging.getLogger(__name__)
-DEPTH = 3  # tokens ahead, where a drafter does not say
+DEPTH = 3  # tokens ahead, where a drafter has no depth
 RATE, WIDTH = 2e-4, 576  # learning rate at this width of the target: half of what a drafter is made with
 
 
 def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
-    """Learn beside an engine.
+    """Start learning next to an engine.
 
     Raises:
         ConfigError: a drafter that cannot learn, a round that runs it elsewhere, a folder that cannot be used.
@@ -87,9 +87,9 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
 
 
 def _chosen(config: LLMConfig, part: StateDrafter, asked: str) -> TrainedDrafterConfig:
-    """The configuration of the part that learns."""
+    """Return the configuration of the part that learns."""
     whole = drafter_of(config)
     for one in getattr(whole, "chosen", (whole,)):
         if isinstance(one, TrainedDrafterConfig) and one.kind == part.spec.name:
             return one
-    raise ConfigError(asked, "the drafter's weights are nowhere to be found", "name them: drafter=eagle:FOLDER")
+    raise ConfigError(asked, "the drafter's weights were not found", "name them: drafter=eagle:FOLDER")

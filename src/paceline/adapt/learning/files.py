@@ -1,13 +1,13 @@
-"""The folder of `--learn`: what the server and the learner tell each other through files.
+"""The folder of `--learn`: the files through which the server and the learner communicate.
 
 ring.bin            requests (`ring`)
-states.bin          what the target said of the last of them
+states.bin          the target's states of the last of them
 learner.json        what the learner is to train for
 drafters/N/         drafters that passed their check
 offer.json          the last one of them, and how it did
 refused.json        numbers of those that did worse at work
 learner-seen.json   number of the last request that it has learned from
-learner.log         what the learner says
+learner.log         the learner's log
 applications/ID/    the same for requests of an application; ID is of its files
 """
 
@@ -35,7 +35,7 @@ def write(file: Path, values: Any) -> None:
 
 
 def read(file: Path, default: Any = None) -> Any:
-    """JSON that another process wrote; ``default`` where there is none, or none that can be read."""
+    """Return JSON that another process wrote; ``default`` where there is none, or none that can be read."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

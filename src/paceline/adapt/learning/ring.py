@@ -1,8 +1,8 @@
-"""The last requests, in files of a fixed size that belong to the user alone: token ids, and what the target said.
+"""The last requests, in files of a fixed size that belong to the user alone: token ids, and the target's states.
 
 One process writes, another reads while it does. A slot that is being written fails its checksum, and is left out. Texts
 are never kept. A request's states are those of the target's last layer that its drafter was shown, so that nobody has
-to compute them again: what the target said after each token is its head's product with them.
+to compute them again: the target's logits after each token are its head's product with them.
 
     file     magic, slots, bytes of a slot's values
     slot     checksum, bytes, number (from 1 on; 0: empty), values: of a request its prompt's length and its ids; of
@@ -28,7 +28,7 @@ SLOT = struct.Struct("<IIQ")
 COUNT = struct.Struct("<I")
 SLOTS, PROMPT, ANSWER = 8192, 352, 160  # 17 MB
 STATE_SLOTS, STATE_BYTES = 640, 256 * 10**6  # more requests than a round learns from; fewer of wide targets
-_REMEDY = "name another folder in learn=DIR, or remove the file: what is kept in it is forgotten then"
+_REMEDY = "name another folder in learn=DIR, or remove the file, which loses its requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class SlotFile:
                 _allocate(handle, size)
                 os.pwrite(handle, own, 0)
             elif found.st_size != size or os.pread(handle, HEADER.size, 0) != own:
-                raise ConfigError(asked, f"{self.path.name} is no ring of this version", _REMEDY)
+                raise ConfigError(asked, f"{self.path.name} is not a ring of this version", _REMEDY)
             self._map = mmap.mmap(handle, size, access=mmap.ACCESS_READ)
         except BaseException:
             os.close(handle)
@@ -85,7 +85,7 @@ class SlotFile:
         os.pwrite(self._handle, slot, HEADER.size + number % self.slots * self.bytes)
 
     def get(self, slot: int) -> tuple[int, bytes] | None:
-        """Number and values in a slot; None where it is empty or not whole."""
+        """Return number and values of a slot; None where it is empty or not whole."""
         at = HEADER.size + slot * self.bytes
         head = self._map[at : at + SLOT.size]
         mark, size, number = SLOT.unpack(head)
@@ -118,7 +118,7 @@ class Ring(SlotFile):
         return self.last
 
     def read(self, after: int = 0) -> list[ServedRequest]:
-        """The requests that are whole, oldest first, with numbers above ``after``."""
+        """Return the requests that are whole, oldest first, with numbers above ``after``."""
         found = []
         for number, values in filter(None, map(self.get, range(self.slots))):
             if number > after:
@@ -140,11 +140,11 @@ class StateRing(SlotFile):
         super().__init__(path, max(1, min(STATE_SLOTS, STATE_BYTES // size)), size)
 
     def add(self, number: int, skipped: int, states: np.ndarray) -> None:
-        """Keep the states [rows, width] (bits of bfloat16) of a request's tokens behind the first ``skipped``."""
+        """Keep the states [rows, width] (bits of bfloat16) of a request's tokens after the first ``skipped``."""
         self.put(number, COUNT.pack(skipped) + states.tobytes())
 
     def of(self, number: int) -> tuple[int, np.ndarray] | None:
-        """What `add` was given; None where it is not there any more."""
+        """Return what `add` stored; None where it was overwritten."""
         found = self.get(number % self.slots)
         if found is None or found[0] != number:
             return None
@@ -153,7 +153,7 @@ class StateRing(SlotFile):
 
 
 def _allocate(handle: int, size: int) -> None:
-    """Room for the whole file now: a full disk is then an error here, and no fault of a step."""
+    """Allocate room for the whole file now: a full disk is then an error here, and not in a step."""
     try:
         os.posix_fallocate(handle, 0, size)
     except AttributeError:  # no POSIX

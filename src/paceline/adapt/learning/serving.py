@@ -1,7 +1,7 @@
-"""The server's side of learning: keeps requests, runs the learner beside, and lets better drafters take over.
+"""The server's side of learning: keeps requests, runs the learner, and lets better drafters take over.
 
 The learner is a process of the lowest priority. Where the engine's threads leave no core free it is stopped as soon as
-a request runs, and goes on when none has for a moment. What it offers was checked on requests that it had not learned
+a request runs, and continues when none has for a moment. What it offers was checked on requests that it had not learned
 from; it takes over between two steps, and the one before it returns where fewer of its tokens are accepted. Tokens of
 answers are the target's in any case.
 """
@@ -36,18 +36,18 @@ from .states import CollectedStates, StateCollector
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # between two looks at engine, learner and offers
-IDLE_S = 0.5  # without a request, before the learner goes on
+IDLE_S = 0.5  # without a request, before the learner continues
 AGAIN_S, AGAIN_MOST_S = 1.0, 300.0  # before a learner that died is started again: twice as long each time that it
 # did so without having learned anything
 WAITING = 256  # requests that have ended and are not written down yet; of more the oldest are left out
-WINDOW = 64  # requests behind which two drafters are compared at work
+WINDOW = 64  # requests after which two drafters are compared at work
 WORSE = 0.9  # of what was accepted before, below which the one before returns
 
 Build = Callable[[str], Drafter]  # folder of weights -> the drafter, bound to the target
 
 
 class Learning:
-    """Learning beside an engine.
+    """Learning next to an engine.
 
     Args:
         folder: of all that is kept; made with mode 0700 where it is missing.
@@ -118,7 +118,7 @@ class Learning:
     # -- in the engine's thread
 
     def ended(self, live: LiveRequest) -> None:
-        """A request has ended: keep it, and count how it was drafted for."""
+        """Store a request that has ended, and count how it was drafted for."""
         request, state = live.request, live.sequences[0].state
         states = [self._collector.take(sequence.view.key) for sequence in live.sequences][0]
         stats = state.stats
@@ -137,7 +137,7 @@ class Learning:
             one.between()
 
     def between(self) -> None:
-        """Before a step: the learner makes room, and a drafter that is ready takes over."""
+        """Make room for the learner before a step, and replace the drafter by one that is ready."""
         if not self.spare and not self._stopped:
             self._signal("SIGSTOP")
         if self._ready is not None:
@@ -148,7 +148,7 @@ class Learning:
             self._give_back()
 
     def _take(self, number: int, fresh: StateDrafter) -> None:
-        """Another drafter in the place of the part. Sequences that run are drafted for from their next states on."""
+        """Replace the part by another drafter; running sequences are drafted for from their next states on."""
         self.part.body.drop([*self.part.body.texts])
         self._good = dict(vars(self.part))
         self.before, self.number, self.taken = self.number, number, self.taken + 1
@@ -161,7 +161,7 @@ class Learning:
         return len(new) == WINDOW and len(old) >= WINDOW // 2 and fmean(new) < WORSE * fmean(old)
 
     def _give_back(self) -> None:
-        """The one before it returns, and is what is learned on from."""
+        """Restore the previous drafter, which is learned on from."""
         assert self._good is not None
         refused = [*files.read(self.folder / files.REFUSED, []), self.number]
         log.warning("drafter %d is accepted less than the one before it, which returns", self.number)
@@ -185,7 +185,7 @@ class Learning:
                 idle = now
             elif now - idle > IDLE_S and self._stopped:
                 self._signal("SIGCONT")
-            wanted = "application" not in self._task or self.ring.last  # an application may never be asked for
+            wanted = "application" not in self._task or self.ring.last  # an application may never be requested
             if wanted and (self._process is None or self._process.poll() is not None) and now >= again:
                 before, seen = seen, files.read(self.folder / files.SEEN, 0)
                 wait = AGAIN_S if seen != before else min(2 * wait, AGAIN_MOST_S)
@@ -193,7 +193,7 @@ class Learning:
                 again = now + wait
             try:
                 self._look()
-            except Exception as error:  # a drafter that cannot be used: what serves now goes on
+            except Exception as error:  # a drafter that cannot be used: the serving one continues
                 log.warning("an offer of the learner is refused: %s", error)
         self._keep()
 
@@ -218,7 +218,7 @@ class Learning:
         fresh = self._build(str(self.folder / files.DRAFTERS / str(number)))
         if type(fresh) is not type(self.part) or fresh.spec != self.part.spec:
             raise CapabilityError(
-                f"drafter {number}", "it drafts in another way than the one that serves", "train it again"
+                f"drafter {number}", "its kind differs from that of the serving drafter", "train it again"
             )
         self.last_check = {name: offer.get(name) for name in ("was", "is", "requests")}
         self._ready = number, fresh
@@ -238,14 +238,14 @@ class Learning:
         self.starts, self._stopped = self.starts + 1, False
 
     def _signal(self, name: str) -> None:
-        """Stop the learner, or let it go on; where processes cannot be stopped, its priority is all there is."""
+        """Stop the learner, or let it continue; where processes cannot be stopped, its priority is all there is."""
         self._stopped = name == "SIGSTOP"
         number = getattr(signal, name, None)
         if number is not None and self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
     def close(self) -> None:
-        """End the learner; what is kept stays."""
+        """End the learner; stored requests stay."""
         self._ended.set()
         self.engine.on_leave = self.engine.between = None
         for one in self._lanes.values():
@@ -259,7 +259,7 @@ class Learning:
         atexit.unregister(self.close)
 
     def describe(self) -> dict[str, Any]:
-        """How it stands, ready for JSON."""
+        """Return the state, ready for JSON."""
         window = self._accepted.get(self.number, ())
         others = {name: one.describe() for name, one in self._lanes.items() if name is not None}
         return {
@@ -277,13 +277,13 @@ class Learning:
 
 
 def _become(part: Drafter, values: dict[str, Any]) -> None:
-    """Give a drafter another one's weights and state; who holds it draws from these from now on."""
+    """Give a drafter another one's weights and state; its owner draws from these from now on."""
     vars(part).clear()
     vars(part).update(values)
 
 
 def learned_part(drafter: Drafter | None, asked: str) -> StateDrafter:
-    """The drafter, or the part of one, that can be learned.
+    """Return the drafter, or the part of one, that can be learned.
 
     Raises:
         CapabilityError: none can.

@@ -22,12 +22,12 @@ class CollectedStates:
     states: list[Tensor] = field(default_factory=list)
 
     def bits(self) -> np.ndarray:
-        """[stop - start, d] the states, as bits of bfloat16."""
+        """Return [stop - start, d] the states, as bits of bfloat16."""
         return torch.cat(self.states).to("cpu", torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
 class StateCollector:
-    """Collects what a ring has room for: of a text that goes on without a gap, from the end of its prompt on.
+    """Collects the states that a ring has room for: of a text without a gap, from the end of its prompt on.
 
     Args:
         most: texts at once; the oldest is forgotten first.
@@ -47,7 +47,7 @@ class StateCollector:
 
     def _note(self, view: SequenceView, first: int, shown: Tensor, rows: slice) -> None:
         text = self._texts.get(view.key)
-        if text is None or text.stop < min(first, view.prompt_len):  # a gap in the prompt, behind which all is anew
+        if text is None or text.stop < min(first, view.prompt_len):  # a gap in the prompt, after which all starts again
             start = max(first, view.prompt_len - PROMPT)
             text = self._texts[view.key] = CollectedStates(start, start)
             if len(self._texts) > self.most:
@@ -59,6 +59,6 @@ class StateCollector:
             text.stop = end
 
     def take(self, key: int) -> CollectedStates | None:
-        """The states of a text, which are forgotten here; None: there are none."""
+        """Return the states of a text, and drop them here; None: there are none."""
         text = self._texts.pop(key, None)
         return text if text is not None and text.states else None
