@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -57,7 +58,7 @@ def count(files: dict[str, str]) -> dict[str, Counter[str]]:
             parts[0] in ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md") or "papers" in parts[:-1]
         ):
             shelf = "measured" if "measured" in parts else "decisions" if parts[-1] == "decisions.md" else "readers"
-            sizes["words"][shelf] += len(text.split())
+            sizes["words"][shelf] += len(re.sub(r"<!--.*?-->", "", text).split())
     sizes["avoided"] = words.count(files)
     return sizes
 

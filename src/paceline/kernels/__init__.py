@@ -158,8 +158,7 @@ def built(source: Path, level: str = "") -> Path:
     version = _output([*compiler, "--version"], 60)[1]
     command, probe = " ".join([*compiler, *flags]), [*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     stem = f"{source.stem}-{_digest((*_texts(source), version, command, _output(probe, 60)[1]))}"
-    folder = _cache_folder()
-    if (kept := _kept(folder, stem)) is not None:
+    if (kept := _kept(folder := _cache_folder(), stem)) is not None:
         return kept
     _make_folder(folder)
     if source == SOURCE:  # a warning, which shows where nobody has set up logging: the start is silent for so long

@@ -84,7 +84,8 @@ def declared(library: ctypes.CDLL, source: str) -> Any:
     """
     found = SimpleNamespace(path=library._name)
     entries = _ENTRY.findall(source)
-    if lost := [name for _, name, _ in entries if not hasattr(library, name)]:
+    names = [*(name for _, name, _ in entries), *map("pl_struct_{}".format, STRUCTS)]
+    if lost := [name for name in names if not hasattr(library, name)]:
         raise RuntimeError(f"{found.path} is not a library of these kernels: it lacks {lost[0]}; remove it")
     _require_same(library)
     for returned, name, taken in entries:
