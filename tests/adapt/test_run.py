@@ -170,7 +170,7 @@ def test_no_folder_is_left_where_look_ups_are_as_good_or_nothing_was_trained(
     asked, reserve = config(target, prompts, tmp_path / "none"), whole.Adaptation.reserve_s
     over = property(lambda run: 1e6 if run.work.done("answers") else reserve.fget(run))  # type: ignore[attr-defined]
     monkeypatch.setattr(whole.Adaptation, "reserve_s", over)
-    with pytest.raises(ConfigError, match="over before the first step of training"):
+    with pytest.raises(ConfigError, match="ended before the first step of training"):
         adapt(asked, quiet, quiet)
     assert not adapted.is_adapted(str(tmp_path / "none")) and not (tmp_path / "none" / "drafter").exists()
 
@@ -186,7 +186,7 @@ def test_a_full_disk_in_mid_training_loses_nothing(
             return train(*given)
 
     monkeypatch.setattr(whole, "train", on_a_full_disk)
-    with pytest.raises(ConfigError, match=r"cannot be written .* the same command goes on"):
+    with pytest.raises(ConfigError, match=r"cannot be written .* repeat the command"):
         adapt(asked, quiet, quiet)
     answers = {f.name: f.read_bytes() for f in (tmp_path / "out" / "answers").glob("*.jsonl")}
     monkeypatch.setattr(whole, "train", train)

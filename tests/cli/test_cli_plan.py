@@ -98,7 +98,7 @@ def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
         (("--context", "131073"), "Give 1 to 131072"),
         (("--weights", "-1"), "more than 0 bytes"),
         (("--kv", "nan"), "more than 0 bytes"),
-        (("--weights", "int9"), "no type and no number"),
+        (("--weights", "int9"), "not a type or a number"),
         (("--window", "0"), "window must be 1 or more"),
         (("--depth", "0"), "depth must be 1 or more"),
         (("--batch", "0"), "batch must be 1 or more"),

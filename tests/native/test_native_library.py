@@ -246,7 +246,7 @@ def test_a_broken_library_is_compiled_anew(
     assert library_in(cache).read_bytes() != whole
     with caplog.at_level(logging.WARNING):
         assert kernels.built(kernels.SOURCE).read_bytes() == whole
-    assert "broken: they are compiled anew" in caplog.text
+    assert "broken: they are compiled again" in caplog.text
     assert library_in(cache).read_bytes() == whole
 
 

@@ -108,7 +108,7 @@ def test_a_trained_exit_says_in_the_target_what_it_said_in_training(tmp_path: Pa
     wanted = decoder.read((hidden @ heads.down[1].T).relu() @ heads.up[1].T)
     assert made.layer == LAYERS[1] and torch.allclose(made.logits(hidden), wanted, rtol=1e-5)
     assert sum(p.numel() for p in heads.parameters()) == len(LAYERS) * c.d_model**2
-    with pytest.raises(CapabilityError, match="they lie behind layers 1, 2"):
+    with pytest.raises(CapabilityError, match="they lie after layers 1, 2"):
         exit_of(tmp_path, tiny_decoder(dtype=torch.float32), 3, "tiny")
     for change in ({"num_layers": 5}, {"vocab_size": 7}):
         ExitHeads.fresh(make_config(**{**config.__dict__, **change})).save(tmp_path / "other")

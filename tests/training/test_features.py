@@ -256,7 +256,7 @@ def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
 
 def test_a_disk_that_fills_up_is_told_and_gone_on_from(data: Path, target: Path, tmp_path: Path) -> None:
     made = job(data, target, tmp_path / "out", cache=tmp_path / "cache")
-    with largest_file(5_000), pytest.raises(ConfigError, match="it cannot be written .* the same command goes on"):
+    with largest_file(5_000), pytest.raises(ConfigError, match="it cannot be written .* the same command continues"):
         prepare(made)
     said: list[str] = []
     prepare(made, (), said.append)  # with room again

@@ -250,7 +250,7 @@ def test_a_disk_that_is_full_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.run(stop_after=2)
     kept = (tmp_path / CHECKPOINT).read_bytes()
-    with largest_file(100_000), pytest.raises(ConfigError, match="it cannot be written .* goes on from the last"):
+    with largest_file(100_000), pytest.raises(ConfigError, match="it cannot be written .* continues from the last"):
         run.run(stop_after=4)
     assert (tmp_path / CHECKPOINT).read_bytes() == kept
     assert sorted(p.name for p in tmp_path.iterdir()) == [CHECKPOINT, "log.jsonl"]

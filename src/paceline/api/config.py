@@ -78,7 +78,7 @@ class LLMConfig(LLMOptions):
             raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
 
     def _check_ranks(self) -> None:
-        """Refuse stages of this process, or a device other than the CPU, beside ranks."""
+        """Refuse stages of this process, or a device other than the CPU, next to ranks."""
         asked = f"tensor_parallel={self.tensor_parallel}"
         if self.pipeline is None and isinstance(parse_round(self.round), PipelineConfig):
             wrong = "stages of one process share its ranks, which know no stages"
@@ -100,7 +100,7 @@ class LLMConfig(LLMOptions):
             raise ConfigError(f"{asked} with named cores", wrong, "say how many: cluster='auto,cores=2'")
 
     def _piped(self, stages: int) -> str:
-        """The round over so many stages in processes."""
+        """Return the round over so many stages in processes."""
         asked = f"pipeline={shown(self.pipeline)}"
         if self.applications:
             wrong = "stages in processes have the base model's layers alone, without adapters or streams"
@@ -135,7 +135,7 @@ TARGET_OPTIONS = (
 
 
 def parse_bytes(value: str | int) -> int:
-    """Bytes from a number or from text such as ``512MiB`` or ``2GB``.
+    """Return bytes from a number or from text such as ``512MiB`` or ``2GB``.
 
     Raises:
         ConfigError: not a size.
@@ -150,7 +150,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
-    """The configuration that `LLM(model, **options)` asks for.
+    """Return the configuration that `LLM(model, **options)` asks for.
 
     Raises:
         ConfigError: an unknown option, or a value that does not fit.
@@ -164,7 +164,7 @@ def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
 
 
 def _in_text(value: Any) -> Any:
-    """Paths, and torch's dtypes and devices, as the text that the options take."""
+    """Return paths, and torch's dtypes and devices, as the text that the options take."""
     if isinstance(value, Path | torch.device):
         return str(value)
     if isinstance(value, torch.dtype):

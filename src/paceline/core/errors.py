@@ -70,7 +70,7 @@ class QueueFull(PacelineError):
 
 
 class PassesLost(PacelineError):
-    """What computes passes was lost with its K/V, and comes back: the engine computes all K/V anew."""
+    """What computes passes was lost with its K/V, and comes back: the engine computes all K/V again."""
 
 
 class RankLost(PacelineError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def user_cache() -> Path | None:
-    """Where Paceline keeps what it can make again; None: the user has no such folder.
+    """Return where Paceline keeps what it can make again; None: the user has no such folder.
 
     It need not be there yet. Source: XDG Base Directory Specification, which has relative paths ignored: they would
     mean another folder wherever a process starts.

@@ -50,7 +50,7 @@ class Grammar:
 
     @classmethod
     def read(cls, value: Any) -> Grammar | None:
-        """A grammar from its fields, as JSON has them.
+        """Return a grammar from its fields, as JSON has them.
 
         Raises:
             ConfigError: other fields.
@@ -64,7 +64,7 @@ class Grammar:
 
 
 class Matcher(Protocol):
-    """A grammar beside one output. Each answer is a function of the ids that are given, whatever was asked before."""
+    """A grammar next to one output. Each answer is a function of the ids that are given, whatever was asked before."""
 
     fault: Exception | None  # why it could not answer once: drafts under it have ended
 
@@ -72,14 +72,14 @@ class Matcher(Protocol):
         """Return one that may be used in another thread, at the same time."""
 
     def __call__(self, output: Sequence[int]) -> Tensor:
-        """[V] bool: the tokens that may follow these."""
+        """Return [V] bool: the tokens that may follow these."""
 
     def fill(self, output: Sequence[int], words: Tensor) -> None:
-        """The same as the bits of ``words`` [(V + 31) // 32] int32, the lowest bit first."""
+        """Write the same as the bits of ``words`` [(V + 31) // 32] int32, the lowest bit first."""
 
     def within(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bool]:
         """Return which paths the grammar allows after an output; none where that cannot be determined."""
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
-        """The tokens that follow whatever is chosen: the beginning of every text that the grammar allows, as far as
-        that can be found out."""
+        """Return the tokens that follow whatever is chosen: the beginning of every text that the grammar allows, as
+        far as that can be found out."""

@@ -13,7 +13,10 @@ R = TypeVar("R")
 
 
 def inference(call: Callable[P, R]) -> Callable[P, R]:
-    """``call`` in inference mode. Entering it costs some ten microseconds a call: a loop of calls enters it once."""
+    """Return ``call`` in inference mode.
+
+    Entering it costs some ten microseconds a call: a loop of calls enters it once.
+    """
 
     @functools.wraps(call)
     def run(*args: P.args, **options: P.kwargs) -> R:

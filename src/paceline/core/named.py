@@ -17,7 +17,7 @@ from .options import alternatives, check, read, remedy_of, shown, suggest, type_
 
 @dataclass(frozen=True, kw_only=True)
 class NamedConfig:
-    """Base of such options: a frozen keyword-only dataclass beside what it configures.
+    """Base of such options: a frozen keyword-only dataclass next to what it configures.
 
     A subclass sets ``kind`` (its name), declares its options with `option` and checks combinations of options in
     `validate`. The first line of its docstring is its help text. ``refuses`` has options that others of its sort have
@@ -54,7 +54,7 @@ class OptionRow:
 
 
 def made(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[str, str]]) -> Any:
-    """A config from options as they are written.
+    """Return a config from options as they are written.
 
     Args:
         asked: what the user gave, for messages.
@@ -74,12 +74,12 @@ def made(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[str, str]]
 
 
 def pairs(asked: str, chosen: type[NamedConfig], rest: str | None) -> list[tuple[str, str]]:
-    """``option=value,option=value``; a tuple is written ``<1,1,3>``; None: there are none."""
+    """Return ``option=value,option=value``; a tuple is written ``<1,1,3>``; None: there are none."""
     return [] if rest is None else [_pair(asked, chosen, item) for item in re.split(r",(?![^<]*>)", rest)]
 
 
 def _pair(asked: str, chosen: type[NamedConfig], item: str) -> tuple[str, str]:
-    """``option=value``."""
+    """Return ``option=value``."""
     key, equals, text = (part.strip() for part in item.partition("="))
     if not key or not equals:
         known = list(hints(chosen))
@@ -108,7 +108,7 @@ def _read_options(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[s
 
 
 def option_rows(chosen: type[NamedConfig]) -> Iterator[OptionRow]:
-    """The options of a config class."""
+    """Yield the options of a config class."""
     known = hints(chosen)
     for spec in fields(chosen):
         value = "required" if default(spec) is MISSING else written(default(spec))
@@ -117,7 +117,7 @@ def option_rows(chosen: type[NamedConfig]) -> Iterator[OptionRow]:
 
 
 def hints(chosen: type[NamedConfig]) -> dict[str, Any]:
-    """The options' types; those that a text cannot spell are refused."""
+    """Return the options' types; those that a text cannot spell are refused."""
     found = get_type_hints(chosen)
     options = {spec.name: found[spec.name] for spec in fields(chosen)}
     for name, hint in options.items():

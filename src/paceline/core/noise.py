@@ -21,19 +21,19 @@ TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)  # domains: noise for different purpo
 
 
 def derive_seed() -> int:
-    """A fresh seed for a request without one; 53 bits, so that any JSON reader keeps it exactly."""
+    """Return a fresh seed for a request without one; 53 bits, so that any JSON reader keeps it exactly."""
     return secrets.randbits(53)
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64, a bijection on 64 bits (Steele, Lea and Flood 2014, figure 17)."""
+    """Return the finaliser of SplitMix64, a bijection on 64 bits (Steele, Lea and Flood 2014, figure 17)."""
     value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK64
     value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK64
     return value ^ (value >> 31)
 
 
 def key(*parts: int) -> int:
-    """A 64-bit key from integers of any size and sign (taken mod 2^64)."""
+    """Return a 64-bit key from integers of any size and sign (taken mod 2^64)."""
     mixed = 0
     for part in parts:
         mixed = _mix(((mixed ^ part) + _GAMMA) & _MASK64)
@@ -41,18 +41,18 @@ def key(*parts: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same bits: torch has no full set of unsigned operations."""
+    """Return the int64 with the same bits: torch has no full set of unsigned operations."""
     return value - (1 << 64) if value >> 63 else value
 
 
 @lru_cache(maxsize=16)
 def _counters(vocab_size: int, device: torch.device) -> Tensor:
-    """[V] int64: the counter of each token id, (id + 1) * gamma mod 2^64."""
+    """Return [V] int64: the counter of each token id, (id + 1) * gamma mod 2^64."""
     return torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device).mul_(_signed(_GAMMA))
 
 
 def _hash_bits(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """[len(keys), V] int64 in [0, 2^63): the SplitMix64 stream of each key, one output a token id.
+    """Return [len(keys), V] int64 in [0, 2^63): the SplitMix64 stream of each key, one output a token id.
 
     The last xor-shift of the finaliser is left out: it only improves low bits, and a float uses the high ones.
     """
@@ -66,7 +66,7 @@ def _hash_bits(keys: Sequence[int], vocab_size: int, device: torch.device) -> Te
 
 
 def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """[len(keys), V] float32 standard Gumbel noise, always finite.
+    """Return [len(keys), V] float32 standard Gumbel noise, always finite.
 
     G = -log(E), E = -log(1 - u) exponential. A draw is decided by large G, hence by u near 0, where
     float32 is densest: u has 63 random bits, so the tail that wins is not rounded onto a grid.
@@ -77,12 +77,12 @@ def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor
 
 
 def uniform(key: int) -> float:
-    """A double in (0, 1), open at both ends."""
+    """Return a double in (0, 1), open at both ends."""
     return ((_mix((key + _GAMMA) & _MASK64) >> 12) + 0.5) * 2.0**-52
 
 
 def gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> list[Tensor]:
-    """One [V] row a key. On the CPU one by one: a row stays in cache, and no row depends on its neighbours."""
+    """Return one [V] row a key. On the CPU one by one: a row stays in cache, and no row depends on its neighbours."""
     if device.type == "cpu":
         return [gumbel([key], vocab_size, device)[0] for key in keys]
     return list(gumbel(keys, vocab_size, device).unbind(0))

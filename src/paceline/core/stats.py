@@ -7,7 +7,7 @@ Definitions, once for the whole project:
   cut; *emitted* tokens are all tokens of the output.
 - *Row-layers* are rows times the layers that each went through, of roots, drafted nodes and streams alike
   (rows of a prompt before its last are left out); the *upper* ones are those of the layers that streams go
-  through, in passes with streams or behind which some ran.
+  through, in passes with streams or after which some ran.
 - The mean accepted length is ``1 + accepted / passes``: tokens a pass if no stop rule cut any.
 """
 
@@ -37,7 +37,7 @@ class SourceStats:
                 self.accepted_at[depth - 1] += 1
 
     def merge(self, other: SourceStats) -> SourceStats:
-        """The sum of both."""
+        """Return the sum of both."""
         at = [a + b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)]
         return SourceStats(self.drafted + other.drafted, self.accepted + other.accepted, at)
 
@@ -65,7 +65,7 @@ class SpecStats:
     ttft_ms: float | None = None  # from submission to the first token
     row_layers: int = 0  # of passes
     upper_row_layers: int = 0  # those in the layers that streams go through; 0 where a pass has none
-    stream_drafts: int = 0  # passes behind which the streams of the last accepted node were read
+    stream_drafts: int = 0  # passes after which the streams of the last accepted node were read
     rode: int = 0  # those of them in which that node carried its streams; else they ran afterwards
     pruned: int = 0  # proposed nodes that were pruned in mid-pass: neither drafted nor accepted
     prompt_tokens: int = 0
@@ -132,26 +132,26 @@ class SpecStats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """1 + accepted / passes; 1 before the first pass."""
+        """Return 1 + accepted / passes; 1 before the first pass."""
         return 1 + self.accepted / self.passes if self.passes else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted; 0 where nothing was drafted."""
+        """Return accepted over drafted; 0 where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def depth_acceptance(self) -> list[float]:
-        """[d - 1]: share accepted at depth d, of the passes that accepted d - 1 and had a node there."""
+        """Return [d - 1]: share accepted at depth d, of the passes that accepted d - 1 and had a node there."""
         return [a / o if o else 0.0 for a, o in zip(self.depth_accepted, self.depth_offered, strict=True)]
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens over `elapsed_ms`; 0 before it is known."""
+        """Return emitted tokens over `elapsed_ms`; 0 before it is known."""
         return 1000 * self.emitted / self.elapsed_ms if self.elapsed_ms else 0.0
 
     def merge(self, other: SpecStats) -> SpecStats:
-        """The sum of both, for requests that ran together.
+        """Return the sum of both, for requests that ran together.
 
         Counts and times add up. ``elapsed_ms`` is the longer one, ``ttft_ms`` and ``queue_ms`` the earlier ones.
         ``off_reason`` is kept if nothing at all was drafted.
@@ -173,7 +173,7 @@ class SpecStats:
         return merged
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields and derived figures, ready for JSON."""
+        """Return fields and derived figures, ready for JSON."""
         derived = ("mean_accepted_length", "acceptance_rate", "depth_acceptance", "tokens_per_second")
         rows = {str(drafted): row for drafted, row in sorted(self.accepted_by_drafted.items())}
         own = asdict(self) | {"accepted_by_drafted": rows}

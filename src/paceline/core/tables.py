@@ -10,5 +10,5 @@ from typing import Any
 
 @cache
 def read_table(path: str) -> dict[str, Any]:
-    """A table by its place in the package (``plan/models.toml``); it is read once, and nobody changes it."""
+    """Return a table by its place in the package (``plan/models.toml``); it is read once, and nobody changes it."""
     return tomllib.loads((resources.files("paceline") / path).read_text(encoding="utf-8"))

@@ -31,5 +31,5 @@ class StepTrace:
         return (found + [(None, 0)])[: self.emitted]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return all of it, ready for JSON."""
         return asdict(self)

@@ -43,7 +43,7 @@ class TokenTree:
 
     @staticmethod
     def roots(tokens: Sequence[int]) -> TokenTree:
-        """Trees of the root alone, from ``tokens`` [B]."""
+        """Return trees of the root alone, from ``tokens`` [B]."""
         return TokenTree.from_parents(tokens, [[] for _ in tokens], [[] for _ in tokens])
 
     @staticmethod
@@ -56,7 +56,7 @@ class TokenTree:
         *,
         trusted: bool = False,
     ) -> TokenTree:
-        """Trees from lists of their drafted nodes.
+        """Return trees from lists of their drafted nodes.
 
         Args:
             roots: [B].
@@ -68,7 +68,7 @@ class TokenTree:
 
         Raises:
             ConfigError: a parent that does not come before its child, lists of unequal length, or NaN.
-            TypeError, OverflowError: an entry that is no number of its kind.
+            TypeError, OverflowError: an entry that is not a number of its kind.
         """
         marks = [[source] * len(row) for row in tokens] if isinstance(source, int) else source
         tree = TokenTree(
@@ -87,7 +87,7 @@ class TokenTree:
     # ---- operations
 
     def kept(self, nodes: Sequence[Sequence[int]]) -> TokenTree:
-        """Only the ``nodes`` of each tree, ascending, the root and every kept node's parent among them.
+        """Return only the ``nodes`` of each tree, ascending, the root and every kept node's parent among them.
 
         q is dropped: a choice among drawn tokens changes their distribution, even where it keeps all of them.
         """
@@ -104,17 +104,17 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node of every request is the child of the node before it."""
+        """Return whether every node of every request is the child of the node before it."""
         return all(row == [*range(PADDING, len(row) - 1)] for row in self.parents)
 
     def depths(self) -> list[list[int]]:
-        """Edges from the root to every node."""
+        """Return edges from the root to every node."""
         if self._depths is None:
             self._depths = [[0, *depths_below(row[1:])] for row in self.parents]
         return self._depths
 
     def ancestor_mask(self, b: int) -> Tensor:
-        """[n, n] bool of request ``b``: [i, j] says that node j is i itself or one of its ancestors.
+        """Return [n, n] bool of request ``b``: [i, j] says that node j is i itself or one of its ancestors.
 
         Only the tree: whatever comes before the root is visible to every node anyway.
         """
@@ -127,14 +127,14 @@ class TokenTree:
         return mask
 
     def paths(self, b: int) -> list[list[int]]:
-        """[n] tokens from below the root to each node of request ``b``, itself included."""
+        """Return [n] tokens from below the root to each node of request ``b``, itself included."""
         paths: list[list[int]] = [[]]
         for token, parent in zip(self.tokens[b][1:], self.parents[b][1:], strict=True):
             paths.append([*paths[parent], token])
         return paths
 
     def path_tokens(self, b: int) -> Tensor:
-        """[n, D] int64: `paths`, -1 padded."""
+        """Return [n, D] int64: `paths`, -1 padded."""
         return as_tensor(self.paths(b), PADDING)
 
     def check(self) -> None:
@@ -142,7 +142,7 @@ class TokenTree:
 
         Raises:
             ConfigError: the first one that is broken.
-            TypeError, OverflowError: an entry that is no number of its kind.
+            TypeError, OverflowError: an entry that is not a number of its kind.
         """
         if self.checked:
             return
@@ -174,7 +174,7 @@ def _picked(rows: list[list], nodes: Sequence[Sequence[int]]) -> list[list]:
 
 
 def depths_below(parents: Sequence[int]) -> list[int]:
-    """Depth of node 1, 2, ... from the parent of each."""
+    """Return depth of node 1, 2, ... from the parent of each."""
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
@@ -182,12 +182,12 @@ def depths_below(parents: Sequence[int]) -> list[int]:
 
 
 def padded_paths(paths: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
-    """[n, D] int64 drafted tokens up to each of n rows, -1 padded; None: no row has any."""
+    """Return [n, D] int64 drafted tokens up to each of n rows, -1 padded; None: no row has any."""
     return as_tensor(paths, PADDING).to(device) if any(paths) else None
 
 
 def as_tensor(rows: Sequence[Sequence[int]], empty: int) -> Tensor:
-    """[rows, longest row] int64, filled up with ``empty``; for a few numbers twice as fast as `torch.tensor`."""
+    """Return [rows, longest row] int64, filled up with ``empty``; for a few numbers twice as fast as `torch.tensor`."""
     width = max(map(len, rows), default=0)
     if not width:
         return torch.empty(len(rows), 0, dtype=torch.int64)

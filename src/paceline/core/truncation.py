@@ -45,7 +45,7 @@ def keep_top_p(logits: Tensor, top_p: float) -> None:
 
 
 def _nucleus_cut(keys: Tensor, limit: Tensor) -> Tensor:
-    """[n, 1] int64: the smallest key [n, V] of each row's nucleus."""
+    """Return [n, 1] int64: the smallest key [n, V] of each row's nucleus."""
     few = min(_FEW, keys.shape[-1])
     if keys.device.type == "cpu":  # elsewhere the test below would wait for the device
         top = keys.topk(few, dim=-1).values
@@ -55,7 +55,7 @@ def _nucleus_cut(keys: Tensor, limit: Tensor) -> Tensor:
 
 
 def _last_needed(ordered: Tensor, limit: Tensor) -> Tensor:
-    """The last of the descending keys [n, K] before which the weights have not yet reached the limit."""
+    """Return the last of the descending keys [n, K] before which the weights have not yet reached the limit."""
     weights = ordered >> _ID_BITS
     before = weights.cumsum(dim=-1) - weights
     kept = (before < limit).sum(dim=-1, keepdim=True).clamp_(min=1)  # [n, 1]

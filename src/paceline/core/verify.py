@@ -110,7 +110,7 @@ def lossy_stream_rejection(
     accept_uniform: Tensor,
     residual_gumbel: ResidualGumbel,
 ) -> list[Accepted]:
-    """The rejection rule of Speculative Streaming on a tree of likeliest tokens. Lossy: the output is not p's.
+    """Apply the rejection rule of Speculative Streaming on a tree of likeliest tokens; lossy: the output is not p's.
 
     A node is accepted with probability min(1, p(x) / q(x)), where q is its stream's distribution; of the accepted paths
     the longest one is emitted (of equals the first), and the next token is drawn from p after it. On a tree that was
@@ -154,7 +154,7 @@ def lossy_stream_rejection(
 
 
 class _Drafts:
-    """Sampled drafts as tensors, beside what decides on them."""
+    """Sampled drafts as tensors, next to what decides on them."""
 
     def __init__(
         self, tree: TokenTree, p: Tensor, accept_uniform: Tensor, residual_gumbel: ResidualGumbel, what: str
@@ -182,11 +182,11 @@ class _Drafts:
         self.batch = torch.arange(len(self.last), device=p.device)
 
     def rows(self, nodes: Tensor | int) -> Tensor:
-        """[B, V] float64: p after ``nodes`` [B]."""
+        """Return [B, V] float64: p after ``nodes`` [B]."""
         return self.p[self.batch, nodes].double()
 
     def q_rows(self, nodes: Tensor | int) -> Tensor:
-        """[B, V] float64: q after ``nodes`` [B]."""
+        """Return [B, V] float64: q after ``nodes`` [B]."""
         assert self.q is not None
         return self.q[self.batch, nodes].double()
 
@@ -207,7 +207,9 @@ class _Drafts:
         return p_token, q_token
 
     def stopped(self, count: Tensor, leftover: Tensor) -> list[Accepted]:
-        """Chains of which the first ``count`` [B] nodes were accepted, the next token is drawn from ``leftover``."""
+        """Return chains of which the first ``count`` [B] nodes were accepted, the next token is drawn from
+        ``leftover``.
+        """
         paths = [[*range(1, n + 1)] for n in count.tolist()]
         return [*zip(paths, _draw(leftover, count, self.noise), strict=True)]
 
@@ -293,19 +295,19 @@ def _check_shapes(tree: TokenTree, p: Tensor, accept_uniform: Tensor, what: str)
 
 
 def _positive_part(p: Tensor, q: Tensor) -> Tensor:
-    """[B, V]: norm(max(p - q, 0)); p itself where nothing is left, which only rounding can reach."""
+    """Return [B, V]: norm(max(p - q, 0)); p itself where nothing is left, which only rounding can reach."""
     residual = (p - q).clamp_(min=0.0)
     mass = residual.sum(dim=1, keepdim=True)
     return torch.where(mass > 0.0, residual / mass, p)
 
 
 def _without(q: Tensor, token: Tensor) -> Tensor:
-    """[B, V]: q given that it is not ``token`` [B, 1]."""
+    """Return [B, V]: q given that it is not ``token`` [B, 1]."""
     q = q.scatter(1, token, 0.0)
     return q / q.sum(dim=1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
 
 
 def _draw(weights: Tensor, nodes: Tensor, residual_gumbel: ResidualGumbel) -> list[int]:
-    """[B] one token a request in proportion to ``weights`` [B, V], by Gumbel-max."""
+    """Return [B] one token a request in proportion to ``weights`` [B, V], by Gumbel-max."""
     noise = torch.stack([residual_gumbel(b, node) for b, node in enumerate(nodes.tolist())])
     return (weights.log() + noise.to(weights)).argmax(dim=1).tolist()

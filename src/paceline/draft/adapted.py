@@ -24,7 +24,7 @@ _REMEDY = "run paceline adapt again with the same --out, or name another drafter
 
 
 def is_adapted(text: str) -> bool:
-    """Whether a text names such a folder."""
+    """Return whether a text names such a folder."""
     try:
         return (Path(text).expanduser() / SETTINGS).is_file()
     except (OSError, ValueError, RuntimeError):
@@ -32,7 +32,7 @@ def is_adapted(text: str) -> bool:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What a folder's settings say.
+    """Return what a folder's settings say.
 
     Raises:
         ConfigError: they cannot be read, or are of another format.
@@ -59,7 +59,7 @@ def write(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def named(text: str) -> str:
-    """The drafter, as the registry reads it, that a folder stands for.
+    """Return the drafter, as the registry reads it, that a folder stands for.
 
     Raises:
         ConfigError: settings that cannot be read, a file that is not the one that was written, a path that a
@@ -78,7 +78,7 @@ def named(text: str) -> str:
 
 
 def check_path(asked: str, folder: Path) -> None:
-    """Raises ConfigError where a folder's path cannot stand in a drafter's text."""
+    """Raise ConfigError where a folder's path cannot stand in a drafter's text."""
     if odd := sorted(REFUSED & {*str(folder)}):
         wrong = f"its path holds {odd[0]!r}, which means something in a drafter's name"
         raise ConfigError(asked, wrong, "use a folder of another name")
@@ -93,7 +93,7 @@ def _hash(file: Path) -> str:
 
 
 def pointers() -> Path | None:
-    """The folder of the files that name the folders; None: the user has none."""
+    """Return the folder of the files that name the folders; None: the user has none."""
     base = user_cache()
     return None if base is None else base / "adapted"
 
@@ -110,13 +110,16 @@ def remember(folder: Path, fingerprint: str) -> None:
 
 
 def any_made() -> bool:
-    """Whether a folder was made for any model: to look for one takes a model's fingerprint."""
+    """Return whether a folder was made for any model: to look for one takes a model's fingerprint."""
     place = pointers()
     return place is not None and place.is_dir() and any(place.iterdir())
 
 
 def found(model: Path, dtype: str) -> str | None:
-    """The folder that was last made for a model's weights in this dtype, if it is still there; None: there is none."""
+    """Return the folder that was last made for a model's weights in this dtype, if it is still there.
+
+    None: there is none.
+    """
     from ..weights.files import fingerprint  # here, since it needs torch
 
     place = pointers()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..model.families import DecoderConfig
 
 
-MODEL, HEAD = "draft_model", "eagle"  # drafters that read a config.json beside tensors
+MODEL, HEAD = "draft_model", "eagle"  # drafters that read a config.json next to tensors
 READERS = {  # files that one drafter alone reads
     "lyanna.json": "lyanna",
     "medusa.json": "medusa",
@@ -63,7 +63,7 @@ class TrainedDrafterConfig(DrafterConfig):
 
     @property
     def asked(self) -> str:
-        """How a message about it begins."""
+        """Return how a message about it begins."""
         return f"drafter={self.kind}:{self.path}"
 
     def folder(self, context: DrafterContext) -> Path:

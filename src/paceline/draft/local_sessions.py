@@ -1,4 +1,4 @@
-"""Growths of several levels, and draft sessions of this process that go on by themselves, as those elsewhere do."""
+"""Growths of several levels, and draft sessions of this process that continue by themselves, as those elsewhere do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LocalGrowing:
 
     @staticmethod
     def of(asks: Sequence[Ask], levels: Sequence[Sequence[int]], ticket: int = 0) -> LocalGrowing:
-        """Its beginning; see `GoingSessions.begin`."""
+        """Return its beginning; see `GoingSessions.begin`."""
         growth = LocalGrowing({}, {}, {}, ticket)
         for ask, wanted in zip(asks, levels, strict=True):
             count = len(ask.given)
@@ -96,7 +96,7 @@ class LocalSessions:
     def _draft(self, growth: LocalGrowing) -> None:
         while not growth.done:
             growth.advance(self.inner.grow)
-            if self._halted:  # looked at behind a level alone: else a thread that begins late would draft nothing
+            if self._halted:  # looked at after a level alone: else a thread that begins late would draft nothing
                 return
 
     def look(self) -> None:
@@ -116,11 +116,11 @@ class LocalSessions:
             try:
                 under_way.result()
             finally:
-                if under_way.done():  # else the wait was interrupted, and the thread goes on
+                if under_way.done():  # else the wait was interrupted, and the thread continues
                     self._under_way = None
 
     def _pause(self, key: int | None = None) -> DraftSessions:
-        """The sessions, once the thread has left them; what is left of a sequence's growth is called off."""
+        """Return the sessions, once the thread has left them; what is left of a sequence's growth is called off."""
         if self._under_way is not None:
             self._halted = True
             try:

@@ -4,7 +4,7 @@ A draft pass then reads the weights and a constant part of the K/V, where a pass
 pays where K/V is most of what a pass reads: large batches, long contexts.
 
 The drafter holds nothing. It reads the target's own K/V, and writes that of drafted tokens to the slots that are
-reserved for their verification, which writes them anew. Positions are those within the view, see `PoolView`.
+reserved for their verification, which writes them again. Positions are those within the view, see `PoolView`.
 
 Sources: MagicDec (Chen et al. 2024, arXiv 2408.11049); SPIRe, sections 3.1 and 4.
 """
@@ -50,7 +50,7 @@ class MagicDecConfig(DrafterConfig):
     proposes: Literal["point", "coupled", "sampled"] = proposes_option(sampled=True)
 
     def build(self, context: DrafterContext) -> MagicDec:
-        """The drafter; it gets the target in `bind`."""
+        """Return the drafter; it gets the target in `bind`."""
         return MagicDec(self)
 
 
@@ -98,7 +98,7 @@ class MagicDec(Drafter):
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
-        """One chain a sequence, a token a pass, all sequences together."""
+        """Return one chain a sequence, a token a pass, all sequences together."""
         growths = [Growth(*row) for row in want.rows()]
         for growth, cache in zip(growths, want.caches, strict=True):
             growth.cache = cache
@@ -117,7 +117,7 @@ class MagicDec(Drafter):
     # -- its parts
 
     def _grow_compiled(self, growths: Sequence[Growth], stack: Stack, floor: float) -> None:
-        """What `Grower.grow` does, in one compiled call."""
+        """Do what `Grower.grow` does, in one compiled call."""
         chains = []
         ends = [len(growth.sequence.tokens) + growth.max_depth - 1 for growth in growths]
         view = sparse_view(self.shape.sinks, self.shape.window, self.view.reach(max(ends) - 1))
@@ -132,7 +132,7 @@ class MagicDec(Drafter):
             growth.follow(drafted)
 
     def _forward(self, growths: Sequence[Growth]) -> Tensor:
-        """[growths, V] logits after the last node of each."""
+        """Return [growths, V] logits after the last node of each."""
         packer, rows = RowPacker(self.decoder, self.decoder.device), []
         for growth in growths:
             assert growth.cache is not None
@@ -153,6 +153,6 @@ class MagicDec(Drafter):
 
 
 def _pool(cache: SequenceCache | None) -> KVPool:
-    """The target's K/V, which a drafter that runs its layers finds in its own process."""
+    """Return the target's K/V, which a drafter that runs its layers finds in its own process."""
     assert cache is not None and isinstance(cache.pool, KVPool)
     return cache.pool

@@ -31,7 +31,7 @@ class Proposal:
 
     @staticmethod
     def chain(tokens: list[int], chance: float) -> Proposal:
-        """Tokens one behind the other, each of them as likely, given the one before it."""
+        """Return tokens one after the other, each of them as likely, given the one before it."""
         step = log(chance)
         return Proposal(tokens, [*range(len(tokens))], [(i + 1) * step for i in range(len(tokens))])
 
@@ -46,15 +46,15 @@ class Proposal:
         return len(self.tokens)
 
     def ranked(self, budget: int) -> list[int]:
-        """Indices in ``tokens`` of the ``budget`` best scored nodes, ascending; of equals the earlier ones."""
+        """Return indices in ``tokens`` of the ``budget`` best scored nodes, ascending; of equals the earlier ones."""
         return sorted(sorted(range(len(self.tokens)), key=lambda i: (-self.log_scores[i], i))[:budget])
 
     def best(self, budget: int) -> Proposal:
-        """The ``budget`` best scored nodes, in their order. No node may have a better score than its parent."""
+        """Return the ``budget`` best scored nodes, in their order. No node may have a better score than its parent."""
         return self if len(self.tokens) <= budget else self.kept(self.ranked(budget))
 
     def kept(self, indices: Sequence[int]) -> Proposal:
-        """The nodes at these indices in ``tokens``, ascending; a node's parent is among them."""
+        """Return the nodes at these indices in ``tokens``, ascending; a node's parent is among them."""
         moved = {0: 0} | {i + 1: node for node, i in enumerate(indices, start=1)}
         return Proposal(
             [self.tokens[i] for i in indices],
@@ -88,7 +88,7 @@ class Proposal:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node is the child of the one before."""
+        """Return whether every node is the child of the one before."""
         return self.parents == list(range(len(self.parents)))
 
     @property
@@ -98,7 +98,7 @@ class Proposal:
 
     @property
     def expected_accepted(self) -> float:
-        """Expected number of accepted tokens by the estimates: the sum of the nodes' path probabilities.
+        """Return expected number of accepted tokens by the estimates: the sum of the nodes' path probabilities.
 
         Source: SuffixDecoding (arXiv 2411.04975), the score of a speculation tree.
         """
@@ -106,7 +106,7 @@ class Proposal:
 
 
 def to_tree(root_tokens: Sequence[int], proposals: Sequence[Proposal], *, trusted: bool = False) -> TokenTree:
-    """One tree a sequence.
+    """Return one tree a sequence.
 
     Args:
         root_tokens: [B] the last committed token of each sequence.
@@ -129,7 +129,7 @@ def to_tree(root_tokens: Sequence[int], proposals: Sequence[Proposal], *, truste
 def best_nodes(
     tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int, floor: float = 0.0
 ) -> Proposal:
-    """The best nodes of the product tree, by the sum of log q along their path, best first.
+    """Return the best nodes of the product tree, by the sum of log q along their path, best first.
 
     Args:
         tokens: [depth][k] tokens of each level, likeliest first.

@@ -1,4 +1,4 @@
-"""Calibration: the cost of steps, timed, and stored beside the model or in the user's cache folder.
+"""Calibration: the cost of steps, timed, and stored next to the model or in the user's cache folder.
 
 A calibration holds for one machine, thread count, torch build and way of running the model. Entries for several of
 them may lie in one file; one that does not fit is ignored, and the reason is reported.
@@ -33,10 +33,10 @@ from .costs import CostTable
 FILE = "paceline-costs.json"
 SCHEMA = 3
 QUICK_ROWS = (1, 2, 4, 8, 16, 32)  # of one sequence, in the quick estimate
-QUICK_BATCHES = (8,)  # sequences of one row each, beside the single one
+QUICK_BATCHES = (8,)  # sequences of one row each, next to the single one
 QUICK_CONTEXT = 64
 QUICK_MS = 200.0  # time after which the quick estimate measures nothing further
-QUICK_REPEATS = 12  # the fastest of a few passes is no good estimate beside other work
+QUICK_REPEATS = 12  # the fastest of a few passes is no good estimate next to other work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Fingerprint:
 
 
 def fingerprint(decoder: Decoder, kernels: str) -> Fingerprint:
-    """This machine and this way of running the model."""
+    """Return this machine and this way of running the model."""
     return Fingerprint(
         processor=processor(str(decoder.device)),
         cores=os.cpu_count() or 1,
@@ -77,7 +77,7 @@ def fingerprint(decoder: Decoder, kernels: str) -> Fingerprint:
 
 @functools.cache
 def processor(device: str) -> str:
-    """The name of the processor that computes."""
+    """Return the name of the processor that computes."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     try:
@@ -100,7 +100,7 @@ class Calibration:
     repeats: int = 0
 
     def read_from(self, source: str) -> Calibration:
-        """The same calibration, whose tables say from which file they were read."""
+        """Return the same calibration, whose tables say from which file they were read."""
         drafts = {name: replace(table, source=source) for name, table in self.drafts.items()}
         return replace(self, table=replace(self.table, source=source), drafts=drafts)
 
@@ -109,7 +109,7 @@ class Calibration:
 
 
 def places(folder: Path) -> tuple[Path, ...]:
-    """Where a model's calibration may lie: beside it, or in the user's cache folder, where there is one."""
+    """Return where a model's calibration may lie: next to it, or in the user's cache folder, where there is one."""
     base = user_cache()
     if base is None:
         return (folder / FILE,)
@@ -118,7 +118,7 @@ def places(folder: Path) -> tuple[Path, ...]:
 
 
 def find(folder: Path, wanted: Fingerprint) -> tuple[Calibration | None, str]:
-    """The calibration of a model that holds here, and where it is from, or why there is none."""
+    """Return the calibration of a model that holds here, and where it is from, or why there is none."""
     why = []
     for path in places(folder):
         if not path.is_file():
@@ -137,7 +137,7 @@ def find(folder: Path, wanted: Fingerprint) -> tuple[Calibration | None, str]:
 
 
 def save(folder: Path, calibration: Calibration) -> Path:
-    """Write a calibration beside the model, or in the cache folder where that is read-only.
+    """Write a calibration next to the model, or in the cache folder where that is read-only.
 
     An entry for the same conditions is replaced, others stay.
 
@@ -225,7 +225,7 @@ class PassTimer:
 
     @torch.inference_mode()
     def ms(self, sequences: int, rows: int, layers: int | None = None) -> float:
-        """Ms of one pass of ``rows`` rows of each sequence, packing and the choice of tokens included.
+        """Return ms of one pass of ``rows`` rows of each sequence, packing and the choice of tokens included.
 
         As the engine does it: in one compiled call where the layers are compiled. Torch's threads, which would choose
         among many rows, take the processors from the layers' own just when the next pass begins.
@@ -247,7 +247,7 @@ class PassTimer:
         return elapsed * 1e3
 
     def _chains(self, caches: Sequence[SequenceCache], rows: int) -> TokenPass:
-        """A chain of ``rows`` rows of each sequence, all of which choose the likeliest token."""
+        """Return a chain of ``rows`` rows of each sequence, all of which choose the likeliest token."""
         count, vocab = len(caches) * rows, self._decoder.config.vocab_size
         slots: list[int] = []
         spans = []
@@ -288,7 +288,7 @@ class PassTimer:
 
 
 def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostTable:
-    """A rough table in a fraction of a second: the fastest of few passes of few sizes.
+    """Return a rough table in a fraction of a second: the fastest of few passes of few sizes.
 
     The fastest, since so few passes have no good median; the steps themselves correct the rest. On a model so slow
     that even this takes long, fewer sizes are measured.

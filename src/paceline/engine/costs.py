@@ -66,11 +66,11 @@ class CostTable:
             raise ConfigError("a cost table", "its context figures are not numbers from 0 on", "calibrate again")
 
     def chain_ms(self, rows: float) -> float:
-        """One sequence with ``rows`` rows."""
+        """Return one sequence with ``rows`` rows."""
         return interpolate(self.chain, rows)
 
     def step_ms(self, batch_size: int, extra: float, context: int | None = None) -> float:
-        """A step of ``batch_size`` sequences with ``extra`` drafted rows over all of them.
+        """Return a step of ``batch_size`` sequences with ``extra`` drafted rows over all of them.
 
         Args:
             context: committed tokens over all sequences; None: as in the calibration.
@@ -82,7 +82,7 @@ class CostTable:
 
 
 def _rising(name: str, points: Sequence[tuple[int, float]]) -> Points:
-    """The points, none below one before it: a pass over more rows is not cheaper, only noise says so.
+    """Return the points, none below one before it: a pass over more rows is not cheaper, only noise says so.
 
     Neighbours that say so share their mean (isotonic regression by pooling adjacent violators).
     """
@@ -115,7 +115,7 @@ def interpolate(points: Points, count: float) -> float:
 
 
 def bucket(count: int) -> int:
-    """0, 1, 2, 3-4, 5-8, 9-16, ..: counts that share a correction."""
+    """Return 0, 1, 2, 3-4, 5-8, 9-16, ..: counts that share a correction."""
     return 0 if count <= 0 else (count - 1).bit_length() + 1
 
 
@@ -144,11 +144,11 @@ class StepCosts:
         self._more: dict[int, list[tuple[float, int]]] = {}  # by batch size: what the table says of 1, 2, .. rows
 
     def predict(self, batch_size: int, extra: int, context: int | None = None) -> float:
-        """Expected ms of a step, without the drafter's own time."""
+        """Return expected ms of a step, without the drafter's own time."""
         return self.table.step_ms(batch_size, extra, context) * self._factor(bucket(batch_size), bucket(extra))
 
     def rise(self, batch_size: int, most: int, context: int) -> list[float]:
-        """[most + 1] ms by which a step grows with 0, 1, .. ``most`` drafted rows; never falling."""
+        """Return [most + 1] ms by which a step grows with 0, 1, .. ``most`` drafted rows; never falling."""
         first, table = bucket(batch_size), self.table
         more, base = self._more.setdefault(batch_size, []), table.chain_ms(batch_size)
         more += [(table.chain_ms(batch_size + rows) - base, bucket(rows)) for rows in range(len(more) + 1, most + 1)]
@@ -166,12 +166,12 @@ class StepCosts:
         return rise
 
     def _seen(self, sequences: int, rows: int) -> bool:
-        """Whether a correction of this kind of step rests on several."""
+        """Return whether a correction of this kind of step rests on several."""
         kind = self._kinds.get((sequences, rows))
         return kind is not None and kind.visits >= WINDOW
 
     def visits(self, batch_size: int, extra: int) -> int:
-        """Steps of this kind that were observed."""
+        """Return steps of this kind that were observed."""
         kind = self._kinds.get((bucket(batch_size), bucket(extra)))
         return kind.visits if kind else 0
 
@@ -249,7 +249,7 @@ class _Calls:
         self.count += 1
 
     def slope(self, guess: float) -> float:
-        """Ms of a pass; where all calls took about the same number of passes, near the guess."""
+        """Return ms of a pass; where all calls took about the same number of passes, near the guess."""
         found = (self.covariance + RIDGE * guess) / (self.variance + RIDGE)
         return max(0.0, min(found, self.ms / max(1.0, self.passes)))
 
@@ -281,7 +281,7 @@ class DraftCosts:
 
     @classmethod
     def of_network(cls, target: CostTable, own: CostTable | None = None, catches_up: bool = True) -> DraftCosts:
-        """A guess for a drafter with a network: a whole draft costs a target pass at most, lest nobody chose it.
+        """Return a guess for a drafter with a network: a whole draft costs a target pass at most, lest nobody chose it.
 
         Args:
             target: the target's costs.
@@ -294,18 +294,18 @@ class DraftCosts:
         return cls(level=min(level, own.chain_ms(1)), catch_up=own.chain_ms(128) / 128)
 
     def level_ms(self, sequences: int) -> float:
-        """One more pass of a network for so many sequences."""
+        """Return one more pass of a network for so many sequences."""
         return self._usual(sequences).slope(self._level) if self.network else 0.0
 
     def predict(self, sequences: int) -> float:
-        """Expected ms of a call for so many sequences, none of them far behind, as deep as calls were lately."""
+        """Return expected ms of a call for so many sequences, none of them far behind, as deep as calls were lately."""
         known = self._usual(sequences)
         if not self.network:
             return known.ms * sequences / known.sequences
         return max(0.0, known.ms + known.slope(self._level) * (self._passes - known.passes))
 
     def _usual(self, sequences: int) -> _Calls:
-        """The calls for about so many sequences."""
+        """Return the calls for about so many sequences."""
         if not self._known:
             return self._guess
         size = bucket(sequences)
@@ -332,7 +332,7 @@ class DraftCosts:
 
 
 def cost_points(seconds: Seconds, max_position: int) -> dict[str, Any]:
-    """Milliseconds of passes, the fields of `CostTable`.
+    """Return milliseconds of passes, the fields of `CostTable`.
 
     Args:
         seconds: what passes are predicted to take.

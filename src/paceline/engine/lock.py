@@ -33,7 +33,7 @@ class FairLock:
             raise ReentryError("called from within a step of the same engine: call it once the step has returned")
         turn = threading.Lock()
         turn.acquire()
-        try:  # an interrupt may come behind any call
+        try:  # an interrupt may come after any call
             with self._guard:
                 if self._owner is None:
                     self._owner = me
@@ -56,7 +56,7 @@ class FairLock:
 
     @property
     def wanted(self) -> bool:
-        """Whether a thread waits for it."""
+        """Return whether a thread waits for it."""
         return bool(self._waiting)
 
     def take_if_free(self) -> bool:

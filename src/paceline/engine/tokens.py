@@ -17,13 +17,13 @@ Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids
 CONTEXT_IDS = 8  # tokens in front of the next one that its text may depend on
 _BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
 _MOST_PARTS = 3  # tokens of a character that is incomplete: one of four bytes lacks its last
-_LONGEST = 7  # tokens behind the last complete character that are decoded anew for each
+_LONGEST = 7  # tokens after the last complete character that are decoded again for each
 _ANCHOR = "a"  # stands before a token whose own text is wanted
 _KEPT_TEXTS = 65_536
 
 
 def encode(prompt: Prompt, tokenizer: Any) -> tuple[list[int], str | None]:
-    """Token ids of a prompt, and its text where text was given.
+    """Return token ids of a prompt, and its text where text was given.
 
     Raises:
         ConfigError: neither text nor ids, or text without a tokenizer.
@@ -54,7 +54,7 @@ def _ids(ids: object) -> list[int]:
 
 
 def _checked_text(text: object) -> str:
-    """Text that can be written down: a lone surrogate is half of a character."""
+    """Return text that can be written down: a lone surrogate is half of a character."""
     if not isinstance(text, str):
         raise ConfigError(f"a prompt of type {type(text).__name__}", "a prompt is text or ids", 'give "..."')
     try:
@@ -67,7 +67,7 @@ def _checked_text(text: object) -> str:
 
 def _encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
     try:
-        # Not verbose: the engine itself says when a prompt is too long, transformers would warn beside that.
+        # Not verbose: the engine itself says when a prompt is too long, transformers would warn next to that.
         return list(tokenizer.encode(text, verbose=False, **options))
     except Exception as error:  # tokenizers raise many kinds, plain Exception among them
         wrong = f"the tokenizer cannot encode it ({type(error).__name__}: {error})"
@@ -83,7 +83,7 @@ def chat_ids(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
 ) -> tuple[list[int], str]:
-    """Ids and text of a conversation in the model's chat template.
+    """Return ids and text of a conversation in the model's chat template.
 
     Args:
         messages: as OpenAI's: a role, and as content text or parts of text (see `core.contents`), or tool calls.
@@ -91,7 +91,7 @@ def chat_ids(
         model: its name, for messages.
         tools: functions that the model may call, as OpenAI's.
         chat_template_kwargs: further variables of the template.
-        continue_final_message: the answer goes on in the last message, rather than in a new one.
+        continue_final_message: the answer continues in the last message, rather than in a new one.
 
     Raises:
         ConfigError: no template, or messages, tools or variables that it has no use for.
@@ -126,7 +126,7 @@ def chat_ids(
 
 
 def _message(message: Any, knows_developers: bool) -> dict[str, Any]:
-    """A message as templates read it: its content is text or parts, arguments of tool calls are values."""
+    """Return a message as templates read it: its content is text or parts, arguments of tool calls are values."""
     form = '{"role": "user", "content": "..."}'
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -146,7 +146,7 @@ def _message(message: Any, knows_developers: bool) -> dict[str, Any]:
 
 
 def _part(part: Any) -> str:
-    """The text of a part of a message's content."""
+    """Return the text of a part of a message's content."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else part
@@ -155,7 +155,7 @@ def _part(part: Any) -> str:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A tool call whose arguments are no text any more: templates write them as JSON themselves."""
+    """Return a tool call whose arguments are no text any more: templates write them as JSON themselves."""
     remedy = 'give {"id": "..", "type": "function", "function": {"name": "..", "arguments": "{..}"}}'
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -181,15 +181,15 @@ class TokenizerTexts:
         """The text of one token as it stands in running text, a leading space included."""
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
-        """The detokenizer of an answer to this prompt."""
+        """Return the detokenizer of an answer to this prompt."""
         return AnswerText(self._decoder(skip_special_tokens), prompt_ids, self._sure)
 
     def prompt(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of a prompt that was given as ids."""
+        """Return the text of a prompt that was given as ids."""
         return self._decoder(skip_special_tokens)(ids)
 
     def _decoder(self, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
-        """Ids to text, as the tokenizer has it."""
+        """Return ids to text, as the tokenizer has it."""
         backend = getattr(self._tokenizer, "_tokenizer", None)
         if backend is None:
             decode = self._tokenizer.decode
@@ -199,12 +199,12 @@ class TokenizerTexts:
 
 
 def texts_of(tokenizer: Any) -> TokenizerTexts | None:
-    """The texts of a tokenizer; None for a model without one."""
+    """Return the texts of a tokenizer; None for a model without one."""
     return None if tokenizer is None else TokenizerTexts(tokenizer)
 
 
 def _alone(decode: Callable[[Sequence[int]], str], anchor: list[int], token: int) -> str:
-    """The text of a token behind ``anchor``, since tokenizers drop what leads a text."""
+    """Return the text of a token after ``anchor``, since tokenizers drop what leads a text."""
     before, both = decode(anchor), decode([*anchor, token])
     return both[len(before) :] if both.startswith(before) else decode([token])
 
@@ -213,7 +213,7 @@ class AnswerText:
     """The text of an answer, token by token; no text of the prompt is part of it.
 
     A token's text depends on its neighbours (a leading space, the bytes of one character), so a window of a few tokens
-    is decoded anew for each. Text that was returned is never changed; U+FFFD at the end is held back, since the next
+    is decoded again for each. Text that was returned is never changed; U+FFFD at the end is held back, since the next
     token may complete the character. Where later tokens change the text of those before (a run of byte tokens turns out
     to be no UTF-8), what follows the last complete character is decoded by itself.
 
@@ -235,7 +235,7 @@ class AnswerText:
         self._foreign = len(decode(self._ids)) - len(self._shown)
 
     def push(self, token: int) -> str:
-        """The text that the next token adds; "" while a character is incomplete."""
+        """Return the text that the next token adds; "" while a character is incomplete."""
         self._ids.append(token)
         text = self._text()
         if not text.endswith(_BROKEN) and not self._foreign:  # the common case, in fewer steps
@@ -251,19 +251,19 @@ class AnswerText:
         return new
 
     def end(self) -> str:
-        """The remaining text at the end of the answer: U+FFFD for an incomplete character."""
+        """Return the remaining text at the end of the answer: U+FFFD for an incomplete character."""
         text = self._text()
         return self._advance(text, len(text))
 
     def _begin(self, ids: list[int]) -> None:
-        """Go on behind these tokens, whose text has been returned."""
+        """Go on after these tokens, whose text has been returned."""
         self._ids = ids  # the window
-        self._whole = len(ids)  # tokens of the window behind which no character is incomplete
+        self._whole = len(ids)  # tokens of the window after which no character is incomplete
         # The part of the window's text that was returned; the text of its whole tokens.
         self._shown = self._settled = self._decode(ids)
 
     def _text(self) -> str:
-        """The window's text, which begins with what was returned."""
+        """Return the window's text, which begins with what was returned."""
         text = self._decode(self._ids)
         if text.startswith(self._shown):
             return text
@@ -304,7 +304,9 @@ class AnswerText:
 
 
 def _context(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The last ids of a prompt, from where a character begins: those of whole ones, and those of one that is open."""
+    """Return the last ids of a prompt, from where a character begins: those of whole ones, and those of one that is
+    open.
+    """
     for torn in range(_MOST_PARTS + 1):
         end = len(ids) - torn
         for more in range(_MOST_PARTS + 1):

@@ -10,8 +10,8 @@ A cached library is code that will run, so before it is opened
 
 - it must be whole: its name carries the sha256 of its content, and it gets that name in one step, once its bytes
   are on the disk. A power cut or a full disk leaves no file under such a name, or one that fails the check and is
-  compiled anew; several processes that compile at once each put a whole file there. One name cannot go without the
-  other, as a file and a checksum beside it could.
+  compiled again; several processes that compile at once each put a whole file there. One name cannot go without the
+  other, as a file and a checksum next to it could.
 - one that does not open (a home that systems share) is removed, and compiled once more.
 - it and its folder must belong to the user who runs this (to root only where root runs it), and nobody else may
   write to them. Otherwise torch's kernels are used, and a warning gives the remedy.
@@ -192,13 +192,13 @@ def _flags_of(level: str) -> list[str]:
 
 
 def _texts(source: Path) -> list[str]:
-    """A source and its headers, which lie in a folder of the same name: each name, and what it says."""
+    """Return a source and its headers, which lie in a folder of the same name: each name, and what it says."""
     headers = sorted(source.with_suffix("").rglob("*.h"))
     return [text for path in (source, *headers) for text in (path.name, path.read_text("utf-8"))]
 
 
 def _kept(folder: Path, stem: str) -> Path | None:
-    """A library that was compiled before and can be trusted; None: there is none.
+    """Return a library that was compiled before and can be trusted; None: there is none.
 
     Raises:
         RuntimeError: the folder is not the user's own.
@@ -212,7 +212,7 @@ def _kept(folder: Path, stem: str) -> Path | None:
         if _sha256(path) == path.stem.rpartition("-")[2]:
             return path
     if found:
-        log.warning("the compiled kernels in %s are broken: they are compiled anew", folder)
+        log.warning("the compiled kernels in %s are broken: they are compiled again", folder)
     return None
 
 
@@ -240,7 +240,7 @@ def _sha256(path: Path) -> str:
 
 
 def _compiler() -> list[str]:
-    """The C++ compiler, and whatever stands before or behind it in CXX ("ccache g++")."""
+    """Return the C++ compiler, and whatever stands before or after it in CXX ("ccache g++")."""
     asked = os.environ.get("CXX", "")
     try:
         words = shlex.split(asked) or ["c++"]
@@ -272,7 +272,10 @@ def _make_folder(folder: Path) -> None:
 
 
 def _output(command: list[str], seconds: float) -> tuple[int, str]:
-    """A command's exit status and what it said, errors first; one that is given up ends with all its processes."""
+    """Return a command's exit status and what it said, errors first.
+
+    One that is given up ends with all its processes.
+    """
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
@@ -316,7 +319,7 @@ def _flush(path: Path) -> None:
 
 
 def _cache_folder() -> Path:
-    """Where compiled kernels are kept.
+    """Return where compiled kernels are kept.
 
     Raises:
         RuntimeError: there is no home, or a relative path, which would mean another folder wherever one starts.

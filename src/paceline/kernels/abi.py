@@ -38,7 +38,7 @@ STRUCTS: dict[str, Any] = {}  # by name in C++
 
 
 def _kind(written: str) -> Any:
-    """The ctypes kind of a C++ one: any pointer is an address."""
+    """Return the ctypes kind of a C++ one: any pointer is an address."""
     if "*" in written:
         return ctypes.c_void_p
     if written not in _KINDS and written not in STRUCTS:
@@ -47,11 +47,11 @@ def _kind(written: str) -> Any:
 
 
 def _fields(text: str) -> list[tuple[str, Any]]:
-    """The fields that a struct's declaration has: "int64_t n, k; const float* bias;"."""
+    """Return the fields that a struct's declaration has: "int64_t n, k; const float* bias;"."""
     found: list[tuple[str, Any]] = []
     for declaration in filter(None, map(str.strip, text.split(";"))):
         written = re.fullmatch(r"(.*\*|\w+) +(.*)", declaration, re.DOTALL)
-        if written is None or ("*" in written[1] and "," in written[2]):  # of ``float* a, b`` b is no pointer
+        if written is None or ("*" in written[1] and "," in written[2]):  # of ``float* a, b`` b is not a pointer
             raise RuntimeError(
                 f"the kernels declare {declaration!r}, which kernels/abi.py cannot read: write KIND NAME"
             )

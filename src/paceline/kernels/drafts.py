@@ -36,7 +36,7 @@ class ChainStart:
 
     pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
     position: int  # of the first of them
-    steps: int  # tokens wanted behind them, one or more
+    steps: int  # tokens wanted after them, one or more
     keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
     floor: float  # it ends once its cumulative log-probability is below this
     rules: bytes | None = None  # `SequenceSampler.rules`: draw with the sequence's noise; None: the likeliest tokens
@@ -45,7 +45,7 @@ class ChainStart:
 
 
 def sparse_view(sinks: int, window: int, rotation: Rotation) -> abi.CSparseView:
-    """A view of texts as of `SinkWindow`, with the rotation by every gap that may come."""
+    """Return a view of texts as of `SinkWindow`, with the rotation by every gap that may come."""
     cos, sin = rotation.halves
     if cos.dtype != torch.float32:
         raise ValueError(f"angles in {cos.dtype}, where float32 is read")
@@ -108,7 +108,7 @@ def roll(stack: Stack, chains: Sequence[ChainStart], cache: KVCache, limit: int)
 
 
 def _chains(table: Any, rooms: Sequence[Room]) -> list[list[tuple[int, float]]]:
-    """The tokens that were made and their log-probabilities."""
+    """Return the tokens that were made and their log-probabilities."""
     return [[*zip(*room.read(row.made), strict=True)] for row, room in zip(table, rooms, strict=True)]
 
 
@@ -156,7 +156,7 @@ def grow(
 
 
 def _begin(row: Any, start: ChainStart | TreeStart | SampleStart, behind: int, held: list[Any]) -> int:
-    """Set what chains, trees and samples have in common; returns the position behind the last key, so many behind the
+    """Set what chains, trees and samples have in common; returns the position after the last key, so many after the
     pending tokens."""
     end = start.position + len(start.pending) + behind
     row.pending, row.num_pending, row.position = numbers(start.pending, held), len(start.pending), start.position
@@ -165,7 +165,7 @@ def _begin(row: Any, start: ChainStart | TreeStart | SampleStart, behind: int, h
 
 
 def _states_at(start: TreeStart | SampleStart, stack: Stack, held: list[Any]) -> int:
-    """The address of the states in front of the pending tokens."""
+    """Return the address of the states in front of the pending tokens."""
     rows = len(start.pending)
     if start.states is None:
         raise ValueError(f"no states in front of {rows} pending tokens")
@@ -182,7 +182,7 @@ class NativeFuse:
         both: [2d -> d] of [token, state].
         state: [d -> d] of a state without a token; None: every row has one.
         constant: [1, d] what the latter adds.
-        reads_tokens: whether the rows of a text see the token behind them.
+        reads_tokens: whether the rows of a text see the token after them.
         target: whose states come, as its last layer leaves them, and go through its final norm. None: they have.
     """
 
@@ -203,8 +203,8 @@ class NativeFuse:
 
 
 def token_info(factors: Tensor, table: NativeLinear) -> abi.CTokenInfo:
-    """What tokens say about their children: ``factors`` [V, r] of every token, in the dtype of states, and the table [r
-    -> outputs of the head] that they are multiplied with, of the same dtype."""
+    """Return what tokens say about their children: ``factors`` [V, r] of every token, in the dtype of states, and the
+    table [r -> outputs of the head] that they are multiplied with, of the same dtype."""
     held: list[Any] = [table]
     made = abi.CTokenInfo(table=table.struct, factors=hold(factors, (len(factors), table.shape[1]), held, table.dtype))
     made.held = held
@@ -217,7 +217,7 @@ MANY = 1 << 30  # nodes that Algorithm 1 makes
 class SampleStart(NamedTuple):
     """One sequence's drafts: a new one, one of logits that the last one left over, or both; see `sample`."""
 
-    pending: Sequence[int]  # tokens behind the states that have no K and V yet, the root last; none where steps is 0
+    pending: Sequence[int]  # tokens after the states that have no K and V yet, the root last; none where steps is 0
     position: int  # of the row of the first of them
     keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
     steps: int  # of the new draft; 0: there is none
@@ -238,7 +238,7 @@ def sample(
     info: abi.CTokenInfo | None,
     cache: KVCache,
 ) -> tuple[Tensor, list[tuple[GrownTree | None, GrownTree | None]]]:
-    """Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
+    """Return Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
 
     Args:
         branches: k of Algorithm 1.
@@ -277,7 +277,7 @@ def sample(
 
 
 def _most(branches: int, levels: int) -> int:
-    """Nodes that Algorithm 1 makes at most."""
+    """Return nodes that Algorithm 1 makes at most."""
     return branches + branches * branches * (levels - 1) if levels else 0
 
 
@@ -316,7 +316,7 @@ class NativeHeads:
     def best(
         self, states: Tensor, k: int, positions: Sequence[int], rules: bytes | None = None, noisy: bool = False
     ) -> list[tuple[list[list[int]], list[list[float]]]]:
-        """The k best tokens of every head behind every state, best first, and their log-probabilities.
+        """Return the k best tokens of every head after every state, best first, and their log-probabilities.
 
         Args:
             states: [rows, d_model] before the final norm.
@@ -350,7 +350,7 @@ class RingChain(NamedTuple):
     position: int  # position of the root
     steps: int  # tokens wanted, one or more
     ring: int
-    start: int  # beside the sinks K and V are there from this position on
+    start: int  # next to the sinks K and V are there from this position on
     rules: bytes | None  # as of a `ChainStart`
 
 
@@ -362,7 +362,7 @@ def write_keys(
     positions: Sequence[int],
     slots: Sequence[int],
 ) -> None:
-    """K and V of states as the layers would compute them of their rows, and nothing else of these layers.
+    """Write K and V of states as the layers would compute them of their rows, and nothing else of these layers.
 
     Args:
         states: of each layer its own, [n, d_model].

@@ -78,7 +78,7 @@ class NativeLinear(LinearOp):
         )
 
     def _stored(self, weight: Tensor, quant: Quant | None) -> tuple[int, Tensor]:
-        """The kind of a weight, and its values or blocks."""
+        """Return the kind of a weight, and its values or blocks."""
         if quant is None or quant == "stored":  # a file's plain tensor among those in blocks
             short = weight.dtype == torch.bfloat16 and weight.shape[1] <= kernels.SHORT_INPUTS
             return kernels.BF16_SHORT if short else KINDS[weight.dtype], weight
@@ -90,7 +90,7 @@ class NativeLinear(LinearOp):
         return kernels.GGML + block.number, torch.from_numpy(quantise(quant, whole))
 
     def _pack(self, weight: Tensor, n: int, k: int, kind: int) -> int:
-        """Where the packed weight lies; one in blocks is given as its bytes."""
+        """Return where the packed weight lies; one in blocks is given as its bytes."""
         if kind >= kernels.GGML:
             whole = StoredRows(BY_NUMBER[kind - kernels.GGML], weight.numpy(), torch.arange(n))
             return self._pack_rows([whole], whole.addresses, k)
@@ -101,7 +101,7 @@ class NativeLinear(LinearOp):
         return self.packed.data_ptr()
 
     def _pack_rows(self, parts: Sequence[StoredRows], rows: Tensor, k: int) -> int:
-        """Where the packed rows of parts of one type lie; ``rows`` are their addresses."""
+        """Return where the packed rows of parts of one type lie; ``rows`` are their addresses."""
         library, kind = _library(), kernels.GGML + parts[0].type.number
         line = library.pl_packed_size(LANES, k, kind)
         self.packed = self._arena.empty(library.pl_packed_size(len(rows), k, kind), torch.uint8)
@@ -117,7 +117,7 @@ class NativeLinear(LinearOp):
         return self.packed.data_ptr()
 
     def _pack_parts(self, parts: Sequence[StoredRows], k: int) -> tuple[int, int]:
-        """The kind, and where the weight lies: packed, or a table of the lines of its parts."""
+        """Return the kind, and where the weight lies: packed, or a table of the lines of its parts."""
         self.order = parts[0].inputs
         if len({None if part.inputs is None else part.inputs.numpy().tobytes() for part in parts}) > 1:
             wrong = "their inputs are in different orders (act order)"
@@ -135,23 +135,23 @@ class NativeLinear(LinearOp):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight."""
+        """Return bytes of the packed weight."""
         return sum(part.nbytes for part in self._held)
 
     def widened_inputs(self, weight: Tensor) -> Tensor:
-        """[.., in] as the packed weight has them."""
+        """Return [.., in] as the packed weight has them."""
         return widened(weight, -1, self._groups[0])
 
     def widened_outputs(self, weight: Tensor) -> Tensor:
-        """[out, ..] as the packed weight has them."""
+        """Return [out, ..] as the packed weight has them."""
         return widened(weight, 0, self._groups[1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out], both padded."""
+        """Return [rows, in] -> [rows, out], both padded."""
         return self.wide(x).to(self.dtype)
 
     def wide(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] float32, both padded."""
+        """Return [rows, in] -> [rows, out] float32, both padded."""
         library = _library()
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.struct.k:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} into a product of {self.struct.k} {self.dtype} inputs")
@@ -165,7 +165,7 @@ class NativeLinear(LinearOp):
 class NativeAdapters:
     """The pairs of one `LowRank`, packed for a stack's products.
 
-    Weights are of the model's dtype, bf16 beside int8. The factor alpha / rank is folded into ``up`` before it
+    Weights are of the model's dtype, bf16 next to int8. The factor alpha / rank is folded into ``up`` before it
     is rounded, and so is the inverse of an int8 output's scale: the delta then adds to the integer product.
 
     Args:
@@ -205,7 +205,7 @@ class NativeAdapters:
 
 
 def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Of each row of logits [rows, V] the k likeliest tokens, best first, and their log-probabilities.
+    """Return the k likeliest tokens of each row of logits [rows, V], best first, and their log-probabilities.
 
     Raises:
         ValueError: k below 1.
@@ -241,7 +241,7 @@ def _sources(parts: Sequence[StoredRows]) -> str:
 
 
 def _library() -> Any:
-    """The kernels, without which there are no packed weights."""
+    """Return the kernels, without which there are no packed weights."""
     found = kernels.library()
     assert found is not None
     return found

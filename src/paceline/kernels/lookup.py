@@ -18,7 +18,7 @@ class NgramTexts:
         most: tokens beyond which the length of a match is not told apart.
 
     Raises:
-        RuntimeError: nothing is compiled here (`kernels.library` is None), or these are no lengths.
+        RuntimeError: nothing is compiled here (`kernels.library` is None), or these are not lengths.
     """
 
     def __init__(self, shortest: int, longest: int, most: int) -> None:
@@ -90,7 +90,7 @@ class SuffixTexts:
         remembered: of ended texts, tokens that are kept, in two generations: when the younger has half, the older goes.
 
     Raises:
-        RuntimeError: nothing is compiled here (`kernels.library` is None), or these are no lengths.
+        RuntimeError: nothing is compiled here (`kernels.library` is None), or these are not lengths.
     """
 
     def __init__(self, shortest: int, longest: int, reach: float, least: float, remembered: int) -> None:
@@ -105,7 +105,7 @@ class SuffixTexts:
 
     @property
     def size(self) -> int:
-        """Tokens of ended texts that are remembered."""
+        """Return tokens of ended texts that are remembered."""
         return sum(runs.known for _, runs in self._ended)
 
     def draft(self, texts: Sequence[tuple[int, list[int], int, int]]) -> list[tuple[int, list[int], list[float]]]:

@@ -28,7 +28,7 @@ class Arena:
         self._next = PAGE
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] of ``dtype``, at an address that is a multiple of 64."""
+        """Return [numel] of ``dtype``, at an address that is a multiple of 64."""
         size = numel * dtype.itemsize
         if self._used + size > len(self._piece):
             self._piece, self._used = _piece(max(size, self._next)), 0
@@ -46,7 +46,7 @@ def give_back() -> None:
 
 
 def _piece(size: int) -> Tensor:
-    """[at least size] bytes from the beginning of a huge page on."""
+    """Return [at least size] bytes from the beginning of a huge page on."""
     whole = -(-size // PAGE) * PAGE
     private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     memory = mmap.mmap(-1, whole + PAGE, flags=private) if private else mmap.mmap(-1, whole + PAGE)

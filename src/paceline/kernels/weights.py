@@ -38,7 +38,7 @@ class Loaded(Protocol):
     head: Dense | None  # None: it is tied, or lent
 
     def in_order(self) -> list[Layer]:
-        """Every layer of a pass."""
+        """Return every layer of a pass."""
         ...
 
     def scale_embedding(self) -> None:
@@ -126,10 +126,10 @@ class NativeWeights:
 
     @property
     def products(self) -> list[NativeLinear]:
-        """The products of a pass, in order; the head's is the last."""
+        """Return the products of a pass, in order; the head's is the last."""
         return [*self.linears, self.head]
 
 
 def _rows(stored: StoredWeights, name: str) -> list[StoredRows] | None:
-    """Where the rows of a parameter lie; None: it is not in blocks."""
+    """Return where the rows of a parameter lie; None: it is not in blocks."""
     return [part.stored() for part in stored[name]] if name in stored else None

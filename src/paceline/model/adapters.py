@@ -45,7 +45,7 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """What up(down(x)) is multiplied by."""
+        """Return what up(down(x)) is multiplied by."""
         return self.alpha / self.rank
 
 
@@ -83,7 +83,7 @@ class LowRank(nn.Module):
 
     @property
     def scale(self) -> float:
-        """What up(down(x)) is multiplied by."""
+        """Return what up(down(x)) is multiplied by."""
         return self.config.scale
 
     @torch.no_grad()
@@ -96,13 +96,13 @@ class LowRank(nn.Module):
         return self
 
     def pairs(self) -> Iterator[tuple[int, str, Tensor, Tensor]]:
-        """(layer, linear, down [rank, in], up [out, rank]) of every pair."""
+        """Yield (layer, linear, down [rank, in], up [out, rank]) of every pair."""
         for layer in self.config.layers:
             for linear in self.config.linears:
                 yield layer, linear, self.down[_key(layer, linear)], self.up[_key(layer, linear)]
 
     def pair(self, layer: int, linear: str) -> tuple[Tensor, Tensor] | None:
-        """down [rank, in] and up [out, rank]; None where this linear has no adapter."""
+        """Return down [rank, in] and up [out, rank]; None where this linear has no adapter."""
         key = _key(layer, linear)
         return (self.down[key], self.up[key]) if key in self.down else None
 
@@ -120,7 +120,7 @@ class LowRank(nn.Module):
         return self
 
     def delta(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
-        """What the adapter adds to the linear's output: scale * up(down(x)).
+        """Return what the adapter adds to the linear's output: scale * up(down(x)).
 
         Args:
             layer: absolute index.
@@ -140,7 +140,7 @@ class LowRank(nn.Module):
         return None if pair is None else F.linear(F.linear(x, pair[0]) * self.scale, pair[1])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters under their names in a file: ``{layer}.{linear}.down`` and ``.up``."""
+        """Return parameters under their names in a file: ``{layer}.{linear}.down`` and ``.up``."""
         pairs = ((f"{layer}.{linear}", down, up) for layer, linear, down, up in self.pairs())
         return {f"{name}.{end}": part for name, *pair in pairs for end, part in zip(("down", "up"), pair, strict=True)}
 
@@ -155,8 +155,8 @@ class AdapterRange:
 
 
 def joined(parts: Iterable[tuple[int, int, LowRank | None]]) -> tuple[AdapterRange, ...]:
-    """(start, stop, adapter), ascending, as disjoint ranges: neighbours with the same adapters are one, and those
-    without rows or adapters are left out."""
+    """Return (start, stop, adapter), ascending, as disjoint ranges: neighbours with the same adapters are one, and
+    those without rows or adapters are left out."""
     ranges: list[AdapterRange] = []
     for start, stop, adapter in parts:
         if adapter is None or start == stop:
@@ -168,7 +168,7 @@ def joined(parts: Iterable[tuple[int, int, LowRank | None]]) -> tuple[AdapterRan
 
 
 def not_loaded(what: str) -> ConfigError:
-    """The error for parameters that still hold NaN."""
+    """Return the error for parameters that still hold NaN."""
     return ConfigError(what, "holds NaN: not loaded, or broken in the file", "restore the file, or train it again")
 
 
@@ -178,8 +178,8 @@ def fill_normal(parameter: Tensor, deviation: float, generator: torch.Generator 
 
 
 def _op(weight: Tensor, exact: bool) -> LinearOp:
-    """A product as inference wants it; so narrow a one, on either side, that the probe of `make_linear` cannot be
-    trusted to see whether its bits depend on the number of rows."""
+    """Return a product as inference wants it; so narrow a one, on either side, that the probe of `make_linear` cannot
+    be trusted to see whether its bits depend on the number of rows."""
     return RowBlocks(make_linear(weight, None)) if exact else make_linear(weight, None)
 
 

@@ -47,14 +47,14 @@ class ForwardState:
     hidden: Tensor  # [rows, d_model]
     positions: Tensor  # [rows] int64
     slots: Tensor | slice  # [rows]
-    attn: Any  # AttentionPlan; None: pruned, it must be given anew
+    attn: Any  # AttentionPlan; None: pruned, it must be given again
     rope: dict[Any, Any] = field(default_factory=dict)  # by network what `RopeTables.rows` gives for these positions
     adapters: Sequence[AdapterRange] = ()  # rows with low-rank adapters: disjoint ranges, in order
 
     def keep(self, rows: Tensor) -> ForwardState:
-        """The state of the ``rows`` [kept] int64, ascending, alone: pruning in mid-pass.
+        """Return the state of the ``rows`` [kept] int64, ascending, alone: pruning in mid-pass.
 
-        Plan and adapters are left out: they must be given anew. K and V that dropped rows have written remain until
+        Plan and adapters are left out: they must be given again. K and V that dropped rows have written remain until
         their sequence's region is committed.
         """
         slots = slot_indices(self.slots, rows.device)[rows]

@@ -35,7 +35,7 @@ class Fields:
         return self._typed(name, bool, "it must be true or false", default)
 
     def optional_integer(self, name: str, default: int | None, maximum: int = MAX_INTEGER) -> int | None:
-        """An absent field takes the default; an explicit null stays null."""
+        """Return a field; an absent one takes the default; an explicit null stays null."""
         return None if self.values.get(name, default) is None else self.integer(name, default, maximum=maximum)
 
     def text(self, name: str) -> str | None:
@@ -82,7 +82,8 @@ def check_number(name: str, value: object) -> float:
 
 
 def token_ids(name: str, value: object, file: str = "config.json") -> tuple[int, ...]:
-    """An id, a list of ids or null, the ``value`` of a field of a file, as a tuple; those below 0 stand for none.
+    """Return an id, a list of ids or null, the ``value`` of a field of a file, as a tuple; those below 0 stand for
+    none.
 
     Raises:
         ConfigError: something else, or an id that no vocabulary could have.

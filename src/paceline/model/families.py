@@ -41,8 +41,8 @@ class DecoderConfig:
     windows: tuple[int | None, ...]  # [layers] a row at t sees keys at positions > t - window; None: all
     norm_eps: float
     norm_offset: float = 0.0  # added to the gains of norms that a checkpoint holds
-    wide_norms: bool = False  # these gains are float32 beside activations of 16 bits
-    post_norms: bool = False  # RMS norms behind attention and MLP, in front of the sums
+    wide_norms: bool = False  # these gains are float32 next to activations of 16 bits
+    post_norms: bool = False  # RMS norms after attention and MLP, in front of the sums
     activation: Activation = "silu"  # an MLP is down(act(gate(x)) * up(x))
     qkv_bias: bool = False
     out_bias: bool = False
@@ -64,23 +64,23 @@ class DecoderConfig:
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """Return what products of queries and keys are multiplied by."""
         return (self.query_scalar or self.head_dim) ** -0.5
 
     @property
     def rotations(self) -> tuple[RopeConfig | None, ...]:
-        """[layers] the rotation of each layer."""
+        """Return [layers] the rotation of each layer."""
         return self.ropes or (self.rope,) * self.num_layers
 
     def part(self, start: int, stop: int, ends: bool) -> DecoderConfig:
-        """The layers start .. stop - 1 alone; without ``ends`` states go in and come out, and embedding, final norm and
-        head are not there."""
+        """Return the layers start .. stop - 1 alone; without ``ends`` states go in and come out, and embedding, final
+        norm and head are not there."""
         kept = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
         return kept if ends else replace(kept, vocab_size=1, tied=True)
 
     @property
     def track(self) -> DecoderConfig:
-        """The layers of one of its tracks, without ends."""
+        """Return the layers of one of its tracks, without ends."""
         widths = {name: getattr(self, name) // self.tracks for name in _SHARED}
         return replace(self.part(0, self.num_layers, ends=False), family="llama", tracks=1, **widths)
 
@@ -89,7 +89,7 @@ _SHARED = ("d_model", "d_ff", "num_heads", "num_kv_heads")  # what tracks divide
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of every fused linear of one layer, by name; see `layers.Layer`."""
+    """Return (inputs, outputs) of every fused linear of one layer, by name; see `layers.Layer`."""
     c, ranks = config, config.gathered
     return {
         "qkv": (c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
@@ -100,7 +100,7 @@ def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 def linear_biases(config: DecoderConfig) -> dict[str, bool]:
-    """Whether each of `linear_shapes` has a bias."""
+    """Return whether each of `linear_shapes` has a bias."""
     c = config
     return {"qkv": c.qkv_bias, "out": c.out_bias, "up": c.mlp_bias, "down": c.mlp_bias}
 
@@ -142,8 +142,8 @@ _UNBUILT = {
 
 
 def unbuilt(kind: str) -> str | None:
-    """What the network lacks for a family that is known by this name, of ``config.json`` or of a GGUF file; None: it is
-    not known as one of those.
+    """Return what the network lacks for a family that is known by this name, of ``config.json`` or of a GGUF file;
+    None: it is not known as one of those.
     """
     return _UNBUILT.get(kind.replace("-", "_"))
 
@@ -164,12 +164,12 @@ def _refuse_other_heads(config: Json) -> None:
 
 
 def _biased(f: Fields) -> dict[str, Any]:
-    """Whether the linears of attention have biases."""
+    """Return whether the linears of attention have biases."""
     return dict.fromkeys(("qkv_bias", "out_bias"), f.flag("attention_bias", False))
 
 
 def _tracks(f: Fields) -> DecoderConfig:
-    """A draft of tracks, as `paceline train tracks` writes one."""
+    """Return a draft of tracks, as `paceline train tracks` writes one."""
     made = _rotary_family(f, tied=True)
     tracks, merge = f.integer("num_tracks"), f.text("merge") or ""
     uneven = [name for name in _SHARED if getattr(made, name) % tracks]
@@ -250,7 +250,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "qwen3": _qwen3,
     "smollm3": _smollm3,
 }
-_READ = FAMILIES | {"paceline_tracks": _tracks}  # the last is no architecture of others
+_READ = FAMILIES | {"paceline_tracks": _tracks}  # the last is not an architecture of others
 
 
 def _rotary_family(
@@ -305,7 +305,7 @@ def _common(f: Fields, d_model: int, heads: int, *, tied: bool) -> Json:
 
 
 def _stored_dtype(f: Fields) -> str | None:
-    """Transformers 5 calls it ``dtype``, transformers 4 ``torch_dtype``; of both, the newer name counts there, too."""
+    """Return ``dtype``, the name of transformers 5, else ``torch_dtype``, that of transformers 4."""
     named = f.text("dtype") or f.text("torch_dtype")
     return None if named is None else named.removeprefix("torch.")
 
@@ -343,7 +343,7 @@ def _layered_windows(f: Fields, usual: list[str] | None = None) -> tuple[int | N
 
 
 def _layer_kinds(f: Fields, usual: list[str]) -> list[str]:
-    """[layers] full_attention or sliding_attention."""
+    """Return [layers] full_attention or sliding_attention."""
     kinds = f.values.get("layer_types")
     if kinds is None:
         return usual

@@ -17,7 +17,7 @@ from .linear import LinearOp
 class TargetHandle:
     """A target's two ends. The tensors are the target's own: nothing may write to them.
 
-    States are *raw* as the last layer leaves them (tap -1), and *normed* behind the final norm.
+    States are *raw* as the last layer leaves them (tap -1), and *normed* after the final norm.
     """
 
     embedding: Tensor  # [V, d_model]; without values where the weights are in blocks, of which `embed` makes them
@@ -27,20 +27,20 @@ class TargetHandle:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of states and embeddings."""
+        """Return the dtype of states and embeddings."""
         return self.embedding.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[.., d_model] embeddings of ``tokens`` [..] int64, without positions."""
+        """Return [.., d_model] embeddings of ``tokens`` [..] int64, without positions."""
         return F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
 
     def table(self) -> Tensor:
-        """[V, d_model] all embeddings."""
+        """Return [V, d_model] all embeddings."""
         every = torch.arange(len(self.embedding), device=self.embedding.device if not self.embedding.is_meta else "cpu")
         return self.embed(every) if self.embedding.is_meta else self.embedding
 
     def logits(self, states: Tensor, normed: bool = False) -> Tensor:
-        """[rows, V] float32 or wider, never rounded to bf16 in between, of states [rows, d_model] in the target's
-        dtype, behind the final norm or not. The target's own logits are rounded where torch's kernels compute in bf16:
-        there these differ by that."""
+        """Return [rows, V] float32 or wider, never rounded to bf16 in between, of states [rows, d_model] in the
+        target's dtype, after the final norm or not. The target's own logits are rounded where torch's kernels
+        compute in bf16: there these differ by that."""
         return self.head.wide(states if normed else self.final(states))

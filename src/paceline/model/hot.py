@@ -30,7 +30,7 @@ _REMEDY = "restore the file, or remove it: all tokens are drafted then"
 
 
 def hot_share() -> float:
-    """The field of a recipe's options that says how much of the vocabulary is hot."""
+    """Return the field of a recipe's options that says how much of the vocabulary is hot."""
     share: float = option(
         0.0, help="share of the vocabulary, most frequent first, that is drafted; 0: all of it", minimum=0, below=1
     )
@@ -38,8 +38,8 @@ def hot_share() -> float:
 
 
 def load_hot(folder: Path | None, vocab: int) -> Tensor | None:
-    """[H] int64, ascending: the hot tokens, of ``vocab``, that a drafter's folder names; None: it names none, or there
-    is none.
+    """Return [H] int64, ascending: the hot tokens, of ``vocab``, that a drafter's folder names; None: it names none,
+    or there is none.
 
     Raises:
         ConfigError: a file that cannot be read, that names no token, one twice, or one that there is not.
@@ -62,21 +62,21 @@ def save_hot(tokens: Tensor, folder: Path) -> None:
 
 
 def most_frequent(occurrences: Any, count: int) -> Tensor:
-    """[count] int64, ascending: the tokens that occur most often by ``occurrences`` [V], counts or shares; of equals
-    the first ones."""
+    """Return [count] int64, ascending: the tokens that occur most often by ``occurrences`` [V], counts or shares; of
+    equals the first ones."""
     return torch.as_tensor(occurrences).argsort(descending=True, stable=True)[:count].sort().values
 
 
 def places_of(tokens: Tensor, vocab: int) -> Tensor:
-    """[vocab] int64 the place of each token among the hot ``tokens`` [H]; H of all others."""
+    """Return [vocab] int64 the place of each token among the hot ``tokens`` [H]; H of all others."""
     places = torch.full((vocab,), len(tokens), device=tokens.device)
     places[tokens] = torch.arange(len(tokens), device=tokens.device)
     return places
 
 
 def hot_rows(head: LinearOp, tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """[H, width] the weights of a head for ``tokens`` [H], whatever form it is kept in: read off by unit vectors in
-    ``dtype`` (behind ``width``, zeros)."""
+    """Return [H, width] the weights of a head for ``tokens`` [H], whatever form it is kept in: read off by unit
+    vectors in ``dtype`` (after ``width``, zeros)."""
     rows = torch.empty(len(tokens), width)
     inputs = head.struct.k if isinstance(head, NativeLinear) else width
     for first in range(0, width, UNITS):
@@ -88,8 +88,8 @@ def hot_rows(head: LinearOp, tokens: Tensor, width: int, dtype: torch.dtype) -> 
 def cut_head(
     model: abi.CModel, head: NativeLinear, tokens: Tensor, dtype: torch.dtype, quant: Quant | None = None
 ) -> NativeLinear:
-    """The head of a compiled model over hot ``tokens`` [H] int64, ascending, alone, which becomes the model's; beside
-    bf16 states its weights are bytes, or what is asked. ``head`` is the whole one."""
+    """Return the head of a compiled model over hot ``tokens`` [H] int64, ascending, alone, which becomes the model's;
+    next to bf16 states its weights are bytes, or what is asked. ``head`` is the whole one."""
     rows = hot_rows(head, tokens, model.d_model, dtype).to(dtype)
     bits = "int8" if quant is None or quant == "stored" else quant
     made = NativeLinear(rows, None, bits if dtype == torch.bfloat16 else None)
@@ -100,5 +100,5 @@ def cut_head(
 
 
 def masked(logits: Tensor, hot: Tensor) -> Tensor:
-    """[.., V] the same with -inf for tokens that are not hot."""
+    """Return [.., V] the same with -inf for tokens that are not hot."""
     return torch.full_like(logits, -torch.inf).index_copy_(-1, hot, logits[..., hot])

@@ -39,7 +39,7 @@ class RankMemory:
 
     @property
     def path(self) -> str:
-        """The file that another rank opens, while this process lives."""
+        """Return the file that another rank opens, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def joins(self) -> Joins:
@@ -47,12 +47,12 @@ class RankMemory:
         return Joins(0, self.count, mmap.mmap(self._fd, size_of(self.count)))
 
     def close(self) -> None:
-        """No other rank opens it any more."""
+        """Remove the file: no other rank opens it any more."""
         os.close(self._fd)
 
 
 def require_compiled(asked: str) -> None:
-    """Joins have no form but the compiled one.
+    """Check that the kernels are there: joins have no form but the compiled one.
 
     Raises:
         CapabilityError: there is none.
@@ -62,12 +62,12 @@ def require_compiled(asked: str) -> None:
 
 
 def buffers_at(count: int) -> int:
-    """Where the buffers of so many ranks begin in the memory, two of each rank."""
+    """Return where the buffers of so many ranks begin in the memory, two of each rank."""
     return LINE * (1 + count)
 
 
 def size_of(count: int) -> int:
-    """Bytes of the memory of so many ranks."""
+    """Return bytes of the memory of so many ranks."""
     return buffers_at(count) + 2 * count * CAPACITY
 
 
@@ -92,7 +92,7 @@ class Joins:
 
     @staticmethod
     def opened(path: str, rank: int, count: int) -> Joins:
-        """Another rank's end of rank 0's memory; it ends with that process, which is its parent.
+        """Return another rank's end of rank 0's memory; it ends with that process, which is its parent.
 
         Raises:
             OSError: it is not there.
@@ -106,18 +106,18 @@ class Joins:
         return made
 
     def watch(self, lives: Sequence[int]) -> None:
-        """File descriptors of the processes without which nothing goes on (``os.pidfd_open``); they are taken over."""
+        """Watch the processes that joins need, by their file descriptors (``os.pidfd_open``), which are taken over."""
         for fd in self._lives:
             os.close(fd)
         self._lives = array("q", lives)
         self.struct.lives, self.struct.num_lives = self._lives.buffer_info()[0], len(lives)
 
     def close(self) -> None:
-        """Nothing is joined any more."""
+        """End all joins."""
         self.watch(())
 
     def wait(self, seconds: float) -> None:
-        """How long another rank is waited for."""
+        """Set how long to wait for another rank."""
         self.struct.timeout_us = int(1e6 * seconds)
 
     def begin(self, lost: int = -1) -> None:
@@ -125,7 +125,7 @@ class Joins:
         self._library.pl_rank_begin(self._at, lost)
 
     def came(self, rank: int) -> bool:
-        """Whether another rank came to the join for which this one waited last."""
+        """Return whether another rank came to the join for which this one waited last."""
         cell = ctypes.c_uint32.from_buffer(self._memory, LINE * (1 + rank))
         return (cell.value - self.struct.joins - 1) % 2**32 < 2**31
 
@@ -134,7 +134,8 @@ class Joins:
         return ctypes.addressof(self.struct)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``, float32 or float64, in the order of ranks; in place where it is in one piece.
+        """Return the sum of all ranks' ``x``, float32 or float64, in the order of ranks; in place where it is in one
+        piece.
 
         Raises:
             RankLost: another rank is gone.
@@ -145,7 +146,7 @@ class Joins:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """[rows, ranks * n] of all ranks' ``x`` [rows, n], rank after rank; errors as of `sum`."""
+        """Return [rows, ranks * n] of all ranks' ``x`` [rows, n], rank after rank; errors as of `sum`."""
         rows, n = x.shape
         out = x.new_empty(rows, self.count * n)
         out[:, self.rank * n : (self.rank + 1) * n] = x

@@ -36,17 +36,17 @@ class Norm(nn.Module):
         self._scale, self._floor = rms_constants(self.weight.data, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, d_model] -> [rows, d_model]; by-passes the module's hooks, which cost more than the norm."""
+        """Return [rows, d_model] -> [rows, d_model]; by-passes the module's hooks, which cost more than the norm."""
         return rms(x, self._scale, self._floor)
 
 
 def gain_dtype(config: DecoderConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of the gains of norms."""
+    """Return the dtype of the gains of norms."""
     return torch.float32 if config.wide_norms and dtype.itemsize < 4 else dtype
 
 
 def rms_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What `rms` wants in place of weight and eps: weight * sqrt(d), and sqrt(eps * d), float32 or wider."""
+    """Return what `rms` wants in place of weight and eps: weight * sqrt(d), and sqrt(eps * d), float32 or wider."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     d = weight.shape[-1]
     floor = torch.tensor((eps * d) ** 0.5, dtype=wide, device=weight.device)
@@ -54,7 +54,7 @@ def rms_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms(x: Tensor, scale: Tensor, floor: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019), rounded once.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019), rounded once.
 
     Written as x * weight sqrt(d) / hypot(|x|, sqrt(eps d)): the same number in half the time of
     `F.rms_norm` on a few rows (5.5 against 11.3 us for one row of 768).
@@ -65,7 +65,7 @@ def rms(x: Tensor, scale: Tensor, floor: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """One decoder layer, pre-norm: attention and MLP, each added to the residual stream, behind a norm of its own where
+    """One decoder layer, pre-norm: attention and MLP, each added to the residual stream, after a norm of its own where
     the family has one."""
 
     qkv: LinearOp
@@ -135,7 +135,7 @@ class Layer(nn.Module):
         v_cache: Tensor,  # [kv_heads, slots, head_dim]
         attention: AttentionBackend,
     ) -> Tensor:  # [rows, d_model]
-        """Both halves of the layer; ``hidden`` is left as it is."""
+        """Return both halves of the layer; ``hidden`` is left as it is."""
         normed = self.attention_norm(hidden)
         flat = self.qkv(normed)
         if state.adapters:
@@ -158,7 +158,7 @@ class Layer(nn.Module):
         return self._add("down", self._inner(up), hidden, self.mlp_post_norm, state)
 
     def _add(self, linear: str, x: Tensor, hidden: Tensor, norm: Norm | None, state: ForwardState) -> Tensor:
-        """``hidden`` and the product of ``x`` behind ``norm``: [rows, d_model]."""
+        """Return ``hidden`` and the product of ``x`` after ``norm``: [rows, d_model]."""
         product: LinearOp = getattr(self, linear)
         if self.ranks is not None:
             return self._joined(linear, product, self.ranks, x, hidden, norm, state)
@@ -177,7 +177,7 @@ class Layer(nn.Module):
         norm: Norm | None,
         state: ForwardState,
     ) -> Tensor:
-        """`_add` where ranks have parts of the product: what they make of it together is rounded once."""
+        """Return `_add` where ranks have parts of the product: what they make of it together is rounded once."""
         x = ranks.inputs(x)
         result = product.wide(x)
         if state.adapters:
@@ -193,19 +193,19 @@ class Layer(nn.Module):
                 y[part.start : part.stop] += delta
 
     def _rotate(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of the first ``rotated_dim`` dimensions of every head."""
+        """Return rotary embedding of the first ``rotated_dim`` dimensions of every head."""
         dim = self.rotated_dim
         part = qk if dim == self.head_dim else qk[..., :dim]
         turned = torch.addcmul(part * cos, part.roll(dim // 2, -1), sin)
         return turned if dim == self.head_dim else torch.cat((turned, qk[..., dim:]), -1)
 
     def _inner(self, x: Tensor) -> Tensor:
-        """The MLP between its two products: [rows, 2 d_ff] -> [rows, d_ff]."""
+        """Return the MLP between its two products: [rows, 2 d_ff] -> [rows, d_ff]."""
         gate, up = x.chunk(2, dim=-1)
         return self._activate(gate).mul_(up)
 
     def _activate(self, x: Tensor) -> Tensor:
-        """The nonlinearity, always a fresh tensor.
+        """Return the nonlinearity, always a fresh tensor.
 
         A vectorised exp rounds the tail of a range otherwise than its body. A pass that is cut for several
         threads has tails where the number of rows puts them, so an exact one is never cut.
@@ -220,7 +220,7 @@ class Layer(nn.Module):
 
 
 def store(cache: Tensor, slots: Tensor | slice, values: Tensor) -> None:
-    """cache[:, slots] = values, which come as [rows, kv_heads, head_dim]."""
+    """Set cache[:, slots] to values [rows, kv_heads, head_dim]."""
     if isinstance(slots, slice):
         cache[:, slots] = values.transpose(0, 1)
     else:

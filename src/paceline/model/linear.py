@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..core.errors import CapabilityError
 
-Quant = Literal["int8", "q4_0", "q8_0", "stored"]  # how weights are stored beside bf16 activations; see `loader`
+Quant = Literal["int8", "q4_0", "q8_0", "stored"]  # how weights are stored next to bf16 activations; see `loader`
 QUANTS = get_args(Quant)
 
 PAD_ROWS = 8
@@ -34,15 +34,15 @@ class LinearOp(Protocol):
     __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out], freshly allocated."""
+        """Return [rows, in] -> [rows, out], freshly allocated."""
         ...
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[rows, out] residual + x W^T + b; ``residual`` itself is left as it is."""
+        """Return [rows, out] residual + x W^T + b; ``residual`` itself is left as it is."""
         return self(x).add_(residual)
 
     def wide(self, x: Tensor) -> Tensor:
-        """[rows, out] float32 or wider, not rounded to the weights' dtype in between."""
+        """Return [rows, out] float32 or wider, not rounded to the weights' dtype in between."""
         ...
 
 
@@ -69,7 +69,7 @@ class Dense(nn.Module):
 def nan_parameter(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, trainable: bool = False
 ) -> nn.Parameter:
-    """A parameter full of NaN."""
+    """Return a parameter full of NaN."""
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device=device), requires_grad=trainable)
 
 
@@ -129,7 +129,7 @@ class Int8Linear(LinearOp):
 
 
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[rows, out] x W^T + b in float32 or wider; of narrower weights a part is widened at a time."""
+    """Return [rows, out] x W^T + b in float32 or wider; of narrower weights a part is widened at a time."""
     if weight.dtype in (torch.float32, torch.float64):
         return F.linear(x, weight, bias)
     rows = x.float()
@@ -138,7 +138,7 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [out, in] and its scale [out] bf16, as `Int8Linear` defines them."""
+    """Return int8 [out, in] and its scale [out] bf16, as `Int8Linear` defines them."""
     wide = weight.float()
     # Where a row is all zero any scale will do. Rounded first: q must match the scale that is used.
     scale = (wide.abs().amax(dim=1) / 127).to(torch.bfloat16)
@@ -167,8 +167,8 @@ class RowBlocks(LinearOp):
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, quant: Quant | None = None) -> LinearOp:
-    """The fastest kind for a weight [out, in], stored as ``quant`` says; ``exact``: a row's output bits must not depend
-    on the number of rows nor on its place among them.
+    """Return the fastest kind for a weight [out, in], stored as ``quant`` says; ``exact``: a row's output bits must
+    not depend on the number of rows nor on its place among them.
 
     Raises:
         CapabilityError: a stored form for which the device or dtype has no kernel here.
@@ -211,10 +211,10 @@ def _probe(linear: LinearOp, weight: Tensor) -> tuple[int, int]:
 
 
 def cancelling_rows(weight: Tensor, rows: int, seed: int = 0) -> Tensor:
-    """[rows, in] inputs whose product with many rows of ``weight`` nearly vanishes.
+    """Return [rows, in] inputs whose product with many rows of ``weight`` nearly vanishes.
 
     Rounding to bf16 hides most differences in the order of summation: a few in ten thousand elements show
-    them. Where the terms cancel, what is left is small beside them, and differences show in bulk.
+    them. Where the terms cancel, what is left is small next to them, and differences show in bulk.
     """
     outputs, inputs = weight.shape
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
@@ -225,7 +225,7 @@ def cancelling_rows(weight: Tensor, rows: int, seed: int = 0) -> Tensor:
 
 @cache
 def can_pack() -> bool:
-    """Whether this build and this processor have the packed bf16 product."""
+    """Return whether this build and this processor have the packed bf16 product."""
     ops = torch.ops.mkldnn
     names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     return (

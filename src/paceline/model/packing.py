@@ -26,7 +26,7 @@ class RowPacker:
 
     @property
     def rows(self) -> int:
-        """Rows packed so far."""
+        """Return rows packed so far."""
         return len(self._tokens)
 
     def add(
@@ -59,13 +59,13 @@ class RowPacker:
         self._segments.append(Segment(start, len(self._tokens), keys, num_keys, prefix, seen, where))
 
     def batch(self) -> Batch:
-        """The packed rows with their attention plan."""
+        """Return the packed rows with their attention plan."""
         # One tensor and its rows: a small pass feels every call.
         tokens, positions = torch.tensor((self._tokens, self._positions), device=self._device).unbind(0)
         return Batch(tokens, positions, self._join(), self._planner.plan(self._segments, positions))
 
     def _join(self) -> slice | Tensor:
-        """All rows' slots: one slice where there is one contiguous sequence."""
+        """Return all rows' slots: one slice where there is one contiguous sequence."""
         if len(self._slots) == 1:
             return self._slots[0]
         return torch.cat([slot_indices(slots, self._device) for slots in self._slots])

@@ -8,34 +8,36 @@ from torch import Tensor
 from .families import DecoderConfig
 
 STEP = 16  # of the compiled layers
-SCALE_ROOM = 16  # bytes behind a packed row
+SCALE_ROOM = 16  # bytes after a packed row
 
 
 def cache_shape(config: DecoderConfig, compiled: bool) -> tuple[int, int, int]:
-    """Layers, K/V heads and a head's width of a network's cache; compiled layers keep heads padded."""
+    """Return layers, K/V heads and a head's width of a network's cache; compiled layers keep heads padded."""
     width = padded(config.head_dim) if compiled else config.head_dim
     return config.num_layers, config.num_kv_heads, width
 
 
 def packed_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The shape of a cache whose rows are bytes and, behind them, their scale
+    """Return the shape of a cache whose rows are bytes and, after them, their scale
     (kernels/cpp/kernels/attention/packed.h)."""
     return shape[0], shape[1], shape[2] + SCALE_ROOM
 
 
 def padded(width: int) -> int:
-    """The next multiple of `STEP`."""
+    """Return the next multiple of `STEP`."""
     return -(-width // STEP) * STEP
 
 
 def groups_of(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Of each linear the group of inputs, and of outputs, that is padded together: a head, gate or up. 0: none is."""
+    """Return for each linear the group of inputs, and of outputs, that is padded together; 0: none."""
     head, ff = config.head_dim, config.d_ff
     return {"qkv": (0, head), "out": (head, 0), "up": (0, ff), "down": (ff, 0)}
 
 
 def widened(x: Tensor, dim: int, group: int) -> Tensor:
-    """``x`` with zeros behind every ``group`` of entries along a dimension, so that it is a multiple of `STEP`."""
+    """Return ``x`` with zeros after every ``group`` of entries along a dimension, so that it is a multiple of
+    `STEP`.
+    """
     missing = padded(group) - group
     if not missing:
         return x

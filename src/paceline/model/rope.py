@@ -41,7 +41,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, dtype: torch.dtype) -> Tensor:
-    """[dim/2] radians a position, computed in ``dtype`` (float32 is what checkpoints were trained with)."""
+    """Return [dim/2] radians a position, computed in ``dtype`` (float32 is what checkpoints were trained with)."""
     exponent = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(dtype) / rope.dim
     wavelengths = rope.theta**exponent  # over 2 pi
     if rope.divisors:
@@ -67,7 +67,7 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, wavelengths: Tensor) -> Tensor:
-    """Blend of extrapolation and interpolation over a ramp of dimensions (Peng et al. 2023, section 3.2)."""
+    """Return blend of extrapolation and interpolation over a ramp of dimensions (Peng et al. 2023, section 3.2)."""
 
     def dimension(turns: float) -> float:  # at which a frequency makes so many turns over the original context
         return rope.dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -82,7 +82,10 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor) -> Tensor:
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """What cos and sin are multiplied by (Peng et al. 2023, eq. 15; the two mscales are DeepSeek's refinement)."""
+    """Return what cos and sin are multiplied by (Peng et al. 2023, eq. 15.
+
+    The two mscales are DeepSeek's refinement).
+    """
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -102,7 +105,7 @@ class Rotation:
 
     @cached_property  # threads that ask at once may each make it, the same numbers: all hold a whole pair
     def halves(self) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, dim/2], unsigned, contiguous: what rotates both halves of a head."""
+        """Return cos and sin [positions, dim/2], unsigned, contiguous, which rotate both halves of a head."""
         half = self.cos.shape[-1] // 2
         return self.cos[:, 0, half:].contiguous(), self.sin[:, 0, half:].contiguous()
 
@@ -137,7 +140,7 @@ class RopeTable:
             self.reach(max_position - 1)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin [rows, 1, dim] of ``positions`` [rows].
+        """Return cos and signed sin [rows, 1, dim] of ``positions`` [rows].
 
         Raises:
             IndexError: a fixed table on the CPU that does not hold one of them (on other devices the look-up fails
@@ -152,7 +155,7 @@ class RopeTable:
             self.reach(position)
 
     def reach(self, position: int) -> Rotation:
-        """The table, grown until it holds ``position``."""
+        """Return the table, grown until it holds ``position``."""
         if position >= len(self.now):
             with self._growing:
                 self._grow(position + 1)
@@ -190,22 +193,25 @@ class RopeTables:
         self._joined: tuple[list[Rotation], tuple[Tensor, Tensor]] = [], (torch.empty(0), torch.empty(0))
 
     def rows(self, positions: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """Of each table what `RopeTable.rows` gives, and None for layers without one: the last, number -1."""
+        """Return `RopeTable.rows` of each table, and None for layers without one: the last, number -1."""
         return [*(table.rows(positions) for table in self._tables), None]
 
     def expect(self, position: int) -> None:
-        """`RopeTable.expect` of each."""
+        """Call `RopeTable.expect` of each."""
         for table in self._tables:
             table.expect(position)
 
     def reach(self, position: int) -> tuple[Tensor, Tensor]:
-        """`joined`, once every table holds ``position``."""
+        """Return `joined`, once every table holds ``position``."""
         for table in self._tables:
             table.reach(position)
         return self.joined()
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        """`Rotation.halves` of all tables as they are, [tables, positions, dim/2]; the same until one of them grows."""
+        """Return `Rotation.halves` of all tables as they are, [tables, positions, dim/2].
+
+        The same until one of them grows.
+        """
         parts, (before, both) = [table.now for table in self._tables], self._joined
         if len(parts) != len(before) or any(a is not b for a, b in zip(parts, before, strict=True)):
             shortest = min(map(len, parts))  # another thread may be making one of them longer
@@ -216,7 +222,9 @@ class RopeTables:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [.., heads, head_dim] with their first dimensions turned, as many as ``cos`` and signed ``sin`` have."""
+    """Return heads [.., heads, head_dim] with their first dimensions turned, as many as ``cos`` and signed ``sin``
+    have.
+    """
     dim = cos.shape[-1]
     part = x[..., :dim]
     turned = (part * cos + part.roll(dim // 2, -1) * sin).to(x.dtype)
@@ -224,5 +232,5 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _stacked(parts: Sequence[Tensor], length: int) -> Tensor:
-    """[parts, length, ..] of each part's first entries; a view where there is one part."""
+    """Return [parts, length, ..] of each part's first entries; a view where there is one part."""
     return parts[0][None] if len(parts) == 1 else torch.stack([part[:length] for part in parts])

@@ -20,7 +20,10 @@ _SPELLINGS = ("rope_parameters", "rope_scaling")  # of transformers 5 and of tra
 
 
 def read_rope(f: Fields, head_dim: int, theta: float = 10000.0) -> Rope:
-    """The rotation that the file describes, in either spelling or, alike, in both; ``theta`` where it names no base."""
+    """Return the rotation that the file describes, in either spelling or, alike, in both.
+
+    ``theta`` where it names no base.
+    """
     given = {name: f.mapping(name) for name in _SPELLINGS if f.mapping(name)}
     places = [f.values, *given.values()]
     share = _said("partial_rotary_factor", places, 1.0)
@@ -39,7 +42,7 @@ def read_rope(f: Fields, head_dim: int, theta: float = 10000.0) -> Rope:
 
 
 def read_layered_ropes(f: Fields, head_dim: int, theta: float, local_theta: float) -> tuple[Rope, Rope]:
-    """The rotations of layers that see all keys and of those that slide, which have a base of their own.
+    """Return the rotations of layers that see all keys and of those that slide, which have a base of their own.
 
     Transformers 5 lists parameters by the kind of layer; before it ``rope_local_base_freq`` was the base of sliding
     layers, and all else was about the others.
@@ -55,7 +58,7 @@ def read_layered_ropes(f: Fields, head_dim: int, theta: float, local_theta: floa
 
 
 def _said(name: str, places: Iterable[Json], default: float) -> float:
-    """A number that may stand beside the rope parameters and among them."""
+    """Return a number that may stand next to the rope parameters and among them."""
     found = {check_number(name, place[name]) for place in places if place.get(name) is not None}
     if len(found) > 1:
         raise contradiction(name, sorted(found))
@@ -63,7 +66,7 @@ def _said(name: str, places: Iterable[Json], default: float) -> float:
 
 
 def _read_rope(f: Fields, values: Json, base: RopeConfig) -> Rope:
-    """What one of the two spellings says."""
+    """Return what one of the two spellings says."""
     if any(isinstance(v, dict) for v in values.values()):
         raise CapabilityError(
             "rope_parameters by layer type", "all layers of this family rotate alike", "use another checkpoint"
@@ -77,7 +80,7 @@ def _read_rope(f: Fields, values: Json, base: RopeConfig) -> Rope:
 
 
 def _rope_kind(f: Fields, values: Json) -> str:
-    """The type's name; its field is called ``rope_type``, formerly ``type``, and many files have both."""
+    """Return the type's name; its field is called ``rope_type``, formerly ``type``, and many files have both."""
     named = {name: value for name in ("rope_type", "type") if (value := values.get(name)) is not None}
     for name, value in named.items():
         if not isinstance(value, str):
@@ -99,7 +102,7 @@ def _value(values: Json, name: str, default: float | None = None) -> float:
 
 
 def _original(f: Fields, values: Json, context: int) -> int:
-    """Positions before the extension; the field stands beside the rope parameters or among them."""
+    """Return positions before the extension; the field stands next to the rope parameters or among them."""
     name = "original_max_position_embeddings"
     beside = f.optional_integer(name, None)
     among = None if values.get(name) is None else check_integer(name, values[name])
@@ -151,7 +154,7 @@ def _long_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
     """LongRoPE (Ding et al. 2024) has two sets of factors: short and long sequences.
 
     Which of the two rotates a key depends on the length of the whole sequence, so a sequence that grows
-    past the original context needs all its keys computed anew. Served is what the short factors are
+    past the original context needs all its keys computed again. Served is what the short factors are
     right for; longer contexts are refused by ``max_position``.
     """
     original = _original(f, values, context)

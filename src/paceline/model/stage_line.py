@@ -14,7 +14,7 @@ class StageLine(Protocol):
     layers: int  # of all stages
 
     def tick(self, entering: Frame | None) -> Frame | None:
-        """One tick of all stages.
+        """Return one tick of all stages.
 
         Args:
             entering: what the first stage computes; None: it stands still.
@@ -28,10 +28,10 @@ class StageLine(Protocol):
         the next one. False: the tick is over, and nobody has waited."""
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
-        """A verdict, to all stages; see `Stage.tell`."""
+        """Send a verdict to all stages; see `Stage.tell`."""
 
     def close(self, request: int) -> None:
-        """A request ended; see `Stage.close`."""
+        """End a request; see `Stage.close`."""
 
     def clear(self) -> int:
         """Drop all frames and begin a new epoch, which is returned."""

@@ -49,12 +49,12 @@ class StageRows:
 
     @property
     def slots(self) -> slice | Tensor:
-        """Where the rows' own K and V go."""
+        """Return where the rows' own K and V go."""
         own = self.num_keys - len(self.nodes)
         return slice(self.keys.start + own, self.keys.stop) if isinstance(self.keys, slice) else self.keys[own:]
 
     def keep(self, rows: Sequence[int]) -> StageRows:
-        """Some of the rows, ascending, alone; the others are neither written nor seen from here on.
+        """Return some of the rows, ascending, alone; the others are neither written nor seen from here on.
 
         Rows of a tree: those of a text stay, or go, together.
         """
@@ -86,7 +86,7 @@ class Frame:
 
     @property
     def rows(self) -> int:
-        """Rows of all requests."""
+        """Return rows of all requests."""
         return sum(len(part.nodes) for part in self.parts)
 
 
@@ -103,7 +103,7 @@ class Survivors:
 
     @property
     def version(self) -> int:
-        """Of the newest verdict."""
+        """Return the number of the newest verdict."""
         return self._newest[0]
 
     def tell(self, version: int, alive: frozenset[int]) -> bool:
@@ -114,7 +114,7 @@ class Survivors:
         return True
 
     def rows(self, version: int, nodes: Sequence[int]) -> list[int]:
-        """Indices of the nodes that are left, of those that entered after so many verdicts; text always is."""
+        """Return indices of the nodes that are left, of those that entered after so many verdicts; text always is."""
         newest, alive = self._newest
         if version >= newest:
             return [*range(len(nodes))]
@@ -153,16 +153,16 @@ class Stage:
         self._moved: SlotStore = self.store if line is None else line.followed(self.store, self._cache)
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
-        """A verdict: of the request's rows that had entered before it, only these nodes are of use."""
+        """Apply a verdict: of the request's rows that entered before it, keep only these nodes."""
         self._told.setdefault(request, Survivors()).tell(version, alive)
 
     def close(self, request: int) -> None:
-        """The request ended: none of its rows is of use."""
+        """End the request: drop all its rows."""
         self._told.pop(request, None)
         self._closed.add(request)
 
     def end(self, requests: Iterable[int]) -> None:
-        """No frame of these comes any more: what was told of them is of no use."""
+        """Forget these requests, of which no further frame comes."""
         for request in requests:
             self._told.pop(request, None)
             self._closed.discard(request)
@@ -172,7 +172,7 @@ class Stage:
         self.epoch, self._told, self._closed = epoch, {}, set()
 
     def run(self, frame: Frame) -> Frame:
-        """One frame through the stage's layers: what of it is still of use."""
+        """Return one frame through the stage's layers: what of it is still of use."""
         if frame.epoch != self.epoch:
             return Frame(frame.epoch, ())
         for sources, targets in frame.moves:
@@ -208,7 +208,7 @@ class Stage:
         return range(len(part.nodes)) if told is None else told.rows(part.version, part.nodes)
 
     def _state(self, frame: Frame) -> ForwardState:
-        """The stage's own plan for a frame's rows, over its own K and V."""
+        """Return the stage's own plan for a frame's rows, over its own K and V."""
         packer = RowPacker(self.decoder, self.decoder.device)
         ranges = []
         for part in frame.parts:
@@ -235,8 +235,8 @@ class Stage:
 
 
 def cut_layers(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
-    """Where to cut a target so that the slowest stage is as fast as can be: the m + 1 bounds, from 0 to ``layers``; of
-    equals the earliest.
+    """Return where to cut a target so that the slowest stage is as fast as can be: the m + 1 bounds, from 0 to
+    ``layers``; of equals the earliest.
 
     Args:
         cost: of a stage (its number, its first layer, one past its last one), in any unit; what is measured with the
@@ -264,9 +264,9 @@ def cut_layers(layers: int, stages: int, cost: Callable[[int, int, int], float])
 def cut_by_rows(
     layers: int, rows: Sequence[float], layer_time: Callable[[float], float], head_time: float = 0.0
 ) -> list[int]:
-    """Bounds of stages that take about as long: rows fall along a pipeline, since its trees are pruned on their way.
-    ``rows`` are what each stage has in a tick, as measured; ``layer_time`` of one layer by rows, and ``head_time`` of
-    the last stage's head, in one unit.
+    """Return bounds of stages that take about as long: rows fall along a pipeline, since its trees are pruned on
+    their way. ``rows`` are what each stage has in a tick, as measured; ``layer_time`` of one layer by rows, and
+    ``head_time`` of the last stage's head, in one unit.
 
     Raises:
         ConfigError: as of `cut_layers`.
@@ -279,7 +279,7 @@ def cut_by_rows(
 
 
 def even_cuts(layers: int, stages: int) -> list[int]:
-    """`cut_layers` where all layers cost the same."""
+    """Return `cut_layers` where all layers cost the same."""
     return cut_layers(layers, stages, lambda stage, start, stop: float(stop - start))
 
 
@@ -303,7 +303,7 @@ class StagesInTurn:
         return False
 
     def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
-        """What each stage makes of what it holds."""
+        """Return what each stage makes of what it holds."""
         pairs = zip(self.stages, held, strict=True)
         return [None if frame is None else stage.run(frame) for stage, frame in pairs]
 

@@ -23,7 +23,7 @@ class HangLimit:
         self._recent: dict[int, deque[tuple[int, float]]] = {}  # by powers of two: rows, and seconds
 
     def note(self, rows: int, seconds: float) -> None:
-        """A frame of so many rows came back after so long."""
+        """Record that a frame of so many rows came back after so long."""
         self._recent.setdefault(rows.bit_length(), deque(maxlen=RECENT)).append((rows, seconds))
 
     def seconds(self, rows: int) -> float:
@@ -34,5 +34,5 @@ class HangLimit:
 
 
 def _second_longest(recent: deque[tuple[int, float]], rows: int) -> float:
-    """What these frames say that one of so many rows takes at most; one that was slow by chance says nothing."""
+    """Return what these frames say that one of so many rows takes at most; one that was slow by chance says nothing."""
     return sorted(took * max(1.0, rows / its_rows) for its_rows, took in recent)[-2]

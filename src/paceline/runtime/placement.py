@@ -49,11 +49,11 @@ class Placement:
 
     @property
     def num_threads(self) -> int | None:
-        """Threads of its layers; None: as torch chooses."""
+        """Return threads of its layers; None: as torch chooses."""
         return self.threads or len(self.cores) or None
 
     def environment(self) -> dict[str, str]:
-        """What its process must find in its environment before torch is imported."""
+        """Return what its process must find in its environment before torch is imported."""
         threads = self.num_threads
         return {} if threads is None else dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
 
@@ -70,7 +70,7 @@ class ClusterConfig(NamedConfig):
     gpus: int | None = option(None, help="GPUs of each worker; none: 1 with device=cuda, else 0", minimum=0)
 
     def validate(self) -> None:
-        """An address is a word or a host and a port."""
+        """Check that an address is a word or a host and a port."""
         self.require(
             "address", self.address == "auto" or HOST_PORT.fullmatch(self.address) is not None, "is no address"
         )
@@ -91,7 +91,7 @@ def parse_cluster(given: str) -> ClusterConfig:
 
 
 def cores() -> list[int]:
-    """Those that this process may use, ascending."""
+    """Return those that this process may use, ascending."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return [*range(os.cpu_count() or 1)]

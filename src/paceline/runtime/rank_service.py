@@ -45,7 +45,7 @@ class Adapter:
         return Adapter(number, c.rank, c.alpha, [*c.layers], [*c.linears], values)
 
     def made(self, decoder: Decoder) -> LowRank:
-        """The adapters."""
+        """Return the adapters."""
         config = AdapterConfig(rank=self.rank, alpha=self.alpha, layers=tuple(self.layers), linears=tuple(self.linears))
         found, at = LowRank(config, linear_shapes(decoder.config), dtype=self.values.dtype), 0
         for _, _, *pair in found.pairs():
@@ -66,7 +66,7 @@ KINDS = Run, Adapter, Clear
 
 
 class RankService(Service):
-    """A rank behind a line.
+    """A rank after a line.
 
     Args:
         decoder: its share of the target.
@@ -121,7 +121,7 @@ class RankService(Service):
 
 
 def perform(decoder: Decoder, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
-    """What another rank than 0 does of a run."""
+    """Do the part of a run that belongs to another rank than 0."""
     tokens, positions, slots, _, _, wanted = run.lists()
     if len(positions):
         decoder.expect(int(positions.max()))

@@ -19,7 +19,7 @@ LogprobRow = list[tuple[int, float, int, str | None]]  # token, its log-probabil
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """What is served?"""
+    """Request a description of what is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class SampleUpdate:
     text: str
     token_ids: list[int]
     logprobs: list[LogprobRow] | None  # of each token; None: not asked for
-    finish_reason: str | None  # None: it goes on
+    finish_reason: str | None  # None: it continues
     stop_reason: int | str | None
     error: str | None  # what ended it, where ``finish_reason`` is "error"
     ended: Ended | None  # with the last piece of all
@@ -125,7 +125,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How is the engine?"""
+    """Request the engine's statistics."""
 
     id: str
 

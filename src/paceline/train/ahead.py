@@ -29,7 +29,7 @@ class Aims:
 
     @staticmethod
     def of(batch: TokenBatch, carriers: CarrierRows, gamma: int, whole: Aims | None = None) -> Aims:
-        """The aims of ``carriers``, a segment of those of ``whole``."""
+        """Return the aims of ``carriers``, a segment of those of ``whole``."""
         documents, tokens = batch.documents, batch.tokens.flatten()
         length = documents.shape[1]
         steps = torch.arange(1, gamma + 1, device=tokens.device)
@@ -65,7 +65,7 @@ class Tally:
         self.main_weight += weight
 
     def count(self, logits: Tensor, says: Tensor, tokens: Tensor, exists: Tensor) -> None:
-        """Some carriers: logits [n, gamma, V], the target's tokens and the data's [n, gamma], which exist."""
+        """Count some carriers: logits [n, gamma, V], the target's tokens and the data's [n, gamma], which exist."""
         top = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices == says[..., None]
         hit = torch.stack((top[..., 0], top.any(-1))) & exists  # [2, n, gamma]
         counted = exists.any(-1)
@@ -92,18 +92,18 @@ class Tally:
 
 
 def argmax(final: Tensor, head: Tensor) -> Tensor:
-    """[rows] likeliest tokens."""
+    """Return [rows] likeliest tokens."""
     step = max(1, EVALUATED_LOGITS // head.shape[0])
     return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in final.split(step)])
 
 
 def said_at(said: SoftTarget, rows: Tensor) -> SoftTarget:
-    """What the target says of some ``rows`` [R] of those that it was asked for."""
+    """Return what the target says of some ``rows`` [R] of those that it was asked for."""
     if isinstance(said, TargetTop):
         return TargetTop(said.ids[rows], said.log_probs[rows])
     return TargetHidden(said.hidden[rows], said.head)
 
 
 def no_loss(module: nn.Module) -> Tensor:
-    """The loss of a batch without anything to learn: a zero that every trained parameter is part of."""
+    """Return the loss of a batch without anything to learn: a zero that every trained parameter is part of."""
     return sum((p.sum() * 0.0 for p in module.parameters() if p.requires_grad), start=torch.zeros(()))

@@ -1,7 +1,7 @@
 """A target's own answers as training data: a draft is accepted where it agrees with the target.
 
 The prompts are those of the data, rendered as training renders them; a text's prompt is the first part of each of its
-pieces. A line holds text and token ids: text does not always encode to the ids that it came from. Beside the file
+pieces. A line holds text and token ids: text does not always encode to the ids that it came from. Next to the file
 lies ``FILE.json``, which records what made it: only the same target and settings may continue it. Nothing here runs a
 model: `write` is given a function that answers.
 """
@@ -51,7 +51,7 @@ class AnswerConfig:
 
 
 def choose(source: SourceSpec, encoder: Encoder, config: AnswerConfig) -> list[list[int]]:
-    """Prompts of a source as token ids, in the order of a draw by the seed: a higher limit only adds to its end.
+    """Return prompts of a source as token ids, in the order of a draw by the seed: a higher limit only adds to its end.
 
     Raises:
         ConfigError: the source has none.
@@ -66,7 +66,7 @@ def choose(source: SourceSpec, encoder: Encoder, config: AnswerConfig) -> list[l
 
 
 def _prompt(tokens: np.ndarray, prompt: int, config: AnswerConfig) -> list[int]:
-    """A dialogue's own prompt; of a text `text_prompt` tokens, or half of a piece not twice as long."""
+    """Return a dialogue's own prompt; of a text `text_prompt` tokens, or half of a piece not twice as long."""
     return [int(i) for i in tokens[: prompt or max(1, min(config.text_prompt, len(tokens) // 2))]]
 
 
@@ -112,24 +112,27 @@ def write(
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed of the answer to prompt ``index`` of a file: no two prompts share their noise."""
+    """Return the seed of the answer to prompt ``index`` of a file: no two prompts share their noise."""
     digest = hashlib.sha256(f"{seed} {index}".encode()).digest()
     return int.from_bytes(digest[:6], "little")
 
 
 def making(source: SourceSpec, config: AnswerConfig, target: str) -> dict[str, Any]:
-    """What a file of answers is a function of; the limit is left out, since a higher one only adds."""
+    """Return what a file of answers is a function of; the limit is left out, since a higher one only adds."""
     settings = {name: value for name, value in asdict(config).items() if name != "limit"}
     return {"target": target, "source": Path(source.file).name, "source_sha256": mark(source.file), **settings}
 
 
 def sidecar(path: Path) -> Path:
-    """The file beside ``path`` that says what made it."""
+    """Return the file next to ``path`` that says what made it."""
     return path.with_name(f"{path.name}.json")
 
 
 def answered_by(path: Path) -> str | None:
-    """Fingerprint of the target whose answers a file holds, compressed or not; None: nothing says that it holds any."""
+    """Return fingerprint of the target whose answers a file holds, compressed or not.
+
+    None: nothing says that it holds any.
+    """
     try:
         found = json.loads(sidecar(path.with_name(path.name.removesuffix(".gz"))).read_text("utf-8"))
     except (OSError, ValueError):
@@ -155,7 +158,7 @@ def _same_making(path: Path, own: Mapping[str, Any]) -> None:
 
 
 def answer_line(encoder: Encoder, ids: Sequence[int], said: Sequence[int]) -> str:
-    """The line of one answer ``said`` to the prompt ``ids``."""
+    """Return the line of one answer ``said`` to the prompt ``ids``."""
     record = {
         "prompt": encoder.tokenizer.decode(list(ids)),
         "completion": encoder.tokenizer.decode(list(said), skip_special_tokens=True),
@@ -166,10 +169,10 @@ def answer_line(encoder: Encoder, ids: Sequence[int], said: Sequence[int]) -> st
 
 
 def count_answers(path: Path, prompts: Sequence[Sequence[int]]) -> int:
-    """Answers that are there, each to its prompt; half a line at the end (a killed process) is dropped.
+    """Return answers that are there, each to its prompt; half a line at the end (a killed process) is dropped.
 
     Raises:
-        ConfigError: a line that answers another prompt, or is no answer.
+        ConfigError: a line that answers another prompt, or is not an answer.
     """
     if not path.is_file():
         return 0

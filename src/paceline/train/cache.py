@@ -5,8 +5,8 @@ Kept are its likeliest next tokens, and for drafters that read states its last h
 What a target says after a token depends on the token's document alone, not on the row, step or run that takes it. So
 a cache holds documents: a folder for each source, in it one record for each token, at the place that the token has in
 the source. A document is scored when the first run needs it, as far as that run reads it, and never again; files have
-holes where nothing was asked for yet. A document counts as scored once that is written behind its records, so that a
-run that ends at any point leaves a cache to go on with.
+holes where nothing was asked for yet. A document counts as scored once that is written after its records, so that a
+run that ends at any point leaves a cache to continue with.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ BATCH_TOKENS = 8192  # scored at a time
 
 
 def record(top: int, vocab: int, width: int = 0) -> np.dtype[Any]:
-    """What is kept of a token: ids of the likeliest next ones, their log p and that of all others together, and the
-    bits of its state's ``width`` numbers in bfloat16."""
+    """Return what is kept of a token: ids of the likeliest next ones, their log p and that of all others together,
+    and the bits of its state's ``width`` numbers in bfloat16."""
     number = "<u2" if vocab <= 2**16 else "<u4"
     state = [("state", "<u2", (width,))] if width else []
     return np.dtype([("ids", number, (top,)), ("log_probs", "<f2", (top + 1,)), *state])
@@ -54,7 +54,7 @@ class CachedSource:
     scored: np.ndarray  # [examples] uint32, leading tokens of each that have a record
 
     def keep(self, found: Mapping[int, np.ndarray]) -> None:
-        """Write the records of some examples' first tokens, and behind them all that they count."""
+        """Write the records of some examples' first tokens, and after them all that they count."""
         for number, records in found.items():
             at = (int(self.starts[number]) - int(self.starts[0])) * self.kind.itemsize
             _write(self.folder / RECORDS, at, records.tobytes())
@@ -73,7 +73,7 @@ class TopCache:
     folder.
 
     Args:
-        key: what the target's words depend on beside the source: target, precision, longest document.
+        key: what the target's words depend on next to the source: target, precision, longest document.
         top: likeliest tokens kept.
         vocab: tokens of the target.
         width: of the target's states.
@@ -81,7 +81,7 @@ class TopCache:
             the only one.
 
     Raises:
-        ConfigError: what lies in the folder is no cache, or is damaged.
+        ConfigError: the folder is not a cache, or is damaged.
     """
 
     def __init__(
@@ -129,12 +129,14 @@ class TopCache:
         wishes = self._wishes(batches)
         if wishes:
             self._check_space(wishes, say)
-            remedy = "free space there, or train without --cache; what is scored is kept, the same command goes on"
+            remedy = "free space there, or train without --cache; what is scored is kept, the same command continues"
             with writing(f"--cache {self.folder}", remedy):
                 self._score(make_scorer(), wishes, say)
 
     def _wishes(self, batches: Iterable[TokenBatch]) -> list[Wish]:
-        """What no run has scored yet, short documents first: those of a batch are about as long as each other."""
+        """Return what no run has scored yet, short documents first: those of a batch are about as long as each
+        other.
+        """
         starts = np.concatenate([part.starts[:-1] for part in self.parts])
         needs = np.zeros(len(starts), dtype=np.int64)
         for batch in batches:
@@ -170,7 +172,7 @@ class TopCache:
                 say(f"cache: {done:,} of {total:,} tokens, {done / (perf_counter() - began):,.0f} a second")
 
     def _records(self, scorer: Scorer, group: Sequence[Wish]) -> list[np.ndarray]:
-        """The records of each document of a group."""
+        """Return the records of each document of a group."""
         states, said = scorer([tokens for _, _, tokens in group], self.top)
         made = np.empty(len(said.ids), dtype=self.kind)
         made["ids"], made["log_probs"] = said.ids.cpu().numpy(), said.log_probs.cpu().numpy()
@@ -204,7 +206,7 @@ class TopCache:
         return states
 
     def _read(self, rows: Tensor, names: list[str]) -> dict[str, np.ndarray]:
-        """[rows] fields of the records at these places."""
+        """Return [rows] fields of the records at these places."""
         places = rows.cpu().numpy()
         if len(places) and places.min() < 0:
             raise ValueError("tokens that lie in no cache: of held-out data, run the target")
@@ -221,7 +223,7 @@ class TopCache:
 
 
 def _place(folder: Path, key: Mapping[str, Any]) -> Path:
-    """A source's part of a cache, named by its key."""
+    """Return a source's part of a cache, named by its key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     return folder / f"{str(key['source']).split('.')[0]}-{digest}"
 
@@ -231,7 +233,7 @@ def _all_there(folder: Path, keys: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> CachedSource:
-    """A source's part of a cache, made where it is not there. What counts as scored must be."""
+    """Return a source's part of a cache, made where it is not there. What counts as scored must be."""
     text, place = json.dumps(key, sort_keys=True), _place(folder, key)
     if not (place / MADE).is_file():
         with writing(f"--cache {folder}", "name another folder, or train without --cache"):
@@ -263,7 +265,7 @@ def _tokens(wishes: Sequence[Wish]) -> int:
 
 
 def _groups(wishes: Sequence[Wish]) -> Iterator[list[Wish]]:
-    """Wishes to score together: `BATCH_TOKENS` with padding, one at least."""
+    """Yield wishes to score together: `BATCH_TOKENS` with padding, one at least."""
     group: list[Wish] = []
     for wish in wishes:
         if group and (len(group) + 1) * len(wish[2]) > BATCH_TOKENS:  # they come in the order of their length

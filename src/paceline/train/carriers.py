@@ -45,7 +45,7 @@ class CarrierRows:
         return len(self.index)
 
     def segments(self, size: int | None) -> Iterator[CarrierRows]:
-        """The carriers, at most ``size`` at a time; None: all at once."""
+        """Yield the carriers, at most ``size`` at a time; None: all at once."""
         step = max(1, len(self) if size is None else size)
         for start in range(0, len(self), step):
             stop = min(start + step, len(self))
@@ -53,14 +53,14 @@ class CarrierRows:
 
 
 def generated(batch: TokenBatch) -> Tensor:
-    """[B, T] bool: rows whose next token exists and is generated, not part of a prompt."""
+    """Return [B, T] bool: rows whose next token exists and is generated, not part of a prompt."""
     follows = torch.zeros_like(batch.documents, dtype=torch.bool)
     follows[:, :-1] = batch.documents[:, :-1] == batch.documents[:, 1:]
     return follows & (batch.documents >= 0) & (batch.positions >= batch.prompts - 1)
 
 
 def choose_carriers(batch: TokenBatch, fraction: float = 1.0, generator: torch.Generator | None = None) -> CarrierRows:
-    """All rows of `generated`, or a random ``fraction`` of them."""
+    """Return all rows of `generated`, or a random ``fraction`` of them."""
     index = generated(batch).flatten().nonzero()[:, 0]
     if fraction < 1.0:
         count = max(1, round(fraction * len(index)))
@@ -69,7 +69,7 @@ def choose_carriers(batch: TokenBatch, fraction: float = 1.0, generator: torch.G
 
 
 def make_carriers(index: Tensor, positions: Tensor) -> CarrierRows:
-    """Carriers at ``index`` [R] flat, ascending, with ``positions`` [R]."""
+    """Return carriers at ``index`` [R] flat, ascending, with ``positions`` [R]."""
     if not len(index):
         return CarrierRows(index, positions, ())
     starts = (index - positions).tolist()  # flat index of the document's first token
@@ -155,14 +155,16 @@ def group_attention(
 
 
 def _pieces(x: Tensor, blocks: Sequence[Block]) -> Sequence[Tensor]:
-    """The keys of each block [H, K, D] of all keys [H, flat, D]: cut at once, so that gradients are joined at once."""
+    """Return the keys of each block [H, K, D] of all keys [H, flat, D]: cut at once, so that gradients are joined at
+    once.
+    """
     edges = [edge for _, keys in blocks for edge in (keys.start, keys.stop)]
     sizes = [b - a for a, b in zip([0, *edges], [*edges, x.shape[1]], strict=True)]
     return x.split(sizes, 1)[1::2]
 
 
 def _unseen(positions: Tensor, steps: Tensor, keys: int, window: int | None) -> Tensor:
-    """[P, 1 or G, keys] bool: keys after the carrier, or outside of the window of the query's own position."""
+    """Return [P, 1 or G, keys] bool: keys after the carrier, or outside of the window of the query's own position."""
     places = torch.arange(keys, device=positions.device)
     later = (places > positions[:, None])[:, None]
     if window is None:
@@ -171,7 +173,7 @@ def _unseen(positions: Tensor, steps: Tensor, keys: int, window: int | None) -> 
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """Heads first, each key head as often as it is used: [..., kv_heads, D] -> [heads, ..., D]."""
+    """Return heads first, each key head as often as it is used: [..., kv_heads, D] -> [heads, ..., D]."""
     first = x.movedim(-2, 0)
     repeat = heads // first.shape[0]
     return (first if repeat == 1 else first.repeat_interleave(repeat, 0)).contiguous()

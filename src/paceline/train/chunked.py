@@ -35,7 +35,7 @@ class TargetHidden:
     head: Tensor  # [V, d_target]
 
     def reader(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """A function from rows to the target's logits [chunk, V] in ``dtype``."""
+        """Return a function from rows to the target's logits [chunk, V] in ``dtype``."""
         hidden, head = self.hidden.detach(), self.head.detach()
         factor = _factor_dtype(hidden, head, dtype)
         transposed = head.to(factor).t()
@@ -50,11 +50,13 @@ class TargetTop:
     log_probs: Tensor  # [rows, k + 1] of each at temperature 1; the last: of all other tokens together
 
     def of(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The tokens [chunk, k] of some rows, and log p [chunk, k + 1], whose sum is 1 up to rounding of ``dtype``."""
+        """Return the tokens [chunk, k] of some rows, and log p [chunk, k + 1], whose sum is 1 up to rounding of
+        ``dtype``.
+        """
         return self.ids[rows], self.log_probs[rows].detach().to(dtype).log_softmax(-1)
 
     def within(self, places: Tensor) -> TargetTop:
-        """The same over a part of the vocabulary, of H tokens: those outside have no chance.
+        """Return the same over a part of the vocabulary, of H tokens: those outside have no chance.
 
         Args:
             places: [V] int64 of each token in that part; H of those outside. Row H of a head is their stand-in: it is
@@ -84,7 +86,7 @@ def chunked_loss(
     chunk_rows: int | None = None,
     frozen: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The weighted mean of a loss over rows, differentiable, and what it is made of.
+    """Return the weighted mean of a loss over rows, differentiable, and what it is made of.
 
     Args:
         hidden: [rows, d].
@@ -124,7 +126,10 @@ def _visit(
     grads: Sequence[Tensor | None],
     frozen: int,
 ) -> Tensor:
-    """[1 + parts, chunk] of a chunk; the gradients of its weighted sum are added to ``grads``, where there are any."""
+    """Return [1 + parts, chunk] of a chunk.
+
+    The gradients of its weighted sum are added to ``grads``, where there are any.
+    """
     inputs, dtype = hidden[rows].to(head.dtype), weights.dtype  # [chunk, d]
     (by_hidden, by_head), needed = grads, any(grad is not None for grad in grads)
     logits = _matmul(inputs, head.t(), dtype).requires_grad_(needed)
@@ -162,18 +167,18 @@ class KnownGradients(torch.autograd.Function):
 
 
 def wide(*tensors: Tensor) -> torch.dtype:
-    """The dtype of logits and sums: float64 where an input is, else float32."""
+    """Return the dtype of logits and sums: float64 where an input is, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def inverse(denominator: Tensor | float, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 / denominator, on the device of ``like``; 0 for 0, where there is nothing to average."""
+    """Return 1 / denominator, on the device of ``like``; 0 for 0, where there is nothing to average."""
     value = torch.as_tensor(denominator, dtype=dtype, device=like.device)
     return torch.where(value > 0, 1 / value, 0.0)
 
 
 def _factor_dtype(hidden: Tensor, head: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What the factors of a product are cast to: under autocast what it says, else 16 bit only on a GPU."""
+    """Return what the factors of a product are cast to: under autocast what it says, else 16 bit only on a GPU."""
     kind = hidden.device.type
     if torch.version.hip is not None or dtype != torch.float32:
         return dtype
@@ -183,7 +188,10 @@ def _factor_dtype(hidden: Tensor, head: Tensor, dtype: torch.dtype) -> torch.dty
 
 
 def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product in ``dtype``, also of 16-bit factors; a GPU then keeps its float32 sums, a CPU rounds them once."""
+    """Return the product in ``dtype``, also of 16-bit factors.
+
+    A GPU then keeps its float32 sums, a CPU rounds them once.
+    """
     if left.dtype == dtype:
         return left @ right
     return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else (left @ right).to(dtype)

@@ -58,7 +58,7 @@ class SourceSpec:
         return self.domain or Path(self.file).name.split(".")[0]
 
     def learned(self, examples: Sequence[Example]) -> list[Example]:
-        """Its examples as far as they are learned. Their places in a cache, which holds whole ones, stay."""
+        """Return its examples as far as they are learned. Their places in a cache, which holds whole ones, stay."""
         most = self.answer_tokens
         if most is None:
             return list(examples)
@@ -69,8 +69,8 @@ class SourceSpec:
 
 
 def read_documents(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file: ``{"prompt", "completion"}``, or ``{"text"}``; answers bring their token ids along, or are
-    nothing else: ``{"prompt_tokens", "completion_tokens"}``.
+    """Yield records of a file: ``{"prompt", "completion"}``, or ``{"text"}``; answers bring their token ids along, or
+    are nothing else: ``{"prompt_tokens", "completion_tokens"}``.
 
     Raises:
         ConfigError: a file that is missing, broken, or of neither form.
@@ -127,7 +127,7 @@ def _fields(record: Any, path: Path, number: int) -> dict[str, Any]:
 
 
 def _split(lines: Iterator[str]) -> Iterator[str]:
-    """The documents between separators, those without text left out."""
+    """Yield the documents between separators, those without text left out."""
     for separates, part in groupby(lines, lambda line: line.strip() == SEPARATOR):
         text = "".join(part)
         if not separates and text.strip():
@@ -135,7 +135,7 @@ def _split(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _stdlib() -> Iterator[dict[str, str]]:
-    """The standard library's modules, tests and third parties left out, in the order of their names."""
+    """Yield the standard library's modules, tests and third parties left out, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "turtledemo"}
     for path in sorted(root.rglob("*.py")):
@@ -153,7 +153,7 @@ def sha256(path: Path) -> str:
 
 
 def mark(file: str) -> str:
-    """What tells a source's content apart: a file's hash; of `STDLIB` the version of the interpreter."""
+    """Return what tells a source's content apart: a file's hash; of `STDLIB` the version of the interpreter."""
     return ".".join(map(str, sys.version_info[:3])) if file == STDLIB else sha256(Path(file))
 
 
@@ -171,7 +171,7 @@ class Encoder:
         self.start, self.end = ([] if i is None else [i] for i in (tokenizer.bos_token_id, tokenizer.eos_token_id))
 
     def encode(self, records: Sequence[dict[str, Any]]) -> list[Example]:
-        """[examples] in the records' order; a dialogue gives one or none, a text as many as it has pieces.
+        """Return [examples] in the records' order; a dialogue gives one or none, a text as many as it has pieces.
 
         Raises:
             ConfigError: token ids that another tokenizer made.
@@ -190,7 +190,7 @@ class Encoder:
         return made
 
     def _answered(self, record: dict[str, Any]) -> list[Example]:
-        """Ids as the target read and chose them; an answer that is too long is cut."""
+        """Return ids as the target read and chose them; an answer that is too long is cut."""
         given, said = record["prompt_tokens"], record["completion_tokens"]
         told = record["prompt"]  # of ids alone nothing is told
         if max(given, default=0) >= len(self.tokenizer) or (told and self.tokenizer.decode(given) != told):
@@ -229,12 +229,12 @@ class Encoder:
 
 
 def _has_ids(record: dict[str, Any]) -> bool:
-    """Whether it is an answer with token ids."""
+    """Return whether it is an answer with token ids."""
     return "prompt_tokens" in record and "completion_tokens" in record
 
 
 def load_source(spec: SourceSpec, encoder: Encoder, batch: int = 256) -> list[Example]:
-    """All examples of a source; with ``max_tokens`` a prefix with at most so many tokens (one example at least).
+    """Return all examples of a source; with ``max_tokens`` a prefix with at most so many tokens (one example at least).
 
     Raises:
         ConfigError: no usable record in it.
@@ -255,7 +255,10 @@ def load_source(spec: SourceSpec, encoder: Encoder, batch: int = 256) -> list[Ex
 
 
 def _portions(records: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    """Records to encode together; a long text ends a portion, so that a cap is met without reading the whole file."""
+    """Yield records to encode together.
+
+    A long text ends a portion, so that a cap is met without reading the whole file.
+    """
     held: list[dict[str, Any]] = []
     for record in records:
         held.append(record)
@@ -281,11 +284,11 @@ class TokenBatch:
     places: Tensor  # [B, T] int64  of the token in the run's cache; -1 where it lies in none
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The batch on ``device``."""
+        """Return the batch on ``device``."""
         return self._each(lambda values: values.to(device))
 
     def rows(self, start: int, stop: int) -> TokenBatch:
-        """Rows start .. stop - 1."""
+        """Return rows start .. stop - 1."""
         return self._each(lambda values: values[start:stop])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
@@ -293,7 +296,7 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are no padding."""
+        """Return the number of tokens without padding."""
         return int((self.documents >= 0).sum())
 
 
@@ -316,7 +319,7 @@ class Mixture:
         self._orders: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sources)
 
     def draw(self) -> Example:
-        """The next example: of the source that is furthest behind its share."""
+        """Return the next example: of the source that is furthest behind its share."""
         total = self._drawn.sum() + 1.0
         source = int(np.argmax(self.shares - self._drawn / total))
         example = self.sources[source][self._index(source)]
@@ -324,7 +327,7 @@ class Mixture:
         return example
 
     def _index(self, source: int) -> int:
-        """The next index of a source, by a permutation of its own in every epoch."""
+        """Return the next index of a source, by a permutation of its own in every epoch."""
         size = len(self.sources[source])
         epoch, place = divmod(self._next[source], size)
         if place == 0:
@@ -333,7 +336,7 @@ class Mixture:
         return int(self._orders[source][place])
 
     def rows(self, length: int) -> Iterator[list[Example]]:
-        """Rows of at most ``length`` tokens: first fit over the rows that are open."""
+        """Yield rows of at most ``length`` tokens: first fit over the rows that are open."""
         opened: list[list[Example]] = []
         while True:
             example = _shorten(self.draw(), length)
@@ -345,7 +348,7 @@ class Mixture:
             row.append(example)
 
     def batches(self, rows: int, length: int) -> Iterator[TokenBatch]:
-        """Batches of ``rows`` rows of ``length`` tokens."""
+        """Yield batches of ``rows`` rows of ``length`` tokens."""
         source = self.rows(length)
         while True:
             yield collate([next(source) for _ in range(rows)], length, self.prompt_weight)
@@ -356,12 +359,12 @@ def _size(examples: Sequence[Example]) -> int:
 
 
 def _shorten(example: Example, length: int) -> Example:
-    """Its first ``length`` tokens: what a phase of shorter rows sees of it."""
+    """Return its first ``length`` tokens: what a phase of shorter rows sees of it."""
     return example if len(example.tokens) <= length else replace(example, tokens=example.tokens[:length])
 
 
 def collate(rows: Sequence[Sequence[Example]], length: int, prompt_weight: float = 0.0) -> TokenBatch:
-    """Rows of examples as tensors [B, length]."""
+    """Return rows of examples as tensors [B, length]."""
     shape = (len(rows), length)
     tokens, targets, positions, prompts = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     documents, places = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)

@@ -21,11 +21,14 @@ class Features(Protocol):
     """Where a recipe learns what the target says."""
 
     def said(self, batch: TokenBatch) -> SoftTarget:
-        """The target's distributions after the tokens of ``batch`` that carry weight, row by row."""
+        """Return the target's distributions after the tokens of ``batch`` that carry weight, row by row."""
         ...
 
     def states(self, batch: TokenBatch) -> Tensor:
-        """[B, T, d_model] float32, the target's last states, before the final norm; only `needed_states` are given."""
+        """Return [B, T, d_model] float32, the target's last states, before the final norm.
+
+        Only `needed_states` are given.
+        """
         ...
 
 
@@ -51,12 +54,12 @@ class OnlineFeatures:
 
 
 def last_states(target: Network, batch: TokenBatch) -> Tensor:
-    """[B, T, d_model] after the last layer, before the final norm."""
+    """Return [B, T, d_model] after the last layer, before the final norm."""
     return target.run(target.embed(batch.tokens), 0, target.config.num_layers, batch)[0]
 
 
 def needed_states(batch: TokenBatch) -> Tensor:
-    """[B, T] bool: a token that carries weight, or has one behind it in its document."""
+    """Return [B, T] bool: a token that carries weight, or has one after it in its document."""
     weighted = (batch.weights > 0).flip(1)
     documents = batch.documents.flip(1)
     count = weighted.long().cumsum(1)
@@ -68,7 +71,7 @@ def needed_states(batch: TokenBatch) -> Tensor:
 
 @torch.no_grad()
 def likeliest(target: Network, hidden: Tensor, top: int) -> TargetTop:
-    """The ``top`` likeliest tokens after each of ``hidden`` [rows, d_model], which went through the final norm.
+    """Return the ``top`` likeliest tokens after each of ``hidden`` [rows, d_model], which went through the final norm.
 
     Log-probabilities are rounded to float16, as a cache keeps them.
     """
@@ -77,12 +80,14 @@ def likeliest(target: Network, hidden: Tensor, top: int) -> TargetTop:
 
 
 def joined(parts: Sequence[TargetTop]) -> TargetTop:
-    """All rows of one or more parts."""
+    """Return all rows of one or more parts."""
     return TargetTop(torch.cat([part.ids for part in parts]), torch.cat([part.log_probs for part in parts]))
 
 
 def top_of(logits: Tensor, top: int) -> TargetTop:
-    """The ``top`` likeliest tokens of each row of logits [rows, V] float32, their log-probabilities and the others'."""
+    """Return the ``top`` likeliest tokens of each row of logits [rows, V] float32, their log-probabilities and the
+    others'.
+    """
     found, places = logits.topk(top)
     found = found - logits.logsumexp(-1, keepdim=True)
     others = 1 - found.double().exp().sum(-1, keepdim=True)

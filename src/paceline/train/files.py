@@ -38,6 +38,6 @@ def require_same(
 
 
 def plain(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts as they come back from a JSON file."""
+    """Return facts as they come back from a JSON file."""
     values: dict[str, Any] = json.loads(json.dumps(facts))
     return values

@@ -47,11 +47,11 @@ class TrainingJob(RecipeFile):
     cache: Path | None = None  # folder for the target's likeliest tokens; None: the target is run on each batch
     known: Mapping[bytes, np.ndarray] = field(default_factory=dict)  # for the cache; see `remembered_scores`
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
-    hot: Tensor | None = None  # [H] int64, likewise: the only tokens that are to be drafted; None: all
+    hot: Tensor | None = None  # [H] int64, in the same way: the only tokens that are to be drafted; None: all
 
     @classmethod
     def of(cls, recipe: RecipeFile, **places: Any) -> TrainingJob:
-        """A recipe file's run."""
+        """Return a recipe file's run."""
         return cls(**vars(recipe), **places)
 
     @property
@@ -136,7 +136,7 @@ def _cache(
     examples: Sequence[Sequence[Example]],
     say: Callable[[str], None],
 ) -> TopCache:
-    """What the target says of every batch of the run, from ``job.cache`` or scored now."""
+    """Return what the target says of every batch of the run, from ``job.cache`` or scored now."""
     assert job.cache is not None and job.target is not None and context.target is not None
     longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
     exact = job.config.precision == "fp32"  # else as it serves, whatever this processor multiplies in training
@@ -158,13 +158,13 @@ def _cache(
 
 
 def _held_out(job: TrainingJob, examples: Sequence[Sequence[Example]], length: int) -> dict[str, list[TokenBatch]]:
-    """Held-out batches by domain."""
+    """Return held-out batches by domain."""
     pairs = zip(job.held_out, examples, strict=True)
     return {spec.name: held_out(spec.learned(own), length) for spec, own in pairs}
 
 
 def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Example]], vocab: int) -> Tensor:
-    """[vocab] float64 how much of the run's data each token is: a mean over the sources by their weights."""
+    """Return [vocab] float64 how much of the run's data each token is: a mean over the sources by their weights."""
     total = torch.zeros(vocab, dtype=torch.float64)
     for spec, own in zip(sources, examples, strict=True):
         tokens = torch.from_numpy(np.concatenate([e.tokens for e in spec.learned(own)])).long()
@@ -173,14 +173,14 @@ def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Examp
 
 
 def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[TokenBatch]:
-    """Batches that hold each of ``examples`` about once."""
+    """Return batches that hold each of ``examples`` about once."""
     batches = Mixture([(1.0, examples)], 0).batches(rows, length)
     count = max(1, sum(len(e.tokens) for e in examples) // (rows * length))
     return [next(batches) for _ in range(count)]
 
 
 def _facts(job: TrainingJob, options: Any) -> dict[str, Any]:
-    """What a checkpoint must agree with: options, data, target."""
+    """Return what a checkpoint must agree with: options, data, target."""
     return {
         "options": asdict(options),
         "data": [
@@ -194,7 +194,7 @@ def _facts(job: TrainingJob, options: Any) -> dict[str, Any]:
 
 
 def finish(job: TrainingJob, trainer: Trainer) -> Path:
-    """Write the result: what users load, the tokenizer beside a model, and ``training.json``.
+    """Write the result: what users load, the tokenizer next to a model, and ``training.json``.
 
     Raises:
         ConfigError: it cannot be written. The checkpoint is there: the same run, resumed, comes here at once.

@@ -34,7 +34,7 @@ NONE = -1e9  # a logit without a chance, whose product with a chance of 0 is 0
 def cross_entropy(
     hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Cross-entropy with the tokens that follow: ``-log q(y)``, weighted mean over rows.
+    """Return cross-entropy with the tokens that follow: ``-log q(y)``, weighted mean over rows.
 
     Args:
         hidden: [rows, d] after the final norm.
@@ -64,7 +64,7 @@ def _text(targets: Tensor) -> RowLoss:
 
 
 def _comparison(target: SoftTarget, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor | None], Compared]:
-    """A function of logits in ``dtype``, their rows, and the text's tokens there, if they matter.
+    """Return a function of logits in ``dtype``, their rows, and the text's tokens there, if they matter.
 
     It gives log p and log q: [chunk, V] of a `TargetHidden`, [chunk, k + 1] of a `TargetTop`; and [chunk] log q(y).
     """
@@ -119,7 +119,7 @@ def mixed(
     omega: float = 0.5,
     **options: Any,
 ) -> Tensor:
-    """MixedLoss: ``omega (-sum_x p log q) + (1 - omega) (-alpha)``, alpha = sum_x min(p, q).
+    """Return MixedLoss: ``omega (-sum_x p log q) + (1 - omega) (-alpha)``, alpha = sum_x min(p, q).
 
     The first term distils, alpha is the expected acceptance probability (Leviathan et al. 2023). Source: SPIRe, section
     3.4. With ``omega=0`` it is the total-variation loss less 1. Where p = q, half of alpha's slope counts, as of any
@@ -155,7 +155,8 @@ def distilled(
     share: float = 0.5,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Distillation beside the text: ``w KL(p || q) + (1 - w) (-log q(y))`` in one walk, with the head applied once.
+    """Return distillation next to the text: ``w KL(p || q) + (1 - w) (-log q(y))`` in one walk, with the head applied
+    once.
 
     Source: Hinton et al. 2015, section 2.
 
@@ -191,7 +192,7 @@ def distilled(
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """[rows] ``sum_x p (log p - log q)``: what p alone says has no slope, so that one product has."""
+    """Return [rows] ``sum_x p (log p - log q)``: what p alone says has no slope, so that one product has."""
     p = log_p.exp()
     return torch.linalg.vecdot(p, log_p.clamp_min(NONE)) - torch.linalg.vecdot(p, log_q)  # 0 log 0 = 0
 
@@ -210,7 +211,7 @@ def mse_cross_entropy(
     alpha: float = 1.0,
     **options: Any,
 ) -> Tensor:
-    """State regression and distillation: ``alpha MSE(h, H) + CE(softmax(l'), softmax(L))``.
+    """Return state regression and distillation: ``alpha MSE(h, H) + CE(softmax(l'), softmax(L))``.
 
     Source: Lyanna, section 4.1. MSE is the mean over the d entries of a state; CE is -sum_x p log q. Where
     l' adds a term U e(t) for the token to head h, give hidden = [h, e(t)] and head = [head, U].
@@ -226,7 +227,7 @@ def mse_cross_entropy(
 
 
 def _squared_error(state: Tensor, target: Tensor, weights: Tensor | None, denominator: Tensor | float | None) -> Tensor:
-    """Weighted mean over rows of the mean squared difference of a row's entries."""
+    """Return weighted mean over rows of the mean squared difference of a row's entries."""
     dtype = wide(state, target)
     weights = torch.ones(len(state), device=state.device) if weights is None else weights
     rows = weights.nonzero()[:, 0]  # a state that does not count may hold anything

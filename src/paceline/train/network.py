@@ -49,7 +49,7 @@ class Network(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu", frozen: bool = False) -> Network:
-        """The checkpoint in ``folder``, in float32."""
+        """Return the checkpoint in ``folder``, in float32."""
         network = cls(read_config(folder), device, frozen)
         load_weights(network.decoder, folder)
         network.decoder.assert_loaded()
@@ -57,12 +57,12 @@ class Network(nn.Module):
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """The layers, bottom first."""
+        """Return the layers, bottom first."""
         return list(self.decoder.layers)  # type: ignore[arg-type]
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, d_model] of the output head."""
+        """Return [V, d_model] of the output head."""
         head = self.decoder.head
         return self.decoder.embedding if head is None else head.weight
 
@@ -73,7 +73,7 @@ class Network(nn.Module):
     # -- forward
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[.., d_model] embeddings of ``tokens`` [..] as the first layer and drafters read them."""
+        """Return [.., d_model] embeddings of ``tokens`` [..] as the first layer and drafters read them."""
         found = F.embedding(tokens, self.decoder.embedding)
         return found if self.config.embedding_scale == 1 else found * self.config.embedding_scale
 
@@ -92,7 +92,7 @@ class Network(nn.Module):
         return self._rotations(positions)[0]
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
-        """The same of every layer."""
+        """Return the same of every layer."""
         shape = (*positions.shape, 1, -1)
         found = self._ropes.rows(positions.reshape(-1))
         shaped = [None if pair is None else (pair[0].view(shape), pair[1].view(shape)) for pair in found]
@@ -101,7 +101,7 @@ class Network(nn.Module):
     def qkv(
         self, index: int, hidden: Tensor, rotation: Rotation, delta: Delta | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, T, heads, head_dim] of ``hidden`` [B, T, d_model]."""
+        """Return queries, keys and values [B, T, heads, head_dim] of ``hidden`` [B, T, d_model]."""
         return project(self.layers[index], self.config, hidden, rotation, index, delta)
 
     def finish_layer(self, index: int, hidden: Tensor, attended: Tensor, delta: Delta | None = None) -> Tensor:
@@ -117,8 +117,8 @@ class Network(nn.Module):
         delta: Delta | None = None,
         keep: list[Projected] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Layers start .. stop - 1, each token attending within its document; ``keep`` is given the queries, keys and
-        values of every layer run.
+        """Return layers start .. stop - 1, each token attending within its document; ``keep`` is given the queries,
+        keys and values of every layer run.
 
         Returns:
             [B, T, d_model], and the inputs of every layer run.
@@ -134,28 +134,28 @@ class Network(nn.Module):
         return hidden, inputs
 
     def masks(self, batch: TokenBatch, start: int = 0, stop: int | None = None) -> dict[int, Tensor]:
-        """`visible` of each of the layers start .. stop - 1; layers of one window share theirs."""
+        """Return `visible` of each of the layers start .. stop - 1; layers of one window share theirs."""
         windows = dict(enumerate(self.config.windows[start:stop], start))
         made = {window: visible(batch, window) for window in set(windows.values())}
         return {index: made[window] for index, window in windows.items()}
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """[B, T, d_model] after the final norm."""
+        """Return [B, T, d_model] after the final norm."""
         hidden, _ = self.run(self.embed(batch.tokens), 0, self.config.num_layers, batch)
         return self.final(hidden)
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The final norm: what the head multiplies."""
+        """Return the final norm: what the head multiplies."""
         return normed(self.decoder.norm, hidden)
 
     def logits(self, normed_hidden: Tensor) -> Tensor:
-        """[..., V] of rows that went through `final`."""
+        """Return [..., V] of rows that went through `final`."""
         return F.linear(normed_hidden, self.head_weight)
 
     # -- files
 
     def state(self, layers_only: bool = False) -> dict[str, Tensor]:
-        """The parameters under their checkpoint names; of all of them, or of the layers'."""
+        """Return the parameters under their checkpoint names; of all of them, or of the layers'."""
         parameters, made = dict(self.decoder.named_parameters()), {}
         for piece in weight_map(self.config):
             if piece.of_layer or not layers_only:
@@ -173,7 +173,7 @@ class Network(nn.Module):
 
 
 def config_of_layers(folder: Path, keep: Sequence[int]) -> dict[str, Any]:
-    """The config.json of a model of the layers ``keep`` of the one in ``folder``.
+    """Return the config.json of a model of the layers ``keep`` of the one in ``folder``.
 
     Raises:
         ConfigError: there is none: the target is a GGUF file.
@@ -223,7 +223,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], values: dict[str, Ten
 def project(
     layer: Layer, c: DecoderConfig, hidden: Tensor, rotation: Rotation, index: int = 0, delta: Delta | None = None
 ) -> Projected:
-    """Queries, keys and values [..., heads, head_dim] of a layer's input [..., d_model]."""
+    """Return queries, keys and values [..., heads, head_dim] of a layer's input [..., d_model]."""
     x = normed(layer.attention_norm, hidden)
     both = linear(layer, "qkv", index, x, delta).unflatten(-1, (-1, c.head_dim))
     q, k, v = both.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
@@ -236,7 +236,7 @@ def project(
 def finish(
     layer: Layer, c: DecoderConfig, hidden: Tensor, attended: Tensor, index: int = 0, delta: Delta | None = None
 ) -> Tensor:
-    """The rest of a layer, see `Network.finish_layer`: [..., d_model]."""
+    """Return the rest of a layer, see `Network.finish_layer`: [..., d_model]."""
     hidden = hidden + normed(layer.attention_post_norm, linear(layer, "out", index, attended, delta))
     x = normed(layer.mlp_norm, hidden)
     inner = linear(layer, "up", index, x, delta)
@@ -246,7 +246,7 @@ def finish(
 
 
 def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    """A layer's norm with gradients, in float32 inside; of a layer that has none, ``x``."""
+    """Return a layer's norm with gradients, in float32 inside; of a layer that has none, ``x``."""
     if not isinstance(norm, Norm):
         return x
     wide = x if x.dtype == torch.float64 else x.float()
@@ -254,12 +254,15 @@ def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def head_norm(x: Tensor, weight: Tensor | None, c: DecoderConfig) -> Tensor:
-    """Queries or keys [..., heads, head_dim] behind the norm that a layer has for each; where it has none, ``x``."""
+    """Return queries or keys [..., heads, head_dim] after the norm that a layer has for each.
+
+    Where it has none, ``x``.
+    """
     return x if weight is None else F.rms_norm(x.float(), (c.head_dim,), weight, c.norm_eps).to(x.dtype)
 
 
 def linear(layer: Layer, name: str, index: int, x: Tensor, delta: Delta | None) -> Tensor:
-    """A linear layer, and what an adapter adds to it."""
+    """Return a linear layer, and what an adapter adds to it."""
     dense = layer._modules[name]
     if not isinstance(dense, Dense):
         raise ConfigError("training", "the decoder was finished for inference", "load it with Network.load")
@@ -276,14 +279,17 @@ def rotation_of(rope: RopeTable, positions: Tensor) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary embedding of the first ``dim`` dimensions of every head [B, T, heads, head_dim]."""
+    """Return rotary embedding of the first ``dim`` dimensions of every head [B, T, heads, head_dim]."""
     if rotation is None:
         return x
     return rotated(x, *(part.to(x.dtype) for part in rotation))
 
 
 def visible(batch: TokenBatch, window: int | None = None) -> Tensor:
-    """[B, 1, T, T] bool: keys of the same document at or before the query, within the window. Padding sees itself."""
+    """Return [B, 1, T, T] bool: keys of the same document at or before the query, within the window.
+
+    Padding sees itself.
+    """
     length = batch.tokens.shape[1]
     same = batch.documents[:, :, None] == batch.documents[:, None, :]
     places = torch.arange(length, device=batch.tokens.device)
@@ -293,7 +299,7 @@ def visible(batch: TokenBatch, window: int | None = None) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """[B, Tq, heads * head_dim] from q [B, Tq, heads, head_dim], k and v [B, Tk, ..] and mask [B, 1, Tq, Tk]."""
+    """Return [B, Tq, heads * head_dim] from q [B, Tq, heads, head_dim], k and v [B, Tk, ..] and mask [B, 1, Tq, Tk]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if k.shape[1] != q.shape[1]:
         repeat = q.shape[1] // k.shape[1]

@@ -1,6 +1,6 @@
 """Recipe files: what is trained, on which data, how. TOML, read into dataclasses by pydantic; unknown keys are refused.
 
-A recipe names its data by file names. A manifest beside it says for each file its hash, its public source, its
+A recipe names its data by file names. A manifest next to it says for each file its hash, its public source, its
 licence and how it is made from that source; the folder that holds the files is named by whoever trains.
 """
 
@@ -86,7 +86,8 @@ def read_recipe(path: Path) -> RecipeFile:
 
 
 def fill(kind: type[Any], values: Mapping[str, Any], where: Path) -> Any:
-    """A dataclass from a table of its fields in the file ``where``; a list fills a tuple, a whole number a fraction.
+    """Return a dataclass from a table of its fields in the file ``where``; a list fills a tuple, a whole number a
+    fraction.
 
     Raises:
         ConfigError: unknown keys, wrong types, and what the dataclass itself refuses.
@@ -103,7 +104,7 @@ def fill(kind: type[Any], values: Mapping[str, Any], where: Path) -> Any:
 
 
 def _refusal(error: ValidationError, where: Path) -> ConfigError:
-    """The first fault that pydantic found; the dataclass's own errors as they are."""
+    """Return the first fault that pydantic found; the dataclass's own errors as they are."""
     fault = error.errors()[0]
     own = fault.get("ctx", {}).get("error")
     if isinstance(own, ConfigError):
@@ -114,7 +115,7 @@ def _refusal(error: ValidationError, where: Path) -> ConfigError:
 
 
 def locate(recipe: RecipeFile, folder: Path) -> RecipeFile:
-    """The recipe with its files found in ``folder`` and checked against the manifest.
+    """Return the recipe with its files found in ``folder`` and checked against the manifest.
 
     Raises:
         ConfigError: a file that is missing, or is not the one that the manifest names.

@@ -42,7 +42,7 @@ class BuildContext:
     hot: Tensor | None = None  # [H] int64, ascending: the only tokens that are to be drafted; None: all
 
     def subject(self) -> tuple[Network, Path]:
-        """The target that something is trained for, and its folder.
+        """Return the target that something is trained for, and its folder.
 
         Raises:
             ConfigError: there is none.
@@ -65,12 +65,12 @@ class RecipeKind:
 
     @property
     def Options(self) -> type[Any]:  # noqa: N802  (a class)
-        """What can be set: frozen, keyword-only, its fields have help texts."""
+        """Return what can be set: frozen, keyword-only, its fields have help texts."""
         made: type[Any] = resolve_name(self.options)
         return made
 
     def build(self, options: Any, context: BuildContext) -> Recipe:
-        """The recipe, ready to train.
+        """Return the recipe, ready to train.
 
         Raises:
             ConfigError: options that do not fit the target, or something missing.
@@ -128,7 +128,7 @@ KINDS = {
 
 
 def kind(name: str) -> RecipeKind:
-    """The kind of a name.
+    """Return the kind of a name.
 
     Raises:
         ConfigError: there is none.

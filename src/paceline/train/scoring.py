@@ -66,7 +66,7 @@ class CompiledScorer:
         return states, joined([top_of(self.stack.logits(part), top) for part in states.split(ROWS)])
 
     def activations(self, batch: TokenBatch, layers: Sequence[int]) -> list[Tensor]:
-        """Of each of ``layers``, 0-based, [B, T, d_model] float32 the states behind it; 0 where no document is."""
+        """Of each of ``layers``, 0-based, [B, T, d_model] float32 the states after it; 0 where no document is."""
         there = batch.documents >= 0
         ends = F.pad(batch.documents[:, 1:] != batch.documents[:, :-1], (0, 1), value=True)[there]
         lengths = F.pad(ends.nonzero()[:, 0] + 1, (1, 0)).diff()
@@ -91,7 +91,7 @@ class CompiledScorer:
         return self.decoder.run_layers(state, 0, self.decoder.num_layers, pool, taps).hidden
 
     def _room(self, tokens: int) -> KVPool:
-        """K/V of one pass, which the next one overwrites."""
+        """Return K/V of one pass, which the next one overwrites."""
         if self._pool is None or self._pool.num_tokens < tokens:
             decoder = self.decoder
             self._pool = KVPool(*decoder.cache_shape, tokens, decoder.dtype, decoder.device)
@@ -101,7 +101,7 @@ class CompiledScorer:
 def remembered_scores(
     known: Mapping[bytes, np.ndarray], target: Network, products: Products, make: Callable[[], Scorer]
 ) -> Scorer:
-    """A scorer by states that were kept while the target served; documents without any are scored.
+    """Return a scorer by states that were kept while the target served; documents without any are scored.
 
     Args:
         known: [rows, d_model] bits of bfloat16, by the bytes of a document's int32 ids.
@@ -136,7 +136,7 @@ def make_scorer(folder: Path, target: Network, compiled: bool, products: Product
 
 
 def compiled_scorer(folder: Path, target: Network) -> CompiledScorer | None:
-    """The target in ``folder`` by compiled layers, in bfloat16; None: they do not run it where ``target`` is."""
+    """Return the target in ``folder`` by compiled layers, in bfloat16; None: they do not run it where ``target`` is."""
     kind = torch.bfloat16
     if unsupported(read_config(folder), kind, target.head_weight.device):
         return None

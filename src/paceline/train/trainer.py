@@ -35,7 +35,7 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 BETA2 = 0.95  # AdamW's second-moment decay
 CLIP = 1.0  # largest norm of a gradient
 LOG_EVERY, SAVE_EVERY = 10, 50  # steps between two lines of the log, and between two checkpoints
-REMEDY = "free space there; the same command goes on from the last checkpoint"
+REMEDY = "free space there; the same command continues from the last checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class TrainConfig:
         check(self)
 
     def rate(self, step: int) -> float:
-        """The learning rate of ``step`` (0-based)."""
+        """Return the learning rate of ``step`` (0-based)."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -84,7 +84,7 @@ class Recipe(Protocol):
     module: nn.Module  # its trainable parameters are the run's
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch (a mean), and its parts for the log.
+        """Return the loss of a batch (a mean), and its parts for the log.
 
         ``generator``, seeded by run seed, step and process, is for the recipe's own draws.
         """
@@ -103,11 +103,11 @@ class Watcher(Protocol):
     """Who is told how the run goes: progress bar, TensorBoard."""
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Called after every step."""
+        """Receive the figures of a step."""
         ...
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Called after every evaluation."""
+        """Receive the figures of an evaluation."""
         ...
 
 
@@ -177,7 +177,7 @@ class Trainer:
         self.seconds = time.perf_counter() - began
 
     def _one(self, batch: TokenBatch) -> dict[str, float]:
-        """One optimizer step on a batch, of which each process has its own rows."""
+        """Return one optimizer step on a batch, of which each process has its own rows."""
         began = time.perf_counter()
         rate = self.config.rate(self.step)
         for group in self.optimizer.param_groups:
@@ -213,7 +213,7 @@ class Trainer:
         return self._over_processes({"": value})[""]
 
     def _over_processes(self, figures: dict[str, float]) -> dict[str, float]:
-        """Sums of figures by name; a process may lack some."""
+        """Return sums of figures by name; a process may lack some."""
         from accelerate.utils import gather_object
 
         total: dict[str, float] = {}
@@ -238,7 +238,7 @@ class Trainer:
             parameter.grad = piece.view_as(parameter).clone()
 
     def _stopping(self) -> bool:
-        """Whether a signal reached any process: they stop after the same step."""
+        """Return whether a signal reached any process: they stop after the same step."""
         if self._sum(float(self._stop.is_set())):
             self._stop.set()
         return self._stop.is_set()
@@ -248,7 +248,7 @@ class Trainer:
         return torch.Generator().manual_seed(key)
 
     def _batches(self) -> Iterator[TokenBatch]:
-        """The rows of this process from the current step on; what earlier steps took is passed over."""
+        """Yield the rows of this process from the current step on; what earlier steps took is passed over."""
         count, rank = self.accelerator.num_processes, self.accelerator.process_index
         for step, batch in plan(self.mixture, self.phases, self.config.steps):
             if step >= self.step:
@@ -270,7 +270,7 @@ class Trainer:
             self.evaluate()
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out figures, logged in ``out``."""
+        """Return held-out figures, logged in ``out``."""
         self.out.mkdir(parents=True, exist_ok=True)
         with torch.no_grad(), products(self.precision, self.accelerator.device):
             figures = self.recipe.evaluate()
@@ -314,7 +314,7 @@ class Trainer:
         }
 
     def _check_out(self) -> None:
-        """A checkpoint will find its place: known now, and not after the first hundred steps."""
+        """Check that a checkpoint can be written: now, and not after the first hundred steps."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.out).free
@@ -384,17 +384,17 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
+        """Return whether all steps are done."""
         return self.step >= self.config.steps
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal ended the run."""
+        """Return whether a signal ended the run."""
         return self._stop.is_set() and not self._told
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of the log; half a line (a killed process) is after every step."""
+    """Return the step of a line of the log; half a line (a killed process) is after every step."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -415,12 +415,12 @@ def precision_of(precision: str, device: torch.device) -> str:
 
 
 def products(precision: str, device: torch.device) -> torch.autocast:
-    """A context in which products are made in ``precision``; parameters and sums stay float32."""
+    """Return a context in which products are made in ``precision``; parameters and sums stay float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def require_accelerate() -> None:
-    """Raises:
+    """Raise:
     ConfigError: the package that places runs is missing.
     """
     if find_spec("accelerate") is None:
@@ -428,7 +428,7 @@ def require_accelerate() -> None:
 
 
 def plan(mixture: Mixture, phases: Sequence[Phase], steps: int) -> Iterator[tuple[int, TokenBatch]]:
-    """The batch of every step of a run in its order, over all processes, with the step's number."""
+    """Yield the batch of every step of a run in its order, over all processes, with the step's number."""
     first = 0
     for phase in phases:
         until = steps if phase is phases[-1] else round(phase.until * steps)
@@ -452,7 +452,10 @@ def _check_phases(phases: Sequence[Phase], processes: int) -> None:
 
 
 def _groups(trained: Mapping[str, nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, vectors do not (Loshchilov and Hutter 2019 leave this open; common practice)."""
+    """Return AdamW's groups: matrices decay, vectors do not (Loshchilov and Hutter 2019 leave this open.
+
+    Common practice).
+    """
     matrices = [p for p in trained.values() if p.ndim > 1]
     vectors = [p for p in trained.values() if p.ndim <= 1]
     return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

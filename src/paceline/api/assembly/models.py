@@ -61,7 +61,7 @@ class TargetPart:
 StartRanks = Callable[[LLMConfig, "Source", TargetPart], Ranks]
 
 
-# Starts the processes of a draft's tracks, likewise.
+# Starts the processes of a draft's tracks, in the same way.
 StartTracks = Callable[[LLMConfig, "Source"], Ranks]
 
 
@@ -75,7 +75,7 @@ def load_ranks(config: LLMConfig, source: Source, part: TargetPart, start: Start
 
 
 def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = TargetPart()) -> Share:  # noqa: B008  # frozen
-    """What one rank has of the target, or of a part of it.
+    """Return what one rank has of the target, or of a part of it.
 
     Raises:
         ConfigError: ranks that cannot share it.
@@ -96,14 +96,14 @@ def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = Ta
 
 
 def load_part(config: LLMConfig, source: Source, part: TargetPart, ranks: Ranks | None = None) -> Decoder:
-    """A part of the target, or a rank's share of it; errors as of `load_model`."""
+    """Return a part of the target, or a rank's share of it; errors as of `load_model`."""
     return _decoder(config, source, exact_layers(config, source), stage_devices(config)[-1], part, ranks)
 
 
 def _decoder(
     config: LLMConfig, source: Source, exact: bool, device: str, part: TargetPart, ranks: Ranks | None = None
 ) -> Decoder:
-    """A part of a checkpoint, or one rank's share of it."""
+    """Return a part of a checkpoint, or one rank's share of it."""
     given: dict[str, Any] = {
         "attention": make_attention(config, source.dtype, exact),
         "dtype": source.quant or source.dtype,
@@ -118,8 +118,8 @@ def _decoder(
 
 
 def stage_devices(config: LLMConfig) -> list[str]:
-    """The devices of the target's stages on this host. The last one is this process's; a target that is not split over
-    processes here has that one alone.
+    """Return the devices of the target's stages on this host. The last one is this process's; a target that is not
+    split over processes here has that one alone.
     """
     split = None if config.pipeline is None else parse_split(config.pipeline)
     if split is None or config.cluster is not None:
@@ -128,13 +128,15 @@ def stage_devices(config: LLMConfig) -> list[str]:
 
 
 def draft_device(config: LLMConfig, place: Place) -> str:
-    """The device of a drafter in a process of its own: the one that is named, or the next one behind the stages'."""
+    """Return the device of a drafter in a process of its own: the one that is named, or the next one after the
+    stages'.
+    """
     devices = len(stage_devices(config)) + 1
     return place.device or share_devices(config.device, devices, torch.cuda.device_count())[-1]
 
 
 def own_layers(config: LLMConfig, shape: DecoderConfig) -> tuple[int, int] | None:
-    """The layers that stay in this process where others have the rest; None: all.
+    """Return the layers that stay in this process where others have the rest; None: all.
 
     Raises:
         ConfigError: more stages than layers, or a cut of another number of layers.
@@ -158,7 +160,8 @@ class Source:
     quant: Quant | None  # how the weights are stored
 
     def tokenizer(self, texts: bool = True) -> Any:
-        """Its tokenizer, or without ``texts`` what knows ids and pieces (``get_vocab``) alone; None: it has none.
+        """Return its tokenizer, or without ``texts`` what knows ids and pieces (``get_vocab``) alone; None: it has
+        none.
 
         Raises:
             ConfigError: it cannot be read.
@@ -167,7 +170,7 @@ class Source:
         return load(self.folder) if self.tokenizer_files() else None
 
     def tokenizer_files(self) -> list[Path]:
-        """Those that are there; a GGUF file is its own."""
+        """Return those that are there; a GGUF file is its own."""
         if is_gguf(self.folder):
             return [self.folder]
         files = [self.folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
@@ -175,7 +178,7 @@ class Source:
 
 
 def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
-    """A checkpoint's configuration; ``dtype`` as of `LLMConfig`.
+    """Return a checkpoint's configuration; ``dtype`` as of `LLMConfig`.
 
     Raises:
         ConfigError: it is none that can be used.
@@ -194,14 +197,14 @@ def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
 def load_source(
     config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None, texts: bool = True
 ) -> LoadedModel:
-    """A checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
+    """Return a checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
     tokenizer = source.tokenizer(texts)  # before the weights: what is wrong with it is said at once
     decoder = _decoder(config, source, exact, stage_devices(config)[-1], TargetPart(layers))
     return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
 
 
 def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
-    """The track of one of several processes; errors as of `load_model`."""
+    """Return the track of one of several processes; errors as of `load_model`."""
     return _decoder(config, source, False, "cpu", TargetPart(), ranks)
 
 
@@ -215,7 +218,7 @@ def exact_layers(config: LLMConfig, source: Source) -> bool:
 
 
 def make_attention(config: LLMConfig, dtype: torch.dtype, exact: bool) -> AttentionBackend:
-    """The attention of layers that torch runs.
+    """Return the attention of layers that torch runs.
 
     Raises:
         CapabilityError: one that is not exact, where that is asked for.
@@ -233,7 +236,7 @@ def make_attention(config: LLMConfig, dtype: torch.dtype, exact: bool) -> Attent
 
 
 def compiled_layers(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
-    """Whether the compiled layers run this model."""
+    """Return whether the compiled layers run this model."""
     asked_for_torch = config.kernels == "torch" or config.attention != "auto"
     if config.kernels == "native" and config.attention != "auto":
         raise ConfigError(

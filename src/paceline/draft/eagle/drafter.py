@@ -141,7 +141,7 @@ class EagleDrafter(StateDrafter):
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
-        """One tree a sequence, level by level, all sequences together."""
+        """Return one tree a sequence, level by level, all sequences together."""
         growths = [Growth(*row) for row in want.rows()]
         able = [g for g in growths if min(g.budget, g.max_depth) > 0 and self.body.ready(g.sequence)]
         want.passes = self._grow(able, want.log_floor) if able else 0
@@ -158,7 +158,7 @@ class EagleDrafter(StateDrafter):
         return self._grower.bounded(floor).grow(growths, lambda alive: self.body.network.logits(self._forward(alive)))
 
     def _grow_compiled(self, growths: Sequence[Growth], floor: float) -> int:
-        """The same in one compiled call."""
+        """Return the same in one compiled call."""
         body, stack, grower = self.body, self.body.stack, self._grower
         assert stack is not None and body.fuse is not None
         starts = [self._tree_start(growth) for growth in growths]
@@ -170,7 +170,7 @@ class EagleDrafter(StateDrafter):
         return max(tree.passes for tree in grown)
 
     def _tree_start(self, growth: Growth) -> TreeStart:
-        """Where a tree starts, for compiled code."""
+        """Return where a tree starts, for compiled code."""
         levels, grower = growth.max_depth, self._grower
         room = grower.topk * (levels - 1)
         text, tokens, states = self.body.take(growth.sequence)
@@ -180,7 +180,7 @@ class EagleDrafter(StateDrafter):
         return TreeStart(tokens, first, room, keys, growth.budget, levels, most, growth.rules, shift, states)
 
     def _forward(self, growths: Sequence[Growth]) -> Tensor:
-        """[frontier nodes of all, d] the states that they predict."""
+        """Return [frontier nodes of all, d] the states that they predict."""
         if not growths[0].states:  # the roots, whose states are the texts' own
             found = self.body.catch_up([growth.sequence for growth in growths])
         else:

@@ -2,7 +2,7 @@
 output head of their own over a smaller vocabulary.
 
     g = fc [low, mid, high]                                of a row of the text; a drafted row has its parent's output
-    h = g + attention([norm(E(t)), norm(g)]),  h + mlp     the next state, from the state and the token behind it
+    h = g + attention([norm(E(t)), norm(g)]),  h + mlp     the next state, from the state and the token after it
     l = lm_head norm(h)                                    over the draft's tokens; token i of them is i + d2t[i]
 
 Source: EAGLE-3 (Li et al. 2025), section 3, and its published checkpoints; the layers that are tapped are those of the
@@ -72,7 +72,7 @@ class Eagle3Model:
         self._check_tokens(tokens, place)
 
     def _check_tokens(self, count: int, place: Path) -> None:
-        """The draft's tokens are distinct ones of the target's."""
+        """Check that the draft's tokens are distinct ones of the target's."""
         ids = self.tokens
         if ids.shape != (count,) or int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
             wrong = f"d2t names tokens outside of the {self.config.vocab_size} of its config"
@@ -81,7 +81,7 @@ class Eagle3Model:
             raise ConfigError(f"eagle head {str(place)!r}", "d2t names a token twice", "restore the file")
 
     def taps(self, num_layers: int) -> tuple[int, int, int]:
-        """Layers whose outputs it reads, of a target with so many.
+        """Return layers whose outputs it reads, of a target with so many.
 
         Raises:
             CapabilityError: a target without such layers.

@@ -2,7 +2,7 @@
 
 A folder with ``config.json``, of a Llama model of one layer, and ``model.safetensors``: ``fc.weight`` [d, 2d] of
 [token, state], and ``layers.0.*`` without a norm before the attention. The embedding is the target's; a file that holds
-one must hold that one. What Paceline knows beside it (the target's name and mark) stands in the config under
+one must hold that one. What Paceline knows next to it (the target's name and mark) stands in the config under
 ``paceline``.
 
 Source: EAGLE (Li et al. 2024), section 4.1, and its published checkpoints.
@@ -82,7 +82,7 @@ class EagleModel(nn.Module):
     def fresh(
         layer: Mapping[str, Any], facts: EagleFacts, generator: torch.Generator, device: torch.device | str = "cpu"
     ) -> EagleModel:
-        """One to be trained, in float32."""
+        """Return one to be trained, in float32."""
         made = EagleModel(layer, facts, device=device)
         made.head.start(generator)
         return made.requires_grad_(True)
@@ -132,19 +132,19 @@ class EagleModel(nn.Module):
 
 
 def load_head(folder: str | Path) -> EagleModel | Eagle3Model:
-    """A head of any of the three published layouts, or one of ours; as `EagleModel.load`."""
+    """Return a head of any of the three published layouts, or one of ours; as `EagleModel.load`."""
     place = Path(folder)
     values = read_values(place)
     return Eagle3Model(read_head(place)[0], values, place) if is_third(values) else EagleModel.load(place)
 
 
 def read_values(place: Path) -> dict[str, Tensor]:
-    """The tensors of a head."""
+    """Return the tensors of a head."""
     return {n.removeprefix("model."): v for n, v in FILES.tensors(place).items()}
 
 
 def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
-    """The layer's config of a head, and what it says about itself.
+    """Return the layer's config of a head, and what it says about itself.
 
     Raises:
         ConfigError: no such folder, or a file that is missing or broken.
@@ -160,5 +160,7 @@ def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
 
 
 def is_third(values: Mapping[str, Tensor]) -> bool:
-    """Whether these are the tensors of an EAGLE-3 head: it has an output head of its own, and a norm for states."""
+    """Return whether these are the tensors of an EAGLE-3 head: it has an output head of its own, and a norm for
+    states.
+    """
     return any(name.startswith(("midlayer.", "d2t", "t2d")) or name.endswith("hidden_norm.weight") for name in values)

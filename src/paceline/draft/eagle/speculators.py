@@ -1,6 +1,6 @@
 """Heads of the library speculators: the config of an EAGLE-3 head, in the form that other published heads have.
 
-Tensors are named alike. The config has the layer's own as ``transformer_layer_config``, and says beside it what differs
+Tensors are named alike. The config has the layer's own as ``transformer_layer_config``, and next to it what differs
 from EAGLE-3 as published; `eagle3` refuses what this engine does not compute.
 """
 
@@ -24,12 +24,12 @@ VARIANTS = {  # what a head does, by the switch that is on
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
-    """Whether this is a config of that library."""
+    """Return whether this is a config of that library."""
     return TYPE in config or "speculators_config" in config
 
 
 def flat(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The config of the layer, with what EAGLE-3 heads have beside it.
+    """Return the config of the layer, with what EAGLE-3 heads have next to it.
 
     Raises:
         ConfigError: no layer in it.

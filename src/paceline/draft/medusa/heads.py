@@ -1,7 +1,7 @@
 """Medusa's heads: their numbers, their files, and what they make of a state.
 
-Head j (0, 1, ..) reads the target's last state behind its final norm and says what comes j + 2 tokens behind that
-state's own token; the target's head says what comes one behind it:
+Head j (0, 1, ..) reads the target's last state after its final norm and says what comes j + 2 tokens after that
+state's own token; the target's head says what comes one after it:
 
     x_j = x + SiLU(W_j x + b_j),    logits_j = H_j x_j
 
@@ -34,7 +34,7 @@ CONFIG_FILE, WEIGHTS_FILE = "medusa.json", "medusa.safetensors"
 FILES = TrainedFiles("Medusa heads", CONFIG_FILE, WEIGHTS_FILE, "restore the file, or train the heads again")
 PUBLISHED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MOST_HEADS = 16
-# A published tensor: head, place in its sequence of modules, and of the block's linear layer or the head behind it.
+# A published tensor: head, place in its sequence of modules, and of the block's linear layer or the head after it.
 _NAME = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 # What heads are taken to hit of which nothing is known: of head j's likeliest tokens the i-th so often.
 _FIRST, _NEXT_HEAD, _NEXT_TOKEN = 0.5, 0.75, 0.35
@@ -48,7 +48,7 @@ class HeadsConfig(TrainedConfig):
 
     heads: int  # tokens drafted ahead
     d_model: int  # of the target
-    vocab_size: int  # likewise
+    vocab_size: int  # in the same way
     rank: int = 0  # of each W_j; 0: a full matrix
     own: bool = False  # each has an output head of its own; else the target's serves all
     accuracies: tuple[tuple[float, ...], ...] = ()  # [heads][k] how often each of a head's likeliest tokens is right
@@ -64,7 +64,7 @@ class HeadsConfig(TrainedConfig):
         self.require("accuracies", all(0 <= rate <= 1 for rate in rates), "must be 0 to 1")
 
     def hit_rates(self, count: int) -> list[list[float]]:
-        """[heads][count] of the likeliest tokens of each head, never rising; where none are known, a guess."""
+        """Return [heads][count] of the likeliest tokens of each head, never rising; where none are known, a guess."""
         guess = [[_FIRST * _NEXT_HEAD**j * _NEXT_TOKEN**i for i in range(count)] for j in range(self.heads)]
         found = []
         for row in self.accuracies or guess:
@@ -100,7 +100,7 @@ class Heads(nn.Module):
     @staticmethod
     @torch.no_grad()
     def fresh(config: HeadsConfig, generator: torch.Generator | None = None) -> Heads:
-        """Heads to be trained, in float32: W = 0 and b = 0, so that x_j = x."""
+        """Return heads to be trained, in float32: W = 0 and b = 0, so that x_j = x."""
         heads = Heads(config)
         heads.bias.zero_()
         if heads.weight is not None:
@@ -111,7 +111,7 @@ class Heads(nn.Module):
         return heads
 
     def forward(self, normed: Tensor) -> Tensor:
-        """[rows, K, d_model] x_j, from states [rows, d_model] behind the final norm."""
+        """Return [rows, K, d_model] x_j, from states [rows, d_model] after the final norm."""
         if self.weight is not None:
             made = F.linear(normed, self.weight.flatten(0, 1)).unflatten(1, (self.config.heads, -1))
         else:
@@ -120,7 +120,7 @@ class Heads(nn.Module):
         return normed[:, None] + F.silu(made + self.bias)
 
     def matrices(self) -> Tensor:
-        """[K d_model, d_model] the W_j, one below the other."""
+        """Return [K d_model, d_model] the W_j, one below the other."""
         if self.weight is not None:
             return self.weight.detach().flatten(0, 1)
         assert self.down is not None and self.up is not None, "a full matrix or two"
@@ -133,7 +133,8 @@ class Heads(nn.Module):
 
 
 def read_config(folder: Path) -> HeadsConfig | None:
-    """The configuration in a folder of heads; None: they are published ones, whose tensors alone say what they are.
+    """Return the configuration in a folder of heads; None: they are published ones, whose tensors alone say what they
+    are.
 
     Raises:
         ConfigError: neither, or a file that is broken.
@@ -147,7 +148,7 @@ def read_config(folder: Path) -> HeadsConfig | None:
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Heads:
-    """Trained heads, from a folder that `Heads.save` wrote or one as published.
+    """Return trained heads, from a folder that `Heads.save` wrote or one as published.
 
     Raises:
         ConfigError: files or tensors that are missing, broken, misshaped or left over.
@@ -169,7 +170,9 @@ def _published_file(folder: Path) -> Path | None:
 
 
 def _load_published(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Heads:
-    """Heads in the form of the Medusa repository: ``0.0.linear.weight``, ``0.0.linear.bias``, ``0.1.weight``, .."""
+    """Return heads in the form of the Medusa repository: ``0.0.linear.weight``, ``0.0.linear.bias``, ``0.1.weight``,
+    ..
+    """
     file = _published_file(folder)
     assert file is not None, "it was found before"
     parts: dict[tuple[int, int, str], Tensor] = {}
@@ -212,7 +215,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _base_model(folder: Path) -> str:
-    """The model that published heads are said to be for; empty where nothing is said."""
+    """Return the model that published heads are said to be for; empty where nothing is said."""
     file = folder / "config.json"
     values = read_json(file, "download it again") if is_file(file) else {}
     name = values.get("base_model_name_or_path") if isinstance(values, dict) else None

@@ -28,7 +28,7 @@ LAYER = "layers.0."
 
 
 def layer_json(target: DecoderConfig) -> dict[str, Any]:
-    """The ``config.json`` of one Llama layer of a target's width, heads and MLP: what a state head's layer is.
+    """Return the ``config.json`` of one Llama layer of a target's width, heads and MLP: what a state head's layer is.
 
     Llama's for every family: RMS norm, rotary positions of the target's base, a gated MLP, no biases.
     """
@@ -106,13 +106,13 @@ class StateHead(nn.Module):
             parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter) * deviation)
 
     def pieces(self) -> list[Piece]:
-        """The layer's tensors in a file, and the parameters that they fill."""
+        """Return the layer's tensors in a file, and the parameters that they fill."""
         held = {name for name, _ in self.layer.named_parameters()}
         found = [piece for piece in weight_map(self.config) if piece.source.startswith(LAYER)]
         return [piece for piece in found if piece.into.removeprefix(LAYER) in held]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters under their names in a file: ``fc.weight``, ``layers.0.self_attn.q_proj.weight`` and so on.
+        """Return parameters under their names in a file: ``fc.weight``, ``layers.0.self_attn.q_proj.weight`` and so on.
 
         Views: what is copied into one fills the parameter.
         """
@@ -129,7 +129,7 @@ class StateHead(nn.Module):
     # -- what training and the torch path of a drafter share
 
     def fuse(self, states: Tensor, embedded: Tensor | None) -> Tensor:
-        """The layer's input: states (+) token embeddings, [..., d].
+        """Return the layer's input: states (+) token embeddings, [..., d].
 
         Args:
             states: [..., d].
@@ -142,7 +142,7 @@ class StateHead(nn.Module):
         return F.linear(torch.cat((embedded, states), -1), self.fc.weight, self.fc.bias).to(states.dtype)
 
     def _without_token(self, states: Tensor) -> Tensor:
-        """The same map with `blank` for the token, whose share is one row for all: half of the product."""
+        """Return the same map with `blank` for the token, whose share is one row for all: half of the product."""
         assert self.blank is not None, "a head without a blank is always given tokens"
         of_token, of_state = self.fc.weight.chunk(2, dim=1)
         constant = F.linear(self.blank, of_token, self.fc.bias)

@@ -30,15 +30,15 @@ Storage = Literal["auto", "plain", "int8", "q8_0", "q4_0"]
 
 
 def storage_option() -> Storage:
-    """The field of a drafter's options that says how its weights are stored."""
+    """Return the field of a drafter's options that says how its weights are stored."""
     said = "how its weights are stored: plain, in the target's number type; auto: in as many bits as the target's"
     found: Storage = option("auto", help=said)
     return found
 
 
 def stored_as(asked: Storage, target: TargetInfo) -> Quant | None:
-    """The storage of a drafter's weights; None: plain. By default a draft takes the same share of a pass as of one over
-    plain weights."""
+    """Return the storage of a drafter's weights; None: plain. By default a draft takes the same share of a pass as of
+    one over plain weights."""
     if asked != "auto":
         return None if asked == "plain" else asked
     of_target = None if target.handle.stack is None else target.decoder.quant
@@ -88,26 +88,26 @@ class HeadNetwork:
             self.fuse = NativeFuse(*parts, reads_tokens, handle.stack)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """The attention plan of rows at ``positions`` [rows] int64; see `Decoder.plan`."""
+        """Return the attention plan of rows at ``positions`` [rows] int64; see `Decoder.plan`."""
         return self.decoder.plan(segments, positions)
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """[rows, d] what is kept of the taps that a pass showed: the last layer, raw."""
+        """Return [rows, d] what is kept of the taps that a pass showed: the last layer, raw."""
         return hidden[LAST]
 
     def final(self, states: Tensor) -> Tensor:
-        """[rows, d] the states that rows are made of, from what was kept: behind the final norm. Where rows are fused
-        in compiled code, that does it."""
+        """Return [rows, d] the states that rows are made of, from what was kept: after the final norm. Where rows
+        are fused in compiled code, that does it."""
         return self.handle.final(states)
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
-        """[rows, d] the states that come next; see `StateBody.run`."""
+        """Return [rows, d] the states that come next; see `StateBody.run`."""
         fused = self._fused(states, self.handle.embed(batch.tokens) if tokens else None)
         state = ForwardState(fused, batch.positions, batch.slots, batch.attn)
         return self.decoder.run_layers(state, 0, 1, pool).hidden
 
     def logits(self, states: Tensor) -> Tensor:
-        """[rows, V] float32 or wider, of states that it predicted: by the target's own head."""
+        """Return [rows, V] float32 or wider, of states that it predicted: by the target's own head."""
         return self.decoder.read(states)
 
     def _fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:
@@ -120,7 +120,7 @@ class HeadNetwork:
 def _fusing(
     head: StateHead, dtype: torch.dtype, device: torch.device, make: Callable[[Tensor, Tensor | None], LinearOp]
 ) -> tuple[LinearOp, LinearOp, Tensor]:
-    """The map of states with tokens, the map of states without, and what the latter always adds, [1, d]."""
+    """Return the map of states with tokens, the map of states without, and what the latter always adds, [1, d]."""
     weight = head.fc.weight.data.to(device, dtype)
     bias = None if head.fc.bias is None else head.fc.bias.data.to(device, dtype)
     width = weight.shape[0]

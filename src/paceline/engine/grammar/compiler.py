@@ -22,7 +22,7 @@ KEPT = 128  # compiled grammars
 # Of llguidance's parser; its speeds make them about half a second for a grammar, and at most 50 ms for a token. What a
 # token took to find out is kept with the grammar: a pattern that needs much at first needs little later.
 INITIAL_FUEL, STEP_FUEL, STEP_ITEMS = 10_000_000, 700_000, 50_000
-# No white space that is not in a string: an answer cannot go on with blanks for ever, and most punctuation is forced.
+# No white space that is not in a string: an answer cannot continue with blanks, and most punctuation is forced.
 # A schema's own "x-guidance" says otherwise.
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False}
 
@@ -43,11 +43,11 @@ class Grammars:
         self._lock = Lock()
 
     def __contains__(self, grammar: Grammar) -> bool:
-        """Whether a matcher of it costs nothing."""
+        """Return whether a matcher of it costs nothing."""
         return grammar in self._compiled
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of an output.
+        """Return a matcher at the beginning of an output.
 
         Raises:
             ConfigError: a grammar that cannot be read or met, or is too large.
@@ -56,7 +56,7 @@ class Grammars:
         return GrammarMatcher(partial(self._parser, grammar), self._vocab_size)
 
     def _parser(self, grammar: Grammar) -> LLMatcher:
-        """A parser at the beginning of an output; errors as of `matcher`."""
+        """Return a parser at the beginning of an output; errors as of `matcher`."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:

@@ -1,4 +1,4 @@
-"""A grammar beside one output: which tokens may follow, wherever in a draft tree that is asked."""
+"""A grammar next to one output: which tokens may follow, wherever in a draft tree that is asked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GrammarMatcher:
         return other
 
     def __call__(self, output: Sequence[int]) -> Tensor:
-        """[V] bool: the tokens that may follow. Behind a text that is not allowed, all: nobody gets there.
+        """Return [V] bool: the tokens that may follow. After a text that is not allowed, all: nobody gets there.
 
         Raises:
             ConfigError: what follows takes more work to find out than a request is given.
@@ -71,7 +71,7 @@ class GrammarMatcher:
         return self._of_draft(output, allowed) or [False for _ in paths]
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
-        """Tokens of the text that follows whatever is chosen, split as the tokenizer would."""
+        """Return tokens of the text that follows whatever is chosen, split as the tokenizer would."""
         found = None if most <= 0 else self._of_draft(output, lambda parser: parser.compute_ff_tokens())
         return (found or [])[:most]
 
@@ -113,7 +113,7 @@ class GrammarMatcher:
 
 
 def words_of(error: str) -> str:
-    """An error of llguidance without the traces of its insides."""
+    """Return an error of llguidance without the traces of its insides."""
     return " ".join(re.split("<(?:backtrace|state|non-verbose/)>", error)[0].split())[:500]
 
 

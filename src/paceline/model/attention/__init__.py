@@ -13,8 +13,8 @@ BACKENDS = ("sdpa", "reference")
 
 
 def make_backend(name: str, dtype: torch.dtype, exact: bool = False) -> AttentionBackend:
-    """The backend called ``name``, one of `BACKENDS`, for queries, keys and values of ``dtype``; ``exact``: every row's
-    sum is taken over its own keys alone, in plain decoding's order.
+    """Return the backend called ``name``, one of `BACKENDS`, for queries, keys and values of ``dtype``; ``exact``:
+    every row's sum is taken over its own keys alone, in plain decoding's order.
 
     Raises:
         ConfigError: unknown name.

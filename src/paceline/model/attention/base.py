@@ -69,17 +69,17 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None,
     ) -> Tensor:  # [rows, heads * head_dim]
-        """Attention of every row over the keys of its own segment."""
+        """Return attention of every row over the keys of its own segment."""
         ...
 
 
 def slot_indices(slots: slice | Tensor, device: torch.device) -> Tensor:
-    """[slots] int64: slots that may be given as a slice, where they are contiguous."""
+    """Return [slots] int64: slots that may be given as a slice, where they are contiguous."""
     return torch.arange(slots.start, slots.stop, device=device) if isinstance(slots, slice) else slots
 
 
 def block_visibility(segment: Segment, device: torch.device) -> Tensor:
-    """[rows, block] bool: which keys of the block each row sees (the chain rule where none is given)."""
+    """Return [rows, block] bool: which keys of the block each row sees (the chain rule where none is given)."""
     if segment.visible is not None:
         return segment.visible
     rows = segment.stop - segment.start
@@ -88,15 +88,15 @@ def block_visibility(segment: Segment, device: torch.device) -> Tensor:
 
 
 def key_positions(segment: Segment, device: torch.device) -> Tensor:
-    """[num_keys] int64: absolute position of every key."""
+    """Return [num_keys] int64: absolute position of every key."""
     if segment.positions is None:
         return torch.arange(segment.num_keys, device=device)
     return torch.cat((torch.arange(segment.prefix, device=device), segment.positions))
 
 
 def key_mask(segment: Segment, positions: Tensor, window: int | None) -> Tensor:
-    """[rows, num_keys] bool: the keys that the rows of a segment, at absolute positions [rows] int64, may see; those at
-    positions <= row position - window are out of sight, where there is a window."""
+    """Return [rows, num_keys] bool: the keys that the rows of a segment, at absolute positions [rows] int64, may see;
+    those at positions <= row position - window are out of sight, where there is a window."""
     device = positions.device
     rows = segment.stop - segment.start
     mask = torch.ones(rows, segment.num_keys, dtype=torch.bool, device=device)

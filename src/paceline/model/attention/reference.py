@@ -16,7 +16,7 @@ class ReferenceAttention:
     name = "reference"
 
     def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> AttentionPlan:
-        """By window, one boolean mask [rows, keys] a segment."""
+        """Return by window one boolean mask [rows, keys] a segment."""
         masks = {w: [key_mask(s, positions[s.start : s.stop], w) for s in segments] for w in windows}
         return AttentionPlan(segments, masks)
 
@@ -29,7 +29,7 @@ class ReferenceAttention:
         scale: float,
         window: int | None,
     ) -> Tensor:  # [rows, heads * head_dim]
-        """Attention of every row over the keys that its mask shows."""
+        """Return attention of every row over the keys that its mask shows."""
         outputs = []
         groups = query.shape[1] // k_cache.shape[0]
         for segment, mask in zip(plan.segments, plan.made[window], strict=True):

@@ -7,7 +7,7 @@ shared by all layers.
 Exact. A row's bits must not depend on the other rows of the pass, so every row becomes a batch entry of
 its own: one query against its own keys, in plain decoding's order, padded with masked keys to a
 multiple of `BUCKET`. The kernel computes batch entries apart, and the shape of an entry depends on the
-row's position alone. What lies behind the row's own keys is multiplied by zero. On CPUs entries are
+row's position alone. What lies after the row's own keys is multiplied by zero. On CPUs entries are
 float32: in 16 bits the kernel rearranges the keys of each entry, which takes most of its time.
 """
 
@@ -51,7 +51,7 @@ class SdpaAttention:
         self.exact = exact
 
     def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> AttentionPlan:
-        """By window, the kernel calls with their masks."""
+        """Return by window the kernel calls with their masks."""
         make = _exact_calls if self.exact else _calls
         wide = self.exact and self.dtype.itemsize == 2 and positions.device.type == "cpu"
         dtype = torch.float32 if wide else self.dtype
@@ -67,7 +67,7 @@ class SdpaAttention:
         scale: float,
         window: int | None,
     ) -> Tensor:  # [rows, heads * head_dim]
-        """Attention of every row over the keys of its own segment."""
+        """Return attention of every row over the keys of its own segment."""
         kernel: Callable[..., Tensor] = _attend_each if self.exact else _attend_together
         calls = plan.made[window]
         if len(calls) == 1:
@@ -76,12 +76,12 @@ class SdpaAttention:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, keys]: 0 where visible, -inf where not."""
+    """Return [rows, keys]: 0 where visible, -inf where not."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def _calls(segment: Segment, positions: Tensor, window: int | None, dtype: torch.dtype) -> list[Call]:
-    """One call a segment, with as little mask as its shape allows."""
+    """Return one call a segment, with as little mask as its shape allows."""
     rows = slice(segment.start, segment.stop)
     width = segment.stop - segment.start
     fits = window is None or segment.num_keys <= window
@@ -95,7 +95,7 @@ def _calls(segment: Segment, positions: Tensor, window: int | None, dtype: torch
 
 
 def _attend_together(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
-    """All rows of one sequence in one kernel call."""
+    """Return all rows of one sequence in one kernel call."""
     rows, heads, dim = query.shape
     k = _rows_of(k_cache, call.keys)[None]  # [1, kv_heads, keys, head_dim]
     v = _rows_of(v_cache, call.keys)[None]
@@ -118,7 +118,7 @@ def _attend_together(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor
 
 
 def _rows_of(cache: Tensor, keys: slice | Tensor) -> Tensor:
-    """[kv_heads, keys, head_dim]: cache[:, keys].
+    """Return [kv_heads, keys, head_dim]: cache[:, keys].
 
     Scattered rows by index_select, which is several times as fast as indexing with a tensor.
     """
@@ -126,14 +126,14 @@ def _rows_of(cache: Tensor, keys: slice | Tensor) -> Tensor:
 
 
 def _exact_calls(segment: Segment, positions: Tensor, window: int | None, dtype: torch.dtype) -> list[Call]:
-    """Rows grouped by the bucket that their number of keys falls into."""
+    """Return rows grouped by the bucket that their number of keys falls into."""
     if segment.visible is None and isinstance(segment.keys, slice):
         return _exact_chain_calls(segment, positions, window, dtype)
     return _exact_gather_calls(segment, positions, window, dtype)
 
 
 def _exact_chain_calls(segment: Segment, positions: Tensor, window: int | None, dtype: torch.dtype) -> list[Call]:
-    """A chain in contiguous slots: rows of one bucket share one slice of keys, no gather."""
+    """Return a chain in contiguous slots: rows of one bucket share one slice of keys, no gather."""
     assert isinstance(segment.keys, slice)
     device = positions.device
     width = segment.stop - segment.start
@@ -155,7 +155,7 @@ def _exact_chain_calls(segment: Segment, positions: Tensor, window: int | None, 
 
 
 def _exact_gather_calls(segment: Segment, positions: Tensor, window: int | None, dtype: torch.dtype) -> list[Call]:
-    """Tree rows, or scattered slots: every row's own keys in path order, gathered."""
+    """Return tree rows, or scattered slots: every row's own keys in path order, gathered."""
     device = positions.device
     rows = positions[segment.start : segment.stop]
     visible = key_mask(segment, rows, None)  # without the window: the order must not depend on it
@@ -179,7 +179,7 @@ def _exact_gather_calls(segment: Segment, positions: Tensor, window: int | None,
 
 
 def _buckets(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """(one past the last row, bucket) of each run of rows that share a bucket and fit the gather limit."""
+    """Return (one past the last row, bucket) of each run of rows that share a bucket and fit the gather limit."""
     runs: list[tuple[int, int]] = []
     start = 0
     for row, count in enumerate(counts):
@@ -194,7 +194,9 @@ def _buckets(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _attend_each(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
-    """Every row a batch entry of its own, in its mask's dtype: [rows, kv_heads, groups, head_dim] on its own keys."""
+    """Return every row a batch entry of its own, in its mask's dtype: [rows, kv_heads, groups, head_dim] on its own
+    keys.
+    """
     assert call.mask is not None
     mask = call.mask[:, None, None, :]
     rows, heads, dim = query.shape

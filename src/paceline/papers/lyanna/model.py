@@ -66,7 +66,7 @@ class LyannaModel(nn.Module):
 
     @staticmethod
     def fresh(shape: LyannaShape, generator: torch.Generator, device: torch.device | str = "cpu") -> LyannaModel:
-        """One to be trained, in float32."""
+        """Return one to be trained, in float32."""
         made = LyannaModel(shape, device=device)
         made.head.start(generator)
         if made.info is not None:
@@ -86,7 +86,7 @@ class LyannaModel(nn.Module):
         FILES.copy(self.tensors(), FILES.tensors(folder), folder / WEIGHTS_FILE)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters under their names in the file."""
+        """Return parameters under their names in the file."""
         found = self.head.tensors()
         return found if self.info is None else {**found, **self.info.tensors()}
 
@@ -119,5 +119,5 @@ class LyannaModel(nn.Module):
 
 
 def read_shape(folder: str | Path) -> LyannaShape:
-    """The configuration of a trained drafter; errors as of `TrainedFiles.config`."""
+    """Return the configuration of a trained drafter; errors as of `TrainedFiles.config`."""
     return FILES.config(LyannaShape, Path(folder))

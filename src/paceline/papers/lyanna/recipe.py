@@ -28,10 +28,10 @@ class LyannaOptions(LayerOptions):
 
 
 def build(options: LyannaOptions, context: BuildContext) -> HeadRecipe:
-    """A fresh drafter, or one that goes on from ``context.init``.
+    """Return a fresh drafter, or one that continues from ``context.init``.
 
     Raises:
-        ConfigError: a drafter of another shape to go on from.
+        ConfigError: a drafter of another shape to continue from.
     """
     target, folder = context.subject()
     shape = LyannaShape(

@@ -54,7 +54,7 @@ class TokenInfo(nn.Module):
         self.gain.fill_(GAIN)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters under their names in a file."""
+        """Return parameters under their names in a file."""
         return {"token_info.down": self.down.data, "token_info.up": self.up.data, "token_info.gain": self.gain.data}
 
     def factors(self, embedded: Tensor) -> Tensor:

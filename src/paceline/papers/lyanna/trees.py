@@ -1,4 +1,4 @@
-"""Token trees from a chain of logits: token-info sampling, and naive beam sampling beside it.
+"""Token trees from a chain of logits: token-info sampling, and naive beam sampling next to it.
 
 The logits of a level do not depend on the tokens drafted in front of it; what a parent's token says about its children
 is a bias on them (`token_info`). So one chain of logits gives a whole tree, and another tree when the true token is
@@ -43,7 +43,8 @@ def token_info_sampling(growths: Sequence[Growth], grower: Grower, bias: Bias) -
 
 
 def beam_sampling(logits: Tensor, width: int, budget: int) -> Proposal:
-    """The naive way (section 5.2): the ``budget`` paths with the highest product of probabilities, levels independent.
+    """Return the naive way (section 5.2): the ``budget`` paths with the highest product of probabilities, levels
+    independent.
 
     Args:
         logits: [levels, V] raw.

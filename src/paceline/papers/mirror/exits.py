@@ -1,16 +1,16 @@
 """Early exits: what a target says in the middle of its layers, and the trained maps that make it readable.
 
-The trained exit behind layer e maps a state to what the target's own final norm and head can read:
+The trained exit after layer e maps a state to what the target's own final norm and head can read:
 
     f(h) = W2 ReLU(W1 h),    logits = W_LM norm(f(h))        W1 [H/2, H], W2 [H, H/2]
 
-The final norm applies to what the map makes. The paper leaves it out of eq. 6; but W_LM was trained on states behind
+The final norm applies to what the map makes. The paper leaves it out of eq. 6; but W_LM was trained on states after
 it, and the length of f(h), which would else have to be learned, then does not count. There is no bias: a head has
 H^2 parameters, as the paper's shares say.
 
 With ``skip``, which is ours, the map is added to the state: f(h) = h + W2 ReLU(W1 h), with W2 = 0 to begin with. Then
-an exit begins as what the head reads of the state as it is, and training goes on from there; the paper's map first has
-to learn that again.
+an exit begins as what the head reads of the state as it is, and training continues from there; the paper's map first
+has to learn that again.
 
 Source: Mirror Speculative Decoding, section 3.1, eq. 6, and E.2.
 """
@@ -48,8 +48,8 @@ class ExitsConfig(TrainedConfig):
 
     layers: tuple[int, ...]  # layers of the target in front of each exit, ascending
     num_layers: int  # of the target
-    d_model: int  # likewise
-    vocab_size: int  # likewise
+    d_model: int  # in the same way
+    vocab_size: int  # in the same way
     skip: bool = False  # whether the state is added to what the map makes of it
 
     def __post_init__(self) -> None:
@@ -77,7 +77,9 @@ class ExitHeads(nn.Module):
     @staticmethod
     @torch.no_grad()
     def fresh(config: ExitsConfig, generator: torch.Generator | None = None) -> ExitHeads:
-        """Exits to be trained, in float32: random, of a length that keeps that of the states, or that adds nothing."""
+        """Return exits to be trained, in float32: random, of a length that keeps that of the states, or that adds
+        nothing.
+        """
         heads, d = ExitHeads(config), config.d_model
         fill_normal(heads.down, d**-0.5, generator)
         if config.skip:
@@ -87,7 +89,7 @@ class ExitHeads(nn.Module):
         return heads
 
     def adapt(self, exit_: int, hidden: Tensor) -> Tensor:
-        """f(h) of one exit, for states [.., d_model] behind its layers."""
+        """f(h) of one exit, for states [.., d_model] after its layers."""
         made = F.linear(torch.relu(F.linear(hidden, self.down[exit_])), self.up[exit_])
         return hidden + made if self.config.skip else made
 
@@ -97,7 +99,7 @@ class ExitHeads(nn.Module):
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> ExitHeads:
-    """Trained exits from a folder that `ExitHeads.save` wrote.
+    """Return trained exits from a folder that `ExitHeads.save` wrote.
 
     Raises:
         ConfigError: files or tensors that are missing, broken, misshaped or left over.
@@ -116,38 +118,38 @@ class ExitHead:
 
     target: Decoder
     layer: int  # layers in front of it: it reads the states that layer ``layer`` (counted from 0) would read
-    heads: ExitHeads | None = None  # trained ones, among them one behind these layers
+    heads: ExitHeads | None = None  # trained ones, among them one after these layers
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, V] float32 or wider, from states [rows, d_model] after the first ``layer`` layers."""
+        """Return [rows, V] float32 or wider, from states [rows, d_model] after the first ``layer`` layers."""
         if self.heads is not None:
             hidden = self.heads.adapt(self.heads.config.layers.index(self.layer), hidden)
         return self.target.read(hidden)
 
 
 def exit_of(folder: Path, target: Decoder, layer: int, name: str, mark: str | None = None) -> ExitHead:
-    """The trained exit of a folder behind the first ``layer`` layers of the target ``name``; ``mark`` is its
+    """Return the trained exit of a folder after the first ``layer`` layers of the target ``name``; ``mark`` is its
     checkpoint's `fingerprint`, None: not looked at.
 
     Raises:
         ConfigError: as of `load`.
-        CapabilityError: exits of another target, or none behind that layer.
+        CapabilityError: exits of another target, or none after that layer.
     """
     heads = load(folder, target.dtype, target.device)
     asked = f"early exits {str(folder)!r}"
     check_target(asked, heads.config, name, target.config, mark)
     if layer not in heads.config.layers:
         there = ", ".join(map(str, heads.config.layers))
-        raise CapabilityError(f"{asked} at layer {layer}", f"they lie behind layers {there}", "name one of these")
+        raise CapabilityError(f"{asked} at layer {layer}", f"they lie after layers {there}", "name one of these")
     return ExitHead(target, layer, heads)
 
 
 def exit_layer(text: str, num_layers: int, asked: str) -> int:
-    """Layers in front of an exit, from a number of them or a share such as ``1/2``, which is rounded down; ``asked``
-    begins messages.
+    """Return layers in front of an exit, from a number of them or a share such as ``1/2``, which is rounded down;
+    ``asked`` begins messages.
 
     Raises:
-        ConfigError: neither, or outside the target: at least one layer is in front of it, and one behind.
+        ConfigError: neither, or outside the target: at least one layer is in front of it, and one after.
     """
     match = re.fullmatch(r"\s*(\d{1,6})\s*(?:/\s*(\d{1,6})\s*)?", text, re.ASCII)
     if match is None or (match[2] is not None and not 0 < int(match[1]) < int(match[2])):
@@ -161,5 +163,5 @@ def exit_layer(text: str, num_layers: int, asked: str) -> int:
 
 
 def shares(num_layers: int, parts: Sequence[float] = (0.25, 0.5, 0.75)) -> tuple[int, ...]:
-    """Layers in front of exits at these shares of the depth (E.2), rounded down, 1 at least."""
+    """Return layers in front of exits at these shares of the depth (E.2), rounded down, 1 at least."""
     return tuple(sorted({max(1, int(num_layers * part)) for part in parts}))

@@ -1,6 +1,6 @@
 """The recipe ``exits``: early exits at several depths of a frozen target, trained together.
 
-Source: Mirror Speculative Decoding, E.2, eq. 15, with distillation from the target beside the text (``distill``; the
+Source: Mirror Speculative Decoding, E.2, eq. 15, with distillation from the target next to the text (``distill``; the
 paper has none: 0).
 """
 
@@ -33,7 +33,7 @@ class ExitOptions:
     """Where exits are, and what they learn from."""
 
     depths: tuple[float, ...] = option(
-        (0.25, 0.5, 0.75), help="shares of the target's depth behind which an exit stands"
+        (0.25, 0.5, 0.75), help="shares of the target's depth after which an exit stands"
     )
     skip: bool = option(False, help="add the state to what an exit makes of it, so that it begins as the untrained one")
     distill: float = option(
@@ -63,7 +63,9 @@ class ExitRecipe:
 
     @torch.no_grad()
     def states(self, batch: TokenBatch) -> list[Tensor]:
-        """[rows, d_model] of the tokens with weight: behind the layers of every exit, and behind the last layer."""
+        """Return [rows, d_model] of the tokens with weight: after the layers of every exit, and after the last
+        layer.
+        """
         rows = batch.weights > 0
         hidden, found, start = self.target.embed(batch.tokens), [], 0
         for stop in (*self.module.config.layers, self.target.config.num_layers):
@@ -72,7 +74,7 @@ class ExitRecipe:
         return found
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        """The mean over the exits, and each one's parts (nats)."""
+        """Return the mean over the exits, and each one's parts (nats)."""
         *states, last = self.states(batch)
         rows, count = batch.weights > 0, len(states)
         weights, tokens = batch.weights[rows], batch.targets[rows]
@@ -95,7 +97,7 @@ class ExitRecipe:
         }
 
     def _normed(self, place: int, hidden: Tensor) -> Tensor:
-        """What the target's head reads of one exit."""
+        """Return what the target's head reads of one exit."""
         return self.target.final(self.module.adapt(place, hidden))
 
     # -- held-out figures (figure 9)
@@ -132,7 +134,7 @@ class ExitRecipe:
         return total, hits, masses
 
     def _parts(self, batch: TokenBatch) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
-        """States of the exits, last states and the text's next tokens, some rows at a time."""
+        """Yield states of the exits, last states and the text's next tokens, some rows at a time."""
         *states, last = self.states(batch)
         size = max(1, EVALUATED_LOGITS // self.target.head_weight.shape[0])
         parts = zip(*(hidden.split(size) for hidden in states), strict=True)
@@ -143,17 +145,17 @@ class ExitRecipe:
     # -- result
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """`ExitHeads.save` in bf16; parameters, and their share of the target's."""
+        """Return `ExitHeads.save` in bf16; parameters, and their share of the target's."""
         self.module.save(folder)
         own, all_ = (sum(p.numel() for p in part.parameters()) for part in (self.module, self.target))
         return {"parameters": own, "share_of_target": own / all_}
 
 
 def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:
-    """Fresh exits of the context's target, or those in ``context.init``.
+    """Return fresh exits of the context's target, or those in ``context.init``.
 
     Raises:
-        ConfigError: one without a middle, or exits of another shape to go on from.
+        ConfigError: one without a middle, or exits of another shape to continue from.
     """
     target, folder = context.subject()
     shape = target.config

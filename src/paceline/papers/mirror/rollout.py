@@ -31,7 +31,7 @@ class Chain:
         return len(self.nodes)
 
     def behind(self, place: int) -> int:
-        """The node after so many of its tokens."""
+        """Return the node after so many of its tokens."""
         return self.nodes[place - 1] if place else ROOT
 
 
@@ -88,7 +88,7 @@ class Rollout:
             self._given.setdefault(branch.key, []).append(branch)
 
     def begin(self, key: int, levels: int) -> None:
-        """A chain below the root."""
+        """Begin a chain below the root."""
         self.fresh[key] = Branch(key, ROOT, levels)
         self._open.append(self.fresh[key])
 
@@ -108,7 +108,7 @@ class Rollout:
             self._growing = self.sessions.begin(asks, levels)
 
     def finish(self, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
-        """The verdict: waits for what is reused, and for nothing else.
+        """Return the verdict: waits for what is reused, and for nothing else.
 
         Args:
             said: the outcomes that came true, and their tokens.
@@ -140,7 +140,7 @@ class Rollout:
                 return self._end()
 
     def _go_on(self, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
-        """Let the drafter go on to what was said, all branches of which it keeps or drops (section 3.1)."""
+        """Move the drafter on to the verdict, all branches of which it keeps or drops (section 3.1)."""
         reused, began = {}, perf_counter()
         for key in ended:
             self.sessions.close(key)
@@ -165,7 +165,7 @@ class Rollout:
             self._growing = None
 
     def _take(self) -> None:
-        """The levels that came since the last look."""
+        """Take the levels that came since the last call."""
         if self._growing is not None:
             levels = self._growing.levels[self._taken :]
             for level in levels:
@@ -175,7 +175,9 @@ class Rollout:
     # -- levels
 
     def asks(self) -> tuple[list[Ask], list[list[int]]]:
-        """The first level of everything, and how many tokens are wanted below each of its nodes, given ones first."""
+        """Return the first level of everything, and how many tokens are wanted below each of its nodes, given ones
+        first.
+        """
         asks, levels = [], []
         for key, branches in self._by_key().items():
             given = self._given.get(key, ())
@@ -184,7 +186,7 @@ class Rollout:
         return asks, levels
 
     def _owes(self, outcomes: Iterable[Outcome]) -> bool:
-        """Whether one of these was prepared for, and has no node yet."""
+        """Return whether one of these was prepared for, and has no node yet."""
         given = {branch.outcome for own in self._given.values() for branch in own}
         return any(outcome in given for outcome in outcomes)
 
@@ -230,7 +232,7 @@ class Rollout:
                 self._open.append(branch)
 
     def _check(self, key: int, answer: Grown) -> None:
-        """Refuse what is no answer."""
+        """Refuse a reply that is not an answer."""
         given = len(self._given.get(key, ()))
         columns = answer.parents, answer.nodes, answer.tokens, answer.sources
         if len(answer.given) != given or len({*map(len, columns)}) > 1:
@@ -240,7 +242,7 @@ class Rollout:
 
 
 def share_rows(chances: Sequence[float], most: Sequence[int], rows: int, kept: float) -> list[int]:
-    """Levels of each branch under one budget, so that what is prepared is worth most.
+    """Return levels of each branch under one budget, so that what is prepared is worth most.
 
     A row on level l of a branch is of use where its outcome comes true and the l tokens in front of it are accepted:
     the likeliest rows are taken. Of equals the earlier branch's.

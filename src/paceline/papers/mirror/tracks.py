@@ -41,7 +41,9 @@ from ...weights.names import Piece
 
 
 def track_share(config: DecoderConfig, rank: int) -> Share:
-    """What the process of a track has: in the words of tensor parallel, of which vocabulary and joins are used."""
+    """Return what the process of a track has: in the words of tensor parallel, of which vocabulary and joins are
+    used.
+    """
     return Share(replace(config, family="llama"), rank, config.tracks)
 
 
@@ -108,7 +110,7 @@ class Tracks(Decoder):
         self._parts: WeakKeyDictionary[KVCache, list[LayerCache]] = WeakKeyDictionary()
 
     def cut_of(self, piece: Piece) -> list[Piece]:
-        """What of a checkpoint's tensor is read here; the table is both ends."""
+        """Return what of a checkpoint's tensor is read here; the table is both ends."""
         kind, _, rest = piece.into.partition(".")
         if kind == "tracks":
             return [piece] if int(rest.partition(".")[0]) in self.here else []
@@ -132,7 +134,7 @@ class Tracks(Decoder):
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """See `Decoder`: of the tracks that are here, one's layers behind the other's."""
+        """See `Decoder`: of the tracks that are here, one's layers after the other's."""
         layers, heads, width = self._each[0].body.cache_shape
         return len(self._each) * layers, heads, width
 
@@ -206,11 +208,11 @@ class Tracks(Decoder):
             state.hidden = state.hidden + total.to(self.dtype)
 
     def _side_by_side(self, own: Sequence[Tensor]) -> Tensor:
-        """[rows, G d] of all tracks' [rows, d]."""
+        """Return [rows, G d] of all tracks' [rows, d]."""
         return torch.cat(tuple(own), dim=1) if self.ranks is None else self.ranks.joins.gather(own[0].contiguous())
 
     def _cache(self, cache: KVCache) -> list[LayerCache]:
-        """Of each track, whose layers lie one behind the other."""
+        """Of each track, whose layers lie one after the other."""
         if cache not in self._parts:
             n = self.num_layers
             parts = [slice(i * n, (i + 1) * n) for i in range(len(self._each))]

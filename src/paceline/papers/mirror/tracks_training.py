@@ -1,7 +1,7 @@
 """A draft of tracks with gradients: all tracks at once, their products as one batch of products.
 
 What `papers.mirror.tracks.Tracks` computes track by track, without a cache. Every parameter holds those of all tracks,
-one behind the other; files have them under their own names (`weights.names`).
+one after the other; files have them under their own names (`weights.names`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrackLayer(nn.Module):
         self.config = config
 
     def forward(self, x: Tensor, rotation: Rotation, mask: Tensor) -> Tensor:
-        """[G, B, T, d] of the residual streams of all tracks."""
+        """Return [G, B, T, d] of the residual streams of all tracks."""
         c, parts = self.config, dict(self.named_parameters())
         tracks = len(x)
         both = product(gained(x, parts["attention_norm"], c.norm_eps), parts["qkv"]).unflatten(-1, (-1, c.head_dim))
@@ -74,11 +74,11 @@ class TracksNetwork(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, d_model] of the output head."""
+        """Return [V, d_model] of the output head."""
         return self.embedding
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """[B, T, d_model] after the final norm."""
+        """Return [B, T, d_model] after the final norm."""
         c = self.config
         rotation, mask = rotation_of(self._rope, batch.positions), visible(batch)
         x = F.embedding(batch.tokens, self.embedding).unflatten(-1, (c.tracks, -1)).movedim(2, 0)  # [G, B, T, d]
@@ -90,7 +90,7 @@ class TracksNetwork(nn.Module):
         return F.rms_norm(wide, (c.d_model,), self.norm, c.norm_eps)
 
     def merged(self, x: Tensor) -> Tensor:
-        """[G, B, T, d] of all tracks, behind what they give each other; see `papers.mirror.tracks`."""
+        """Return [G, B, T, d] of all tracks, after what they give each other; see `papers.mirror.tracks`."""
         c = self.config
         normed = gained(x, self.merge_norm, c.norm_eps)
         if c.merge == "sum":
@@ -100,7 +100,7 @@ class TracksNetwork(nn.Module):
     # -- files
 
     def _rows(self, piece: Piece) -> Tensor:
-        """The values that a tensor of a checkpoint has here."""
+        """Return the values that a tensor of a checkpoint has here."""
         values = dict(self.named_parameters())
         if not piece.into.startswith("tracks."):
             return values[piece.into.removesuffix(".weight")]
@@ -119,7 +119,7 @@ class TracksNetwork(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> TracksNetwork:
-        """The checkpoint in ``folder``, in float32."""
+        """Return the checkpoint in ``folder``, in float32."""
         network = cls(read_config(folder))
         network.load_weights(folder)
         return network
@@ -131,10 +131,10 @@ class TracksNetwork(nn.Module):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """[G, B, T, out] of x [G, B, T, in] and weights [G, out, in]: of each track its own."""
+    """Return [G, B, T, out] of x [G, B, T, in] and weights [G, out, in]: of each track its own."""
     return torch.bmm(x.flatten(1, 2), weight.transpose(1, 2)).unflatten(1, x.shape[1:3])
 
 
 def gained(x: Tensor, gains: Tensor, eps: float) -> Tensor:
-    """RMS norm [G, B, T, d] of every track, with gains [G * d], in float32."""
+    """Return RMS norm [G, B, T, d] of every track, with gains [G * d], in float32."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps) * gains.view(len(x), 1, 1, -1)

@@ -1,7 +1,7 @@
 """A trained SPIRe drafter: what it is, and its files.
 
 A folder with a Hugging Face checkpoint of the draft's layers and ends (``config.json``, ``model.safetensors``; of the
-layers alone where the ends are the target's), and beside it ``spire.json``, which says what the draft is and for whom,
+layers alone where the ends are the target's), and next to it ``spire.json``, which says what the draft is and for whom,
 and ``spire.safetensors``, the weights of its feedback memory.
 """
 
@@ -33,7 +33,7 @@ class SpireShape(TrainedConfig):
 
     layers: int = 0  # of the draft, n
     window: int = 64  # last tokens that a row sees (3.1)
-    sinks: int = 1  # first tokens that it sees beside them
+    sinks: int = 1  # first tokens that it sees next to them
     depth: int = 4  # k, the passes that it was trained for
     feedback: bool = True  # rows see memory of earlier tokens (3.3); else the layers' own inputs, their own among them
     past: Past = "layers"  # what stands for the memory of verified tokens: the target's activations layer by layer; the
@@ -50,7 +50,7 @@ class SpireShape(TrainedConfig):
         self.require("shared", whole, "needs a past that is one vector a token (past = embedding or last)")
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
-        """Of each draft layer the target layer, 0-based, behind which its memory of verified tokens is read; none: it
+        """Of each draft layer the target layer, 0-based, after which its memory of verified tokens is read; none: it
         is read from tokens.
 
         Draft layer i reads y^{N-n-1+i}, 1-based both (3.3 with N=8, n=2: y^6 and y^7): what the target's layer reads
@@ -63,7 +63,10 @@ class SpireShape(TrainedConfig):
         return tuple(num_layers - self.layers - 1 + i for i in range(self.layers))
 
     def fresh_memory(self) -> Tensor | None:
-        """[n, n + 1] (or [1, n + 1]) float32 w before training: mostly what the layer itself reads; None: no memory."""
+        """Return [n, n + 1] (or [1, n + 1]) float32 w before training: mostly what the layer itself reads.
+
+        None: no memory.
+        """
         if not self.feedback:
             return None
         rows = 1 if self.shared else self.layers
@@ -74,17 +77,17 @@ class SpireShape(TrainedConfig):
 
 
 def save_shape(shape: SpireShape, memory: Tensor | None, folder: Path) -> None:
-    """Write what stands beside the checkpoint; errors as of `TrainedFiles.write`."""
+    """Write what stands next to the checkpoint; errors as of `TrainedFiles.write`."""
     FILES.write({} if memory is None else {MEMORY: memory}, asdict(shape), folder, torch.float32)
 
 
 def read_shape(folder: Path) -> SpireShape:
-    """What the draft in a folder is; errors as of `TrainedFiles.config`."""
+    """Return what the draft in a folder is; errors as of `TrainedFiles.config`."""
     return FILES.config(SpireShape, folder)
 
 
 def read_memory(shape: SpireShape, folder: Path) -> Tensor | None:
-    """The weights of its memory, float32; None: it has none. Errors as of `TrainedFiles.copy`."""
+    """Return the weights of its memory, float32; None: it has none. Errors as of `TrainedFiles.copy`."""
     made = shape.fresh_memory()
     FILES.copy({} if made is None else {MEMORY: made}, FILES.tensors(folder), folder / WEIGHTS_FILE)
     return made

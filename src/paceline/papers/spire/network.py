@@ -2,7 +2,7 @@
 
 A row at position t goes through layer i with keys m^i_j of earlier j alone, and only afterwards, when all its
 activations x^0 .. x^n are there, has a memory of its own: m^i_t = sum_l softmax(w_i)_l x^l_t (section 3.3). K and V are
-the layer's projections of these, behind the layer's norm as its own input would be.
+the layer's projections of these, after the layer's norm as its own input would be.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Projection = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def projection(layer: Layer, c: DecoderConfig) -> Projection:
-    """K and V of a layer, of any states: the only products that a verified token costs. Compiled layers have their own.
+    """Return K and V of a layer, of any states: the only products that a verified token costs. Compiled layers have
+    their own.
 
     Args:
         layer: its weights, not yet finished.
@@ -77,12 +78,12 @@ class SpireNetwork:
 
     @property
     def feedback(self) -> bool:
-        """Whether rows have a memory."""
+        """Return whether rows have a memory."""
         return self._mix is not None
 
     @property
     def compiled(self) -> bool:
-        """Whether compiled layers run it."""
+        """Return whether compiled layers run it."""
         return self.decoder.stack is not None
 
     def write(
@@ -93,7 +94,7 @@ class SpireNetwork:
         positions: Sequence[int],
         slots: Sequence[int],
     ) -> None:
-        """K and V of memory vectors.
+        """Return K and V of memory vectors.
 
         Args:
             states: of each layer its own, [n, d_model].
@@ -112,7 +113,7 @@ class SpireNetwork:
                 cache.index_copy_(1, where, values.transpose(0, 1))
 
     def run(self, packer: RowPacker, ring: RingCache) -> tuple[Tensor, Tensor | None]:
-        """One pass.
+        """Return one pass.
 
         Returns:
             [rows, V] logits, and [layers, rows, d_model] the memory of the rows; None without feedback.
@@ -131,6 +132,6 @@ class SpireNetwork:
         return logits, memory.to(first.dtype)
 
     def roll(self, chains: Sequence[RingChain], ring: RingCache, floor: float) -> list[list[tuple[int, float]]]:
-        """Chains of `run` and `write` in one compiled call; see `recall`."""
+        """Return chains of `run` and `write` in one compiled call; see `recall`."""
         assert self.decoder.stack is not None, "compiled layers"
         return recall(self.decoder.stack, ring, chains, self._mix, floor, self.decoder.config.vocab_size)

@@ -45,7 +45,7 @@ class Blocks:
 
     @staticmethod
     def of(batch: TokenBatch, depth: int, offset: int = 0) -> Blocks:
-        """Blocks of ``depth`` tokens, the first of which begins at ``offset``."""
+        """Return blocks of ``depth`` tokens, the first of which begins at ``offset``."""
         length = batch.tokens.shape[1]
         starts = torch.arange(offset, length, depth, device=batch.tokens.device)
         places = starts[:, None] + torch.arange(depth, device=starts.device)
@@ -56,7 +56,7 @@ class Blocks:
 
 
 def mask_of(batch: TokenBatch, blocks: Blocks, shape: SpireShape, step: int) -> Tensor:
-    """[B, 1, P, T + P * own] bool: what the rows of a pass see, figure 2.
+    """Return [B, 1, P, T + P * own] bool: what the rows of a pass see, figure 2.
 
     First the T verified tokens, then the block's own ones, pass by pass: those of the passes before; without feedback
     that of this pass, too.
@@ -90,7 +90,7 @@ class Groups:
 
     @staticmethod
     def of(batch: TokenBatch, blocks: Blocks, shape: SpireShape) -> Groups:
-        """Groups of `GROUP` blocks; one of all blocks, over the whole row, where that is no more work."""
+        """Return groups of `GROUP` blocks; one of all blocks, over the whole row, where that is no more work."""
         rows, length = batch.tokens.shape
         starts = blocks.places[:, 0]
         count, depth, device = len(starts), blocks.places.shape[1], starts.device
@@ -113,19 +113,19 @@ class Groups:
         return Groups(GROUP, places, torch.cat((seen, apart.flatten(3)), -1))
 
     def keys(self, whole: Tensor) -> Tensor:
-        """[B * G, L, ..] of a row's [B, T, ..]."""
+        """Return [B * G, L, ..] of a row's [B, T, ..]."""
         rows, length = whole.shape[:2]
         first = torch.arange(rows, device=whole.device)[:, None, None] * length
         found = whole.flatten(0, 1).index_select(0, (self.places + first).flatten())
         return found.view(-1, self.places.shape[2], *whole.shape[2:])
 
     def split(self, each: Tensor) -> Tensor:
-        """[B * G, C, ..] of the blocks' [B, P, ..]; the last group is filled up with zeros."""
+        """Return [B * G, C, ..] of the blocks' [B, P, ..]; the last group is filled up with zeros."""
         padded = F.pad(each, (0, 0) * (each.ndim - 2) + (0, -each.shape[1] % self.size))
         return padded.reshape(-1, self.size, *each.shape[2:])
 
     def mask(self, mask: Tensor, length: int) -> Tensor:
-        """[B * G, 1, C, L + C * own] of the blocks' mask [B, 1, P, T + P * own]."""
+        """Return [B * G, 1, C, L + C * own] of the blocks' mask [B, 1, P, T + P * own]."""
         mask = mask[:, 0]
         rows, count = mask.shape[:2]
         verified = self.split(mask[:, :, :length]).view(rows, -1, self.size, length)
@@ -139,20 +139,20 @@ class Groups:
 
 
 def keys_and_values(layer: Layer, c: DecoderConfig, memory: Tensor, rotation: Rotation) -> KeyValues:
-    """[.., kv_heads, head_dim] a layer's projections of memory vectors [.., d]."""
+    """Return [.., kv_heads, head_dim] a layer's projections of memory vectors [.., d]."""
     both = _part(layer, normed(layer.attention_norm, memory), slice(c.num_heads * c.head_dim, None))
     k, v = both.unflatten(-1, (-1, c.head_dim)).chunk(2, dim=-2)
     return rotate(head_norm(k, layer.k_norm, c), rotation), v
 
 
 def _queries(layer: Layer, c: DecoderConfig, hidden: Tensor, rotation: Rotation) -> Tensor:
-    """[.., heads, head_dim] of a layer's input [.., d]."""
+    """Return [.., heads, head_dim] of a layer's input [.., d]."""
     q = _part(layer, normed(layer.attention_norm, hidden), slice(0, c.num_heads * c.head_dim))
     return rotate(head_norm(q.unflatten(-1, (-1, c.head_dim)), layer.q_norm, c), rotation)
 
 
 def _part(layer: Layer, x: Tensor, outputs: slice) -> Tensor:
-    """Some of the outputs of a layer's first product."""
+    """Return some of the outputs of a layer's first product."""
     dense = layer._modules["qkv"]
     assert isinstance(dense, Dense), "the draft was finished for inference"
     return F.linear(x, dense.weight[outputs], None if dense.bias is None else dense.bias[outputs])
@@ -166,7 +166,7 @@ def run_blocks(
     blocks: Blocks,
     past: Sequence[Tensor] | None,
 ) -> list[Tensor]:
-    """The k passes.
+    """Return the k passes.
 
     Args:
         network: the draft.
@@ -213,7 +213,8 @@ def run_blocks(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[N, C, heads * head_dim] from q [N, C, heads, head_dim], k and v [N, L, kv_heads, head_dim], mask [N, 1, C, L].
+    """Return [N, C, heads * head_dim] from q [N, C, heads, head_dim], k and v [N, L, kv_heads, head_dim], mask [N, 1,
+    C, L].
 
     In products, since torch's own attention takes five times as long for so few queries.
     """
@@ -227,5 +228,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tens
 
 
 def _each(act: Callable[[Tensor], Tensor], both: KeyValues) -> KeyValues:
-    """Keys and values, the same done to each."""
+    """Return keys and values, the same done to each."""
     return act(both[0]), act(both[1])

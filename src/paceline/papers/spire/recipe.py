@@ -58,7 +58,7 @@ class SpireOptions:
         check(self)
 
     def shape(self, layers: int, target: str = "", mark: str = "") -> SpireShape:
-        """What the draft is; refuses what does not go together."""
+        """Return what the draft is; refuses what does not go together."""
         names = ("window", "sinks", "depth", "feedback", "past", "shared", "ends")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return SpireShape(layers=layers, target=target, fingerprint=mark, **values)
@@ -84,7 +84,7 @@ class SpireModule(nn.Module):
 
 
 # What the target makes of a batch: of each layer [B, T, d] the memory of verified tokens (None: the draft's
-# embeddings), and [B, T, d] its last states behind the final norm.
+# embeddings), and [B, T, d] its last states after the final norm.
 TargetStates = tuple[list[Tensor] | None, Tensor]
 
 
@@ -101,7 +101,7 @@ class PassRows(NamedTuple):
 class SpireRecipe:
     """Trains a draft by k passes over every k-th prefix.
 
-    Blocks begin at a place of the batch that is drawn anew in each step, so that every token is a root now and then.
+    Blocks begin at a place of the batch that is drawn again in each step, so that every token is a root now and then.
 
     Args:
         module: the draft.
@@ -134,7 +134,7 @@ class SpireRecipe:
         self.hot = None if hot is None else hot.to(target.head_weight.device)
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        """The weighted mean over the rows of all passes, and that of each pass."""
+        """Return the weighted mean over the rows of all passes, and that of each pass."""
         offset = int(torch.randint(self.shape.depth, (1,), generator=generator))
         needed = self.shape.past != "embedding" or self.options.loss == "mixed"
         past, final = self.know(batch) if needed else (None, None)
@@ -150,7 +150,7 @@ class SpireRecipe:
         return loss, figures
 
     def _mean(self, part: PassRows, final: Tensor | None) -> Tensor:
-        """The loss of the rows of a pass."""
+        """Return the loss of the rows of a pass."""
         head = self.module.network.head_weight
         frozen = 0 if head.requires_grad else head.shape[1]
         if self.options.loss == "text":
@@ -164,7 +164,7 @@ class SpireRecipe:
 
     @torch.no_grad()
     def know(self, batch: TokenBatch) -> TargetStates:
-        """What the target makes of the tokens."""
+        """Return what the target makes of the tokens."""
         target, n = self.target, self.shape.layers
         if self.serving is not None and torch.is_autocast_enabled("cpu"):
             end = target.config.num_layers - 1
@@ -213,7 +213,7 @@ class SpireRecipe:
 
     @torch.no_grad()
     def judge(self, batch: TokenBatch, offset: int = 0, known: TargetStates | None = None) -> tuple[Tensor, Tensor]:
-        """[B * P, k] each: min(1, q/p) at the text's token, and sum min(p, q); NaN where a row is not there.
+        """Return [B * P, k] each: min(1, q/p) at the text's token, and sum min(p, q); NaN where a row is not there.
 
         Args:
             batch: the text.
@@ -230,7 +230,7 @@ class SpireRecipe:
         return torch.stack(chances, 1), torch.stack(alphas, 1)
 
     def _compare(self, part: PassRows, final: Tensor) -> Tensor:
-        """[2, R] of the rows of a pass."""
+        """Return [2, R] of the rows of a pass."""
         weight, found = self.module.network.head_weight, [part.hidden.new_empty(2, 0)]
         for some in torch.arange(len(final), device=final.device).split(max(1, EVALUATED_LOGITS // len(weight))):
             said = self.module.network.logits(part.hidden[some].to(weight.dtype)).float()
@@ -242,7 +242,7 @@ class SpireRecipe:
         return torch.cat(found, 1)
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """What users load."""
+        """Return what users load."""
         layers_only = self.shape.ends == "target"
         self.module.network.save(folder, dict(self.config), torch.bfloat16, layers_only)
         save_shape(self.shape, self.module.memory, folder)
@@ -250,10 +250,10 @@ class SpireRecipe:
 
 
 def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
-    """A draft cut out of the target, or one that goes on from ``context.init``.
+    """Return a draft cut out of the target, or one that continues from ``context.init``.
 
     Raises:
-        ConfigError: as many layers as it has or more, or a draft of another shape to go on from.
+        ConfigError: as many layers as it has or more, or a draft of another shape to continue from.
         CapabilityError: a target whose layers have sliding windows or rotations of their own.
     """
     target, folder = context.subject()
@@ -277,7 +277,7 @@ def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
 
 @torch.no_grad()
 def _start(network: Network, target: Network, options: SpireOptions, seed: int) -> None:
-    """The target's embedding, last layers, norm and head (section 3.2); or random weights for all that is trained."""
+    """Copy the target's embedding, last layers, norm and head (section 3.2), or draw random weights."""
     if options.start == "pruned":
         take_layers(network, target, range(len(target.layers))[-len(network.layers) :])
         return
@@ -287,7 +287,7 @@ def _start(network: Network, target: Network, options: SpireOptions, seed: int) 
 
 
 def _lend_ends(network: Network, target: Network) -> None:
-    """The target's embedding, norm and head."""
+    """Share the target's embedding, norm and head."""
     known = dict(target.decoder.named_parameters())
     for name, parameter in network.decoder.named_parameters():
         if not name.startswith("layers."):

@@ -1,6 +1,6 @@
 """Draft sessions of a draft model with streams of its own: several tokens of a chain in one pass of it.
 
-    pass j      tip - g1 - g2          g: what the streams of the last pass guessed behind the tip
+    pass j      tip - g1 - g2          g: what the streams of the last pass guessed after the tip
     it says     t1    t2   t3          t1 = g1 and t2 = g2: the chain is three tokens longer, in one pass for three
     streams     of the last node that was right, of which the next pass's guesses are made
 
@@ -29,7 +29,7 @@ from ...model.base import ForwardState
 from .model import StreamSet
 from .visibility import stream_sees
 
-MAX_CARRIERS = 256  # nodes whose streams one pass runs at most; chains beyond it go on a token at a time
+MAX_CARRIERS = 256  # nodes whose streams one pass runs at most; chains beyond it continue a token at a time
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class StreamingSessions(ModelSessions):
     # -- the streams
 
     def _listen(self, carriers: Sequence[_Carrier], inner: Tensor) -> None:
-        """Run the streams of some nodes and keep what they guess behind these nodes' children.
+        """Run the streams of some nodes and keep what they guess after these nodes' children.
 
         Args:
             carriers: session after session.
@@ -226,7 +226,9 @@ class StreamingSessions(ModelSessions):
         self._keep_guesses(able, self._logits(hidden, [*range(len(places))]))
 
     def _segment(self, own: Sequence[_Carrier], first: int, slots: Tensor, where: Sequence[int]) -> Segment:
-        """The streams of one sequence's nodes: each sees its text, its node's path, and the node's streams up to it."""
+        """Return the streams of one sequence's nodes: each sees its text, its node's path, and the node's streams up
+        to it.
+        """
         session, gamma, device = own[0].session, self.gamma, self.decoder.device
         cache = session.cache
         base, ahead = cache.committed, cache.ahead

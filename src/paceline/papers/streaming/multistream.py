@@ -37,13 +37,13 @@ class StreamPass:
 
     @property
     def delta(self) -> Delta | None:
-        """The adapters."""
+        """Return the adapters."""
         return None if self.trained.adapters is None else self.trained.adapters.delta
 
     def layer(
         self, index: int, hidden: Tensor, k: Tensor, v: Tensor, q_main: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Layer ``index`` of streams.
+        """Return layer ``index`` of streams.
 
         Args:
             hidden: [R, gamma, d].
@@ -66,7 +66,7 @@ class StreamPass:
 
 
 def stream_pass(network: Network, trained: StreamSet, carriers: CarrierRows) -> StreamPass:
-    """Rotations of the streams of ``carriers``: stream j of a row at t is at position t + j."""
+    """Return rotations of the streams of ``carriers``: stream j of a row at t is at position t + j."""
     steps = torch.arange(1, trained.config.gamma + 1, device=carriers.index.device)
     return StreamPass(network, trained, carriers, network.rotation(carriers.positions[:, None] + steps))
 
@@ -97,7 +97,7 @@ def main_pass(network: Network, batch: TokenBatch, insertion: int) -> MainPass:
 def lossless_streams(
     network: Network, trained: StreamSet, main: MainPass, carriers: CarrierRows
 ) -> tuple[Tensor, list[Tensor]]:
-    """Streams of ``carriers`` over the main rows of `main_pass`.
+    """Return streams of ``carriers`` over the main rows of `main_pass`.
 
     Returns:
         [R, gamma, d] after the final norm; and the states [R, gamma, d] at the start and after each layer.
@@ -131,7 +131,7 @@ def shared_pass(
     carriers: CarrierRows,
     segment: int | None = None,
 ) -> SharedPass:
-    """Main rows with adapters on all layers, carriers attending to their streams (eq. 3).
+    """Return main rows with adapters on all layers, carriers attending to their streams (eq. 3).
 
     Args:
         carriers: with streams, all rows that are generated: others would see what they do not see in decoding.

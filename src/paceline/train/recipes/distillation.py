@@ -147,7 +147,7 @@ class DraftModelRecipe:
         self._says: dict[str, list[Tensor]] = {}  # what the target says on held-out data, by domain
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        """The mean over the rows that carry weight, and its two parts."""
+        """Return the mean over the rows that carry weight, and its two parts."""
         rows, o = batch.weights > 0, self.options
         weights, tokens = batch.weights[rows], batch.targets[rows]
         said = self.features.said(batch) if o.distill else None  # where nothing is learned of it, it is not run
@@ -174,7 +174,7 @@ class DraftModelRecipe:
         return figures
 
     def _say(self, batch: TokenBatch) -> Tensor:
-        """[rows] the target's likeliest tokens: it is frozen, so that one pass serves all evaluations."""
+        """Return [rows] the target's likeliest tokens: it is frozen, so that one pass serves all evaluations."""
         return argmax(self.target(batch)[batch.weights > 0], self.target.head_weight)
 
     def _held_out(self, batch: TokenBatch, says: Tensor) -> tuple[float, float]:
@@ -186,12 +186,12 @@ class DraftModelRecipe:
         return float(loss), simulated_length(agree, rows, DEPTH)
 
     def _likeliest(self, hidden: Tensor) -> Tensor:
-        """[rows] the token that is drafted behind each of ``hidden`` [rows, d]."""
+        """Return [rows] the token that is drafted after each of ``hidden`` [rows, d]."""
         head = self.module.head_weight
         return argmax(hidden, head) if self.hot is None else self.hot[argmax(hidden, head[self.hot])]
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """A Hugging Face folder in bf16 (without the tokenizer's files)."""
+        """Return a Hugging Face folder in bf16 (without the tokenizer's files)."""
         self.module.save(folder, dict(self.config), torch.bfloat16)
         return {}
 
@@ -215,7 +215,7 @@ def simulated_length(agree: Tensor, rows: Tensor, depth: int) -> float:
 
 
 def build(options: DistilledOptions, context: BuildContext) -> DraftModelRecipe:
-    """A fresh draft, or one that goes on from ``context.init``.
+    """Return a fresh draft, or one that continues from ``context.init``.
 
     Raises:
         ConfigError: another vocabulary, or more layers of the target than it has.
@@ -241,7 +241,7 @@ def build(options: DistilledOptions, context: BuildContext) -> DraftModelRecipe:
 
 
 def spaced(count: int, whole: int) -> list[int]:
-    """``count`` of ``whole`` layers, evenly spaced: the first and the last among them; of one alone the last.
+    """Return ``count`` of ``whole`` layers, evenly spaced: the first and the last among them; of one alone the last.
 
     Raises:
         ConfigError: there are fewer.

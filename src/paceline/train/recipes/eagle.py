@@ -20,10 +20,10 @@ NOISE = 0.1  # on the features
 
 
 def build(options: LayerOptions, context: BuildContext) -> HeadRecipe:
-    """A fresh head, or one that goes on from ``context.init``.
+    """Return a fresh head, or one that continues from ``context.init``.
 
     Raises:
-        ConfigError: a head of another shape to go on from.
+        ConfigError: a head of another shape to continue from.
     """
     target, folder = context.subject()
     facts = EagleFacts(steps=options.depth, target=folder.name, fingerprint=fingerprint(folder))

@@ -77,7 +77,7 @@ class LayerOptions(HeadOptions):
 
 
 def begin(model: EagleModel | LyannaModel, options: LayerOptions, context: BuildContext) -> None:
-    """Fill a fresh drafter as the options say (see `start_from_target`), or go on from ``context.init``."""
+    """Fill a fresh drafter as the options say (see `start_from_target`), or continue from ``context.init``."""
     if context.init is not None:
         model.resume(context.init)
     elif options.start == "target":
@@ -90,7 +90,7 @@ def begin(model: EagleModel | LyannaModel, options: LayerOptions, context: Build
 
 
 def choose_anchors(batch: TokenBatch, share: float = 1.0, generator: torch.Generator | None = None) -> CarrierRows:
-    """Rows from which a first step has something to learn: a weight one place on, in the same document.
+    """Return rows from which a first step has something to learn: a weight one place on, in the same document.
 
     Args:
         share: a random share of them; 1: all.
@@ -116,7 +116,7 @@ class Ahead:
 
     @staticmethod
     def of(batch: TokenBatch, index: Tensor, step: int) -> Ahead:
-        """Those ``step`` places after the flat rows ``index`` [R]."""
+        """Return those ``step`` places after the flat rows ``index`` [R]."""
         length = batch.tokens.shape[1]
         documents = batch.documents.flatten()
         inside = index % length + step < length
@@ -138,7 +138,7 @@ def unroll(
     steps: int,
     embed: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
-    """The states that each step predicts.
+    """Return the states that each step predicts.
 
     Args:
         features: [B, T, d] the target's states after the final norm (with noise, where there is any).
@@ -248,7 +248,8 @@ class HeadRecipe:
         return loss, squared
 
     def _logit_factors(self, states: Tensor, ahead: Ahead) -> tuple[Tensor, Tensor]:
-        """The logits of predicted ``states`` [R, d] as a product, l' = h W_head + RMSNorm(E'(t)) (Lyanna, section 4.1).
+        """Return the logits of predicted ``states`` [R, d] as a product, l' = h W_head + RMSNorm(E'(t)) (Lyanna,
+        section 4.1).
 
         Returns:
             [R, d + r] and [V, d + r], of which the first d columns are the target's own. Where there are hot tokens, of
@@ -267,7 +268,7 @@ class HeadRecipe:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Figures on held-out text, by domain, teacher-forced.
+        """Return figures on held-out text, by domain, teacher-forced.
 
         ``acceptance/DOMAIN/S``: of the rows where the likeliest token of every step before S was the target's own, the
         share where that of step S is (the conditional acceptance of Lyanna's Table 1, for chains).
@@ -315,7 +316,7 @@ class HeadRecipe:
         return made
 
     def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be said."""
+        """Return features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be said."""
         placed = (batch.places >= 0).any()  # in the run's cache
         true = self.target.final(self.features.states(batch) if placed else last_states(self.target, batch))
         says, asked = torch.zeros_like(batch.tokens), batch.weights > 0
@@ -323,7 +324,10 @@ class HeadRecipe:
         return true, says
 
     def _guess(self, state: Tensor, ahead: Ahead, says: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, ranks] whether the target's token is the likeliest, the next one, ..; and [R] -log q of the text's."""
+        """Return [R, ranks] whether the target's token is the likeliest, the next one, .
+
+        And [R] -log q of the text's.
+        """
         hidden, head = self._logit_factors(state, ahead)
         tokens = len(head)
         if self.hot is not None:  # the last row is drafted for none of the others
@@ -342,7 +346,7 @@ class HeadRecipe:
 
 
 def held_out_figures(hits: Tensor, losses: Tensor, exists: Tensor) -> dict[str, float]:
-    """The figures of `HeadRecipe.evaluate`; names hold ``{}`` where the domain goes.
+    """Return the figures of `HeadRecipe.evaluate`; names hold ``{}`` where the domain goes.
 
     Args:
         hits: [steps, R, ranks] bool, whether the target's token is the likeliest, the next one, ..

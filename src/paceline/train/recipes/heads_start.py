@@ -38,7 +38,7 @@ def start_from_target(head: StateHead, target: Network, batches: Iterable[TokenB
     theirs = {n.removeprefix(prefix): v for n, v in target.state().items() if n.startswith(prefix)}
     wanted = {name.removeprefix(LAYER) for name in ours if name.startswith(LAYER)} | {"input_layernorm.weight"}
     if theirs.keys() != wanted or target.decoder.norm is None:
-        wrong = f"its last layer has {', '.join(sorted(theirs.keys() ^ wanted)) or 'no norm behind it'}"
+        wrong = f"its last layer has {', '.join(sorted(theirs.keys() ^ wanted)) or 'no norm after it'}"
         raise CapabilityError("start=target", f"{wrong}: a head's layer is Llama's", "leave start at random")
     inputs, aims, ratio, size = _rows(target, batches)
     gain = target.decoder.norm.weight.float()
@@ -65,8 +65,8 @@ def start_from_target(head: StateHead, target: Network, batches: Iterable[TokenB
 
 
 def _rows(target: Network, batches: Iterable[TokenBatch]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[n, 2d] embedding of the next token and state, [n, d] x' there; median ratio of the last layer's input to its
-    output in size, and median size of its output."""
+    """Return [n, 2d] embedding of the next token and state, [n, d] x' there; median ratio of the last layer's input
+    to its output in size, and median size of its output."""
     gain = target.decoder.norm.weight.float()  # type: ignore[union-attr]
     inputs, aims, ratios, sizes, count = [], [], [], [], 0
     for batch in batches:
@@ -87,7 +87,7 @@ def _rows(target: Network, batches: Iterable[TokenBatch]) -> tuple[Tensor, Tenso
 
 
 def _least_squares(x: Tensor, y: Tensor) -> Tensor:
-    """[out, in] W that makes W x near y, with a small ridge."""
+    """Return [out, in] W that makes W x near y, with a small ridge."""
     gram = x.T @ x + torch.diag(RIDGE * len(x) * x.square().mean(0) + torch.finfo(x.dtype).eps)
     solved: Tensor = torch.linalg.solve(gram, x.T @ y).T
     return solved

@@ -32,10 +32,10 @@ class MedusaRecipe(HeadRecipe):
 
 
 def build(options: HeadOptions, context: BuildContext) -> MedusaRecipe:
-    """Fresh heads over the context's target, or those in ``context.init``.
+    """Return fresh heads over the context's target, or those in ``context.init``.
 
     Raises:
-        ConfigError: heads of another shape to go on from.
+        ConfigError: heads of another shape to continue from.
     """
     target, folder = context.subject()
     config = HeadsConfig(
