@@ -5,13 +5,15 @@ Source: Mirror Speculative Decoding, section 3.1, eq. 9, 10 and 14.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from paceline.draft.base import Levels, SequenceView
+from paceline.core.sequence import Sequence
+from paceline.draft.base import Levels
 from paceline.engine.passes import Pass
 from paceline.papers.mirror.rollout import Branch, Chain, Outcome, Rollout
 from paceline.papers.mirror.round import MirrorRound, Tell
@@ -67,7 +69,7 @@ def watch(
     def decided(p: Pass, windows: Mapping[int, Chain], told: Mapping[int, Levels]) -> Tell:
         verdicts = _verdicts(p, windows, told)
 
-        def ended(rollout: Rollout, reused: Mapping[Outcome, Branch], marks: Sequence[float]) -> None:
+        def ended(rollout: Rollout, reused: Mapping[Outcome, Branch], marks: abc.Sequence[float]) -> None:
             for verdict in verdicts:
                 branch = reused.get((verdict.key, verdict.accepted, verdict.said))
                 prepared = 0 if branch is None else branch.prepared
@@ -108,7 +110,7 @@ def _verdicts(p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Leve
     """What came out of the windows; taken before tokens are emitted, while samplers stand in front of them."""
     found = []
     for i in p.generating:
-        view, window = p.works[i].sequence.view, windows[i]
+        view, window = p.works[i].sequence, windows[i]
         if view.fault is not None or p.works[i].rows > 1:
             continue
         accepted, message = len(p.paths[i]), messages.get(i)
@@ -123,7 +125,7 @@ def _verdicts(p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Leve
 
 
 def overlap(
-    view: SequenceView, window: Sequence[int], accepted: int, logits: Tensor, said: Sequence[int]
+    view: Sequence, window: abc.Sequence[int], accepted: int, logits: Tensor, said: abc.Sequence[int]
 ) -> list[float]:
     """The target's own probability of each candidate, where the window ended; their sum is the mass of eq. 9.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from paceline.draft.base import DrafterSpec, SequenceView
+from paceline.core.sequence import Sequence
+from paceline.draft.base import DrafterSpec
 from paceline.draft.proposal import Proposal
 from paceline.draft.registry import DrafterConfig, DrafterContext, option, register
 from paceline.draft.text_sessions import LookUp
@@ -43,7 +45,7 @@ class SyntheticConfig(DrafterConfig):
         return SyntheticDrafter(self)
 
 
-def write_answers(path: str | Path, answers: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+def write_answers(path: str | Path, answers: Iterable[tuple[abc.Sequence[int], abc.Sequence[int]]]) -> None:
     """Write prompts' and outputs' ids, one JSON list of both a line."""
     lines = (json.dumps([[*prompt], [*output]]) + "\n" for prompt, output in answers)
     Path(path).write_text("".join(lines), encoding="utf-8")
@@ -64,7 +66,7 @@ class SyntheticDrafter(LookUp):
         super().bind(target, max_sequences, pool_tokens, device)
         self._vocab_size = target.vocab_size
 
-    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
         """Propose the recorded tokens, or wrong ones in their places."""
         depth, following = min(self.config.depth, max_depth, budget), self._following(seq, ())
         tokens = []
@@ -73,7 +75,7 @@ class SyntheticDrafter(LookUp):
             tokens.append(token if uniform < self.config.accept else self._wrong(token, offset))
         return Proposal.chain(tokens, max(self.config.accept, _NEVER)) if tokens else Proposal()
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+    def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """Return the recorded token, or a wrong one in its place, then other wrong ones.
 
         Whether it is right is a function of its position in the text, not of where drafting began.
@@ -86,13 +88,13 @@ class SyntheticDrafter(LookUp):
         scores = [math.log(max(self.config.accept, _NEVER)), *[math.log(_NEVER)] * (width - 1)]
         return [*zip([*right, *wrong], scores, strict=True)]
 
-    def _following(self, seq: SequenceView, path: Sequence[int]) -> tuple[int, ...]:
+    def _following(self, seq: Sequence, path: abc.Sequence[int]) -> tuple[int, ...]:
         """The recorded tokens after the text and a path; empty where no record agrees with them."""
         prompt, output = tuple(seq.tokens[: seq.prompt_len]), (*seq.tokens[seq.prompt_len :], *path)
         agreeing = (said for asked, said in self._answers if asked == prompt and said[: len(output)] == output)
         return next(agreeing, ())[len(output) :]
 
-    def _draw(self, seq: SequenceView, position: int, depth: int) -> tuple[float, int]:
+    def _draw(self, seq: Sequence, position: int, depth: int) -> tuple[float, int]:
         """A number in [0, 1) of 53 bits, and 32 bits that are independent of it."""
         place = repr((self.config.seed, tuple(seq.tokens[: seq.prompt_len]), position, depth)).encode()
         bits = int.from_bytes(blake2b(place, digest_size=12).digest())

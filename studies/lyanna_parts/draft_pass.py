@@ -180,7 +180,7 @@ def watched(llm: LLM, read: Read) -> list[list[float]]:
         tree: TokenTree | None = inner(drafting, rule)
         whole = 1e3 * (perf_counter() - began)
         parts = [now - then for now, then in zip(read(), before, strict=True)]
-        views = [work.sequence.view for work in drafting if work.max_depth >= STEPS]
+        views = [work.sequence for work in drafting if work.max_depth >= STEPS]
         if any(len(view.tokens) > view.prompt_len + 1 for view in views):
             rows.append([*parts, whole - sum(parts)])
         return tree

@@ -10,15 +10,17 @@ Source: Lyanna, sections 6.2 and 7.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError
+from paceline.core.sequence import Sequence
 from paceline.draft.base import DrafterSpec, DraftRule
 from paceline.draft.resampling import left_over
-from paceline.engine.base import Round, RoundConfig, RoundParts, RunningSequence, StepResult, Work
+from paceline.engine.base import Round, RoundConfig, RoundParts, StepResult, Work
 from paceline.engine.draft_verify import DraftVerifyRound
 from paceline.engine.rounds import ROUNDS
 
@@ -48,17 +50,17 @@ class ExtraPass:
         """As of the inner round."""
         return self.inner.past
 
-    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+    def step(self, works: abc.Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """The extra pass, if there is something to re-sample; else a usual one. Works that wait come again."""
         return self.inner.step([w for w in works if self._left(w)] or works, rule)
 
     def _left(self, work: Work) -> bool:
         resampling: Any = self.guard.drafter._resampling  # type: ignore[union-attr]
-        view = work.sequence.view
+        view = work.sequence
         drafted = resampling._drafted.get(view.key)
         return left_over(drafted, len(view.tokens), resampling.threshold) is not None
 
-    def release(self, sequences: Sequence[RunningSequence]) -> None:
+    def release(self, sequences: abc.Sequence[Sequence]) -> None:
         """As the inner round."""
         self.inner.release(sequences)
 

@@ -17,8 +17,9 @@ from paceline.api.llm import LLM
 from paceline.bench import workloads
 from paceline.bench.records import Method
 from paceline.core.sampling import SamplingParams
+from paceline.core.sequence import Sequence
 from paceline.core.tree import TokenTree
-from paceline.draft.base import DraftRequest, SequenceView
+from paceline.draft.base import DraftRequest
 from paceline.draft.resampling import AGAIN, FRESH
 
 
@@ -43,7 +44,7 @@ class ReuseCounts:
     proposed: Counter[tuple[int, int]] = field(default_factory=Counter)  # nodes
     won: Counter[tuple[int, int]] = field(default_factory=Counter)  # accepted nodes
 
-    def add(self, last: Proposed, view: SequenceView) -> None:
+    def add(self, last: Proposed, view: Sequence) -> None:
         """The outcome of a tree: all tokens since but the last, which is the target's own, were nodes of it."""
         depths = [0]
         for parent in last.parents[1:]:

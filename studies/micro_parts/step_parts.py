@@ -201,7 +201,7 @@ def measure(llm: LLM, watch: Stopwatch, groups: Sequence[Sequence[Sequence[int]]
 
 
 def _said(live: Sequence[Any]) -> int:
-    return sum(len(s.state.token_ids) for request in live for s in request.sequences)
+    return sum(len(s.output_ids) for request in live for s in request.sequences)
 
 
 def _median(watch: Stopwatch, part: str, compiled: bool) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,9 @@ from paceline.api.assembly.drafting import drafter_context
 from paceline.api.llm import LLM
 from paceline.bench import workloads
 from paceline.core.sampling import SamplingParams
+from paceline.core.sequence import Sequence
 from paceline.draft import registry
-from paceline.draft.base import DrafterSpec, SequenceView
+from paceline.draft.base import DrafterSpec
 from paceline.draft.text_sessions import LookUp
 from paceline.engine.base import RoundParts
 from paceline.engine.budget import FixedBudget
@@ -34,7 +36,7 @@ from paceline.papers.specpipe.round import PipelineRound
 from paceline.plan.models import named
 
 Value = TypeVar("Value")
-Job = tuple[Sequence[int], SamplingParams]
+Job = tuple[abc.Sequence[int], SamplingParams]
 STAGES = 8
 STAGE_MS = 302.39 / STAGES  # of the paper's own plain pipeline on HumanEval-X (section 4.2)
 VLLM_STAGE_MS = 181.41 / STAGES  # of PP-vLLM, likewise
@@ -70,7 +72,7 @@ class PipeFlags(Options):
     children: int = asked(4, "Candidates below each of them.", "K")
     measured: Path | None = asked(None, "Folder of times.json and costs.json, whose times are charged.", "DIR")
 
-    def few(self, values: Sequence[Value]) -> Sequence[Value]:
+    def few(self, values: abc.Sequence[Value]) -> abc.Sequence[Value]:
         """What is swept; the first two where it is to be quick."""
         return values[:2] if self.quick else values
 
@@ -107,7 +109,7 @@ def greedy(tokens: int, **options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True} | options)
 
 
-def plain(ask: PipeFlags, jobs: Sequence[Job]) -> list[list[int]]:
+def plain(ask: PipeFlags, jobs: abc.Sequence[Job]) -> list[list[int]]:
     """What plain decoding says."""
     outputs = target(ask).generate([{"prompt_token_ids": [*ids]} for ids, _ in jobs], [params for _, params in jobs])
     return [output.outputs[0].token_ids for output in outputs]
@@ -131,10 +133,10 @@ class Evenly(LookUp):
 
     spec = DrafterSpec(name="synthetic", ahead=True)
 
-    def __init__(self, text: Sequence[int], rate: float) -> None:
+    def __init__(self, text: abc.Sequence[int], rate: float) -> None:
         self.text, self.rate, self.vocab = text, rate, max(text) + 2
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+    def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """One token."""
         place = len(sequence.tokens) + len(path)
         if place >= len(self.text):
@@ -208,12 +210,12 @@ def stage_of(flat_ms: float) -> Callable[[int], float]:
     return lambda rows: (flat_ms + beyond_ms(rows)) * 1e-3
 
 
-def planned(stage_s: Callable[[int], float], plan_ms: Sequence[float] = PLAN_MS) -> Callable[[int], float]:
+def planned(stage_s: Callable[[int], float], plan_ms: abc.Sequence[float] = PLAN_MS) -> Callable[[int], float]:
     """A stage with our plan of its rows."""
     return lambda rows: stage_s(rows) + (plan_ms[0] + plan_ms[1] * rows) * 1e-3
 
 
-def coordinator_of(requests: int, costs_ms: Sequence[float] = COORDINATOR_MS) -> Callable[[int], float]:
+def coordinator_of(requests: int, costs_ms: abc.Sequence[float] = COORDINATOR_MS) -> Callable[[int], float]:
     """Seconds of verdicts, pruning and frames by rows in flight: in every tick, and beside nothing."""
     tick, row, request = costs_ms
     return lambda rows: (tick + row * rows + request * requests) * 1e-3
@@ -228,10 +230,10 @@ def nothing(rows: int) -> float:
 class Times:
     """What is charged: the paper's times, or those that were measured of the model itself. All are of one request."""
 
-    stages: Sequence[Callable[[int], float]]  # seconds of each by rows, of its layers and head alone
+    stages: abc.Sequence[Callable[[int], float]]  # seconds of each by rows, of its layers and head alone
     draft_s: Callable[[int], float] = lambda rows: DRAFT_MS * 1e-3  # of a level by nodes that are expanded
-    plan_ms: Sequence[float] = PLAN_MS
-    coordinator_ms: Sequence[float] = COORDINATOR_MS
+    plan_ms: abc.Sequence[float] = PLAN_MS
+    coordinator_ms: abc.Sequence[float] = COORDINATOR_MS
     layers: str = ""  # of each stage; none: even
     words: str = ASSUMED
 
@@ -270,15 +272,15 @@ EVEN: dict[str, Any] = {"stage_s": lambda rows: STAGE_MS * 1e-3, "coordinator_s"
 
 def decode(
     ask: PipeFlags,
-    jobs: Sequence[Job],
+    jobs: abc.Sequence[Job],
     drafter: Any,
     config: PipelineConfig,
     together: int | None = None,
-    stage_s: Callable[[int], float] | Sequence[Callable[[int], float]] | None = None,
+    stage_s: Callable[[int], float] | abc.Sequence[Callable[[int], float]] | None = None,
     draft_s: Callable[[int], float] = lambda rows: DRAFT_MS * 1e-3,
     coordinator_s: Callable[[int], float] | None = None,
     link: Link = FREE,
-    hosts: Sequence[int] | None = None,
+    hosts: abc.Sequence[int] | None = None,
     frames: Frames = "coordinator",
 ) -> PipelineRun:
     """Requests through a pipeline in virtual time.
@@ -311,18 +313,18 @@ def decode(
         ticks: list[Tick] = []
         round_.on_tick = ticks.append
         engine = engine_over(ask, round_, pool, together)
-        live = [engine.live[engine.submit(ids, params)].sequences[0].state for ids, params in jobs]
+        live = [engine.live[engine.submit(ids, params)].sequences[0] for ids, params in jobs]
         times: list[list[float]] = [[] for _ in live]
         while engine.busy:
             engine.step()
             for row, state in zip(times, live, strict=True):
-                row += [clock.now()] * (len(state.token_ids) - len(row))
+                row += [clock.now()] * (len(state.output_ids) - len(row))
         assert round_.failure is None, round_.failure
-        said = [[*state.token_ids] for state in live]
+        said = [state.output_ids for state in live]
         return PipelineRun(said=said, seconds=clock.now(), ticks=ticks, times=times, spans=stage_line.timeline.spans)
 
 
-def pool_of(ask: PipeFlags, jobs: Sequence[Job], drafter: Any) -> KVPool:
+def pool_of(ask: PipeFlags, jobs: abc.Sequence[Job], drafter: Any) -> KVPool:
     """Room for all requests, which the drafter has, too."""
     decoder = target(ask).decoder
     slots = sum(len(ids) + (params.max_tokens or 0) + 64 for ids, params in jobs) + 4096

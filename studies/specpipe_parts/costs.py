@@ -132,12 +132,12 @@ def costs_of(ask: PipeFlags, batch: int, found: Sequence[Sequence[int]]) -> Cost
     decoder.read = seconds.timed(decoder.read, "elsewhere")
     try:
         engine = engine_over(ask, round_, pool, batch)
-        live = [engine.live[engine.submit(ids, params)].sequences[0].state for ids, params in jobs]
+        live = [engine.live[engine.submit(ids, params)].sequences[0] for ids, params in jobs]
         while engine.busy:
             engine.step()
     finally:
         decoder.run_layers, decoder.read = own
-    assert [[*state.token_ids] for state in live] == expected
+    assert [state.output_ids for state in live] == expected
     costs.plans = [(rows, took) for rows, took in costs.plans if rows <= LEAP]
     return costs
 

@@ -63,20 +63,20 @@ def answer(llm: LLM, own: LentPrompts, name: str, context: int, params: Sequence
     engine = llm.engine
     names = [engine.submit(list(ids), one) for ids, one in zip(own.prompts, params, strict=True)]
     running = [engine.live[name].sequences[0] for name in names]
-    while any(not sequence.state.token_ids for sequence in running):
+    while any(not sequence.output_ids for sequence in running):
         engine.step()
-    before, began = sum(len(sequence.state.token_ids) for sequence in running), perf_counter()
+    before, began = sum(len(sequence.output_ids) for sequence in running), perf_counter()
     while engine.busy:
         engine.step()
-    seconds, ids = perf_counter() - began, [list(sequence.state.token_ids) for sequence in running]
+    seconds, ids = perf_counter() - began, [list(sequence.output_ids) for sequence in running]
     return Answered(
         method=name,
         batch=len(running),
         context=context,
         seconds=seconds,
         tokens=sum(map(len, ids)) - before,
-        passes=sum(sequence.state.stats.passes for sequence in running),
-        accepted=sum(sequence.state.stats.accepted for sequence in running),
+        passes=sum(sequence.stats.passes for sequence in running),
+        accepted=sum(sequence.stats.accepted for sequence in running),
         ids=ids,
     )
 

@@ -49,7 +49,7 @@ def counted(llm: Any, name: str, context: int) -> tuple[int, int, int]:
         engine.step()
     (sequence,) = engine.live[request].sequences
     cache, drafter, pool = sequence.cache, engine.round.drafter, engine.pool
-    position = len(sequence.view.tokens) - 1
+    position = len(sequence.tokens) - 1
     whole = cache.committed * slot_bytes(pool.k)
     if name == PLAIN:
         own, seen = 0, whole

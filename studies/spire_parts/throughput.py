@@ -110,13 +110,13 @@ def decode_speed(
     names = [engine.submit(list(ids), one) for ids, one in zip(prompts, params, strict=True)]
     try:
         running = [engine.live[name].sequences[0] for name in names]
-        while any(len(sequence.state.token_ids) < 2 for sequence in running):
+        while any(len(sequence.output_ids) < 2 for sequence in running):
             engine.step()
-        before, times = sum(len(sequence.state.token_ids) for sequence in running), [perf_counter()]
+        before, times = sum(len(sequence.output_ids) for sequence in running), [perf_counter()]
         for _ in range(steps):
             engine.step()
             times.append(perf_counter())
-        made = sum(len(sequence.state.token_ids) for sequence in running) - before
+        made = sum(len(sequence.output_ids) for sequence in running) - before
     finally:
         for name in list(engine.live):
             engine.abort(name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,9 +18,9 @@ from paceline.bench import report as say
 from paceline.bench import workloads
 from paceline.bench.records import Method
 from paceline.core.sampling import SamplingParams
+from paceline.core.sequence import Sequence
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted, lossy_stream_rejection, walk
-from paceline.draft.base import SequenceView
 from streaming.common import CUT, StreamingFlags, TrainedSet, grid_of, study
 
 LOSSY = "lossy_stream_rejection"
@@ -109,7 +110,9 @@ class Distance:
         default_factory=TokenMean
     )  # sample and match on the same trees, estimated in the same way: noise
 
-    def add(self, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], p: Tensor) -> None:
+    def add(
+        self, tokens: abc.Sequence[int], parents: abc.Sequence[int], scores: abc.Sequence[float], p: Tensor
+    ) -> None:
         """One tree.
 
         Args:
@@ -131,7 +134,7 @@ class Distance:
             mean.tokens += weight
 
 
-def condensed(tokens: Sequence[int], p: Tensor) -> tuple[list[int], Tensor]:
+def condensed(tokens: abc.Sequence[int], p: Tensor) -> tuple[list[int], Tensor]:
     """Nodes' tokens as few numbers, `REST` for the root's, and p [N, numbers] float64 over these.
 
     A rule does not tell tokens apart that are not in the tree: they stay as likely beside each other as they were, so
@@ -145,7 +148,7 @@ def condensed(tokens: Sequence[int], p: Tensor) -> tuple[list[int], Tensor]:
 
 
 def variation(
-    tokens: Sequence[int], parents: Sequence[int], p: Tensor, verdicts: Sequence[Accepted]
+    tokens: abc.Sequence[int], parents: abc.Sequence[int], p: Tensor, verdicts: abc.Sequence[Accepted]
 ) -> tuple[float, float]:
     """Tokens a draw, and the mean total variation of the token after each node that a draw comes to.
 
@@ -177,7 +180,7 @@ def distances_of(ask: StreamingFlags, trained: TrainedSet, method: Method) -> di
     guard = llm.engine.round.guard  # type: ignore[attr-defined]
     verify = guard.verifier.verify
 
-    def watched(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
+    def watched(sequences: abc.Sequence[Sequence], tree: TokenTree, logits: Tensor) -> list[Accepted]:
         start = 0
         for b, (sequence, count) in enumerate(zip(sequences, tree.counts, strict=True)):
             if count > 1 and tree.scores is not None:

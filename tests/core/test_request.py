@@ -15,13 +15,12 @@ from paceline.core.request import (
     CompletionOutput,
     GrowingText,
     Logprob,
-    Request,
     RequestOutput,
-    SequenceState,
     StopChecker,
     token_logprobs,
 )
 from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.core.sequence import Sequence
 from paceline.core.stats import SpecStats
 from paceline.engine.tokens import TokenizerTexts
 
@@ -321,17 +320,18 @@ class TestLogprobs:
 
 def sequence(**params):
     sampling = SamplingParams(**{"max_tokens": 6} | params)
-    request = Request(id="r", prompt_ids=(3, 4), params=sampling, arrival=0, seed=11, prompt="hi")
-    sampler = SequenceSampler(sampling, request.prompt_ids, seed=11, sample_index=1, vocab_size=9, eos_ids=(EOS,))
-    return SequenceState(request, 1, sampler, StopChecker(sampling, (EOS,), 6, ByteText([b"", b"a", b"b", b"c"])))
+    sampler = SequenceSampler(sampling, (3, 4), seed=11, sample_index=1, vocab_size=9, eos_ids=(EOS,))
+    made = Sequence(0, sampler.tokens, 2, sampler)
+    made.checker = StopChecker(sampling, (EOS,), 6, ByteText([b"", b"a", b"b", b"c"]))
+    return made
 
 
-class TestSequenceState:
+class TestSequence:
     def test_collects_what_passes_bring(self):
         s = sequence()
-        assert s.accept([1], 0) == 1
-        assert s.accept([2, 3, 1], 2) == 3
-        assert s.accept([2, EOS, 3], 2) == 2
+        assert s.emit([1], 0) == 1
+        assert s.emit([2, 3, 1], 2) == 3
+        assert s.emit([2, EOS, 3], 2) == 2
         assert s.finished
         assert s.output() == CompletionOutput(
             index=1,
@@ -347,30 +347,30 @@ class TestSequenceState:
 
     def test_the_sampler_counts_what_was_kept_and_no_more(self):
         s = sequence(max_tokens=6)
-        s.accept([1, 2, 3, 1, 2, 3, 1, 2], 7)
-        assert list(s.sampler.output_ids) == [1, 2, 3, 1, 2, 3] == s.token_ids
+        s.emit([1, 2, 3, 1, 2, 3, 1, 2], 7)
+        assert s.sampler.output_ids == [1, 2, 3, 1, 2, 3] == s.output_ids
         assert s.output().finish_reason == "length"
 
     def test_logprobs_are_cut_with_the_tokens_and_summed(self):
         s = sequence(logprobs=0)
         entries = [{t: Logprob(-t / 8, 1)} for t in (1, 2, EOS, 3)]
-        s.accept([1, 2, EOS, 3], 3, entries)
+        s.emit([1, 2, EOS, 3], 3, entries)
         out = s.output()
         assert out.logprobs == entries[:3]
         assert out.cumulative_logprob == -3 / 8
 
     def test_unfinished_output_shows_stable_text_only(self):
         s = sequence(stop="bc")
-        s.accept([1, 2], 1)
+        s.emit([1, 2], 1)
         assert (s.output().text, s.output().finish_reason) == ("a", None)
         s.checker.end("abort")
         assert (s.output().text, s.output().finish_reason) == ("ab", "abort")
 
     def test_outputs_are_detached(self):
         s = sequence()
-        s.accept([1], 0)
+        s.emit([1], 0)
         out = s.output()
-        s.accept([2], 0)
+        s.emit([2], 0)
         assert (out.token_ids, out.origins) == ([1], ["target"])
 
 
@@ -385,12 +385,6 @@ def test_request_output_carries_its_parts():
         finished=False,
     )
     assert dataclasses.asdict(out)["outputs"][0]["token_ids"] == []
-
-
-def test_request_is_frozen():
-    request = sequence().request
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        request.arrival = 3
 
 
 MANY_LOGPROBS = """
@@ -431,26 +425,26 @@ def test_text_that_grows():
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("options", [{}, {"stop_token_ids": [2]}, {"min_tokens": 5}, {"stop": ["ab"]}, {"logprobs": 0}])
 def test_plain_tokens_are_accepted_as_by_the_long_way(options, seed):
-    """`accept_plain` where it can, else `accept`, against `accept` alone; text that waits for long is among it."""
+    """`emit_plain` where it can, else `emit`, against `emit` alone; text that waits for long is among it."""
     draw, passed = random.Random(seed), 0
     tokens = draw.choices([1, 2, 3, EOS], [30, 20 * (seed % 2), 30, seed % 3], k=200)
     found = []
     for quick in (True, False):
         sampling = SamplingParams(max_tokens=None, **options)
-        request = Request(id="r", prompt_ids=(1,), params=sampling, arrival=0, seed=3)
         sampler = SequenceSampler(sampling, (1,), seed=3, sample_index=0, vocab_size=4, eos_ids=(EOS,))
         text = ByteText([b"", b"a", b"b", b"c"], sure=True)
-        state = SequenceState(request, 0, sampler, StopChecker(sampling, (EOS,), 150, text))
+        state = Sequence(0, sampler.tokens, 1, sampler)
+        state.checker = StopChecker(sampling, (EOS,), 150, text)
         for token in tokens:
-            if quick and state.accept_plain([token]):
+            if quick and state.emit_plain([token]):
                 passed += 1
             else:
-                state.accept([token], 0, [{}] if "logprobs" in options else None)
+                state.emit([token], 0, [{}] if "logprobs" in options else None)
             if state.finished:
                 break
         said = state.checker
         counts = said.num_tokens, said.finish_reason, said.stop_reason, said.text
-        found.append((state.token_ids, state.origins, state.logprobs, [*sampler.output_ids], counts))
+        found.append((state.output_ids, state.origins, state.logprobs, counts))
     assert found[0] == found[1] and found[0][-1][1] is not None
     if {"stop", "logprobs"} & {*options}:
         assert not passed

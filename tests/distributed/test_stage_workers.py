@@ -160,7 +160,7 @@ def test_a_tick_that_is_interrupted_changes_no_token(frames: str) -> None:
             engine.step()
     while engine.busy:
         engine.step()
-    assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
+    assert [one.sequences[0].output_ids for one in live] == plain(jobs)
     assert not left and stage_line.faults == []
 
 
@@ -183,7 +183,7 @@ def test_a_message_that_is_interrupted_costs_its_stage_and_no_token(frames: str)
     live = [*engine.live.values()]
     while engine.busy:
         engine.step()
-    assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
+    assert [one.sequences[0].output_ids for one in live] == plain(jobs)
     assert stage_line.faults == ["worker stage 0 was sent half a frame"]
 
 

@@ -14,7 +14,8 @@ from kits.tiny import LOOKUP, MODEL, assemble, hybrid, hybrid_with_streams, run,
 
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.draft.base import SequenceView, StepFeatures
+from paceline.core.sequence import Sequence
+from paceline.draft.base import StepFeatures
 from paceline.draft.hybrid import Hybrid, HybridConfig
 from paceline.draft.proposal import Proposal
 
@@ -31,7 +32,7 @@ def bound(drafter: Hybrid, sequences: int = 4, tokens: int = 2000) -> Hybrid:
     return drafter
 
 
-def told(drafter: Hybrid, sequence: SequenceView, new: list[int], accepted: int) -> None:
+def told(drafter: Hybrid, sequence: Sequence, new: list[int], accepted: int) -> None:
     """What a round tells the drafter after a step."""
     sequence.tokens += new
     drafter.observe(StepFeatures([sequence], [new], [accepted], [[*range(1, accepted + 1)]]))

@@ -13,7 +13,8 @@ from kits.draft import paths_of, text, view
 from kits.tiny import MAX_POSITION, tiny_config, tiny_decoder
 
 from paceline import kernels
-from paceline.draft.base import DraftRequest, SequenceView
+from paceline.core.sequence import Sequence
+from paceline.draft.base import DraftRequest
 from paceline.draft.magicdec import MagicDec, MagicDecConfig
 from paceline.kernels.drafts import roll
 from paceline.kv.pool import KVPool, SequenceCache
@@ -48,7 +49,7 @@ class Stage:
         shape = decoder.cache_shape
         self.pool = KVPool(*shape, 1024, decoder.dtype, CPU, block_size, scratch_slots=scratch)
         self.drafter.bind(decoder.info("tiny"), len(lengths), self.pool.num_tokens, CPU)
-        self.views: list[SequenceView] = []
+        self.views: list[Sequence] = []
         self.caches: list[SequenceCache] = []
         for key, length in enumerate(lengths):
             self.add(text(length, key), key)

@@ -8,7 +8,8 @@ from kits.draft import requested
 from kits.native import needs_kernels
 
 from paceline import kernels
-from paceline.draft.base import DraftRequest, SequenceView
+from paceline.core.sequence import Sequence
+from paceline.draft.base import DraftRequest
 from paceline.draft.ngram import NgramConfig, NgramDrafter
 from paceline.draft.registry import DrafterContext
 
@@ -20,8 +21,8 @@ def drafter(**options) -> NgramDrafter:
     return NgramConfig(**options).build(DrafterContext())
 
 
-def view(tokens: list[int], key: int = 0) -> SequenceView:
-    return SequenceView(key=key, tokens=tokens, prompt_len=len(tokens), sampler=None)
+def view(tokens: list[int], key: int = 0) -> Sequence:
+    return Sequence(key=key, tokens=tokens, prompt_len=len(tokens), sampler=None)
 
 
 def lookup(tokens: list[int], n: int) -> list[int]:

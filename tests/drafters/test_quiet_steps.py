@@ -51,10 +51,10 @@ def test_no_operation_of_a_step_is_large(drafter: str) -> None:
     engine.pool.forget()
     names = [engine.submit([index, *ids], params) for index in range(10, 58)]
     running = [engine.live[name].sequences[0] for name in names]
-    while not all(len(sequence.state.token_ids) for sequence in running):
+    while not all(len(sequence.output_ids) for sequence in running):
         engine.step()
     with Large() as seen:
         for _ in range(4):
             engine.step()
-    assert sum(sequence.state.stats.accepted for sequence in running), "nothing was drafted and right"
+    assert sum(sequence.stats.accepted for sequence in running), "nothing was drafted and right"
     assert not seen.found

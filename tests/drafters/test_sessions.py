@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from kits.tiny import VOCAB, draft_model, full_logits, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.draft.base import SequenceView
+from paceline.core.sequence import Sequence
 from paceline.draft.draft_model import DraftModel
 from paceline.draft.model_sessions import ModelSessions
 from paceline.draft.sessions import ROOT, Ask, Grown, Opening
@@ -40,7 +40,7 @@ def opening(key: int, tokens: list[int], params: SamplingParams = GREEDY, prompt
 class Knowing:
     """A look-up that is sure of every third text and tells nonsense of another third."""
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+    def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         return self.says([*sequence.tokens, *path])
 
     @staticmethod
@@ -48,7 +48,7 @@ class Knowing:
         chance = {0: 0.9, 1: 0.3}.get(sum(text) % 3)
         return [] if chance is None else [(10 + sum(text) % (VOCAB - 10), math.log(chance))]
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         pass
 
 

@@ -20,7 +20,8 @@ from kits.tiny import VOCAB, assemble, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.draft.base import SequenceView, StepFeatures
+from paceline.core.sequence import Sequence
+from paceline.draft.base import StepFeatures
 from paceline.draft.eagle.drafter import EagleConfig, EagleDrafter
 from paceline.draft.eagle.eagle3 import AUX, _shapes
 from paceline.draft.eagle.model import EagleModel, load_head
@@ -51,7 +52,7 @@ class Stage:
         drafter.bind(self.decoder.info("tiny"), sequences, tokens, CPU)
         self.known: dict[int, int] = {}  # by sequence: tokens whose states were shown
 
-    def show(self, views: list[SequenceView], first: int = 0) -> None:
+    def show(self, views: list[Sequence], first: int = 0) -> None:
         """The states of all tokens but the root that were not shown yet; of a new sequence from ``first`` on."""
         taps = self.drafter.spec.taps
         parts: list[dict[int, torch.Tensor]] = []
@@ -81,7 +82,7 @@ class Stage:
         return states_of(self.decoder, tokens, raw=True)
 
     @torch.inference_mode()
-    def steps(self, v: SequenceView, start: int, path: list[int], count: int) -> torch.Tensor:
+    def steps(self, v: Sequence, start: int, path: list[int], count: int) -> torch.Tensor:
         """[count, d] the states that the head drafts behind a text, computed anew, row by row, along ``path``."""
         model, table = self.drafter.model, self.decoder.embedding
         features = self.decoder.handle().final(self.states(v.tokens))[start:-1]
@@ -93,7 +94,7 @@ class Stage:
         return self.decoder.handle().logits(states, normed=True)
 
 
-def grow(v: SequenceView, tokens: list[int]) -> None:
+def grow(v: Sequence, tokens: list[int]) -> None:
     v.tokens.extend(tokens)
     v.sampler.commit(tokens)
 
@@ -179,7 +180,7 @@ def test_resampling_is_algorithm_2_and_happens_once() -> None:
     assert seen == {1, 2}
 
 
-def eagle_2(stage: Stage, v: SequenceView, topk: int, depth: int, nodes: int) -> dict[tuple[int, ...], float]:
+def eagle_2(stage: Stage, v: Sequence, topk: int, depth: int, nodes: int) -> dict[tuple[int, ...], float]:
     """Expansion and re-ranking written out: every node's state is drawn anew along its path."""
     whole: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[int, ...]] = [()]

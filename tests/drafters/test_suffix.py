@@ -13,7 +13,8 @@ from kits.native import needs_kernels
 from kits.suffixes import suffix_config
 
 from paceline import kernels
-from paceline.draft.base import SequenceView, StepFeatures
+from paceline.core.sequence import Sequence
+from paceline.draft.base import StepFeatures
 from paceline.draft.ngram import log_trust
 from paceline.draft.suffix import SuffixAutomaton, SuffixDrafter
 
@@ -49,8 +50,8 @@ def drafter(**options) -> SuffixDrafter:
     return SuffixDrafter(suffix_config(**{"min_prob": 1e-6, "reach": 100.0, **options}))
 
 
-def view(tokens: list[int], key: int = 0, prompt_len: int = 0) -> SequenceView:
-    return SequenceView(key=key, tokens=tokens, prompt_len=prompt_len, sampler=None)
+def view(tokens: list[int], key: int = 0, prompt_len: int = 0) -> Sequence:
+    return Sequence(key=key, tokens=tokens, prompt_len=prompt_len, sampler=None)
 
 
 @given(corpora, st.integers(1, 4))

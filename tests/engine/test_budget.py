@@ -534,16 +534,15 @@ def test_of_several_sources_each_is_asked_where_it_pays() -> None:
         draft_costs=[DraftCosts(), DraftCosts(0.05, 0.25, 0.001)],
     )  # fmt: skip
     sequences = [Sequence(1, world), Sequence(2, world)]
-    views = [s.view for s in sequences]
     asked, plain = [0, 0], []
     for step in range(300):
         if not any(budget.plan(sequences, 2)):  # type: ignore[arg-type]
             plain.append(step)  # what a plain step costs is measured first, and again
             _check(budget, sequences, [([], 0), ([], 0)], world, 0.0, [0, 0])
             continue
-        assert 0 in budget.ask(0, views, [0.0, 0.0])  # type: ignore[arg-type]
-        first = [budget.first(0, view, [math.log(0.5)]) for view in views]  # type: ignore[arg-type]
-        models = budget.ask(1, views, first)  # type: ignore[arg-type]
+        assert 0 in budget.ask(0, sequences, [0.0, 0.0])  # type: ignore[arg-type]
+        first = [budget.first(0, view, [math.log(0.5)]) for view in sequences]  # type: ignore[arg-type]
+        models = budget.ask(1, sequences, first)  # type: ignore[arg-type]
         budget.record_cost(1, 4, 1.0 if models else 0.0)
         chains = [([RIGHT] * 4, 0), ([RIGHT] * 4, 1) if 1 in models else ([WRONG] * 4, 0)]
         _check(budget, sequences, chains, world, 0.1 + (1.0 if models else 0.0))
@@ -732,13 +731,13 @@ def _check(
             counts=[1 + len(chains[i][0]) for i in asked],
             scores=[[math.log(0.5) * d for d in range(1 + len(chains[i][0]))] for i in asked],
         )
-        views: list[Any] = [sequences[i].view for i in asked]
+        views: list[Any] = [sequences[i] for i in asked]
         tree = budget.select(views, proposed)
         for i, count in zip(asked, tree.counts if tree is not None else [1] * len(asked), strict=True):
             drafted[i] = count - 1
     accepted = [drafted[i] if RIGHT in chain else 0 for i, (chain, _) in enumerate(chains)]
     for sequence, right in zip(sequences, accepted, strict=True):
-        sequence.view.tokens += [RIGHT] * (right + 1)
+        sequence.tokens += [RIGHT] * (right + 1)
     if budget.learns:
         ms = world.step_ms(len(sequences), sum(drafted))
         rows: list[Any] = list(sequences)
@@ -810,10 +809,10 @@ def _driven(spec: DrafterSpec, taps_ms: float, cost: Callable[[int], float], ste
         drafted = 0
         if budgets[0]:
             tree = TokenTree.from_parents([RIGHT], [range(levels)], [[RIGHT] * levels])
-            chosen = budget.select([sequences[0].view], tree, 1)
+            chosen = budget.select([sequences[0]], tree, 1)
             drafted = 0 if chosen is None else chosen.counts[0] - 1
         ask_ms = cost(levels) if budgets[0] else 0.0
-        sequence.view.tokens += [RIGHT] * (drafted + 1)
+        sequence.tokens += [RIGHT] * (drafted + 1)
         rest_ms = world.step_ms(1, drafted)
         if budget.learns:
             budget.observe(

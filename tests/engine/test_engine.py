@@ -102,11 +102,11 @@ def test_requests_that_come_later_join_the_batch(target: Decoder):
     for prompt, params in jobs:
         order.append(engine.submit(prompt, params))
         for _ in range(3):
-            done.update({live.request.id: engine.output(live) for live in engine.step() if live.finished})
+            done.update({live.id: engine.output(live) for live in engine.step() if live.finished})
         engine.pool.check_integrity()
     assert len(engine.scheduler.running) > 1
     while engine.busy:
-        done.update({live.request.id: engine.output(live) for live in engine.step() if live.finished})
+        done.update({live.id: engine.output(live) for live in engine.step() if live.finished})
     assert ids([done[i] for i in order]) == plain(target, jobs)
 
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_done_is_refused_at_submission(
 def run_one(engine: Engine, request: str) -> RequestOutput:
     done: dict[str, RequestOutput] = {}
     while engine.busy:
-        done.update({live.request.id: engine.output(live) for live in engine.step() if live.finished})
+        done.update({live.id: engine.output(live) for live in engine.step() if live.finished})
         engine.pool.check_integrity()
     return done[request]
 

@@ -63,7 +63,7 @@ def finish(engine: Engine, order: Sequence[str], done: dict[str, RequestOutput] 
     while engine.busy:
         for live in engine.step():
             if live.finished:
-                done[live.request.id] = engine.output(live)
+                done[live.id] = engine.output(live)
     engine.pool.check_integrity()
     engine.pool.check_idle()
     assert not engine.scheduler.running and not engine.scheduler.waiting
@@ -105,7 +105,7 @@ def test_a_sampling_rule_that_fails_ends_its_own_request(target: Decoder, name: 
     options = DRAFTERS[name]()
     engine = assemble(decoder=target, **options)
     order = [engine.submit(*job) for job in jobs]
-    sampler = engine.live[order[BAD]].sequences[0].view.sampler
+    sampler = engine.live[order[BAD]].sequences[0].sampler
 
     def rule(logits: torch.Tensor, paths: torch.Tensor | None) -> None:
         if len(sampler.output_ids) >= after:
@@ -122,7 +122,7 @@ def test_a_rule_that_fails_on_drafts_alone_costs_its_request_drafts(target: Deco
     jobs = [(ids, WARM) for ids in prompts()]
     engine = assemble(decoder=target, **DRAFTERS[name]())
     order = [engine.submit(*job) for job in jobs]
-    sampler = engine.live[order[BAD]].sequences[0].view.sampler
+    sampler = engine.live[order[BAD]].sequences[0].sampler
 
     def rule(logits: torch.Tensor, paths: torch.Tensor | None) -> None:
         if paths is not None and bool((paths >= 0).any()):
@@ -183,7 +183,7 @@ def test_log_probabilities_that_fail_end_their_own_request(target: Decoder, aske
     def fail(token: int) -> str:
         raise Fault("log-probabilities")
 
-    engine.live[order[BAD]].sequences[0].state.token_text = fail
+    engine.live[order[BAD]].sequences[0].token_text = fail
     check_alone(finish(engine, order), plain(target, jobs), "log-probabilities")
 
 
@@ -227,7 +227,7 @@ def interrupted(line: int | None) -> Iterator[Interrupter]:
 def tell(engine: Engine, told: dict[str, RequestOutput]) -> None:
     for live in engine.step():
         if live.finished:
-            told[live.request.id] = engine.output(live)
+            told[live.id] = engine.output(live)
 
 
 def tables(output: RequestOutput) -> list[dict[int, float]]:

@@ -58,7 +58,7 @@ def test_a_run_cut_anywhere_goes_on_with_the_same_tokens(name: str, data: st.Dat
     live = runner.live[runner.submit(PROMPT, params, said=said)]
     sent, told = StreamedChunks(), [""] * params.n
     told_ids: list[list[int]] = [[] for _ in told]
-    heads = [live.sequences[i].state.checker.stable_text() for i in range(params.n)]
+    heads = [live.sequences[i].checker.stable_text() for i in range(params.n)]
     while live.ended is None:
         runner.step()
         for chunk in sent.new_chunks(runner, live):
@@ -98,7 +98,7 @@ def test_a_drawn_seed_is_known_and_goes_on():
     live = first.live[first.submit(PROMPT, params)]
     whole = finish(first, live).outputs[0]
     second = engine()
-    again = second.submit(PROMPT, replace(params, seed=live.request.seed), said=[whole.token_ids[:5]])
+    again = second.submit(PROMPT, replace(params, seed=live.seed), said=[whole.token_ids[:5]])
     assert finish(second, second.live[again]).outputs[0].token_ids == whole.token_ids
 
 

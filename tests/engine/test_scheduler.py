@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.core.request import Request, SequenceState, StopChecker
+from paceline.core.request import StopChecker
 from paceline.core.sampling import SamplingParams, SequenceSampler
-from paceline.draft.base import SequenceView
-from paceline.engine.base import RunningSequence, Work
+from paceline.core.sequence import Sequence
+from paceline.engine.base import Work
 from paceline.engine.budget import FixedBudget
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.kv.pool import KVPool
@@ -26,24 +26,23 @@ class Bench:
         self.scheduler = Scheduler(self.pool, SchedulerConfig(**limits), FixedBudget(size=budget))
         self.made = 0
 
-    def add(self, prompt: int | list[int], max_tokens: int = 50, n: int = 1, **params: int) -> list[RunningSequence]:
+    def add(self, prompt: int | list[int], max_tokens: int = 50, n: int = 1, **params: int) -> list[Sequence]:
         """Queue a request; a number stands for a prompt of so many tokens that no other request has."""
         self.made += 1
         ids = [100 + self.made] * prompt if isinstance(prompt, int) else prompt
         rules = SamplingParams(max_tokens=max_tokens, n=n, temperature=0, **params)
-        request = Request(id=str(self.made), prompt_ids=tuple(ids), params=rules, arrival=self.made, seed=0)
-        sequences = [self._sequence(request, index) for index in range(n)]
+        sequences = [self._sequence(ids, rules, index) for index in range(n)]
         for sequence in sequences:
             self.scheduler.add(sequence)
         return sequences
 
-    def _sequence(self, request: Request, index: int) -> RunningSequence:
-        ids, params = request.prompt_ids, request.params
+    def _sequence(self, ids: list[int], params: SamplingParams, index: int) -> Sequence:
         sampler = SequenceSampler(params, ids, seed=0, sample_index=index, vocab_size=VOCAB)
         assert params.max_tokens is not None
-        checker = StopChecker(params, (), params.max_tokens, None)
-        view = SequenceView(self.made * 100 + index, list(ids), len(ids), sampler)
-        return RunningSequence(SequenceState(request, index, sampler, checker), view, len(ids) + params.max_tokens)
+        key = self.made * 100 + index
+        sequence = Sequence(key, sampler.tokens, len(ids), sampler, request_id=str(self.made))
+        sequence.checker = StopChecker(params, (), params.max_tokens, None)
+        return sequence
 
     def step(self, accepted: int = 0) -> list[Work]:
         """Schedule, check the rules that always hold, and carry it out."""
@@ -76,12 +75,12 @@ class Bench:
         path = min(accepted, work.budget, work.max_depth)
         kept = sequence.emit([7] * (path + 1), path, None) if generates else 0
         if generates:
-            sequence.state.stats.record_pass(drafted=work.budget, accepted=min(path, kept), emitted=kept)
+            sequence.stats.record_pass(drafted=work.budget, accepted=min(path, kept), emitted=kept)
         self.pool.commit([(cache, range(work.rows + min(path, kept)))])
-        cache.publish(sequence.view.tokens)
+        cache.publish(sequence.tokens)
 
 
-def rows(works: list[Work], *sequences: RunningSequence) -> list[int]:
+def rows(works: list[Work], *sequences: Sequence) -> list[int]:
     """Rows of each sequence in the step; 0 where it was left out."""
     found = {id(w.sequence): w.rows for w in works}
     return [found.get(id(s), 0) for s in sequences]
@@ -94,7 +93,7 @@ def test_long_prompts_are_computed_in_chunks_and_decoding_goes_first():
     (late,) = bench.add(18)
     chunks = [rows(bench.step(), early, late) for _ in range(4)]
     assert chunks == [[1, 7], [1, 7], [1, 4], [1, 1]]
-    assert len(late.state.token_ids) == 2  # the chunk that reaches the prompt's end brings the first token
+    assert len(late.output_ids) == 2  # the chunk that reaches the prompt's end brings the first token
 
 
 def test_a_newcomer_waits_until_running_sequences_have_a_block_each_to_grow():
@@ -134,19 +133,19 @@ def test_the_youngest_is_preempted_first_and_comes_back_first():
     a, b, c = (bench.add(7, max_tokens=12)[0] for _ in range(3))
     bench.step()
     (d,) = bench.add(1, max_tokens=2)
-    victims: list[RunningSequence] = []
+    victims: list[Sequence] = []
     for _ in range(60):
         bench.step()
         for victim in bench.scheduler.preempted:
             assert victim.cache is None and victim in bench.scheduler.waiting
-            running = [s.state.request.arrival for s in bench.scheduler.running if s not in victims]
-            assert all(victim.state.request.arrival > arrival for arrival in running)
+            running = [int(s.request_id) for s in bench.scheduler.running if s not in victims]
+            assert all(int(victim.request_id) > number for number in running)
         victims += bench.scheduler.preempted
         if all(s.finished for s in (a, b, c)):
             break
     assert victims[0] is c and a not in victims
-    assert c.state.stats.preemptions == victims.count(c)
-    assert len(c.state.token_ids) == 12
+    assert c.stats.preemptions == victims.count(c)
+    assert len(c.output_ids) == 12
     for _ in range(3):
         bench.step()
     assert d.finished
@@ -165,7 +164,7 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
         if bench.scheduler.preempted:
             seen = True
             assert rows(works, c) == [0] or c in bench.scheduler.running
-            assert not any(w.sequence.state.stats.passes == 0 for w in works)
+            assert not any(w.sequence.stats.passes == 0 for w in works)
     assert seen and all(s.finished for s in (a, b, c))
 
 
@@ -178,7 +177,7 @@ def test_blocks_behind_idle_drafts_are_taken_back_before_anyone_is_preempted():
     (c,) = bench.add(8, max_tokens=1)
     for _ in range(8):
         bench.step()
-    assert all(s.finished and not s.state.stats.preemptions for s in (a, b, c))
+    assert all(s.finished and not s.stats.preemptions for s in (a, b, c))
 
 
 def test_drafts_take_what_is_left_and_never_preempt():
@@ -232,7 +231,7 @@ def test_removed_sequences_leave_the_queue_and_the_pool():
     assert rows(bench.step(), c) == [5]
 
 
-def random_load(seed: int) -> list[RunningSequence]:
+def random_load(seed: int) -> list[Sequence]:
     """Requests at random times, some aborted; until all that are left have ended."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -240,7 +239,7 @@ def random_load(seed: int) -> list[RunningSequence]:
         return int(torch.randint(low, high + 1, (), generator=draw))
 
     bench = Bench(blocks=number(12, 20), budget=number(0, 6), max_batch_rows=number(3, 20), max_sequences=number(1, 6))
-    sequences: list[RunningSequence] = []
+    sequences: list[Sequence] = []
     for step in range(2000):
         if step < 60 and number(0, 2) == 0:
             prompt = [number(1, 2) for _ in range(number(1, 24))]
@@ -259,7 +258,7 @@ def test_random_loads_come_to_their_end():
     """None starves, each gets exactly its tokens, nothing is lost; pressure and prefix hits were met."""
     ended = [sequence for seed in range(12) for sequence in random_load(seed)]
     assert len(ended) > 200
-    assert all(len(s.state.token_ids) == s.params.max_tokens for s in ended)
-    assert sum(s.state.stats.preemptions for s in ended) > 10
-    assert sum(s.state.stats.cached_prompt_tokens > 0 for s in ended) > 10
-    assert sum(s.state.stats.accepted for s in ended) > 100
+    assert all(len(s.output_ids) == s.params.max_tokens for s in ended)
+    assert sum(s.stats.preemptions for s in ended) > 10
+    assert sum(s.stats.cached_prompt_tokens > 0 for s in ended) > 10
+    assert sum(s.stats.accepted for s in ended) > 100

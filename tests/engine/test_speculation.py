@@ -131,7 +131,7 @@ def test_a_long_prompt_beside_others_changes_no_token(rows: int | str):
         cache = second.sequences[0].cache
         if beside and cache is not None and cache.committed < len(long):
             widest = max(widest, cache.committed - before)
-    assert [live.sequences[0].state.token_ids for live in (first, second)] == [PLAIN[0], whole]
+    assert [live.sequences[0].output_ids for live in (first, second)] == [PLAIN[0], whole]
     assert 0 < widest <= (128 if rows == "auto" else rows)
 
 

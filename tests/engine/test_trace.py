@@ -41,10 +41,10 @@ def test_a_trace_says_all_of_an_output(name: str) -> None:
     )
     sequence = live.sequences[0]
     finish(engine)
-    trace, state = sequence.trace, sequence.state
+    trace, ids = sequence.trace, sequence.output_ids
     assert trace and other.sequences[0].trace is None
-    assert state.token_ids == other.sequences[0].state.token_ids
-    known = [*PROMPT, *state.token_ids]
+    assert ids == other.sequences[0].output_ids
+    known = [*PROMPT, *ids]
     for step, following in zip(trace, [*trace[1:], None], strict=True):
         at = len(PROMPT) + step.first
         assert step.tokens[0] == known[at - 1] and step.parents[0] == -1
@@ -54,14 +54,14 @@ def test_a_trace_says_all_of_an_output(name: str) -> None:
         assert len({len(step.tokens), len(step.parents), len(step.sources)}) == 1
         assert step.why and step.verify_ms > 0 and step.batch_size in (1, 2)
     origins = [origin for step in trace for origin in step.origins()]
-    assert len(origins) == len(state.token_ids)
-    assert ["drafted" if depth else "target" for _, depth in origins] == state.origins
+    assert len(origins) == len(ids)
+    assert ["drafted" if depth else "target" for _, depth in origins] == sequence.origins
     accepted: dict[str, int] = {}
     for source, depth in origins:
         assert (source is None) == (depth == 0)
         if source is not None:
             accepted[source] = accepted.get(source, 0) + 1
-    counted = {name: part.accepted for name, part in state.stats.sources.items() if part.accepted}
+    counted = {name: part.accepted for name, part in sequence.stats.sources.items() if part.accepted}
     assert accepted == counted and (name == "plain") == (not counted)
 
 
@@ -75,4 +75,4 @@ def test_a_trace_goes_on_behind_an_interrupted_step() -> None:
     trace = live.sequences[0].trace
     assert trace is not None
     origins = [origin for step in trace for origin in step.origins()]
-    assert len(origins) == len(live.sequences[0].state.token_ids) == 24
+    assert len(origins) == len(live.sequences[0].output_ids) == 24

@@ -29,7 +29,7 @@ def ended(engine: Engine) -> list[str]:
     """Ids of the requests in the order in which they end."""
     order: list[str] = []
     while engine.busy:
-        order += [live.request.id for live in engine.step() if live.finished]
+        order += [live.id for live in engine.step() if live.finished]
         engine.pool.check_integrity()
     return order
 
@@ -82,13 +82,13 @@ def test_a_deadline_ends_a_request_between_two_steps(drafting: bool):
     heard: list[str] = []
     lives = []
     for prompt, name, seconds in zip(given, "abcd", (1e4, None, 1e4, None), strict=True):
-        engine.submit(prompt, LONG, name, deadline_s=seconds, on_end=lambda live: heard.append(live.request.id))
+        engine.submit(prompt, LONG, name, deadline_s=seconds, on_end=lambda live: heard.append(live.id))
         lives.append(engine.live[name])
     for _ in range(3):
         engine.step()
     for live in lives[::2]:
         live.deadline = perf_counter()  # one runs, one waits
-    assert {live.request.id for live in engine.step()} >= {"a", "c"}
+    assert {live.id for live in engine.step()} >= {"a", "c"}
     assert sorted(heard) == ["a", "c"] and "a" not in engine.live
     ended(engine)
     outputs = [engine.output(live).outputs[0] for live in lives]

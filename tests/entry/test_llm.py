@@ -426,10 +426,11 @@ def test_the_end_of_a_prompt_is_no_part_of_its_answer(llm: LLM):
 
 
 def test_a_stream_copies_nothing_that_it_has_sent(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    from paceline.core.request import GrowingText, SequenceState
+    from paceline.core.request import GrowingText
+    from paceline.core.sequence import Sequence
 
     copies: list[str] = []
-    for owner, name in ((SequenceState, "output"), (GrowingText, "whole")):
+    for owner, name in ((Sequence, "output"), (GrowingText, "whole")):
         original = getattr(owner, name)
 
         def counted(self: Any, name: str = name, original: Any = original) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +14,9 @@ from kits.spire import spire
 from kits.state import eagle, lyanna
 from worlds import World, draft, lossless_streams
 
+from paceline.core.sequence import Sequence
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, SequenceView
+from paceline.draft.base import Drafter, DrafterSpec, DraftRequest
 from paceline.draft.draft_model import DraftModel, DraftModelConfig
 from paceline.draft.hybrid import HybridConfig
 from paceline.draft.magicdec import MagicDec, MagicDecConfig
@@ -26,7 +28,7 @@ from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
 
 Nodes = tuple[list[int], list[int]]  # parents (0: the root) and tokens
 Rule = Callable[[list[int], int, int, int, random.Random], Nodes]
-Known = Callable[[SequenceView], Sequence[int] | None]  # the right answer to a sequence, where it is known
+Known = Callable[[Sequence], abc.Sequence[int] | None]  # the right answer to a sequence, where it is known
 
 
 class Adversary(Drafter):
@@ -51,7 +53,7 @@ class Adversary(Drafter):
         rows = [self._nodes(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         return TokenTree.from_parents(want.roots(), [parents for parents, _ in rows], [tokens for _, tokens in rows])
 
-    def _nodes(self, sequence: SequenceView, budget: int, max_depth: int) -> Nodes:
+    def _nodes(self, sequence: Sequence, budget: int, max_depth: int) -> Nodes:
         done = len(sequence.tokens) - sequence.prompt_len
         draw = random.Random(f"{sequence.tokens} {sequence.sampler.sample_index}")
         right = list(self._known(sequence) or ())[done:]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any
@@ -19,7 +20,7 @@ from worlds import TinyLLM as Front
 from paceline.api.chunks import Chunk
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.draft.base import SequenceView
+from paceline.core.sequence import Sequence
 from paceline.engine.auto import AutoBudget
 from paceline.engine.budget import DraftBudget, FixedBudget, StepRecord
 from paceline.engine.costs import CostTable
@@ -115,7 +116,7 @@ def _applications(guest: Guest, draw: random.Random) -> tuple[str, ...]:
     return (*ADAPTERS, SHARED) if guest.streams and draw.random() < 0.6 else ADAPTERS
 
 
-def _visits(seed: int, world: World, applications: Sequence[str], draw: random.Random) -> Iterator[Visit]:
+def _visits(seed: int, world: World, applications: abc.Sequence[str], draw: random.Random) -> Iterator[Visit]:
     shared = SHARED in applications
     start = (seed // BLOCK) * LIBRARY
     spread = draw.choice([0, 3, 30])
@@ -211,7 +212,7 @@ class Play:
         kept: indices of the visits that come; default: all.
     """
 
-    def __init__(self, case: Case, witness: Witness, kept: Sequence[int] | None = None) -> None:
+    def __init__(self, case: Case, witness: Witness, kept: abc.Sequence[int] | None = None) -> None:
         self.case, self.witness = case, witness
         self.findings: list[str] = []
         self._coming = [case.visits[i] for i in (range(len(case.visits)) if kept is None else kept)]
@@ -226,7 +227,7 @@ class Play:
         self.front = Front(case.world, self.engine)
         self.guests: list[Guesthouse] = []
 
-    def _right(self, sequence: SequenceView) -> list[int] | None:
+    def _right(self, sequence: Sequence) -> list[int] | None:
         """What a sequence is going to say, and would say beyond its end, for adversaries."""
         ask = self._known.get(id(sequence.sampler.params))
         return foreseen(ask)[sequence.sampler.sample_index] if ask else None
@@ -307,7 +308,7 @@ class Play:
         request_id = self.engine.submit(ask.prompt, ask.params, prompt=ask.text, application=ask.application)
         guest.live = self.engine.live[request_id]
 
-    def _generate(self, visits: Sequence[Visit]) -> None:
+    def _generate(self, visits: abc.Sequence[Visit]) -> None:
         asks = [v.ask for v in visits if v.ask]
         outputs = self.front.generate(
             [_prompt(a) for a in asks], [a.params for a in asks], application=[a.application for a in asks]
@@ -326,7 +327,7 @@ class Play:
             self.findings.append(f"was not refused: {visit.describe()}")
         # By name: a call after an interrupted step mends it, and puts what was running back to wait.
         scheduler = self.engine.scheduler
-        queued = {s.state.request.id for s in (*scheduler.waiting, *scheduler.running)}
+        queued = {s.request_id for s in (*scheduler.waiting, *scheduler.running)}
         if set(self.engine.live) != before or not queued <= before:
             self.findings.append(f"left something behind: {visit.describe()}")
 
@@ -395,7 +396,7 @@ class Play:
             guest.left = True
             self.witness.met["streams left early"] += 1
             return
-        output = self.front.abort(guest.live.request.id)
+        output = self.front.abort(guest.live.id)
         if guest.stream is None:
             guest.output = output
 
@@ -538,7 +539,7 @@ def _compare_aborted(ask: Ask, completion: Any, sample: Sample) -> list[str]:
     return [f"an aborted answer says {completion.text!r} after {count} tokens, of which {safe!r} is right"]
 
 
-def _compare_logprobs(ask: Ask, given: Any, expected: Sequence[Any]) -> list[str]:
+def _compare_logprobs(ask: Ask, given: Any, expected: abc.Sequence[Any]) -> list[str]:
     if given is None:
         return ["log-probabilities are missing"] if expected else []
     if len(given) != len(expected):

@@ -198,7 +198,7 @@ def keep_the_blocks(patch: pytest.MonkeyPatch) -> None:
     """What waits is forgotten, what runs stays: an abort leaves a sequence behind."""
 
     def remove(self: Scheduler, sequences: Sequence[Any]) -> None:
-        gone = {id(s) for s in sequences if s.state.checker.finish_reason != "abort"}
+        gone = {id(s) for s in sequences if s.checker.finish_reason != "abort"}
         real(self, [s for s in sequences if id(s) in gone])
 
     real = Scheduler.remove

@@ -61,7 +61,7 @@ def test_what_is_left_behind_fails(
     real = Scheduler.remove
 
     def remove(self: Scheduler, sequences: Sequence[Any]) -> None:
-        real(self, [s for s in sequences if s.state.checker.finish_reason != "abort"])
+        real(self, [s for s in sequences if s.checker.finish_reason != "abort"])
 
     monkeypatch.setattr(Scheduler, "remove", remove)
     assert soak.main(["--minutes", str(5 / 60), "--out", str(tmp_path)]) == 1

@@ -34,18 +34,18 @@ class Witness:
         def watched_emit(p: Pass) -> None:
             for i in p.generating:
                 if p.spans[i].tree_index >= 0 and p.tree is not None:
-                    paths[p.works[i].sequence.view.key] = len(p.paths[i])
+                    paths[p.works[i].sequence.key] = len(p.paths[i])
                     self._saw_path(p.paths[i], p.tree.parents[p.spans[i].tree_index])
             emit(p)
 
         def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
             paths.clear()
-            before = [len(w.sequence.view.tokens) for w in works]
+            before = [len(w.sequence.tokens) for w in works]
             self.met["chunk edges"] += sum(not w.generates for w in works)
             result = step(works, rule)
             for work, length in zip(works, before, strict=True):
-                emitted = len(work.sequence.view.tokens) - length
-                self._saw_end(work, paths.get(work.sequence.view.key, 0), emitted)
+                emitted = len(work.sequence.tokens) - length
+                self._saw_end(work, paths.get(work.sequence.key, 0), emitted)
             return result
 
         round_.step = watched_step
@@ -64,7 +64,7 @@ class Witness:
     def _saw_end(self, work: Work, path: int, emitted: int) -> None:
         if emitted >= path + (not work.sequence.finished):
             return
-        checker = work.sequence.state.checker  # more was accepted than came out
+        checker = work.sequence.checker  # more was accepted than came out
         if checker.finish_reason == "stop":
             kind = {type(None): "EOS", int: "stop ids", str: "stop strings"}[type(checker.stop_reason)]
             self.met[f"{kind} in mid-path"] += 1

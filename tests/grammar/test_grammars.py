@@ -24,7 +24,6 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def grammars(llm: LLM) -> Grammars:
-    assert llm.engine.grammars is not None
     return llm.engine.grammars
 
 

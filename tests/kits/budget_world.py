@@ -137,22 +137,16 @@ class Sequence:
     """What a budget looks at of a running sequence."""
 
     def __init__(self, key: int, world: World) -> None:
-        self.view = SimpleNamespace(
-            key=key,
-            tokens=[RIGHT] * world.prompt,
-            prompt_len=world.prompt,
-            application=None,
-            sources=None,
-            max_len=world.prompt + world.answer,
-        )
+        self.key, self.tokens, self.prompt_len = key, [RIGHT] * world.prompt, world.prompt
+        self.application = self.sources = None
         self.max_len = world.prompt + world.answer
         self.seen: dict[int, int] = {}  # by source
         self.ready = True  # a prompt's last pass prepares a draft
-        self.state = SimpleNamespace(stats=SimpleNamespace(passes=0, drafted=0))
+        self.stats = SimpleNamespace(passes=0, drafted=0)
 
     @property
     def finished(self) -> bool:
-        return len(self.view.tokens) >= self.max_len
+        return len(self.tokens) >= self.max_len
 
 
 class Drafter:
@@ -169,16 +163,16 @@ class Drafter:
             offered, sequence.ready = offered if sequence.ready else 0, nodes > 0
         if world.level_ms and world.claimed and floor > 0:
             offered = min(offered, 1 + int(math.log(min(1, floor)) / math.log(world.claimed)))
-        chance = world.acceptance(step) + world.spread * (2 * (sequence.view.key % 2) - 1)
+        chance = world.acceptance(step) + world.spread * (2 * (sequence.key % 2) - 1)
         return [RIGHT if self.draw.random() < chance else WRONG for _ in range(offered)]
 
     def took(self, asked: list[Sequence], chains: list[list[int]]) -> float:
         """Ms of a call."""
         ms = self.world.level_ms * max(map(len, chains), default=0)
         for sequence in asked:
-            behind = len(sequence.view.tokens) - sequence.seen.get(self.source, 0)
+            behind = len(sequence.tokens) - sequence.seen.get(self.source, 0)
             ms += self.world.ask_ms + self.world.unseen_ms * behind
-            sequence.seen[self.source] = len(sequence.view.tokens)
+            sequence.seen[self.source] = len(sequence.tokens)
         return ms
 
     @property
@@ -199,20 +193,20 @@ def run(budget: Any, world: World, batch: int, steps: int) -> Ran:
         while len(live) < batch:
             made += 1
             live.append(Sequence(made, world))
-            live[-1].view.tokens.append(RIGHT)  # the prompt's pass brought the first token
-        able = [s for s in live if s.max_len - len(s.view.tokens) > 1]
+            live[-1].tokens.append(RIGHT)  # the prompt's pass brought the first token
+        able = [s for s in live if s.max_len - len(s.tokens) > 1]
         given = dict(zip(map(id, able), budget.plan(able, len(live)), strict=True)) if able else {}
         budgets = [given.get(id(s), 0) for s in live]
         asked = [s for s, nodes in zip(live, budgets, strict=True) if nodes]
         checked, draft_ms = _draft(budget, drafters, asked, [n for n in budgets if n], step)
         found = [checked.get(id(s), (0, 0)) for s in live]
         drafted = [nodes for nodes, _ in found]
-        accepted = [min(right, s.max_len - len(s.view.tokens) - 1) for s, (_, right) in zip(live, found, strict=True)]
+        accepted = [min(right, s.max_len - len(s.tokens) - 1) for s, (_, right) in zip(live, found, strict=True)]
         rest_ms = world.step_ms(len(live), sum(drafted)) * world.slowness(step) * math.exp(luck.gauss(0, world.noise))
         # A hiccup is not in the time that is compared, which would be that of the luckier run.
         seen_ms = rest_ms * (10 if luck.random() < world.hiccup else 1)
         for sequence, right in zip(live, accepted, strict=True):
-            sequence.view.tokens += [RIGHT] * (right + 1)
+            sequence.tokens += [RIGHT] * (right + 1)
             ran.tokens += right + 1
         ran.ms += draft_ms + rest_ms
         ran.steps += 1
@@ -245,7 +239,7 @@ def _draft(
     """Of each sequence the nodes that are checked and how many tokens of them are right, and the drafters' time."""
     if not asked:
         return {}, 0.0
-    rule, views, ms = budget.rule, [s.view for s in asked], 0.0
+    rule, views, ms = budget.rule, asked, 0.0
     trees, first = [_Tree() for _ in asked], [0.0 for _ in asked]
     for source, drafter in enumerate(drafters):
         several = rule is not None and len(drafters) > 1

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 from hypothesis import strategies as st
 
 from kits.tiny import VOCAB
 from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.core.sequence import Sequence
 from paceline.core.tree import TokenTree
-from paceline.draft.base import DraftRequest, SequenceView
+from paceline.draft.base import DraftRequest
 from paceline.draft.proposal import Proposal
 
 Paths = dict[tuple[int, ...], float]
@@ -41,23 +42,23 @@ def paths(proposal: Proposal) -> Paths:
     return scores
 
 
-def view(tokens: list[int], key: int = 0, **params: Any) -> SequenceView:
+def view(tokens: list[int], key: int = 0, **params: Any) -> Sequence:
     rules = SamplingParams(**{"temperature": 0, "seed": 3} | params)
     sampler = SequenceSampler(rules, tokens, seed=3, sample_index=0, vocab_size=VOCAB)
-    return SequenceView(key, list(tokens), len(tokens), sampler)
+    return Sequence(key, list(tokens), len(tokens), sampler)
 
 
 def text(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-def want(views: list[SequenceView], budget: int | list[int] = 64, depth: int | list[int] = 64) -> DraftRequest:
+def want(views: list[Sequence], budget: int | list[int] = 64, depth: int | list[int] = 64) -> DraftRequest:
     budgets = [budget] * len(views) if isinstance(budget, int) else budget
     depths = [depth] * len(views) if isinstance(depth, int) else depth
     return DraftRequest(views, budgets, depths)
 
 
-def requested(rows: Sequence[tuple[SequenceView, int, int]]) -> DraftRequest:
+def requested(rows: abc.Sequence[tuple[Sequence, int, int]]) -> DraftRequest:
     """Of (sequence, budget, depth) each."""
     views, budgets, depths = zip(*rows, strict=True)
     return DraftRequest(views, budgets, depths)

@@ -432,6 +432,6 @@ def run(
     while engine.busy:
         for live in engine.step():
             if live.finished:
-                done[live.request.id] = engine.output(live)
+                done[live.id] = engine.output(live)
     engine.pool.check_integrity()
     return [done[request_id] for request_id in order]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, product
@@ -42,14 +43,15 @@ from torch import Tensor
 
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.core.sequence import Sequence
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, DraftRule, SequenceView
+from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, DraftRule
 from paceline.draft.hybrid import Hybrid, HybridConfig
 from paceline.draft.magicdec import MagicDec, MagicDecConfig
 from paceline.draft.ngram import NgramConfig
 from paceline.draft.proposal import Proposal
 from paceline.draft.suffix import SuffixConfig
-from paceline.engine.base import RunningSequence, StepResult, Work
+from paceline.engine.base import StepResult, Work
 from paceline.engine.engine import Engine
 from paceline.engine.passes import Pass
 from paceline.model.decoder import Decoder
@@ -97,7 +99,7 @@ class Answer:
 
 
 def plain(
-    prompt: Sequence[int], params: SamplingParams, index: int = 0, beyond: int = 0, config: DecoderConfig = CONFIG
+    prompt: abc.Sequence[int], params: SamplingParams, index: int = 0, beyond: int = 0, config: DecoderConfig = CONFIG
 ) -> Answer:
     """Plain decoding of one sample, token by token, everything computed anew for each.
 
@@ -153,7 +155,7 @@ def likeliest(logits: Tensor, chosen: int, k: int) -> dict[int, float]:
     return {i: float(logprobs[i]) for i in ids}
 
 
-def prompt_logprobs(prompt: Sequence[int], k: int, config: DecoderConfig) -> list[dict[int, float] | None]:
+def prompt_logprobs(prompt: abc.Sequence[int], k: int, config: DecoderConfig) -> list[dict[int, float] | None]:
     """The same for every token of a prompt; nothing precedes the first."""
     logits = full_logits(target(config), prompt)
     return [None, *(likeliest(logits[i], token, k) for i, token in enumerate(prompt[1:]))]
@@ -182,7 +184,7 @@ def _params(**options: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": TOKENS, "ignore_eos": True, "seed": 11} | options))
 
 
-Maker = Callable[[Sequence[int], DecoderConfig], SamplingParams]  # some options are made for the prompt and target
+Maker = Callable[[abc.Sequence[int], DecoderConfig], SamplingParams]  # some options are made for the prompt and target
 
 
 def _fixed(**options: Any) -> Maker:
@@ -192,7 +194,7 @@ def _fixed(**options: Any) -> Maker:
 def _stop_string(keep: bool = False, **options: Any) -> Maker:
     """Stops at five characters out of the middle of the answer: they span tokens, and begin inside one."""
 
-    def make(prompt: Sequence[int], config: DecoderConfig) -> SamplingParams:
+    def make(prompt: abc.Sequence[int], config: DecoderConfig) -> SamplingParams:
         text = plain(prompt, _params(**options), config=config).text
         middle = len(text) // 2 | 1
         return _params(stop=["~~", text[middle : middle + 5]], include_stop_str_in_output=keep, **options)
@@ -201,7 +203,7 @@ def _stop_string(keep: bool = False, **options: Any) -> Maker:
 
 
 def _stop_id(**options: Any) -> Maker:
-    def make(prompt: Sequence[int], config: DecoderConfig) -> SamplingParams:
+    def make(prompt: abc.Sequence[int], config: DecoderConfig) -> SamplingParams:
         ids = plain(prompt, _params(**options), config=config).ids
         return _params(stop_token_ids=[ids[TOKENS // 2]], **options)
 
@@ -214,7 +216,7 @@ def _eos(**options: Any) -> Maker:
 
     seeds = range(11, 16) if options.get("temperature") != 0 else (11,)  # of greedy answers all are the same
 
-    def make(prompt: Sequence[int], config: DecoderConfig) -> SamplingParams:
+    def make(prompt: abc.Sequence[int], config: DecoderConfig) -> SamplingParams:
         steps = product((0,), seeds, range(12)), product((0,), seeds, (n / 8 for n in range(-96, 96)))
         for least, seed, bias in chain(*steps, product((12,), seeds, range(12))):
             weights = {i: float(bias) for i in EOS_IDS}
@@ -311,7 +313,7 @@ class Adversary(Drafter):
         cases: where the right tokens are known from.
     """
 
-    def __init__(self, rule: Rule, cases: Sequence[Case]) -> None:
+    def __init__(self, rule: Rule, cases: abc.Sequence[Case]) -> None:
         self.spec = DrafterSpec(name=rule.__name__, default_budget=7, tree=True)
         self._rule = rule
         self._known = {
@@ -323,7 +325,7 @@ class Adversary(Drafter):
         rows = [self._nodes(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         return TokenTree.from_parents(want.roots(), [parents for parents, _ in rows], [tokens for _, tokens in rows])
 
-    def _nodes(self, sequence: SequenceView, budget: int, max_depth: int) -> tuple[list[int], list[int]]:
+    def _nodes(self, sequence: Sequence, budget: int, max_depth: int) -> tuple[list[int], list[int]]:
         prompt, output = sequence.tokens[: sequence.prompt_len], sequence.tokens[sequence.prompt_len :]
         known = self._known[id(sequence.sampler.params), tuple(prompt), sequence.sampler.sample_index]
         assert output == known[: len(output)], "the output has left the plain answer"
@@ -419,42 +421,42 @@ def outside_vocabulary(right: list[int], budget: int, max_depth: int, draw: rand
     return _chain([*tokens[:-1], VOCAB] if draw.random() < 0.1 else tokens)
 
 
-def _model(**options: Any) -> Callable[[Sequence[Case]], Any]:
+def _model(**options: Any) -> Callable[[abc.Sequence[Case]], Any]:
     return lambda cases: draft_model(target={"config": CONFIG}, **options)
 
 
-def _hybrid(parts: str, **options: Any) -> Callable[[Sequence[Case]], Any]:
+def _hybrid(parts: str, **options: Any) -> Callable[[abc.Sequence[Case]], Any]:
     return lambda cases: hybrid(parts, target={"config": CONFIG}, **options)
 
 
-def _streams(layers: int = 1, **options: Any) -> Callable[[Sequence[Case]], Any]:
+def _streams(layers: int = 1, **options: Any) -> Callable[[abc.Sequence[Case]], Any]:
     return lambda cases: streams(target={"config": CONFIG, "layers": layers}, **options)
 
 
-def _lyanna(**options: Any) -> Callable[[Sequence[Case]], Any]:
+def _lyanna(**options: Any) -> Callable[[abc.Sequence[Case]], Any]:
     return lambda cases: lyanna(
         config=CONFIG, **{"past": 8} | options
     )  # else a prefix hit would never be short of states
 
 
-def _eagle(**options: Any) -> Callable[[Sequence[Case]], Any]:
+def _eagle(**options: Any) -> Callable[[abc.Sequence[Case]], Any]:
     return lambda cases: eagle(config=CONFIG, **{"past": 8} | options)
 
 
-def _beside_a_lookup(part: Callable[[Sequence[Case]], Any]) -> Callable[[Sequence[Case]], Any]:
+def _beside_a_lookup(part: Callable[[abc.Sequence[Case]], Any]) -> Callable[[abc.Sequence[Case]], Any]:
     config = HybridConfig(parts=f"{LOOKUP}+a drafter of states", nodes=20)
     return lambda cases: Hybrid(config, [*hybrid(LOOKUP, target={"config": CONFIG}).parts, part(cases)])
 
 
-def _medusa(**options: Any) -> Callable[[Sequence[Case]], Any]:
+def _medusa(**options: Any) -> Callable[[abc.Sequence[Case]], Any]:
     return lambda cases: medusa(taught_heads(CONFIG, tuple(map(tuple, PROMPTS))), **options)
 
 
-def _adversary(rule: Rule) -> Callable[[Sequence[Case]], Any]:
+def _adversary(rule: Rule) -> Callable[[abc.Sequence[Case]], Any]:
     return lambda cases: Adversary(rule, cases)
 
 
-DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
+DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
     "none": lambda cases: None,
     "ngram": lambda cases: NgramConfig(depth=5),
     "ngram_short": lambda cases: NgramConfig(depth=4, max_ngram=2),
@@ -617,22 +619,22 @@ class Witness:
             for i in p.generating:
                 b, path = p.spans[i].tree_index, p.paths[i]
                 if b >= 0 and p.tree is not None:
-                    paths[p.works[i].sequence.view.key] = path
+                    paths[p.works[i].sequence.key] = path
                     self._saw_path(path, p.tree.parents[b])
                     if any(p.tree.sources[b][n] for n in path):
                         self.marks.add("a node of a second source")
             emit(p)
 
-        def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+        def watched_step(works: abc.Sequence[Work], rule: DraftRule | None = None) -> StepResult:
             paths.clear()
             self._saw_works(engine, works)
-            before = [len(w.sequence.view.tokens) for w in works]
+            before = [len(w.sequence.tokens) for w in works]
             result = step(works, rule)
             if len(result.works) < len(works):
                 self.marks.add("a sequence waits")
             for work, length in zip(works, before, strict=True):
-                path = paths.get(work.sequence.view.key, [])
-                self._saw_end(work, path, len(work.sequence.view.tokens) - length)
+                path = paths.get(work.sequence.key, [])
+                self._saw_end(work, path, len(work.sequence.tokens) - length)
             return result
 
         round_.step = watched_step
@@ -642,7 +644,7 @@ class Witness:
         """See every step of a pipeline, and what its ticks tell."""
         step = round_.step
 
-        def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+        def watched_step(works: abc.Sequence[Work], rule: DraftRule | None = None) -> StepResult:
             self._saw_works(engine, works)
             result = step(works, rule)
             for sequence, _ in result.emitted:
@@ -657,11 +659,11 @@ class Witness:
 
         round_.step, round_.on_tick = watched_step, ticked  # type: ignore[method-assign]
 
-    def _saw_token(self, sequence: RunningSequence, drafts: bool) -> None:
+    def _saw_token(self, sequence: Sequence, drafts: bool) -> None:
         params = sequence.params
         if drafts and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
             self.marks.add("drafts accepted under penalties")
-        if sequence.state.checker.finish_reason == "stop":
+        if sequence.checker.finish_reason == "stop":
             self.marks.add("a stop with levels in flight" if drafts else "a stop")
 
     def _saw_path(self, path: list[int], parents: list[int]) -> None:
@@ -669,7 +671,7 @@ class Witness:
         if any(parents.index(parents[node]) != node for node in path):
             self.marks.add("a sibling that is not the first")
 
-    def _saw_works(self, engine: Engine, works: Sequence[Work]) -> None:
+    def _saw_works(self, engine: Engine, works: abc.Sequence[Work]) -> None:
         if any(not w.generates for w in works):
             self.marks.add("a chunk edge")
         ample = engine.scheduler.config.max_batch_rows >= 512
@@ -677,7 +679,7 @@ class Witness:
             self.marks.add("drafts cut by the pool")
 
     def _saw_end(self, work: Work, path: list[int], emitted: int) -> None:
-        params, checker = work.sequence.params, work.sequence.state.checker
+        params, checker = work.sequence.params, work.sequence.checker
         penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         if path and penalised:
             self.marks.add("drafts accepted under penalties")
@@ -725,7 +727,7 @@ def check(output: RequestOutput, expected: Case, where: str) -> None:
     assert emitted - output.stats.passes <= output.stats.accepted <= emitted, where
 
 
-def _check_logprobs(rows: Sequence[Any], expected: Sequence[Any], where: str) -> None:
+def _check_logprobs(rows: abc.Sequence[Any], expected: abc.Sequence[Any], where: str) -> None:
     assert len(rows) == len(expected), where
     for row, wanted in zip(rows, expected, strict=True):
         assert (row is None) == (wanted is None), where
@@ -737,7 +739,7 @@ def _check_logprobs(rows: Sequence[Any], expected: Sequence[Any], where: str) ->
         assert all(abs(row[i].logprob - wanted[i]) < 1e-9 for i in possible), where
 
 
-def play(drafter: str, condition: str, cases: Sequence[Case], witness: Witness, encore: int = 0) -> None:
+def play(drafter: str, condition: str, cases: abc.Sequence[Case], witness: Witness, encore: int = 0) -> None:
     """Answer all cases in one engine, then the first ``encore`` again, and compare each with its plain answer."""
     options = {"round": ROUNDS.get(drafter, "auto"), **CONDITIONS[condition]}
     engine = assemble(DRAFTERS[drafter](cases), decoder=target(config_of(drafter)), **options)

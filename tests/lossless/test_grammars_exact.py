@@ -67,7 +67,7 @@ def test_preemption_and_what_was_said_change_no_token(plain: LLM) -> None:
     live = engine.live["again"]
     while not live.finished:
         engine.step()
-    assert live.sequences[0].state.token_ids == expected[0]
+    assert live.sequences[0].output_ids == expected[0]
 
 
 def test_forced_tokens_are_drafted_and_come_true(plain: LLM) -> None:
@@ -124,8 +124,8 @@ def test_a_request_chooses_to_do_without(plain: LLM) -> None:
     live = engine.live["alone"]
     while not live.finished:
         engine.step()
-    assert live.sequences[0].state.stats.drafted == 0
-    assert live.sequences[0].state.token_ids == ids(plain, PROMPTS[:1], temperature=0)[0]
+    assert live.sequences[0].stats.drafted == 0
+    assert live.sequences[0].output_ids == ids(plain, PROMPTS[:1], temperature=0)[0]
 
 
 def test_a_parser_that_fails_ends_its_own_request(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,7 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(layers: int, monke
         assert p.tree is not None
         lists = p.tree
         done = prune(p, *given)
-        cuts.append(([*p.works[0].sequence.view.tokens], lists.tokens[0], lists.parents[0], p.kept.get(0, [])))
+        cuts.append(([*p.works[0].sequence.tokens], lists.tokens[0], lists.parents[0], p.kept.get(0, [])))
         return done
 
     monkeypatch.setattr(draft_verify, "prune", watched)
@@ -298,7 +298,7 @@ def logits_by_place(
 
     def watched(p: Pass) -> None:
         for i in p.generating:
-            view = p.works[i].sequence.view
+            view = p.works[i].sequence
             for depth, node in enumerate([0, *p.paths[i]]):
                 found[view.key, len(view.tokens) + depth] = p.logits[p.rows[i]][node].clone()
         emit(p)

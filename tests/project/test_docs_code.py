@@ -12,8 +12,9 @@ from types import ModuleType
 
 import pytest
 
+from paceline.core.sequence import Sequence
 from paceline.draft import registry
-from paceline.draft.base import DraftRequest, SequenceView, StepFeatures
+from paceline.draft.base import DraftRequest, StepFeatures
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "extending.md"
@@ -40,8 +41,8 @@ def example(monkeypatch) -> ModuleType:
     return run(EXAMPLE, monkeypatch)
 
 
-def view(tokens: list[int], key: int = 0) -> SequenceView:
-    return SequenceView(key=key, tokens=tokens, prompt_len=len(tokens), sampler=None)
+def view(tokens: list[int], key: int = 0) -> Sequence:
+    return Sequence(key=key, tokens=tokens, prompt_len=len(tokens), sampler=None)
 
 
 def test_page_shows_part_of_the_example():

@@ -158,7 +158,6 @@ def test_a_call_whose_closing_tag_is_cut_leaves_no_content(client: openai.OpenAI
 
 def test_strict_tools_bind_what_the_model_calls_of_its_own_will() -> None:
     llm = LLM(MODEL)
-    assert llm.engine.grammars is not None
     function = Function(name="weather", parameters=CITY, strict=True)
     matcher = llm.engine.grammars.matcher(Grammar(**bound("hermes", [function], None)))  # type: ignore[arg-type]
 

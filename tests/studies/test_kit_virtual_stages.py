@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from kit.virtual_stages import VirtualSessions, VirtualStages
 from kits.tiny import TOY_TEXTS, VOCAB, assemble, run, tiny_config, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.draft.base import DrafterSpec, SequenceView
+from paceline.core.sequence import Sequence
+from paceline.draft.base import DrafterSpec
 from paceline.draft.text_sessions import LookUps, TextSessions
 from paceline.engine.base import RoundParts
 from paceline.engine.budget import FixedBudget
@@ -36,13 +38,13 @@ class Synthetic:
 
     spec = DrafterSpec(name="synthetic", ahead=True)
 
-    def __init__(self, text: Sequence[int], wrong: Callable[[int], bool]) -> None:
+    def __init__(self, text: abc.Sequence[int], wrong: Callable[[int], bool]) -> None:
         self.text, self.wrong = text, wrong
 
     def sessions(self, rows: int) -> TextSessions:
         return TextSessions(LookUps({0: self}), VOCAB, ())  # type: ignore[dict-item]
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+    def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         place = len(sequence.tokens) + len(path)
         if place >= len(self.text):
             return []
@@ -50,7 +52,7 @@ class Synthetic:
         shift = 1 if not right or self.wrong(place) else 0
         return [((self.text[place] + shift) % VOCAB, -0.1)]
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         pass
 
 

@@ -108,12 +108,12 @@ def test_the_extra_pass_is_for_what_was_re_sampled_alone() -> None:
     drafter = lyanna_drafter(resample="alone")
     asked: list[list[int]] = []
     inner: Any = SimpleNamespace(guard=SimpleNamespace(drafter=drafter), emitter=None, drafter=drafter)
-    inner.step = lambda works, rule: asked.append([work.sequence.view.key for work in works])
+    inner.step = lambda works, rule: asked.append([work.sequence.key for work in works])
     round_ = extra_pass.ExtraPass(inner)
     works: Any = [SimpleNamespace(sequence=SimpleNamespace(view=view(text(9, key), key))) for key in range(3)]
     for kept, accepted in ((None, 0), (1, 0), (1, STEPS)):
         if kept is not None:
-            seen = works[kept].sequence.view
+            seen = works[kept].sequence
             drafter._resampling.keep(seen, torch.zeros(STEPS, 4))
             seen.tokens += [5] * (accepted + 1)
         round_.step(works)

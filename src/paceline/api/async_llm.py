@@ -149,11 +149,11 @@ class AsyncLLM:
                 self._fail_all(error)
                 continue
             for live in touched:
-                listener = self._listeners.get(live.request.id)
+                listener = self._listeners.get(live.id)
                 if listener is not None:
                     listener(live)
                 if live.finished:
-                    self._listeners.pop(live.request.id, None)
+                    self._listeners.pop(live.id, None)
 
     def _fail_all(self, error: Exception) -> None:
         engine = self._llm.engine

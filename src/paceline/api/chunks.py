@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.errors import RequestError
-from ..core.request import FinishReason, Logprob, Origin, RequestOutput, SequenceState
+from ..core.request import FinishReason, Logprob, Origin, RequestOutput
+from ..core.sequence import Sequence
 from ..engine.engine import Engine, LiveRequest
 
 
@@ -50,26 +51,26 @@ class StreamedChunks:
             samples = len(live.sequences)
             self._tokens, self._chars = ([*part] for part in zip(*(live.said or [(0, 0)] * samples), strict=True))
             self._open = set(range(samples))
-        fresh = [(i, live.sequences[i].state) for i in sorted(self._open)]
-        fresh = [(i, state) for i, state in fresh if state.finished or len(state.token_ids) > self._tokens[i]]
-        self._open -= {i for i, state in fresh if state.finished}
+        fresh = [(i, live.sequences[i]) for i in sorted(self._open)]
+        fresh = [(i, s) for i, s in fresh if s.finished or s.checker.num_tokens > self._tokens[i]]
+        self._open -= {i for i, s in fresh if s.finished}
         if fresh and not self._open:
             self.output = engine.output(live)
         last = len(fresh) - 1
-        return [self._chunk(live, i, state, self.output if at == last else None) for at, (i, state) in enumerate(fresh)]
+        return [self._chunk(live, i, s, self.output if at == last else None) for at, (i, s) in enumerate(fresh)]
 
-    def _chunk(self, live: LiveRequest, index: int, state: SequenceState, output: RequestOutput | None) -> Chunk:
+    def _chunk(self, live: LiveRequest, index: int, sequence: Sequence, output: RequestOutput | None) -> Chunk:
         tokens, chars = self._tokens[index], self._chars[index]
-        text = state.checker.stable_text(chars)
-        self._tokens[index], self._chars[index] = len(state.token_ids), chars + len(text)
+        text = sequence.checker.stable_text(chars)
+        self._tokens[index], self._chars[index] = sequence.checker.num_tokens, chars + len(text)
         return Chunk(
             index=index,
             text=text if tokens else live.text_prefix + text,
-            token_ids=state.token_ids[tokens:],
-            origins=state.origins[tokens:],
-            logprobs=state.logprobs[tokens:] if live.request.params.logprobs is not None else None,
-            finish_reason=state.checker.finish_reason,
-            request_id=live.request.id,
-            prompt_token_ids=live.request.prompt_ids,
+            token_ids=sequence.tokens[sequence.prompt_len + tokens :],
+            origins=sequence.origins[tokens:],
+            logprobs=sequence.logprobs[tokens:] if live.params.logprobs is not None else None,
+            finish_reason=sequence.checker.finish_reason,
+            request_id=live.id,
+            prompt_token_ids=live.prompt_ids,
             output=output,
         )

@@ -297,7 +297,7 @@ class LLM:
         try:
             for job in jobs:
                 with engine.lock:
-                    lives.append(engine.live[job(on_end=lambda live: ended.update({live.request.id: live}))])
+                    lives.append(engine.live[job(on_end=lambda live: ended.update({live.id: live}))])
             while told < len(lives):
                 with torch.inference_mode(), engine.lock:
                     while told == len(ended):  # another thread's steps, or an abort, may have ended one
@@ -319,7 +319,7 @@ class LLM:
     def _give_up(self, lives: Sequence[LiveRequest]) -> None:
         """End requests; safe to call from anywhere, even from a garbage collector in the middle of a step."""
         for live in lives:
-            self.engine.cancel(live.request.id)
+            self.engine.cancel(live.id)
         if self.engine.lock.take_if_free():  # else whoever holds it will see to it
             try:
                 self.engine.settle()

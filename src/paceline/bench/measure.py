@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from time import perf_counter
@@ -18,8 +19,8 @@ from ..api.config import TARGET_OPTIONS, LLMConfig
 from ..api.llm import LLM
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
+from ..core.sequence import Sequence
 from ..core.stats import SpecStats
-from ..engine.base import RunningSequence
 from ..kv.pool import KVPool
 from ..model.decoder import Decoder
 from ..plan.models import shape_of
@@ -86,7 +87,7 @@ def kv_bytes(decoder: Decoder, tokens: int) -> int:
 
 
 def ask(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, application: str | None = None
+    llm: LLM, prompts: abc.Sequence[abc.Sequence[int]], params: SamplingParams, application: str | None = None
 ) -> tuple[list[RequestOutput], float]:
     """Answer prompts of token ids with empty caches; return the outputs, and seconds."""
     llm.forget()
@@ -143,7 +144,7 @@ class EngineRunner:
         began = perf_counter()
         asked = [(prompt.ids, group.params(prompt, max_new_tokens)) for prompt in group.prompts]
         places: dict[str, int] = {}
-        sequences: list[RunningSequence] = []
+        sequences: list[Sequence] = []
         seen, begun = Arrivals(len(asked)), []
         while len(sequences) < len(asked) or engine.busy:
             for ids, params in asked[len(sequences) :][: group.cell.batch - len(engine.live)]:
@@ -156,18 +157,18 @@ class EngineRunner:
             trial.bytes_read += decoder.pass_bytes + sum(kv_bytes(decoder, tokens) for tokens in held)
             touched = engine.step()
             now_ms = 1000 * (perf_counter() - began)
-            for place in (places[live.request.id] for live in touched):
-                seen.note(place, len(sequences[place].state.token_ids), now_ms)
+            for place in (places[live.id] for live in touched):
+                seen.note(place, len(sequences[place].output_ids), now_ms)
             trial.steps += 1
         seen.first_ms = [first and first - start for first, start in zip(seen.first_ms, begun, strict=True)]
         _fill(trial, sequences, seen)
 
 
-def _fill(trial: Trial, sequences: Sequence[RunningSequence], seen: Arrivals) -> None:
+def _fill(trial: Trial, sequences: abc.Sequence[Sequence], seen: Arrivals) -> None:
     """Set the statistics that the requests report."""
-    stats = reduce(SpecStats.merge, (sequence.state.stats for sequence in sequences))
-    trial.outputs = [list(sequence.state.token_ids) for sequence in sequences]
-    trial.finish = [str(sequence.state.checker.finish_reason) for sequence in sequences]
+    stats = reduce(SpecStats.merge, (sequence.stats for sequence in sequences))
+    trial.outputs = [list(sequence.output_ids) for sequence in sequences]
+    trial.finish = [str(sequence.checker.finish_reason) for sequence in sequences]
     trial.wall_ms, trial.ttft_ms = max(filter(None, seen.last_ms)), [*filter(None, seen.first_ms)]
     trial.waits_ms, trial.arrivals, trial.off_reason = seen.waits_ms, seen.arrivals, stats.off_reason
     for name in COUNTED:
@@ -191,7 +192,7 @@ class Builder:
         self._common: dict[str, Any] = {"model": model, "device": device, "threads": threads}
         self._targets: list[LLM] = []
 
-    def llm(self, method: Method, lengths: Sequence[Sequence[int]] = ()) -> LLM:
+    def llm(self, method: Method, lengths: abc.Sequence[abc.Sequence[int]] = ()) -> LLM:
         """Return a method's engine.
 
         Args:

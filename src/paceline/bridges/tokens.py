@@ -6,14 +6,15 @@ tokens, drafted from the text. Look-ups do that; drafters that need more are ref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any, cast
 
 import torch
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.sampling import SamplingParams, SequenceSampler
-from ..draft.base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..core.sequence import Sequence
+from ..draft.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from ..draft.registry import DrafterConfig, build, parse
 from ..model.decoder import TargetInfo
 
@@ -37,9 +38,9 @@ class TokenDrafter:
         self.drafter = drafter if isinstance(drafter, Drafter) else _built(drafter)
         _check(self.drafter.spec)
         self._vocab_size: int | None = None
-        self._views: dict[int, SequenceView] = {}
+        self._views: dict[int, Sequence] = {}
 
-    def bind(self, vocab_size: int, eos_ids: Sequence[int], max_position: int, max_sequences: int = 1) -> None:
+    def bind(self, vocab_size: int, eos_ids: abc.Sequence[int], max_position: int, max_sequences: int = 1) -> None:
         """Set the target; later calls must have the same vocabulary, and do nothing.
 
         Raises:
@@ -68,10 +69,10 @@ class TokenDrafter:
     def open(
         self,
         key: int,
-        tokens: Sequence[int],
+        tokens: abc.Sequence[int],
         prompt_len: int,
         max_len: int | None = None,
-        prediction: Sequence[int] = (),
+        prediction: abc.Sequence[int] = (),
     ) -> None:
         """Begin with a sequence.
 
@@ -84,10 +85,10 @@ class TokenDrafter:
         assert self._vocab_size is not None, "bind comes before open"
         prompt = list(tokens[:prompt_len])
         sampler = SequenceSampler(_GREEDY, prompt, seed=0, sample_index=0, vocab_size=self._vocab_size)
-        view = SequenceView(key, list(tokens), prompt_len, sampler, max_len, prediction=tuple(prediction))
+        view = Sequence(key, list(tokens), prompt_len, sampler, max_len, prediction=tuple(prediction))
         self._views[key] = view
 
-    def extend(self, key: int, tokens: Sequence[int], accepted: int = 0) -> None:
+    def extend(self, key: int, tokens: abc.Sequence[int], accepted: int = 0) -> None:
         """Append ``tokens`` to the text, of which the first ``accepted`` were drafted."""
         view = self._views[key]
         view.tokens += tokens
@@ -137,7 +138,7 @@ def _check(spec: DrafterSpec) -> None:
             raise CapabilityError(f"drafter {spec.name!r}", f"it {wrong}", _REMEDY)
 
 
-def _best_chain(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> list[int]:
+def _best_chain(tokens: abc.Sequence[int], parents: abc.Sequence[int], scores: abc.Sequence[float]) -> list[int]:
     """Return the path of a tree from the root through the best scored children; of equals through the earlier one."""
     chain, node = [], 0
     while children := [i for i, parent in enumerate(parents) if parent == node and i > node]:

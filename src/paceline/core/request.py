@@ -1,16 +1,16 @@
-"""A request from submission to answer: its stop rules, the state of its samples, its output."""
+"""Stop rules, log-probabilities and answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .sampling import SamplingParams, SequenceSampler
+from .sampling import SamplingParams
 from .stats import SpecStats
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # "error": see `CompletionOutput.error`
@@ -31,20 +31,6 @@ class TextStream(Protocol):
 
     def end(self) -> str:
         """The remaining text at the end of the output: U+FFFD for an incomplete character."""
-
-
-class Texts(Protocol):
-    """What an engine needs of a tokenizer."""
-
-    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
-        """What turns the tokens of an answer to this prompt into text."""
-
-    def prompt(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of a prompt that was given as ids."""
-
-    @property
-    def token(self) -> DecodeToken:
-        """The text of one token as it stands in running text."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,109 +288,7 @@ def _as_logprobs(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Request, running state, answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What was submitted. A request with n samples runs as n sequences."""
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    arrival: int  # order of submission; older requests are served first and preempted last
-    seed: int  # the request's own, or one drawn at submission
-    prompt: str | None = None  # text, where text was given
-    application: str | None = None  # whose adapter answers; None: the base model
-    priority: int = 0  # lower ones are served first and preempted last
-
-
-_DRAFTED: tuple[Origin, ...] = ("drafted",)
-_TARGET: tuple[Origin, ...] = ("target",)
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """One running sample: its output so far, one entry a token in every list, beside `token_ids`."""
-
-    request: Request
-    index: int  # sample index
-    sampler: SequenceSampler
-    checker: StopChecker
-    origins: list[Origin] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # empty unless asked for
-    stats: SpecStats = field(default_factory=SpecStats)
-    error: str | None = None  # what ended it, where its own sampling rules, text or stop rules failed
-    token_text: DecodeToken | None = None  # for `Logprob.decoded`; None for a model without a tokenizer
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The output, of which the sampler is the home. Read only."""
-        return self.sampler.output_ids
-
-    @property
-    def finished(self) -> bool:
-        return self.checker.finished
-
-    def accept(
-        self, tokens: Sequence[int], num_drafted: int, logprobs: Sequence[dict[int, Logprob]] | None = None
-    ) -> int:
-        """Append the tokens of one pass: ``num_drafted`` accepted ones, then the target's own.
-
-        The stop rules may cut the tail. What is left goes to the output and to the sampler's counts.
-
-        Args:
-            tokens: in order; the first ``num_drafted`` were drafted.
-            num_drafted: accepted drafted tokens.
-            logprobs: one a token, where the request asked for them.
-
-        Returns:
-            How many of the tokens belong to the output.
-        """
-        checker = self.checker
-        before = checker.num_tokens
-        try:
-            checker.feed(tokens)
-        finally:  # tokens before one whose text cannot be made are out
-            kept = checker.num_tokens - before
-            new, drafted = tokens[:kept], min(kept, num_drafted)
-            if logprobs:
-                self.logprobs += logprobs[:kept]
-            self.origins += _DRAFTED * drafted + _TARGET * (kept - drafted)
-            self.sampler.commit(new)
-        return kept
-
-    def accept_plain(self, tokens: Sequence[int]) -> bool:
-        """`accept` of one token that was not drafted and of which nothing is asked; False: it is no such token, nothing
-        was done."""
-        if self.request.params.logprobs is not None or not self.checker.pass_over(tokens):
-            return False
-        self.origins += _TARGET
-        self.sampler.commit(tokens)
-        return True
-
-    def fail(self, error: Exception) -> None:
-        """End the output with an error; the tokens so far are kept."""
-        self.error = f"{type(error).__name__}: {error}"
-        self.checker.end("error")
-
-    def output(self) -> CompletionOutput:
-        """The answer so far; its text leaves out what a stop string may still remove."""
-        wanted = self.request.params.logprobs is not None
-        chosen = zip(self.logprobs, self.token_ids, strict=True) if wanted else ()
-        known = wanted and all(self.logprobs)  # those of tokens that another engine said are empty
-        return CompletionOutput(
-            index=self.index,
-            text=self.checker.stable_text(),
-            token_ids=list(self.token_ids),
-            finish_reason=self.checker.finish_reason,
-            stop_reason=self.checker.stop_reason,
-            logprobs=list(self.logprobs) if wanted else None,
-            cumulative_logprob=sum(row[token].logprob for row, token in chosen) if known else None,
-            origins=list(self.origins),
-            seed=self.request.seed,
-            error=self.error,
-        )
+# Answers
 
 
 @dataclass(slots=True)

@@ -210,8 +210,8 @@ class SequenceSampler:
         self.sample_index = sample_index
         self.vocab_size = vocab_size
         self.greedy = params.greedy
-        self._prompt_ids = prompt_ids
-        self._output: list[int] = []
+        self.tokens = list(prompt_ids)  # prompt and committed output
+        self.prompt_len = len(self.tokens)
         self.matcher = matcher
         self._enders = sorted(enders)
         self._counts: dict[torch.device, TokenCounts] = {}
@@ -245,16 +245,16 @@ class SequenceSampler:
 
     @property
     def output_ids(self) -> list[int]:
-        """The committed output. Read only."""
-        return self._output
+        """A copy of the committed output."""
+        return self.tokens[self.prompt_len :]
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append newly committed tokens to the output."""
-        self._output.extend(tokens)
-        if self._mask_enders in self._steps and len(self._output) >= self.params.min_tokens:
+        self.tokens.extend(tokens)
+        if self._mask_enders in self._steps and len(self.tokens) - self.prompt_len >= self.params.min_tokens:
             self._steps.remove(self._mask_enders)
         if self._noise_rows:
-            here = len(self._prompt_ids) + len(self._output)
+            here = len(self.tokens)
             self._noise_rows = {k: row for k, row in self._noise_rows.items() if k[1] >= here}
 
     # -- choosing
@@ -432,9 +432,9 @@ class SequenceSampler:
 
     def _counted(self, device: torch.device) -> TokenCounts:
         if device not in self._counts:
-            self._counts[device] = TokenCounts(self._prompt_ids, self.vocab_size, device)
+            self._counts[device] = TokenCounts(self.tokens[: self.prompt_len], self.vocab_size, device)
         counts = self._counts[device]
-        counts.catch_up(self._output)
+        counts.catch_up(self.tokens)
         return counts
 
     def _penalise_repetition(self, logits: Tensor, paths: Tensor | None) -> None:
@@ -458,7 +458,7 @@ class SequenceSampler:
 
     def _mask_enders(self, logits: Tensor, paths: Tensor | None) -> None:
         """Rule out EOS and stop ids where the row's output is shorter than min_tokens."""
-        missing = self.params.min_tokens - len(self._output)
+        missing = self.params.min_tokens - (len(self.tokens) - self.prompt_len)
         depth = torch.zeros(1, dtype=torch.int64, device=logits.device) if paths is None else (paths >= 0).sum(dim=1)
         ids = torch.tensor(self._enders, dtype=torch.int64, device=logits.device)
         early = (depth < missing)[:, None]  # [n or 1, 1]
@@ -467,12 +467,13 @@ class SequenceSampler:
     def _apply_grammar(self, logits: Tensor, paths: Tensor | None) -> None:
         """Rule out what the grammar does not allow after each row's output."""
         assert self.matcher is not None
+        output = self.output_ids
         below = [[] for _ in logits] if paths is None else [[t for t in row if t >= 0] for row in paths.tolist()]
         for row, path in zip(logits, below, strict=True):
-            allowed = self.matcher([*self._output, *path])
+            allowed = self.matcher([*output, *path])
             row.masked_fill_(~allowed.to(row.device), -math.inf)
             if not bool((row > -math.inf).any()):
-                asked = f"a grammar mask after {len(self._output) + len(path)} tokens"
+                asked = f"a grammar mask after {len(output) + len(path)} tokens"
                 wrong = "it allows no token at all, or only those that min_tokens rules out"
                 raise ConfigError(asked, wrong, "let the grammar allow EOS where it ends")
 

@@ -22,7 +22,7 @@ class Speculation:
     sources: Sequence[str] | None = None  # names of the drafters that are asked for it; None: all
     prediction: Sequence[int] = ()  # tokens that the output is likely to repeat: read by the drafter "prediction"
     max_nodes: int | None = None  # most drafted nodes a step; None: as many as the engine's budget allows
-    trace: bool = False  # whether what each step did is kept: `RunningSequence.trace`
+    trace: bool = False  # whether what each step did is kept: `Sequence.trace`
 
     def __post_init__(self) -> None:
         remedy = "leave it out, or use enabled=False to draft nothing"

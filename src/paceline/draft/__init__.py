@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+    from .base import Drafter, DrafterSpec, DraftRequest, StepFeatures
     from .ngram import NgramConfig
     from .none import NoneConfig
     from .proposal import Proposal
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .text_sessions import LookUp
 
 _NAMES = {  # by the module that defines them
-    "base": ["Drafter", "DrafterSpec", "DraftRequest", "SequenceView", "StepFeatures"],
+    "base": ["Drafter", "DrafterSpec", "DraftRequest", "StepFeatures"],
     "ngram": ["NgramConfig"],
     "none": ["NoneConfig"],
     "proposal": ["Proposal"],

@@ -6,7 +6,7 @@ A drafter declares what it reads and can do (`DrafterSpec`, data checked at star
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from math import inf, log
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
@@ -19,9 +19,8 @@ from .proposal import Proposal, to_tree
 from .sessions import DraftSessions, Opening, chains
 
 if TYPE_CHECKING:
-    from ..core.sampling import SequenceSampler
+    from ..core.sequence import Sequence
     from ..kv.pool import SequenceCache
-    from ..model.applications import Application
     from ..model.decoder import TargetInfo
     from ..papers.streaming.model import StreamSet
 
@@ -99,7 +98,7 @@ class DrafterSpec:
         own = [] if self.context is None or self.context >= tokens else [(self.name, self.context)]
         return [*own, *(limit for part in self.parts for limit in part.limits(tokens))]
 
-    def idle_reason(self, view: SequenceView) -> str | None:
+    def idle_reason(self, view: Sequence) -> str | None:
         """Return why nothing more is drafted for a sequence; None: this drafter has no reason of its own."""
         if self.parts:
             reasons = [part.idle_reason(view) for part in self.parts]
@@ -118,37 +117,22 @@ class DrafterSpec:
         return max(streams, self.scratch * sequences)
 
 
-@dataclass(slots=True)
-class SequenceView:
-    """One running sequence, as a drafter sees it."""
-
-    key: int  # unique while the sequence runs; the argument of `release`
-    tokens: list[int]  # prompt and output so far; the last one is the root. Read only; grows in place
-    prompt_len: int
-    sampler: SequenceSampler  # the sequence's sampling rules and noise (for coupled and sampled drafts)
-    max_len: int | None = None  # prompt and output together cannot grow beyond this
-    application: Application | None = None  # whose adapters its rows have; None: the base model
-    sources: frozenset[int] | None = None  # marks of the drafters that are asked for it; None: all
-    prediction: Sequence[int] = ()  # text that the output is likely to repeat
-    fault: Exception | None = None  # its own sampling rules, text or stop rules failed: the step ends it with this
-
-
 class DraftRule(Protocol):
     """What a node must be worth, and which source of several is worth asking; see `engine.auto`."""
 
-    def ask(self, source: int, views: Sequence[SequenceView], first: Sequence[float]) -> list[int]:
+    def ask(self, source: int, views: abc.Sequence[Sequence], first: abc.Sequence[float]) -> list[int]:
         """Indices of the sequences to ask a source for, given each one's chance of having the next token already."""
 
     def record_cost(self, source: int, passes: int, ms: float) -> None:
         """Learn the time of the last call of a source, and how many passes its network took."""
 
-    def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
+    def first(self, source: int, view: Sequence, log_scores: abc.Iterable[float]) -> float:
         """The chance that one of a source's first tokens is right, from its own log scores of them."""
 
     def level_chance(self, source: int, count: int) -> float:
         """The chance of a path that pays for one more level below it, in a call for ``count`` sequences."""
 
-    def select(self, views: Sequence[SequenceView], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
+    def select(self, views: abc.Sequence[Sequence], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
         """The nodes to check, of a proposal that took so many passes (`DraftRequest.passes`); None: none."""
 
 
@@ -156,18 +140,17 @@ class DraftRule(Protocol):
 class DraftRequest:
     """The argument of `propose`: a tree is wanted for each sequence, within its budget."""
 
-    sequences: Sequence[SequenceView]  # [B]
-    budgets: Sequence[int]  # [B] drafted nodes allowed, root not counted; 0: the root alone
-    max_depths: Sequence[int]  # [B] deepest node that can still be used (max_tokens, context)
+    sequences: abc.Sequence[Sequence]  # [B]
+    budgets: abc.Sequence[int]  # [B] drafted nodes allowed, root not counted; 0: the root alone
+    max_depths: abc.Sequence[int]  # [B] deepest node that can still be used (max_tokens, context)
     floor: float = 0.0  # chance of a path below which another level of a network does not pay
     rule: DraftRule | None = None  # for drafters that ask others; None: all of them, for all
-    caches: Sequence[
-        SequenceCache
-    ] = ()  # [B] the target's K/V of each: of all tokens but the root, which has the first
-    # reserved slot; the reserved ones are free to write to, since verification writes them anew. All else is read only
+    # [B] the target's K/V of each: of all tokens but the root, which has the first reserved slot; the reserved ones are
+    # free to write to, since verification writes them anew. All else is read only
+    caches: abc.Sequence[SequenceCache] = ()
     passes: int | None = None  # set by `propose`: passes of its network; None: as many as the deepest node's depth
 
-    def rows(self) -> Iterator[tuple[SequenceView, int, int]]:
+    def rows(self) -> abc.Iterator[tuple[Sequence, int, int]]:
         """Sequence, budget and depth of each."""
         return zip(self.sequences, self.budgets, self.max_depths, strict=True)
 
@@ -185,16 +168,17 @@ class DraftRequest:
 class StepFeatures:
     """What a drafter is shown after a target forward pass, prefill included."""
 
-    sequences: Sequence[SequenceView]  # [B] sequences that had rows in the pass
-    committed: Sequence[Sequence[int]]  # [B] tokens that this pass newly committed as output (empty in mid-prefill)
-    num_accepted: Sequence[int]  # [B] drafted tokens accepted, after the stop rules' cut
-    paths: Sequence[Sequence[int]]  # [B] accepted nodes, root excluded
-    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]; read only
-    hidden_rows: Sequence[slice] = ()  # [B] rows of `hidden` that belong to each sequence, of consecutive positions;
-    # none where no draft will follow. Tokens whose K/V was found in the cache are in none: see `DrafterSpec.past`
-    first: Sequence[int] = ()  # [B] position of the first of them
-    stream_logits: Sequence[Tensor | None] = ()  # [B] [gamma, V] of the last accepted node's streams; None: it had none
-    stream_levels: Sequence[Levels | None] = ()  # [B] the same in short, in place of logits: `StreamRules.k` of each
+    sequences: abc.Sequence[Sequence]  # [B] sequences that had rows in the pass
+    committed: abc.Sequence[abc.Sequence[int]]  # [B] tokens that this pass committed as output; none in mid-prefill
+    num_accepted: abc.Sequence[int]  # [B] drafted tokens accepted, after the stop rules' cut
+    paths: abc.Sequence[abc.Sequence[int]]  # [B] accepted nodes, root excluded
+    hidden: abc.Mapping[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]; read only
+    # [B] rows of `hidden` that belong to each sequence, of consecutive positions; none where no draft will follow.
+    # Tokens whose K/V was found in the cache are in none: see `DrafterSpec.past`
+    hidden_rows: abc.Sequence[slice] = ()
+    first: abc.Sequence[int] = ()  # [B] position of the first of them
+    stream_logits: abc.Sequence[Tensor | None] = ()  # [B] [gamma, V] of the last accepted node's streams, if any
+    stream_levels: abc.Sequence[Levels | None] = ()  # [B] the same in short: `StreamRules.k` of each
 
 
 class Drafter:
@@ -233,7 +217,9 @@ class Drafter:
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """[B] drafted nodes, within each budget and max depth."""
-        sessions = self.own_sessions or self._begin()
+        if self.own_sessions is None:
+            self.own_sessions, self._lengths = self.sessions(self.spec.window), {}
+        sessions = self.own_sessions
         for view, budget, max_depth in want.rows():
             if min(budget, max_depth) > 0:
                 known = self._lengths.get(view.key)
@@ -244,15 +230,11 @@ class Drafter:
                 self._lengths[view.key] = len(view.tokens)
         return chains(sessions, want, self.spec.window)
 
-    def _begin(self) -> DraftSessions:
-        self.own_sessions, self._lengths = self.sessions(self.spec.window), {}
-        return self.own_sessions
-
     def propose(self, want: DraftRequest) -> TokenTree:
         """[B, N] trees; every root is the sequence's last token; within each budget and max depth."""
         return to_tree(want.roots(), self.draft(want), trusted=self.trusted)
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Called when sequences end or are preempted: drop all state about them."""
         if self.own_sessions is not None:
             for key in keys:
@@ -266,6 +248,6 @@ class Drafter:
         if self.own_sessions is not None:
             self.own_sessions.forget()
 
-    def stream_set(self, sequence: SequenceView) -> StreamSet | None:
+    def stream_set(self, sequence: Sequence) -> StreamSet | None:
         """The lossless set whose streams the sequence's rows carry; None: they carry none. See `StreamRules`."""
         return None

@@ -14,7 +14,7 @@ from q, for rejection sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference
+from ..core.sequence import Sequence
 from ..kernels.drafts import ChainStart, TreeStart, grow, roll
 from ..kernels.layers import Stack
 from ..kv.pool import KVPool
@@ -34,7 +35,7 @@ from ..model.hot import load_hot
 from ..papers.streaming.draft_sessions import MAX_CARRIERS, StreamingSessions
 from ..papers.streaming.model import StreamSet, read_config
 from ..weights.files import check_target, fingerprint
-from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
+from .base import Drafter, DrafterSpec, DraftRequest
 from .fit import check_vocabulary
 from .growth import Grower, Growth, compiles
 from .model_sessions import Expansion, ModelSessions
@@ -213,7 +214,7 @@ class DraftModel(Drafter):
         given = self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled"
         return ModelSessions(*given) if self.streams is None else StreamingSessions(self.streams, *given)
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Free the K/V of ended or preempted sequences (their blocks remain in the prefix cache)."""
         if self.own_sessions is not None:
             for key in keys:
@@ -237,7 +238,7 @@ class DraftModel(Drafter):
         # Of a dynamic tree the best nodes: a node's score is never above its parent's.
         return [g.draft.best(g.budget) if self.config.topk > 1 else g.draft for g in growths]
 
-    def _roll(self, growths: Sequence[Growth], stack: Stack) -> None:
+    def _roll(self, growths: abc.Sequence[Growth], stack: Stack) -> None:
         """Grow chains in one compiled call."""
         chains = []
         for growth in growths:
@@ -251,7 +252,7 @@ class DraftModel(Drafter):
             growth.follow(drafted)
             self.model.computed(growth.sequence, growth.draft, len(drafted) - 1)
 
-    def _sprout(self, growths: Sequence[Growth], stack: Stack) -> None:
+    def _sprout(self, growths: abc.Sequence[Growth], stack: Stack) -> None:
         """The same for trees."""
         config, seeds = self.config, []
         for growth in growths:
@@ -267,7 +268,7 @@ class DraftModel(Drafter):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
             self.model.computed(growth.sequence, growth.draft, tree.forwarded)
 
-    def _forward(self, growths: Sequence[Growth]) -> Tensor:
+    def _forward(self, growths: abc.Sequence[Growth]) -> Tensor:
         """K/V and logits [frontier nodes of all, V] of the next level."""
         parts = []
         for growth in growths:
@@ -283,7 +284,7 @@ class DraftModel(Drafter):
                 parts.append(Expansion(session, nodes, nodes))
         return self.model.compute(parts)
 
-    def _start(self, view: SequenceView, budget: int, max_depth: int) -> Growth:
+    def _start(self, view: Sequence, budget: int, max_depth: int) -> Growth:
         """A tree that is still empty; its budget is 0 where the target goes on alone."""
         session = self.model.follow(view)
         growth = Growth(view, 0, self._depth(view, max_depth))
@@ -295,7 +296,7 @@ class DraftModel(Drafter):
             growth.budget = budget
         return growth
 
-    def _depth(self, sequence: SequenceView, max_depth: int) -> int:
+    def _depth(self, sequence: Sequence, max_depth: int) -> int:
         """Levels that can be drafted; 0 or less where the sequence fills the draft's context."""
         return min(max_depth, len(self.config.factors), self.decoder.config.max_position - len(sequence.tokens))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import DrafterSpec, SequenceView
+from ..core.sequence import Sequence
+from .base import DrafterSpec
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
@@ -34,15 +35,15 @@ class ForcedDrafter(LookUp):
         self.config = config
         self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False, ahead=True)
 
-    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
         """Return a chain of the tokens that the grammar forces."""
         return Proposal.chain(self._forced(seq, (), min(self.config.depth, budget, max_depth)), CHANCE)
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+    def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """Return the one token that the grammar forces, if it forces one."""
         return [(token, math.log(CHANCE)) for token in self._forced(sequence, path, 1)]
 
     @staticmethod
-    def _forced(view: SequenceView, path: Sequence[int], most: int) -> list[int]:
+    def _forced(view: Sequence, path: abc.Sequence[int], most: int) -> list[int]:
         matcher = view.sampler.matcher
         return [] if matcher is None else matcher.forced([*view.sampler.output_ids, *path], most)

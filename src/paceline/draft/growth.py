@@ -11,7 +11,7 @@ the first ones of the tree: see `Growth.compact`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
@@ -19,10 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.sequence import Sequence
 from ..core.tree import padded_paths
 from ..kv.pool import SequenceCache
 from ..model.packing import RowPacker
-from .base import SequenceView
 from .proposal import Proposal
 
 NONE = torch.empty(0)
@@ -32,7 +32,7 @@ NONE = torch.empty(0)
 class Growth:
     """A tree while it grows. Node i + 1 is entry i, node 0 the root."""
 
-    sequence: SequenceView
+    sequence: Sequence
     budget: int
     max_depth: int
     draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
@@ -64,7 +64,7 @@ class Growth:
         """Of a node; the root's is the text's last."""
         return self.draft.tokens[node - 1] if node else self.sequence.tokens[-1]
 
-    def follow(self, chain: Sequence[tuple[int, float]]) -> None:
+    def follow(self, chain: abc.Sequence[tuple[int, float]]) -> None:
         """Append a chain below the root: tokens and their log q."""
         for node, (token, log_q) in enumerate(chain):
             self.add(node, token, log_q)
@@ -120,7 +120,7 @@ class Grower:
         """The same with a floor, where tokens are not drawn: whether a node is drawn must not depend on the draw."""
         return replace(self, floor=-math.inf if self.proposes == "sampled" else floor)
 
-    def grow(self, growths: Sequence[Growth], forward: Callable[[Sequence[Growth]], Tensor]) -> int:
+    def grow(self, growths: abc.Sequence[Growth], forward: abc.Callable[[abc.Sequence[Growth]], Tensor]) -> int:
         """Grow all trees, a pass a level; returns the passes that it took.
 
         Args:
@@ -134,7 +134,7 @@ class Grower:
             level += 1
         return level
 
-    def expand(self, growths: Sequence[Growth], logits: Tensor, level: int) -> None:
+    def expand(self, growths: abc.Sequence[Growth], logits: Tensor, level: int) -> None:
         """Children of every frontier node, from the logits after it; then choose the next frontier.
 
         Args:
@@ -161,7 +161,7 @@ class Grower:
                         fresh.append(growth.add(node, token, value))
             growth.frontier = self._next_frontier(growth, fresh, level + 1)
 
-    def _scores(self, growths: Sequence[Growth], logits: Tensor) -> Tensor:
+    def _scores(self, growths: abc.Sequence[Growth], logits: Tensor) -> Tensor:
         """What children are ranked by; its softmax is the chance that a child is what the target says."""
         if all(g.sequence.sampler.plain for g in growths) and self.proposes != "sampled":
             return logits
@@ -191,7 +191,7 @@ class Grower:
         return sorted(node for node in fresh if growth.score(node) >= self.floor)
 
 
-def compiles(growths: Sequence[Growth], proposes: str) -> bool:
+def compiles(growths: abc.Sequence[Growth], proposes: str) -> bool:
     """Whether compiled code can choose the drafts' tokens: likeliest ones, or coupled ones."""
     samplers = [growth.sequence.sampler for growth in growths]
     return proposes != "sampled" and all(s.plain or (s.draws and proposes == "coupled") for s in samplers)

@@ -12,7 +12,7 @@ what these say is merged in the step after it, with what the others say then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ..core.errors import CapabilityError, ConfigError
-from .base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..core.sequence import Sequence
+from .base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from .draft_model import DraftModel
 from .none import NoneConfig
 from .proposal import Proposal
@@ -72,7 +73,7 @@ class HybridConfig(DrafterConfig):
             texts = [LOOKUP, MODEL.format(texts[0])]
         return tuple(self._read(text if _name(text) in known else f"draft_model:{text}") for text in texts)
 
-    def with_weights(self, find: Callable[[str], str], applied: bool = False) -> HybridConfig:
+    def with_weights(self, find: abc.Callable[[str], str], applied: bool = False) -> HybridConfig:
         """The same, each part with the weights that it means; see `DrafterConfig`."""
         texts = self.parts.split("+")
         if len(texts) != len(self.chosen):  # a model's name alone
@@ -106,7 +107,7 @@ def _name(text: str) -> str:
     return text.partition(",")[0].partition(":")[0].strip()
 
 
-def with_parts(parts: Sequence[str], drafter: str) -> str:
+def with_parts(parts: abc.Sequence[str], drafter: str) -> str:
     """A drafter, as it is named, with others asked before it; of one that drafts nothing the others alone."""
     kind, _, rest = drafter.partition(":")
     if kind == NoneConfig.kind:
@@ -132,7 +133,7 @@ class Hybrid(Drafter):
 
     trusted = True
 
-    def __init__(self, config: HybridConfig, parts: Sequence[Drafter]) -> None:
+    def __init__(self, config: HybridConfig, parts: abc.Sequence[Drafter]) -> None:
         for part in parts:
             _check(config, part.spec)
         self.config, self.parts = config, [*parts]
@@ -191,7 +192,7 @@ class Hybrid(Drafter):
         for part in self.parts:
             part.observe(step)
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
         for part in self.parts:
             part.release(keys)
@@ -203,7 +204,7 @@ class Hybrid(Drafter):
         for part in self.parts:
             part.forget()
 
-    def stream_set(self, sequence: SequenceView) -> StreamSet | None:
+    def stream_set(self, sequence: Sequence) -> StreamSet | None:
         """The set of the part with streams, for sequences that it is asked for; and at the end of a prompt, where none
         was asked yet."""
         if not self._carries.get(sequence.key, True):
@@ -227,7 +228,7 @@ class Hybrid(Drafter):
                 want.rule.record_cost(source, passes, (perf_counter() - began) * 1e3)
         return [draft.best(min(budget, self.config.nodes)) for draft, budget in zip(drafts, want.budgets, strict=True)]
 
-    def _asked(self, source: int, want: DraftRequest, first: Sequence[float]) -> list[int]:
+    def _asked(self, source: int, want: DraftRequest, first: abc.Sequence[float]) -> list[int]:
         """The sequences to ask a drafter for."""
         if want.rule is not None:
             return want.rule.ask(source, want.sequences, first)
@@ -237,7 +238,12 @@ class Hybrid(Drafter):
         return [i for i in open_ if first[i] < SURE]
 
     def _add(
-        self, source: int, want: DraftRequest, asked: Sequence[int], drafts: Sequence[Proposal], first: list[float]
+        self,
+        source: int,
+        want: DraftRequest,
+        asked: abc.Sequence[int],
+        drafts: abc.Sequence[Proposal],
+        first: list[float],
     ) -> int:
         """Ask one drafter, and merge what it proposes. Returns the passes that it took."""
         part, rule = self.parts[source], want.rule
@@ -269,12 +275,12 @@ def _check(config: HybridConfig, spec: DrafterSpec) -> None:
         raise ConfigError(asked, f"{spec.name} drafts nothing", remedy)
 
 
-def _furthest(pasts: Sequence[int | None]) -> int | None:
+def _furthest(pasts: abc.Sequence[int | None]) -> int | None:
     """What of a text's past all of them need; None: all of it."""
     known = [past for past in pasts if past is not None]
     return max(known, default=0) if len(known) == len(pasts) else None
 
 
-def _distinct(given: Sequence[str]) -> list[str]:
+def _distinct(given: abc.Sequence[str]) -> list[str]:
     """Names as they are; a repeated one with a number."""
     return [n if n not in given[:i] else f"{n} {given[: i + 1].count(n)}" for i, n in enumerate(given)]

@@ -5,13 +5,14 @@ A level is said by logits, or in short by its best tokens and their log q, where
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
 
+from ..core.sequence import Sequence
 from ..kernels.linear import top
-from .base import Levels, SequenceView
+from .base import Levels
 from .proposal import Proposal, best_nodes
 
 Said = Tensor | Levels  # logits [levels, V], or the same in short
@@ -29,7 +30,7 @@ def cut(said: Said, start: int, stop: int | None = None) -> Said:
     return said[start:stop]
 
 
-def best_levels(said: Sequence[tuple[SequenceView, Said]], k: int, coupled: bool) -> list[Levels]:
+def best_levels(said: abc.Sequence[tuple[Sequence, Said]], k: int, coupled: bool) -> list[Levels]:
     """The k best tokens of each level and their log q, best first, in one call for all sequences.
 
     Args:
@@ -45,7 +46,7 @@ def best_levels(said: Sequence[tuple[SequenceView, Said]], k: int, coupled: bool
 
 
 def product_trees(
-    rows: Sequence[tuple[SequenceView, Said | None, int]], k: int, coupled: bool, floor: float = 0.0
+    rows: abc.Sequence[tuple[Sequence, Said | None, int]], k: int, coupled: bool, floor: float = 0.0
 ) -> list[Proposal]:
     """For each sequence `best_nodes` of its levels; an empty proposal where it has none.
 
@@ -58,13 +59,13 @@ def product_trees(
     return [Proposal() if said is None else best_nodes(*next(found), nodes, floor) for _, said, nodes in rows]
 
 
-def _scores(view: SequenceView, logits: Tensor, coupled: bool) -> Tensor:
+def _scores(view: Sequence, logits: Tensor, coupled: bool) -> Tensor:
     """[levels, V]: the softmax of row j is the chance that a token is what the target says j places behind the text."""
     first = len(view.tokens)
     return view.sampler.ranked(logits, (), range(first, first + len(logits)), coupled)
 
 
-def _best(rows: Sequence[Tensor], k: int) -> Iterator[Levels]:
+def _best(rows: abc.Sequence[Tensor], k: int) -> abc.Iterator[Levels]:
     """From [levels, V] scores of each sequence, in one call."""
     if not rows:
         return

@@ -12,7 +12,7 @@ asked below it; then the nodes above are computed in the same pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import abc
 from dataclasses import dataclass, field
 
 import torch
@@ -21,12 +21,12 @@ from torch.nn.functional import pad
 
 from ..core.errors import PoolFullError
 from ..core.inference import inference
+from ..core.sequence import Sequence
 from ..kv.pool import KVPool, SequenceCache
 from ..model.base import Batch
 from ..model.decoder import Decoder
 from ..model.packing import RowPacker
 from ..model.parallel import LOGITS, NOTHING
-from .base import SequenceView
 from .proposal import Proposal
 from .sessions import ROOT, Ask, Grown
 from .text_sessions import DraftTree, Found, LookUps, TextSessions
@@ -47,7 +47,7 @@ class Session(DraftTree):
         """Tokens of the text without K/V."""
         return len(self.view.tokens) - self.cache.committed
 
-    def uncomputed(self, wanted: Iterable[int]) -> list[int]:
+    def uncomputed(self, wanted: abc.Iterable[int]) -> list[int]:
         """The nodes to compute so that the wanted ones have logits: these, and ancestors without K/V; parents first."""
         found = {node for end in wanted for node in self.path(end) if node == end or self.nodes[node].row < 0}
         return sorted(found, key=lambda node: (self.nodes[node].depth, node))
@@ -91,11 +91,11 @@ class ModelSessions(TextSessions):
         self.look_ups: LookUps | None  # asked first for every node: what they are sure of is not computed
         self.source = 0  # mark of the draft model's own tokens
 
-    def begin(self, view: SequenceView) -> Session:
+    def begin(self, view: Sequence) -> Session:
         """See `TextSessions`."""
         return Session(view, cache=self.pool.open(view.tokens, expected=view.max_len), known=len(view.tokens))
 
-    def follow(self, view: SequenceView) -> Session:
+    def follow(self, view: Sequence) -> Session:
         """The session of a sequence whose own view it reads, brought up to its text; opened where it is new."""
         session: Session | None = self._open.get(view.key)
         if session is None:
@@ -118,7 +118,7 @@ class ModelSessions(TextSessions):
         self.pool.forget()
         super().forget()
 
-    def clear(self, tree: Session, said: Sequence[int]) -> None:
+    def clear(self, tree: Session, said: abc.Sequence[int]) -> None:
         """See `TextSessions`. K/V of drafted nodes that became text is kept, but for the last token: what is drafted
         next needs the logits behind it."""
         node, rows = ROOT, list[int]()
@@ -130,7 +130,7 @@ class ModelSessions(TextSessions):
         super().clear(tree, said)
         self.keep(tree, rows, len(rows))
 
-    def keep(self, tree: Session, rows: Sequence[int], done: int) -> None:
+    def keep(self, tree: Session, rows: abc.Sequence[int], done: int) -> None:
         """See `TextSessions`."""
         self.pool.settle([(tree.cache, rows, done)])
         tree.cache.publish(tree.view.tokens)
@@ -139,7 +139,7 @@ class ModelSessions(TextSessions):
     # -- growing
 
     @inference
-    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+    def grow(self, asks: abc.Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`: at most one pass, over the nodes that no look-up is sure of."""
         grown, unsure = [Grown() for _ in asks], list[dict[int, tuple[int, Found]]]()
         ready: list[Expansion] = []
@@ -222,13 +222,13 @@ class ModelSessions(TextSessions):
             return False
         return True
 
-    def _expand(self, ready: Sequence[Expansion]) -> None:
+    def _expand(self, ready: abc.Sequence[Expansion]) -> None:
         """One pass over all that is to be computed, and the children from its logits."""
         logits = self.compute(ready)
         for one, said in zip(ready, logits.split([len(one.wanted) for one in ready]), strict=True):
             self._add_children(one.session, one.wanted, said, one.ask.width, one.grown)
 
-    def compute(self, parts: Sequence[Expansion]) -> Tensor:
+    def compute(self, parts: abc.Sequence[Expansion]) -> Tensor:
         """[wanted nodes of all, V] logits; every sequence has just the rows of this pass reserved."""
         packer, rows = self._lay_out(parts)
         batch = packer.batch()
@@ -238,7 +238,7 @@ class ModelSessions(TextSessions):
             self._entered(one.session, one.computed)
         return logits
 
-    def computed(self, view: SequenceView, draft: Proposal, forwarded: int) -> None:
+    def computed(self, view: Sequence, draft: Proposal, forwarded: int) -> None:
         """Note what compiled code did: K/V of the text's pending tokens, then of the first nodes of a draft."""
         session, numbers = self.follow(view), [ROOT]
         for row, parent in enumerate(draft.parents[:forwarded]):
@@ -248,7 +248,7 @@ class ModelSessions(TextSessions):
         self.pool.settle([(session.cache, range(session.cache.ahead), session.pending)])
         session.cache.publish(session.view.tokens)
 
-    def _lay_out(self, ready: Sequence[Expansion]) -> tuple[RowPacker, list[int]]:
+    def _lay_out(self, ready: abc.Sequence[Expansion]) -> tuple[RowPacker, list[int]]:
         """The rows of a pass, and those of the wanted nodes, session by session."""
         packer = RowPacker(self.decoder, self.decoder.device)
         rows: list[int] = []
@@ -259,7 +259,7 @@ class ModelSessions(TextSessions):
             rows += [place[node] if node != ROOT else first + pending - 1 for node in one.wanted]
         return packer, rows
 
-    def _pack(self, packer: RowPacker, session: Session, pending: int, computed: Sequence[int]) -> None:
+    def _pack(self, packer: RowPacker, session: Session, pending: int, computed: abc.Sequence[int]) -> None:
         """The rows of a text's pending tokens, then of nodes, behind what is computed."""
         cache, nodes, tokens = session.cache, session.nodes, session.view.tokens
         base, first = cache.committed, cache.enter()
@@ -285,7 +285,7 @@ class ModelSessions(TextSessions):
         )
 
     @staticmethod
-    def _visible(session: Session, pending: int, computed: Sequence[int], ahead: int) -> Tensor:
+    def _visible(session: Session, pending: int, computed: abc.Sequence[int], ahead: int) -> Tensor:
         """[pending + computed, ahead + pending + computed] bool: ancestors and itself; a text's token sees the text."""
         count = pending + len(computed)
         mask = torch.zeros(count, ahead + count, dtype=torch.bool)
@@ -297,7 +297,7 @@ class ModelSessions(TextSessions):
                 mask[row, place[above] if above in place else session.nodes[above].row] = True
         return mask
 
-    def _entered(self, session: Session, computed: Sequence[int]) -> None:
+    def _entered(self, session: Session, computed: abc.Sequence[int]) -> None:
         """After the pass: the text's rows are committed, those of nodes stay."""
         cache, pending = session.cache, session.pending
         start = cache.ahead - len(computed) - pending
@@ -335,7 +335,7 @@ class ModelSessions(TextSessions):
             allowed = [pair for pair in pairs if pair[1] > -math.inf]
             self._put(session, parent, self.source, allowed, grown)
 
-    def _scores(self, session: Session, wanted: Sequence[int], logits: Tensor, width: int) -> Tensor | None:
+    def _scores(self, session: Session, wanted: abc.Sequence[int], logits: Tensor, width: int) -> Tensor | None:
         """What children are ranked by; None: the request's own rules fail, and will end it.
 
         A chain's are ranked as by `Grower`. See `SequenceSampler.candidates` for several.

@@ -8,14 +8,15 @@ context; a match may run into its own continuation (periodic text).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import abc
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import kernels
+from ..core.sequence import Sequence
 from ..kernels.lookup import NgramTexts
-from .base import DrafterSpec, DraftRequest, SequenceView
+from .base import DrafterSpec, DraftRequest
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
@@ -61,7 +62,7 @@ class NgramIndex:
         self._earlier: dict[int, list[int]] = {n: [-1] for n in self._sizes}  # by n, by position: the one before
         self._indexed = 1  # occurrences are known that are followed by positions below this
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: abc.Sequence[int]) -> None:
         """Add the new tokens of ``tokens``."""
         for follower in range(self._indexed, len(tokens)):
             for n in self._sizes:
@@ -73,7 +74,7 @@ class NgramIndex:
                 self._earlier[n].append(before)
         self._indexed = max(self._indexed, len(tokens))
 
-    def matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def matches(self, tokens: abc.Sequence[int]) -> abc.Iterator[tuple[int, int]]:
         """(n, follower) for occurrences of the last n tokens, longest n first, most recent first."""
         for n in self._sizes:
             if n > len(tokens):
@@ -113,7 +114,7 @@ class NgramDrafter(LookUp):
         found = iter(texts.draft(asked) if asked else ())
         return [_proposal(*next(found), depth) if depth > 0 else Proposal() for depth in depths]
 
-    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
         """A chain."""
         depth = min(self.config.depth, max_depth, budget)
         if depth <= 0:
@@ -121,7 +122,7 @@ class NgramDrafter(LookUp):
         index = self._index(seq)
         return next((_chain(seq.tokens, n, at, depth) for n, at in index.matches(seq.tokens)), Proposal())
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+    def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """What followed the longest n-grams of the text that end text and path."""
         index, tokens = self._index(sequence), [*sequence.tokens, *path]
         found: dict[int, float] = {}
@@ -135,14 +136,14 @@ class NgramDrafter(LookUp):
                 break
         return [*found.items()]
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Forget these sequences."""
         for key in keys:
             self._indices.pop(key, None)
             if self._texts is not None:
                 self._texts.drop(key)
 
-    def _index(self, seq: SequenceView) -> NgramIndex:
+    def _index(self, seq: Sequence) -> NgramIndex:
         index = self._indices.get(seq.key)
         if index is None:
             index = self._indices[seq.key] = NgramIndex(self.config.min_ngram, self.config.max_ngram)
@@ -159,7 +160,7 @@ def log_trust(n: int, depth: int) -> float:
     return math.log(n * (n + 1) / ((n + depth) * (n + depth + 1)))
 
 
-def matched(tokens: Sequence[int], n: int, follower: int) -> int:
+def matched(tokens: abc.Sequence[int], n: int, follower: int) -> int:
     """How many tokens before ``follower`` are those that end the text, given that ``n`` are; `LONGEST` at most."""
     end = len(tokens)
     most = min(LONGEST, follower)
@@ -168,7 +169,7 @@ def matched(tokens: Sequence[int], n: int, follower: int) -> int:
     return n
 
 
-def _copy(tokens: Sequence[int], follower: int, depth: int) -> list[int]:
+def _copy(tokens: abc.Sequence[int], follower: int, depth: int) -> list[int]:
     """``depth`` tokens from ``follower`` on; past the end, what was just copied repeats (periodic text)."""
     copied = list(tokens[follower : follower + depth])
     while len(copied) < depth:
@@ -176,7 +177,7 @@ def _copy(tokens: Sequence[int], follower: int, depth: int) -> list[int]:
     return copied
 
 
-def _chain(tokens: Sequence[int], n: int, follower: int, depth: int) -> Proposal:
+def _chain(tokens: abc.Sequence[int], n: int, follower: int, depth: int) -> Proposal:
     return _proposal(matched(tokens, n, follower), _copy(tokens, follower, depth), depth)
 
 

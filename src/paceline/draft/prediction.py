@@ -6,12 +6,13 @@ n-gram of the answer is looked for again, the nearest one ahead first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import DrafterSpec, SequenceView
+from ..core.sequence import Sequence
+from .base import DrafterSpec
 from .ngram import LONGEST, NgramIndex, log_trust
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
@@ -38,7 +39,7 @@ class _Progress:
 
     __slots__ = ("at", "index", "last", "read", "run")
 
-    def __init__(self, view: SequenceView) -> None:
+    def __init__(self, view: Sequence) -> None:
         self.index = NgramIndex(SHORTEST, LONGEST_RUN)
         self.index.extend(view.prediction)
         self.at: int | None = 0  # of the next token; None: lost
@@ -46,7 +47,7 @@ class _Progress:
         self.run = START  # tokens matched so far
         self.read = view.prompt_len  # tokens of the text that were followed
 
-    def follow(self, tokens: Sequence[int], predicted: Sequence[int]) -> None:
+    def follow(self, tokens: abc.Sequence[int], predicted: abc.Sequence[int]) -> None:
         """Take in the new tokens of the text."""
         for token in tokens[self.read :]:
             if self.at is None:
@@ -59,7 +60,7 @@ class _Progress:
         if self.at is None and new:
             self._find(tokens)
 
-    def _find(self, tokens: Sequence[int]) -> None:
+    def _find(self, tokens: abc.Sequence[int]) -> None:
         """The place behind the longest n-gram that ends the text; of several the nearest ahead of the last place."""
         longest, best = 0, -1
         for n, follower in self.index.matches(tokens):
@@ -83,18 +84,18 @@ class PredictionDrafter(LookUp):
         self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False, ahead=True)
         self._places: dict[int, _Progress] = {}
 
-    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
         """Return a chain, if the sequence has a prediction and its answer is in it."""
         tokens, run = self._next(seq, (), min(self.config.depth, budget, max_depth))
         scores = [log_trust(run, level) for level in range(1, len(tokens) + 1)]
         return Proposal(tokens, [*range(len(tokens))], scores, matched=run)
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+    def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """Return the prediction's next token, if text and path are in it."""
         tokens, run = self._next(sequence, path, 1)
         return [(token, log_trust(run, 1)) for token in tokens]
 
-    def _next(self, view: SequenceView, path: Sequence[int], most: int) -> tuple[list[int], int]:
+    def _next(self, view: Sequence, path: abc.Sequence[int], most: int) -> tuple[list[int], int]:
         """Return the prediction's tokens from where text and path are in it, and how many before them match."""
         if not view.prediction:
             return [], 0
@@ -109,7 +110,7 @@ class PredictionDrafter(LookUp):
             return [], 0
         return list(view.prediction[place.at : place.at + most]), min(place.run, LONGEST)
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Forget these sequences."""
         for key in keys:
             self._places.pop(key, None)

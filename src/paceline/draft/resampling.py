@@ -8,11 +8,11 @@ Source: Lyanna, sections 5.3 (Algorithm 2) and 6.2 (verification fusion).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import Literal
 
-from .base import SequenceView
+from ..core.sequence import Sequence
 from .levels import Said, count, cut
 from .proposal import Proposal
 from .registry import DrafterConfig, option
@@ -41,7 +41,7 @@ class ResamplingConfig(DrafterConfig):
 
 
 _WHY = "cannot re-sample: its logits of a level depend on the tokens drafted in front of it, one of which was wrong"
-REFUSED: Mapping[str, tuple[str, str]] = {
+REFUSED: abc.Mapping[str, tuple[str, str]] = {
     name: (_WHY, f"leave {name} out, or draft with lyanna, medusa or streams")
     for name in ("resample", "extra", "threshold")
 }  # for `DrafterConfig.refuses` of drafters without level logits
@@ -123,12 +123,12 @@ class Resampling:
         own = self.nodes - self.extra if self.form == "equal" else self.nodes
         return max(0, min(self.extra, budget - own))
 
-    def keep(self, view: SequenceView, said: Said) -> None:
+    def keep(self, view: Sequence, said: Said) -> None:
         """Note what a fresh draft is made of."""
         if self.on:
             self._drafted[view.key] = len(view.tokens), said
 
-    def take(self, view: SequenceView, budget: int, max_depth: int) -> Said | None:
+    def take(self, view: Sequence, budget: int, max_depth: int) -> Said | None:
         """The levels that were left over, as many as can be used; None: there are none, or there is no room.
 
         They are used in the draft that comes next or never.
@@ -144,7 +144,7 @@ class Resampling:
         """Whether a sequence gets a fresh draft, given what it has left over."""
         return self.form != "alone" or left is None
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Forget ended or preempted sequences."""
         for key in keys:
             self._drafted.pop(key, None)

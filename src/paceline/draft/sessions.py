@@ -15,7 +15,7 @@ root, the text's last token, whichever that is; other nodes have the number that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 
@@ -26,7 +26,8 @@ from ..core.sampling import SamplingParams
 from .proposal import Proposal
 
 if TYPE_CHECKING:
-    from .base import DraftRequest, SequenceView
+    from ..core.sequence import Sequence
+    from .base import DraftRequest
 
 ROOT = 0
 
@@ -36,18 +37,18 @@ class Opening:
     """A sequence as a session begins with it."""
 
     key: int  # unique while the session is open
-    tokens: Sequence[int]  # prompt and output so far
+    tokens: abc.Sequence[int]  # prompt and output so far
     prompt_len: int
     params: SamplingParams
     seed: int  # with ``sample_index`` the noise of the target's own choices
     sample_index: int
     max_len: int | None = None  # prompt and output together cannot grow beyond this
-    prediction: Sequence[int] = ()  # text that the output is likely to repeat
+    prediction: abc.Sequence[int] = ()  # text that the output is likely to repeat
     sources: frozenset[int] | None = None  # marks of the drafters that are asked for it; None: all
     matcher: Matcher | None = None  # of the grammar in ``params``; of this session alone
 
     @staticmethod
-    def of(view: SequenceView) -> Opening:
+    def of(view: Sequence) -> Opening:
         """A running sequence, as it is now."""
         sampler = view.sampler
         rules = sampler.params, sampler.seed, sampler.sample_index
@@ -61,14 +62,14 @@ class Ask:
     """One level that a session's tree is to grow by."""
 
     key: int
-    given: Sequence[tuple[int, int]] = ()  # parent and token of nodes to add; below each of them children are drafted
-    expand: Sequence[int] = ()  # nodes that are there already below which children are drafted
+    given: abc.Sequence[tuple[int, int]] = ()  # parent and token of nodes to add, below which children are drafted
+    expand: abc.Sequence[int] = ()  # nodes that are there already below which children are drafted
     width: Annotated[int, Field(ge=1)] = 1  # children of each
-    most: Sequence[
+    most: abc.Sequence[
         Annotated[int, Field(ge=0)]
     ] = ()  # of each given, then each expanded node: tokens below it that may come at once; none: one
 
-    def room(self, given: Sequence[int]) -> dict[int, int]:
+    def room(self, given: abc.Sequence[int]) -> dict[int, int]:
         """Tokens that may come at once below each node; ``given`` are the numbers of the given nodes."""
         nodes = [*given, *self.expand]
         return dict(zip(nodes, self.most or [1] * len(nodes), strict=True))
@@ -100,7 +101,7 @@ class DraftSessions(Protocol):
     def open(self, opening: Opening) -> None:
         """Begin with a sequence."""
 
-    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+    def grow(self, asks: abc.Sequence[Ask]) -> list[Grown]:
         """One level for each of several sequences; nodes that cannot be expanded (for want of room, say) get no child.
 
         A drafter that finds several tokens in one pass may answer with a chain, parents first, where that many are
@@ -113,7 +114,7 @@ class DraftSessions(Protocol):
     def reroot(self, key: int, node: int) -> None:
         """The text goes on with the tokens from below the root to ``node``, which becomes the root."""
 
-    def commit(self, key: int, tokens: Sequence[int]) -> None:
+    def commit(self, key: int, tokens: abc.Sequence[int]) -> None:
         """The text goes on with ``tokens``, drafted or not; no node stays but the last of them, the root."""
 
     def close(self, key: int) -> None:
@@ -146,7 +147,7 @@ class GoingSessions(DraftSessions, Protocol):
             ConfigError: they never will be.
         """
 
-    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growing:
+    def begin(self, asks: abc.Sequence[Ask], levels: abc.Sequence[abc.Sequence[int]]) -> Growing:
         """Begin to grow, and wait for nothing.
 
         Args:

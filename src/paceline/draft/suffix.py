@@ -12,15 +12,16 @@ free; the likeliest chain is drafted, no tree.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import kernels
+from ..core.sequence import Sequence
 from ..core.tree import depths_below
 from ..kernels.lookup import SuffixTexts
-from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from .base import DrafterSpec, DraftRequest, StepFeatures
 from .ngram import log_trust
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
@@ -77,7 +78,7 @@ class SuffixAutomaton:
         """Begin a new text: no run crosses the boundary."""
         self._last = 0
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: abc.Sequence[int]) -> None:
         """Append tokens to the current text; at most O(max_match) a token, O(1) amortised on ordinary text."""
         for token in tokens:
             self.append(token)
@@ -165,7 +166,7 @@ class SuffixAutomaton:
                 best, highest = token, count[target]
         return best, highest / total
 
-    def longest_suffix(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def longest_suffix(self, tokens: abc.Sequence[int]) -> tuple[int, int]:
         """State and length of the longest suffix of ``tokens`` that occurs, up to ``max_match`` tokens."""
         state = matched = 0
         for token in tokens[-self.max_match :]:
@@ -183,7 +184,7 @@ class _Match:
     seen: int = 0
     size: int = 0
 
-    def catch_up(self, tokens: Sequence[int]) -> None:
+    def catch_up(self, tokens: abc.Sequence[int]) -> None:
         """Against a foreign automaton: follow the new tokens, or start over if the automaton has grown."""
         automaton = self.automaton
         if self.size != automaton.size or len(tokens) - self.seen > automaton.max_match:
@@ -199,7 +200,7 @@ class _Sequence:
 
     __slots__ = ("own", "prompt_len", "shared", "tokens")
 
-    def __init__(self, seq: SequenceView, max_match: int) -> None:
+    def __init__(self, seq: Sequence, max_match: int) -> None:
         self.tokens = seq.tokens  # the live list: at release it holds the whole output
         self.prompt_len = seq.prompt_len
         self.own = _Match(SuffixAutomaton(max_match))
@@ -215,7 +216,7 @@ class _Sequence:
             own.state, own.matched = automaton.settle(own.state, own.matched)
         own.seen = len(tokens)
 
-    def matches(self, generations: Sequence[SuffixAutomaton]) -> Iterator[_Match]:
+    def matches(self, generations: abc.Sequence[SuffixAutomaton]) -> Iterator[_Match]:
         """The own match, then those in the shared automata, brought up to date when asked for."""
         yield self.own
         kept = {id(match.automaton): match for match in self.shared}
@@ -241,7 +242,7 @@ class SharedOutputs:
         """Tokens remembered."""
         return sum(automaton.size for automaton in self.generations)
 
-    def add(self, output: Sequence[int]) -> None:
+    def add(self, output: abc.Sequence[int]) -> None:
         """Remember an output; of one longer than half of the limit, its last part."""
         output = output[-self._half :] if self._half else ()
         if not output:
@@ -275,7 +276,7 @@ class SuffixDrafter(LookUp):
             lengths = config.min_match, config.max_match
             self._texts = SuffixTexts(*lengths, config.reach, config.min_prob, config.max_tokens)
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+    def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """What follows the longest suffix of text and path, of the own text or the shared outputs."""
         self._texts = None  # a drafter is used in one of the two ways
         state = self._sequence(sequence)
@@ -312,7 +313,7 @@ class SuffixDrafter(LookUp):
         rows = want.rows()
         return [_chained(*next(found)) if budget > 0 and max_depth > 0 else Proposal() for _, budget, max_depth in rows]
 
-    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
         """The best scored draft of the own text and the shared outputs; empty where nothing matches."""
         config = self.config
         depth = min(config.depth, budget, max_depth)
@@ -333,7 +334,7 @@ class SuffixDrafter(LookUp):
             best.log_scores[i] += log_trust(best.matched, depth)
         return best
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Drop the state of these sequences but remember their outputs.
 
         One that was preempted comes back under the same key and is remembered once more at its end: its first
@@ -354,7 +355,7 @@ class SuffixDrafter(LookUp):
             self._texts.forget()
         self.shared = SharedOutputs(self.config.max_tokens, self.config.max_match)
 
-    def _sequence(self, seq: SequenceView) -> _Sequence:
+    def _sequence(self, seq: Sequence) -> _Sequence:
         state = self._sequences.get(seq.key)
         if state is None:
             state = self._sequences[seq.key] = _Sequence(seq, self.config.max_match)

@@ -5,13 +5,14 @@ Drafters that look texts up compute nothing below a node: a tree is all that the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError
 from ..core.sampling import SequenceSampler
-from .base import Drafter, DraftRequest, SequenceView
+from ..core.sequence import Sequence
+from .base import Drafter, DraftRequest
 from .proposal import Proposal
 from .sessions import ROOT, Ask, Grown, Opening
 
@@ -37,11 +38,11 @@ class LookUp(Drafter):
         """`draft_one` for every sequence. What comes out is read only."""
         return [self.draft_one(*row) for row in want.rows()]
 
-    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
         """Draft for one sequence, without a tensor; tokens that are new since the last call are taken in now."""
         raise NotImplementedError(f"{type(self).__name__}.draft_one")
 
-    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> Found:
+    def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> Found:
         """Tokens that may follow the text and the drafted ``path`` behind it, which is not decided on.
 
         Args:
@@ -68,14 +69,14 @@ class LookUps:
         sure: log of the chance from which on none of the others is asked.
     """
 
-    def __init__(self, parts: Mapping[int, LookUp], sure: float = 0.0) -> None:
+    def __init__(self, parts: abc.Mapping[int, LookUp], sure: float = 0.0) -> None:
         self._parts, self._sure = parts, sure
 
     def knows(self, found: Found) -> bool:
         """Whether nobody else need be asked."""
         return bool(found) and found[0][1] >= self._sure
 
-    def find(self, sequence: SequenceView, path: Sequence[int], width: int) -> tuple[int, Found]:
+    def find(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> tuple[int, Found]:
         """Return what the first says that is sure, else what the surest says, and its source mark.
 
         Tokens that the sequence's grammar does not allow are left out.
@@ -94,7 +95,7 @@ class LookUps:
                 break
         return best
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """See `Drafter`."""
         for part in self._parts.values():
             part.release(keys)
@@ -105,7 +106,7 @@ class LookUps:
             part.forget()
 
 
-def _allowed(sequence: SequenceView, path: Sequence[int], found: Found) -> Found:
+def _allowed(sequence: Sequence, path: abc.Sequence[int], found: Found) -> Found:
     """Return the tokens that the sequence's grammar allows after ``path``."""
     sampler = sequence.sampler
     if sampler.matcher is None or not found:
@@ -129,7 +130,7 @@ class Node:
 class DraftTree:
     """One sequence: its text, and the nodes below its root by their numbers."""
 
-    view: SequenceView
+    view: Sequence
     nodes: dict[int, Node] = field(default_factory=dict)
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
     fresh: int = ROOT + 1  # the next number
@@ -199,7 +200,7 @@ class TextSessions:
         self.look_ups, self._vocab, self._eos_ids = look_ups, vocab_size, eos_ids
         self._open: dict[int, Any] = {}  # by sequence: its tree
 
-    def begin(self, view: SequenceView) -> DraftTree:
+    def begin(self, view: Sequence) -> DraftTree:
         """A sequence's tree, without nodes."""
         return DraftTree(view)
 
@@ -208,7 +209,7 @@ class TextSessions:
         self.close(opening.key)
         self._open[opening.key] = self.begin(opened(opening, self._vocab, self._eos_ids))
 
-    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+    def grow(self, asks: abc.Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`."""
         return [self._grow(ask) for ask in asks]
 
@@ -230,22 +231,21 @@ class TextSessions:
         self._say(tree, said)
         self.keep(tree, rows, done)
 
-    def commit(self, key: int, tokens: Sequence[int]) -> None:
+    def commit(self, key: int, tokens: abc.Sequence[int]) -> None:
         """See `DraftSessions`."""
         tree: DraftTree = self._open[key]
         self._say(tree, tokens)
         self.clear(tree, tokens)
 
     @staticmethod
-    def _say(tree: DraftTree, tokens: Sequence[int]) -> None:
-        tree.view.tokens += tokens
+    def _say(tree: DraftTree, tokens: abc.Sequence[int]) -> None:
         tree.view.sampler.commit(tokens)
 
-    def clear(self, tree: Any, said: Sequence[int]) -> None:
+    def clear(self, tree: Any, said: abc.Sequence[int]) -> None:
         """The text has gone on with these tokens: drop all nodes."""
         tree.nodes, tree.children = {}, {}
 
-    def keep(self, tree: Any, rows: Sequence[int], done: int) -> None:
+    def keep(self, tree: Any, rows: abc.Sequence[int], done: int) -> None:
         """Keep these rows of K/V, of which the first are of the text, where there is any."""
 
     def close(self, key: int) -> None:
@@ -260,18 +260,17 @@ class TextSessions:
             self.look_ups.forget()
 
 
-def opened(opening: Opening, vocab_size: int, eos_ids: tuple[int, ...]) -> SequenceView:
+def opened(opening: Opening, vocab_size: int, eos_ids: tuple[int, ...]) -> Sequence:
     """A sequence with a sampler of its own, for a target of so many tokens."""
-    tokens, prompt = [*opening.tokens], [*opening.tokens[: opening.prompt_len]]
     sampler = SequenceSampler(
         opening.params,
-        prompt,
+        opening.tokens[: opening.prompt_len],
         seed=opening.seed,
         sample_index=opening.sample_index,
         vocab_size=vocab_size,
         eos_ids=eos_ids,
         matcher=opening.matcher,
     )
-    sampler.commit(tokens[opening.prompt_len :])
-    shape = opening.key, tokens, opening.prompt_len, sampler, opening.max_len
-    return SequenceView(*shape, sources=opening.sources, prediction=opening.prediction)
+    sampler.commit(opening.tokens[opening.prompt_len :])
+    shape = opening.key, sampler.tokens, opening.prompt_len, sampler, opening.max_len
+    return Sequence(*shape, sources=opening.sources, prediction=opening.prediction)

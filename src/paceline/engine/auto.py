@@ -17,15 +17,16 @@ stand in the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Self
 
 from ..core.errors import ConfigError
+from ..core.sequence import Sequence
 from ..core.tree import TokenTree
-from ..draft.base import DrafterSpec, SequenceView
-from .base import RunningSequence
+from ..draft.base import DrafterSpec
 from .budget import MAX_BUDGET, DraftBudget, StepRecord
 from .chances import FIRST_GAIN, AskGain, Chances, History, best_count
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
@@ -92,9 +93,9 @@ class AutoBudget(DraftBudget):
         table: CostTable,
         *,
         cap: int,
-        sources: Sequence[str] = ("drafter",),
+        sources: abc.Sequence[str] = ("drafter",),
         marks: int | None = None,
-        draft_costs: Sequence[DraftCosts] | None = None,
+        draft_costs: abc.Sequence[DraftCosts] | None = None,
         prepares: int | None = None,
         blind: bool = False,
         spares: bool = False,
@@ -146,15 +147,15 @@ class AutoBudget(DraftBudget):
 
     # -- before the step
 
-    def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
+    def plan(self, sequences: abc.Sequence[Sequence], batch_size: int) -> list[int]:
         """Choose the nodes that the drafter may propose; see `DraftBudget.plan`."""
         self._steps += 1
-        keys = [sequence.view.key for sequence in sequences]
+        keys = [sequence.key for sequence in sequences]
         same = keys == self._keys and batch_size == self._batch
         self.learns = not self.rests and not (same and self._steps < self._next)
         if self.learns:
             self._keys, self._batch = keys, batch_size
-            self._budgets = self._look([sequence.view for sequence in sequences])
+            self._budgets = self._look([sequence for sequence in sequences])
         elif not same:  # the states that drafts of this step need were not taken: look at it in the next one
             self._keys, self._next = [], self._steps + 1
         budgets = self._budgets if self.learns or same else [0] * len(keys)
@@ -163,7 +164,7 @@ class AutoBudget(DraftBudget):
         self.rests = resting and self._spares and self._steps + 1 < self._next
         return budgets
 
-    def _look(self, views: Sequence[SequenceView]) -> list[int]:
+    def _look(self, views: abc.Sequence[Sequence]) -> list[int]:
         """Decide anew which sources to ask for which sequences."""
         size = self._size = self._size_at(self._batch)
         histories = []
@@ -226,7 +227,7 @@ class AutoBudget(DraftBudget):
         self._size.plain_at = self._steps  # also where prompts make it no plain one
         return True
 
-    def _paying(self, source: int, histories: Sequence[History]) -> set[int]:
+    def _paying(self, source: int, histories: abc.Sequence[History]) -> set[int]:
         """Return the sequences that asking this source for pays in the mean. For each, `_Asks.least` gets the chance of
         being needed from which it pays, where the call is shared by as many."""
         costs, least = self.draft_costs[source], self._asks[source].least
@@ -252,7 +253,7 @@ class AutoBudget(DraftBudget):
         missed = len(history.view.tokens) - history.seen[source] - NEAR
         return max(0, missed) * self.draft_costs[source].catch_up_ms
 
-    def _trial(self, source: int, histories: Sequence[History], paying: set[int]) -> set[int]:
+    def _trial(self, source: int, histories: abc.Sequence[History], paying: set[int]) -> set[int]:
         """Return the sequences that a source is asked for although it is not expected to pay: those that waited longest
         while saved time is left, and those for which the last ask has only prepared this one."""
         if self.row_chance * (1 + MARGIN) >= 1:
@@ -282,7 +283,7 @@ class AutoBudget(DraftBudget):
 
     # -- between proposal and pass: see `DraftRule`
 
-    def ask(self, source: int, views: Sequence[SequenceView], first: Sequence[float]) -> list[int]:
+    def ask(self, source: int, views: abc.Sequence[Sequence], first: abc.Sequence[float]) -> list[int]:
         """Return which sequences to ask one of several sources for, given for each the chance that what others
         proposed begins right."""
         least = self._asks[source].least
@@ -306,7 +307,7 @@ class AutoBudget(DraftBudget):
         if self.learns:
             self._asks[source].opens = opens
 
-    def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
+    def first(self, source: int, view: Sequence, log_scores: Iterable[float]) -> float:
         """Return the chance that one of the first tokens that a source proposes is right, from its log scores."""
         return self._histories[view.key].first(source, log_scores)
 
@@ -328,7 +329,7 @@ class AutoBudget(DraftBudget):
             if source != self._late:
                 self._learn_costs(source, ms)
 
-    def select(self, views: Sequence[SequenceView], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
+    def select(self, views: abc.Sequence[Sequence], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
         """Return the nodes that pay for their rows; None where none does. See `DraftRule.select`."""
         if self._one:
             self._note(0, dict.fromkeys([view.key for view in views], 1.0))
@@ -374,7 +375,11 @@ class AutoBudget(DraftBudget):
     # -- learning
 
     def _learn_gains(
-        self, histories: Sequence[History], tree: TokenTree, nodes: Sequence[tuple[float, int, int]], price: float
+        self,
+        histories: abc.Sequence[History],
+        tree: TokenTree,
+        nodes: abc.Sequence[tuple[float, int, int]],
+        price: float,
     ) -> None:
         """Learn what every ask brought: for each sequence, the tokens expected of a source's nodes beyond their rows'
         price."""
@@ -397,7 +402,7 @@ class AutoBudget(DraftBudget):
             size, dear = self._size_at(batch), False
             prepared = any(step.budgets) and self._prepares is not None and self._asks[self._prepares].opens
             if drafted or not prepared:
-                context = sum([len(s.view.tokens) for s in step.sequences])
+                context = sum([len(s.tokens) for s in step.sequences])
                 dear = self.costs.observe(batch, drafted, context, step.rest_ms)
                 if not drafted:
                     size.plain_at = self._steps
@@ -415,11 +420,11 @@ class AutoBudget(DraftBudget):
         if asks.opens:
             self.draft_costs[source].observe(len(asks.opens), asks.passes, asks.unseen, ms)
 
-    def forget(self, sequences: Sequence[RunningSequence]) -> None:
+    def forget(self, sequences: abc.Sequence[Sequence]) -> None:
         """Judge the last proposals of sequences that ended, and drop what is kept of them."""
         self._keys = []
         for sequence in sequences:
-            if history := self._histories.pop(sequence.view.key, None):
+            if history := self._histories.pop(sequence.key, None):
                 history.judge()
 
     def renew(self, source: str, expected: float | None = None) -> None:
@@ -444,10 +449,10 @@ class AutoBudget(DraftBudget):
         """Return this budget, which is the rule; see `DraftBudget.rule`."""
         return self
 
-    def rested(self, sequence: RunningSequence) -> str | None:
+    def rested(self, sequence: Sequence) -> str | None:
         """Return why nothing at all was drafted for a sequence, where drafts did not pay in most of its steps."""
-        history = self._histories.get(sequence.view.key)
-        if history is None or sequence.state.stats.drafted:
+        history = self._histories.get(sequence.key)
+        if history is None or sequence.stats.drafted:
             return None
         rests, steps = self._rested - history.rested_before, self._steps - history.born + 1
         return self._explain(1, 0, 0.0) if rests > steps / 2 else None

@@ -1,20 +1,17 @@
-"""The contract of a round, and the running sequence that engine and rounds share."""
+"""The contract of a round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import abc
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ..core.named import NamedConfig
-from ..core.request import Logprob, SequenceState
-from ..core.sampling import SamplingParams
-from ..core.trace import StepTrace
-from ..draft.base import Drafter, DrafterSpec, DraftRule, SequenceView
+from ..core.sequence import Sequence
+from ..draft.base import Drafter, DrafterSpec, DraftRule
 from ..draft.sessions import GoingSessions
-from ..kv.pool import KVPool, SequenceCache
-from ..model.applications import Application
+from ..kv.pool import KVPool
 from ..model.decoder import Decoder
 from ..papers.streaming.model import StreamSet
 
@@ -25,85 +22,10 @@ DEFAULT_VERIFIER = "sample_and_match"
 
 
 @dataclass(slots=True, eq=False)
-class RunningSequence:
-    """One of a request's n samples, from submission to its last token."""
-
-    state: SequenceState  # request, output, stop rules, statistics
-    view: SequenceView  # tokens, prompt length, sampler: what a drafter may see
-    max_len: int  # prompt and output together cannot grow beyond this
-    cache: SequenceCache | None = None  # None while waiting
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)  # [0] is None: nothing before it
-    max_nodes: int | None = None  # most drafted nodes a step that the request allows; None: any number
-    trace: list[StepTrace] | None = None  # its steps, until somebody takes them out; None: nobody wants to see them
-    admitted: float | None = None  # when it was scheduled first, in perf_counter seconds
-
-    @property
-    def params(self) -> SamplingParams:
-        """The request's parameters."""
-        return self.state.request.params
-
-    @property
-    def application(self) -> Application | None:
-        """Whose adapter answers; None: the base model."""
-        return self.view.application
-
-    @property
-    def identity(self) -> str | None:
-        """What its K/V depends on besides its tokens (its application); None: nothing."""
-        return None if self.view.application is None else self.view.application.identity
-
-    @property
-    def shareable(self) -> int | None:
-        """Leading tokens whose K/V depends on them and on `identity` alone; None: all.
-
-        Where main rows attend to their streams, generated rows (the last prompt row is the first of them) have
-        other K/V than the same tokens have in a prompt.
-        """
-        application = self.view.application
-        return None if application is None or application.streams is None else self.view.prompt_len - 1
-
-    @property
-    def pending(self) -> int:
-        """Tokens whose K/V no pass computes yet: the rest of the prompt, or the root alone."""
-        return len(self.view.tokens) - (self.cache.front if self.cache else 0)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last token was emitted."""
-        return self.state.finished
-
-    def emit(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[dict[int, Logprob]] | None) -> int:
-        """Append the tokens of one pass, cut by the stop rules.
-
-        Args:
-            tokens: accepted drafts, then the target's own next token.
-            drafted: how many of them were drafted.
-            logprobs: one a token, where the request asked for them.
-
-        Returns:
-            How many tokens were kept. If text or stop rules fail at one, those before it are kept, and the view notes
-            the fault.
-        """
-        before = len(self.state.token_ids)
-        try:
-            self.state.accept(tokens, drafted, logprobs)
-        except Exception as error:  # its own text or stop rules
-            self.view.fault = error
-        kept = len(self.state.token_ids) - before
-        self.view.tokens.extend(tokens[:kept])
-        return kept
-
-    def fail(self) -> None:
-        """End the sequence with the fault that its view notes."""
-        assert self.view.fault is not None
-        self.state.fail(self.view.fault)
-
-
-@dataclass(slots=True, eq=False)
 class Work:
     """One sequence's part of a step. Its K/V slots are reserved. Read only."""
 
-    sequence: RunningSequence
+    sequence: Sequence
     rows: int  # pending tokens to compute now
     generates: bool  # whether these reach the last known token, so that a new one is generated
     budget: int  # drafted nodes allowed
@@ -115,9 +37,9 @@ class Work:
 class StepResult:
     """What came out of one step: of the passes that it ended, which earlier steps may have begun."""
 
-    works: Sequence[Work]  # whose passes ended
-    counts: Mapping[int, tuple[int, int]]  # drafted and accepted tokens by their index; missing: none
-    emitted: Sequence[tuple[RunningSequence, int]]  # sequences that got tokens, and how many; 0: ended by a fault
+    works: abc.Sequence[Work]  # whose passes ended
+    counts: abc.Mapping[int, tuple[int, int]]  # drafted and accepted tokens by their index; missing: none
+    emitted: abc.Sequence[tuple[Sequence, int]]  # sequences that got tokens, and how many; 0: ended by a fault
     draft_ms: float
     verify_ms: float
     host_ms: float
@@ -139,7 +61,7 @@ class Round(Protocol):
         """The drafter; None: nothing is drafted."""
 
     @property
-    def admits(self) -> Callable[[StreamSet], None] | None:
+    def admits(self) -> abc.Callable[[StreamSet], None] | None:
         """Checks an application's set against the rules of the drafter and the layers, and raises CapabilityError where
         it does not fit; None: no main row can attend to streams here."""
 
@@ -159,7 +81,7 @@ class Round(Protocol):
     def past(self) -> int | None:
         """Last tokens of a text that must be computed while the drafter looks on; see `DrafterSpec.past`."""
 
-    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+    def step(self, works: abc.Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One target pass over the rows of ``works``, with whatever drafting belongs to it.
 
         Args:
@@ -169,7 +91,7 @@ class Round(Protocol):
         Tokens, caches, statistics and the drafter's state of what came out are updated when it returns.
         """
 
-    def release(self, sequences: Sequence[RunningSequence]) -> None:
+    def release(self, sequences: abc.Sequence[Sequence]) -> None:
         """The sequences ended or were preempted: let the drafter drop their state. Nothing of them comes out any more,
         and none of their passes in flight touches a sequence, or the slots that it had, again."""
 
@@ -193,8 +115,10 @@ class Origin:
 
     name: str = "this target"
     folder: Path | None = None  # of its checkpoint; None: in memory alone
-    find: Callable[[str], Path] = Path  # name of an embedded, local or hub folder -> its path
-    trained: Callable[[str], str | None] = lambda kind: None  # a round -> what the zoo has that it reads, of the target
+    find: abc.Callable[[str], Path] = Path  # name of an embedded, local or hub folder -> its path
+    trained: abc.Callable[[str], str | None] = lambda kind: (
+        None
+    )  # a round -> what the zoo has that it reads, of the target
 
 
 UNKNOWN = Origin()
@@ -210,9 +134,13 @@ class RoundParts:
     # not bound then, and is asked for nothing but what it declares
     verifier: str = DEFAULT_VERIFIER
     origin: Origin = UNKNOWN  # where the target comes from
-    serve: Callable[[int, Place], GoingSessions] | None = None  # starts the drafter's process, where one is named, with
+    serve: abc.Callable[[int, Place], GoingSessions] | None = (
+        None  # starts the drafter's process, where one is named, with
+    )
     # room for so many drafted nodes of a sequence
-    start: Callable[[], StageLine] | None = None  # starts stages elsewhere, where the target has the last one's layers
+    start: abc.Callable[[], StageLine] | None = (
+        None  # starts stages elsewhere, where the target has the last one's layers
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import abc
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 from ..core.errors import ConfigError
 from ..core.options import MOST_TEXT, shown
+from ..core.sequence import Sequence
 from ..draft.base import DraftRule
-from .base import RunningSequence
 
 MAX_BUDGET = 1024  # nodes a tree; beyond this a mask alone outweighs the model
 AUTO: Literal["auto"] = "auto"
@@ -21,10 +21,10 @@ FORMS = "give a number, a table such as '1:8,4:4,16:0', or 'auto'"
 class StepRecord:
     """The record of one step, for a budget that learns. Lists are over the sequences that got tokens."""
 
-    sequences: Sequence[RunningSequence]  # [B] in the order of the pass
-    budgets: Sequence[int]  # [B] nodes that were allowed
-    drafted: Sequence[int]  # [B] nodes that were checked
-    accepted: Sequence[int]  # [B] drafted tokens that were emitted
+    sequences: abc.Sequence[Sequence]  # [B] in the order of the pass
+    budgets: abc.Sequence[int]  # [B] nodes that were allowed
+    drafted: abc.Sequence[int]  # [B] nodes that were checked
+    accepted: abc.Sequence[int]  # [B] drafted tokens that were emitted
     pure: bool  # every row was a root or a drafted node: no prompt was computed beside them
     draft_ms: float
     ask_ms: float  # of these: what asking the drafter took, which it would not take unasked
@@ -48,7 +48,7 @@ class DraftBudget:
         """What chooses among the proposed nodes; None: all within the budget are checked."""
         return None
 
-    def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
+    def plan(self, sequences: abc.Sequence[Sequence], batch_size: int) -> list[int]:
         """Nodes for the coming step.
 
         Args:
@@ -63,7 +63,7 @@ class DraftBudget:
     def observe(self, step: StepRecord) -> None:
         """Take in the record of a step; called after each step where `learns`."""
 
-    def forget(self, sequences: Sequence[RunningSequence]) -> None:
+    def forget(self, sequences: abc.Sequence[Sequence]) -> None:
         """These sequences have ended."""
 
     def renew(self, source: str, expected: float | None = None) -> None:
@@ -78,7 +78,7 @@ class DraftBudget:
         """Why nothing is drafted at all, known before the first step; None where something may be."""
         return None
 
-    def rested(self, sequence: RunningSequence) -> str | None:
+    def rested(self, sequence: Sequence) -> str | None:
         """Why drafting was off for most of this sequence's steps, if it was."""
         return self.reason()
 
@@ -125,7 +125,7 @@ class FixedBudget(DraftBudget):
             return self.size
         return next(nodes for batch, nodes in reversed(self.size) if batch <= max(1, batch_size))
 
-    def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
+    def plan(self, sequences: abc.Sequence[Sequence], batch_size: int) -> list[int]:
         """The same number of nodes for each sequence: that of the batch size."""
         return [self.size_at(batch_size)] * len(sequences)
 
@@ -137,11 +137,11 @@ class FixedBudget(DraftBudget):
             return self.why or "the draft budget is 0"
         return f"the draft budget is 0 at every batch size ({self})"
 
-    def rested(self, sequence: RunningSequence) -> str | None:
+    def rested(self, sequence: Sequence) -> str | None:
         """Why a sequence drafted nothing, also where the table allows drafts in smaller batches."""
         if isinstance(self.size, int):
             return self.reason()
-        stats = sequence.state.stats
+        stats = sequence.stats
         return f"the draft budget is 0 at the batch sizes met ({self})" if stats.passes and not stats.drafted else None
 
     def describe(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class FixedBudget(DraftBudget):
         return {"kind": "table", "table": dict(self.size), "why": self.reason() or f"by batch size: {self}"}
 
 
-def parse_budget(value: int | str | Mapping[Any, Any] | None) -> FixedBudget | Literal["auto"]:
+def parse_budget(value: int | str | abc.Mapping[Any, Any] | None) -> FixedBudget | Literal["auto"]:
     """The budget that a user asked for: a number, a table, or ``auto`` (also None).
 
     Raises:
@@ -159,11 +159,11 @@ def parse_budget(value: int | str | Mapping[Any, Any] | None) -> FixedBudget | L
     """
     if value is None:
         return AUTO
-    if isinstance(value, bool) or not isinstance(value, int | str | Mapping):
+    if isinstance(value, bool) or not isinstance(value, int | str | abc.Mapping):
         raise ConfigError(f"budget={shown(value)}", "not a draft budget", FORMS)
     if isinstance(value, int):
         return FixedBudget(size=value, why=f"budget={shown(value)}")
-    if isinstance(value, Mapping):
+    if isinstance(value, abc.Mapping):
         return FixedBudget(size=tuple(sorted((_whole(b, value), _whole(n, value)) for b, n in value.items())))
     text = value.strip().lower()
     if len(text) > MOST_TEXT:

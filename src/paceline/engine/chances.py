@@ -9,14 +9,15 @@ whether or not its nodes were checked.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp
 from operator import mul
 
+from ..core.sequence import Sequence
 from ..core.tree import TokenTree
-from ..draft.base import SequenceView
 
 # Odds at which classes part; those of look-ups are half of the matched tokens (see `ngram.trust`).
 EDGES = (1 / 16, 1 / 8, 1 / 4, 0.45, 0.75, 1.25, 1.75, 2.4, 3.4, 5, 7, 10, 20, 50, 150, 500)
@@ -106,20 +107,20 @@ class History:
                  "shift", "view")  # fmt: skip
 
     def __init__(
-        self, view: SequenceView, chances: Sequence[Chances], sources: int, step: int = 0, rested: int = 0
+        self, view: Sequence, chances: abc.Sequence[Chances], sources: int, step: int = 0, rested: int = 0
     ) -> None:
         self.view, self.chances = view, chances
         self.shift = [0.0] * len(chances)  # by source mark: log odds against those of all sequences
         self.base = 0  # tokens of the text at the last proposal
         self.proposal: list[tuple[int, int, int, int, float]] = []  # token, parent, mark, class, chance of each node
         self.born, self.rested_before = step, rested
-        self.shared: Sequence[AskGain] = ()  # by source: what asks for all sequences bring at this batch size
+        self.shared: abc.Sequence[AskGain] = ()  # by source: what asks for all sequences bring at this batch size
         self.gains: list[AskGain] = []  # by source: those of the sequence; until it was asked for, the shared one
         self.seen = [0] * sources  # tokens of the text that each source has processed
         self.asked_at = [-1] * sources  # step of the last ask
         self.begun = [False] * sources  # whether the last ask only prepared the next one
 
-    def at_batch(self, shared: Sequence[AskGain]) -> None:
+    def at_batch(self, shared: abc.Sequence[AskGain]) -> None:
         """Begin with what asks bring at another batch size."""
         if self.shared is not shared:
             self.shared, self.gains = shared, [*shared]
@@ -172,7 +173,7 @@ class History:
                 places[node] = place + 1
         self.proposal = []
 
-    def propose(self, tree: TokenTree, b: int, scores: Sequence[float] | None) -> tuple[list[float], int]:
+    def propose(self, tree: TokenTree, b: int, scores: abc.Sequence[float] | None) -> tuple[list[float], int]:
         """Keep a new proposal, tree ``b`` of a batch, until the text tells what it was worth.
 
         Args:
@@ -195,7 +196,7 @@ class History:
         return paths, max(depths)
 
 
-def best_count(chances: Iterable[float], prices: Sequence[float]) -> int:
+def best_count(chances: Iterable[float], prices: abc.Sequence[float]) -> int:
     """Return how many nodes pay, of chances that fall, where so many rows cost ``prices`` tokens."""
     total, best, count = 0.0, 0.0, 0
     for k, chance in enumerate(chances, start=1):

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.request import Texts
 from ..core.sampling import SamplingParams
 from ..model.applications import Application
 from .base import Round
-from .grammar import Grammars
 from .live import EngineLimits
+from .tokens import TokenizerTexts
 
 
 def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
@@ -24,7 +23,7 @@ def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
             f"prompt and output together have room for {limits.max_model_len} tokens",
             "shorten the prompt, or raise max_model_len where model and kv_memory allow it",
         )
-    _check_ids("prompt token id", prompt_ids, limits, "encode the prompt with this model's tokenizer")
+    check_ids("prompt token id", prompt_ids, limits, "encode the prompt with this model's tokenizer")
 
 
 def check_said(said: Sequence[Sequence[int]], samples: int, limits: EngineLimits) -> None:
@@ -33,15 +32,11 @@ def check_said(said: Sequence[Sequence[int]], samples: int, limits: EngineLimits
         raise ConfigError(f"tokens said by {len(said)} samples", f"the request has n={samples}", "give one list each")
     for tokens in said:
         if tokens:
-            _check_ids("said token id", tokens, limits, "give the tokens that this model said")
+            check_ids("said token id", tokens, limits, "give the tokens that this model said")
 
 
-def check_prediction(ids: Sequence[int], limits: EngineLimits) -> None:
-    """Raises ConfigError where a predicted output holds an unknown id."""
-    _check_ids("predicted token id", ids, limits, "encode the prediction with this model's tokenizer")
-
-
-def _check_ids(what: str, ids: Sequence[int], limits: EngineLimits, remedy: str) -> None:
+def check_ids(what: str, ids: Sequence[int], limits: EngineLimits, remedy: str) -> None:
+    """Raises ConfigError where an id is not in the vocabulary."""
     low, high = min(ids), max(ids)
     if low < 0 or high >= limits.vocab_size:
         wrong = f"ids go from 0 to {limits.vocab_size - 1}"
@@ -61,25 +56,6 @@ def check_room(max_len: int, pool_tokens: int) -> None:
         raise ConfigError(f"a request of up to {max_len} tokens", wrong, "raise kv_memory, or lower max_tokens")
 
 
-def grammars(found: Grammars | None) -> Grammars:
-    """The compiler of grammars. Raises CapabilityError where this engine has none."""
-    if found is None:
-        raise CapabilityError("a grammar", "this engine was made without them", "leave the grammar out")
-    return found
-
-
-def check_application(applications: Mapping[str, Application], name: str | None) -> None:
-    """Raises ConfigError where a request cannot name this application."""
-    if name is None or name in applications:
-        return
-    known = ", ".join(sorted(applications))
-    raise ConfigError(
-        f"application={name!r}",
-        "there is no such application",
-        f"name one of: {known}, or none for the base model" if known else "load it: LLM(..., applications={...})",
-    )
-
-
 def check_streams(round_: Round, applications: Mapping[str, Application]) -> None:
     """Refuse applications whose main rows attend to streams in a round that cannot give them any."""
     for application in applications.values():
@@ -94,7 +70,7 @@ def check_streams(round_: Round, applications: Mapping[str, Application]) -> Non
         round_.admits(application.streams)
 
 
-def echo(texts: Texts | None, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:
+def echo(texts: TokenizerTexts | None, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:
     """The beginning of an answer's text: the prompt's, where it is to be echoed.
 
     Raises:

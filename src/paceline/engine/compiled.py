@@ -70,21 +70,21 @@ def decide_compiled(
         rules: of the drafter; None: there are no streams.
         tapped: rows whose states are taken in the same call.
     """
-    stack, params = target.stack, [work.sequence.state.request.params for work in p.works]
+    stack, params = target.stack, [work.sequence.params for work in p.works]
     if stack is None or target.ranks is not None or not params:
         return None
     if any(own.prompt_logprobs is not None for own in params):
         return None
     streams = None
     if carriers and rules is not None:
-        samplers = [p.works[c.work].sequence.view.sampler for c in carriers]
+        samplers = [p.works[c.work].sequence.sampler for c in carriers]
         if not _plain_streams(carriers) or not all(s.plain or s.draws for s in samplers):
             return None
         streams = _stream_run(p, carriers, rules, pool, target)
     given = token_pass(p)
     works = [p.works[i] for i in p.generating]
-    if not all(w.sequence.view.sampler.plain and w.sequence.state.request.params.logprobs is None for w in works):
-        sampling = b"".join([work.sequence.view.sampler.rules for work in p.works])
+    if not all(w.sequence.sampler.plain and w.sequence.params.logprobs is None for w in works):
+        sampling = b"".join([work.sequence.sampler.rules for work in p.works])
         wanted = len(given.wanted)
         logits = torch.empty(wanted + (0 if streams is None else streams.rows), target.config.vocab_size)
         p.logits = logits[:wanted]
@@ -105,7 +105,7 @@ def decide_compiled(
 def _masks(p: Pass, wanted: int, vocab_size: int) -> Tensor | None:
     """[wanted, words] of every node's grammar; None: no sequence has one. All bits are set where there is
     none; none is where the grammar's parser failed: compiled code leaves that node to the sampler, which says why."""
-    samplers = [p.works[i].sequence.view.sampler for i in p.generating]
+    samplers = [p.works[i].sequence.sampler for i in p.generating]
     if all(sampler.matcher is None for sampler in samplers):
         return None
     made, at = torch.full((wanted, (vocab_size + 31) // 32), -1, dtype=torch.int32), 0
@@ -161,7 +161,7 @@ def _stream_run(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool:
         streams = min(gamma, work.budget or gamma)  # no draft is deeper than its budget
         riders = _riders(p, c, rules, streams, open_rows - used, room - used, prices)
         used += streams * len(riders)
-        ends = work.sequence.state.checker.enders
+        ends = work.sequence.checker.enders
         rows.append(StreamCarrier(c.work, span.root, streams, most_accepted(work), ends, riders))
     scratch = pool.scratch(max(used, gamma * len(carriers)))
     most = min(rules.k, target.config.vocab_size)

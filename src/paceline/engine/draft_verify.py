@@ -11,7 +11,8 @@ Source: Speculative Streaming, sections 2.1 to 2.3 and appendix G.1 (streams).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -21,13 +22,14 @@ from torch import Tensor
 
 from ..core.errors import CapabilityError
 from ..core.inference import inference
+from ..core.sequence import Sequence
 from ..draft.base import DrafterSpec, DraftRule, Levels, StreamRules
 from ..model.base import Taps
 from ..papers.streaming.model import StreamSet, check_exit
 from ..papers.streaming.pass_rows import Carriers, StreamInsertion, choose_carriers
 from ..papers.streaming.pruning import prune
 from ..papers.streaming.reading import count_streams, read_streams
-from .base import Round, RoundConfig, RoundParts, RunningSequence, StepResult, Work
+from .base import Round, RoundConfig, RoundParts, StepResult, Work
 from .compiled import StreamDrafts, count_stream_drafts, decide_compiled
 from .drafting import GuardedDrafter
 from .outcome import Emitter, keep
@@ -137,7 +139,7 @@ class DraftVerifyRound:
         """Last tokens of a text that its drafter needs the states of."""
         return self.guard.past
 
-    def release(self, sequences: Sequence[RunningSequence]) -> None:
+    def release(self, sequences: abc.Sequence[Sequence]) -> None:
         """Let the drafter drop the state of ended or preempted sequences."""
         self.guard.release(sequences)
 
@@ -146,7 +148,7 @@ class DraftVerifyRound:
         self.guard.forget()
 
     @inference
-    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+    def step(self, works: abc.Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One round."""
         began = perf_counter()
         drafting = [w for w in works if w.budget > 0 and w.generates]
@@ -199,8 +201,8 @@ class DraftVerifyRound:
         return None, tapped
 
     def _read(
-        self, p: Pass, carriers: Sequence[Carriers], said: StreamDrafts | None
-    ) -> tuple[float, Sequence[Tensor | None], Sequence[Levels | None]]:
+        self, p: Pass, carriers: abc.Sequence[Carriers], said: StreamDrafts | None
+    ) -> tuple[float, abc.Sequence[Tensor | None], abc.Sequence[Levels | None]]:
         """Count the streams; the seconds that they took behind the pass, and what they say: logits, or levels."""
         if self.rules is None:
             return 0.0, (), ()
@@ -217,7 +219,7 @@ class DraftVerifyRound:
         rules = self.rules
         return rules is not None and rules.prunes and 0 < sum(s.nodes > 1 for s in p.spans) < rules.best_path_batch
 
-    def _run(self, p: Pass, carriers: Sequence[Carriers], prunes: bool, taps: Taps | None) -> None:
+    def _run(self, p: Pass, carriers: abc.Sequence[Carriers], prunes: bool, taps: Taps | None) -> None:
         """All layers, with pruning and insertion where each set wants them."""
         done = 0
         if self.rules is not None:
@@ -229,7 +231,9 @@ class DraftVerifyRound:
                 self._insert(p, insertion, begun if prunes else (), begun)
         self.target.run_layers(p.state, done, self.target.num_layers, self.pool, taps)
 
-    def _insert(self, p: Pass, insertion: StreamInsertion, cut: Sequence[Carriers], begun: Sequence[Carriers]) -> None:
+    def _insert(
+        self, p: Pass, insertion: StreamInsertion, cut: abc.Sequence[Carriers], begun: abc.Sequence[Carriers]
+    ) -> None:
         """Prune the trees of some, then add the streams' rows of others, or keep what their streams will start from."""
         pruned = bool(cut) and prune(p, cut, insertion, self.target, insertion.rules)
         now = [c for c in begun if c.shared or insertion.rules.at == "nodes"]

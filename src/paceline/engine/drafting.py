@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import abc
 from contextlib import suppress
 from time import monotonic
 
 from torch import Tensor
 
+from ..core.sequence import Sequence
 from ..core.tree import TokenTree
-from ..draft.base import Drafter, DraftRequest, DraftRule, Levels, SequenceView, StepFeatures
-from .base import RunningSequence, Work
+from ..draft.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures
+from .base import Work
 from .passes import Pass
 from .taps import Shown, Tapped, rows_to_tap
 from .verification import make_verifier
@@ -55,13 +56,13 @@ class GuardedDrafter:
         """See `Round.past`."""
         return 0 if self.drafter is None or self.failure is not None else self.drafter.spec.past
 
-    def propose(self, drafting: Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
+    def propose(self, drafting: abc.Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
         """The drafter's trees, checked, and of them the nodes that the rule chooses; None if nothing is drafted, or if
         it failed."""
         if self.drafter is None or self.failure is not None or not drafting:
             return None
         want = DraftRequest(
-            sequences=[w.sequence.view for w in drafting],
+            sequences=[w.sequence for w in drafting],
             budgets=[w.budget for w in drafting],
             max_depths=[w.max_depth for w in drafting],
             floor=rule.level_chance(0, len(drafting)) if rule is not None and self._grows else 0.0,
@@ -83,7 +84,7 @@ class GuardedDrafter:
             return rule.select(want.sequences, tree, want.passes)
         return tree if max(tree.counts) > 1 else None
 
-    def _within_grammars(self, tree: TokenTree, sequences: Sequence[SequenceView]) -> TokenTree:
+    def _within_grammars(self, tree: TokenTree, sequences: abc.Sequence[Sequence]) -> TokenTree:
         """The nodes that the sequences' grammars allow. Others would be rows for nothing: no choice ever meets them."""
         if self.verifier.needs_q:  # it weighs what was drawn as it was drawn
             return tree
@@ -96,15 +97,15 @@ class GuardedDrafter:
             kept.append(nodes)
         return tree if [*map(len, kept)] == tree.counts else tree.kept(kept)
 
-    def _spare(self, drafting: Sequence[Work]) -> bool:
+    def _spare(self, drafting: abc.Sequence[Work]) -> bool:
         """Draft no more for requests whose own rules failed on drafts; whether there are any."""
         any_ = False
         for work in drafting:
-            sampler = work.sequence.view.sampler
+            sampler = work.sequence.sampler
             fault = sampler.fault or (None if sampler.matcher is None else sampler.matcher.fault)
             if fault is not None:
                 any_, work.sequence.max_nodes = True, 0
-                work.sequence.state.stats.off_reason = f"the rules of the request failed on a draft: {fault}"
+                work.sequence.stats.off_reason = f"the rules of the request failed on a draft: {fault}"
         return any_
 
     def tapped(self, p: Pass) -> Tapped | None:
@@ -115,8 +116,8 @@ class GuardedDrafter:
         self,
         p: Pass,
         shown: Shown | None = None,
-        stream_logits: Sequence[Tensor | None] = (),
-        stream_levels: Sequence[Levels | None] = (),
+        stream_logits: abc.Sequence[Tensor | None] = (),
+        stream_levels: abc.Sequence[Levels | None] = (),
     ) -> None:
         """Show the drafter the results of a pass.
 
@@ -131,8 +132,8 @@ class GuardedDrafter:
         paths = [p.paths.get(i, []) for i in range(len(p.works))]
         hidden, rows, first = shown or ({}, (), ())
         seen = StepFeatures(
-            sequences=[w.sequence.view for w in p.works],
-            committed=[w.sequence.view.tokens[-n:] if n else [] for w, n in zip(p.works, p.emitted, strict=True)],
+            sequences=[w.sequence for w in p.works],
+            committed=[w.sequence.tokens[-n:] if n else [] for w, n in zip(p.works, p.emitted, strict=True)],
             num_accepted=[len(path) for path in paths],
             paths=paths,
             hidden=hidden,
@@ -146,12 +147,12 @@ class GuardedDrafter:
         except Exception as error:
             self._put_aside(error, seen.sequences)
 
-    def release(self, sequences: Sequence[RunningSequence]) -> None:
+    def release(self, sequences: abc.Sequence[Sequence]) -> None:
         """Let the drafter drop the state of ended or preempted sequences."""
         if self.drafter is None or not sequences:
             return
         try:
-            self.drafter.release([s.view.key for s in sequences])
+            self.drafter.release([s.key for s in sequences])
         except Exception as error:
             self._put_aside(error)
 
@@ -164,7 +165,7 @@ class GuardedDrafter:
         except Exception as error:
             self._put_aside(error)
 
-    def _put_aside(self, error: Exception, sequences: Sequence[SequenceView] = ()) -> None:
+    def _put_aside(self, error: Exception, sequences: abc.Sequence[Sequence] = ()) -> None:
         """Go on without the drafter: its fault must not cost a request. It is asked again later, for what it failed on
         may have been one request's; what it has of these sequences is dropped."""
         assert self.drafter is not None

@@ -7,29 +7,30 @@ a call that was interrupted, by Ctrl-C for example, the next call restores a con
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Mapping
 from itertools import count
 from time import perf_counter
 from typing import Any, Literal
 
 from ..core.errors import ConfigError, PassesLost, QueueFull
-from ..core.request import CompletionOutput, Request, RequestOutput, SequenceState, StopChecker, Texts
+from ..core.request import RequestOutput, StopChecker
 from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
+from ..core.sequence import Sequence
 from ..core.speculation import Speculation
 from ..core.stats import SpecStats
 from ..core.trace import StepTrace
-from ..draft.base import SequenceView
 from ..kv.pool import KVPool
 from ..model.applications import Application
 from . import checks
-from .base import Round, RunningSequence, StepResult
+from .base import Round, StepResult
 from .budget import DraftBudget, StepRecord
 from .grammar import Grammars
 from .live import EngineLimits, LiveRequest
 from .lock import FairLock
 from .scheduler import Scheduler, SchedulerConfig
 from .snapshot import Snapshot, Totals, take
+from .tokens import TokenizerTexts
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Engine:
         budget: how many nodes to draft.
         texts: detokenization; None for a model without a tokenizer.
         applications: those that requests may name, by name.
-        grammars: compiles what outputs must be; None: no request may ask for that.
+        grammars: compiles what outputs must be; None: those of a model without a tokenizer.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Engine:
         limits: EngineLimits,
         scheduler: SchedulerConfig,
         budget: DraftBudget,
-        texts: Texts | None = None,
+        texts: TokenizerTexts | None = None,
         applications: Mapping[str, Application] | None = None,
         grammars: Grammars | None = None,
     ) -> None:
@@ -69,7 +70,7 @@ class Engine:
         self.live: dict[str, LiveRequest] = {}
         self.lock = FairLock()
         self._texts = texts
-        self.grammars = grammars
+        self.grammars = grammars or Grammars(None, limits.vocab_size, limits.eos_ids)
         # The learner: the engine reports each request that ended and asks it before each step. None: nothing learns.
         self.on_leave: Callable[[LiveRequest], None] | None = None
         self.between: Callable[[], None] | None = None
@@ -86,13 +87,13 @@ class Engine:
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: abc.Sequence[int],
         params: SamplingParams,
         request_id: str | None = None,
         prompt: str | None = None,
         application: str | None = None,
         on_end: Callable[[LiveRequest], None] | None = None,
-        said: Sequence[Sequence[int]] = (),
+        said: abc.Sequence[abc.Sequence[int]] = (),
         priority: int = 0,
         deadline_s: float | None = None,
         speculation: Speculation | None = None,
@@ -138,40 +139,42 @@ class Engine:
         checks.check_deadline(deadline_s)
         sources = None if speculation is None else speculation.chosen(self.round.sources)
         if speculation is not None and speculation.prediction:
-            checks.check_prediction(speculation.prediction, self.limits)
+            remedy = "encode the prediction with this model's tokenizer"
+            checks.check_ids("predicted token id", speculation.prediction, self.limits, remedy)
         if self.scheduler.full and not taken:
             raise QueueFull(len(self.scheduler.waiting))
         prefix = checks.echo(self._texts, prompt_ids, prompt, params)
-        seed = params.seed if params.seed is not None else derive_seed()
-        request = Request(
+        live = LiveRequest(
             id=request_id,
             prompt_ids=tuple(prompt_ids),
             params=params,
-            arrival=arrival,
-            seed=seed,
+            seed=params.seed if params.seed is not None else derive_seed(),
+            submitted=perf_counter(),
             prompt=prompt,
             application=application,
             priority=priority,
+            text_prefix=prefix,
+            store=store,
+            on_end=on_end,
         )
-        sequences = [self._sequence(request, index) for index in range(params.n)]
-        checks.check_room(sequences[0].max_len, self.pool.num_tokens)
+        live.sequences = [self._sequence(live, index) for index in range(params.n)]
+        checks.check_room(len(prompt_ids) + live.sequences[0].checker.max_tokens, self.pool.num_tokens)
         if speculation is not None:
-            for sequence in sequences:
+            for sequence in live.sequences:
                 sequence.max_nodes = speculation.max_nodes if speculation.enabled else 0
-                sequence.view.sources, sequence.view.prediction = sources, speculation.prediction
+                sequence.sources, sequence.prediction = sources, speculation.prediction
                 sequence.trace = [] if speculation.trace else None
-        for sequence, tokens in zip(sequences, said, strict=False):
+        for sequence, tokens in zip(live.sequences, said, strict=False):
             _say_again(sequence, tokens)
         self._begin()
         try:
-            live = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, store=store, on_end=on_end)
             self.live[request_id] = live
             if said:
-                live.said = [(len(s.state.token_ids), s.state.checker.stable_length) for s in sequences]
+                live.said = [(len(s.output_ids), s.checker.stable_length) for s in live.sequences]
             if deadline_s is not None:
                 live.deadline = live.submitted + deadline_s
                 self._timed.append(live)
-            for sequence in sequences:
+            for sequence in live.sequences:
                 if sequence.finished:  # the request ends with what it had said before, and the next step reports it
                     self._untold.append(live)
                 else:
@@ -184,32 +187,43 @@ class Engine:
 
     def check_application(self, name: str | None) -> None:
         """Raises ConfigError where a request cannot name this application."""
-        checks.check_application(self.applications, name)
+        if name is None or name in self.applications:
+            return
+        known = ", ".join(sorted(self.applications))
+        remedy = (
+            f"name one of: {known}, or none for the base model" if known else "load it: LLM(..., applications={...})"
+        )
+        raise ConfigError(f"application={name!r}", "there is no such application", remedy)
 
-    def _sequence(self, request: Request, index: int) -> RunningSequence:
-        limits, params = self.limits, request.params
-        room = limits.max_model_len - len(request.prompt_ids)
+    def _sequence(self, live: LiveRequest, index: int) -> Sequence:
+        limits, params, prompt_len = self.limits, live.params, len(live.prompt_ids)
+        room = limits.max_model_len - prompt_len
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         sampler = SequenceSampler(
             params,
-            request.prompt_ids,
-            seed=request.seed,
+            live.prompt_ids,
+            seed=live.seed,
             sample_index=index,
             vocab_size=limits.vocab_size,
             eos_ids=limits.eos_ids,
-            matcher=None if params.grammar is None else checks.grammars(self.grammars).matcher(params.grammar),
+            matcher=None if params.grammar is None else self.grammars.matcher(params.grammar),
         )
         texts = self._texts
-        stream = None if texts is None else texts.stream(request.prompt_ids, params.skip_special_tokens)
-        checker = StopChecker(params, limits.eos_ids, max_tokens, stream)
-        stats = SpecStats(prompt_tokens=len(request.prompt_ids) if index == 0 else 0, off_reason=self.budget.reason())
-        state = SequenceState(request, index, sampler, checker, stats=stats)
-        state.token_text = None if texts is None else texts.token
-        max_len = len(request.prompt_ids) + max_tokens
-        application = None if request.application is None else self.applications[request.application]
-        ids = request.prompt_ids
-        view = SequenceView(next(self._keys), list(ids), len(ids), sampler, max_len, application)
-        return RunningSequence(state, view, max_len)
+        stream = None if texts is None else texts.stream(live.prompt_ids, params.skip_special_tokens)
+        sequence = Sequence(
+            next(self._keys),
+            sampler.tokens,
+            prompt_len,
+            sampler,
+            max_len=prompt_len + max_tokens,
+            application=None if live.application is None else self.applications[live.application],
+            request_id=live.id,
+            priority=live.priority,
+            stats=SpecStats(prompt_tokens=prompt_len if index == 0 else 0, off_reason=self.budget.reason()),
+            token_text=None if texts is None else texts.token,
+        )
+        sequence.checker = StopChecker(params, limits.eos_ids, max_tokens, stream)
+        return sequence
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now. Returns its output so far; None if it is not in flight."""
@@ -242,7 +256,7 @@ class Engine:
         """End the samples of a request from outside."""
         open_ones = [s for s in live.sequences if not s.finished]
         for sequence in open_ones:
-            sequence.state.checker.end(reason)
+            sequence.checker.end(reason)
         self._drop(open_ones)
 
     def _expire(self) -> None:
@@ -263,8 +277,8 @@ class Engine:
                 self.on_leave(live)
         if live.on_end is not None:
             live.on_end(live)
-        if self.live.get(live.request.id) is live:  # another request may have been given the id since
-            del self.live[live.request.id]
+        if self.live.get(live.id) is live:  # another request may have been given the id since
+            del self.live[live.id]
 
     @property
     def busy(self) -> bool:
@@ -287,8 +301,8 @@ class Engine:
             return []
         told = [*touched.values()]
         if self._untold:
-            waits = [live for live in dict.fromkeys(self._untold) if self.live.get(live.request.id) is live]
-            told += [live for live in waits if touched.get(live.request.id) is not live]
+            waits = [live for live in dict.fromkeys(self._untold) if self.live.get(live.id) is live]
+            told += [live for live in waits if touched.get(live.id) is not live]
         if ended or self._untold:
             for live in told:
                 if live.finished:
@@ -321,16 +335,16 @@ class Engine:
         touched: dict[str, LiveRequest] = {}
         ended = []
         for sequence, tokens in result.emitted:
-            request_id = sequence.state.request.id
+            request_id = sequence.request_id
             live = touched[request_id] = self.live[request_id]
             if tokens and live.first_token is None:
                 live.first_token = now
             if tokens and sequence.trace:
                 self._complete(sequence.trace, result)
             if sequence.finished:
-                stats = sequence.state.stats
+                stats = sequence.stats
                 drafter = self.round.drafter
-                idle = None if drafter is None else drafter.spec.idle_reason(sequence.view)
+                idle = None if drafter is None else drafter.spec.idle_reason(sequence)
                 stats.off_reason = stats.off_reason or idle or self.budget.rested(sequence)
                 ended.append(sequence)
         if ended:
@@ -374,33 +388,27 @@ class Engine:
         self.budget.forget(old)
         self.pool.reset()
         for live in self.live.values():
-            live.sequences = [self._anew(sequence) for sequence in live.sequences]
+            live.sequences = [self._anew(live, sequence) for sequence in live.sequences]
         waiting = [s for live in self.live.values() for s in live.sequences if not s.finished]
         self.scheduler.reset(waiting)
         self._untold = list(self.live.values())
 
-    def _anew(self, old: RunningSequence) -> RunningSequence:
+    def _anew(self, live: LiveRequest, old: Sequence) -> Sequence:
         """A new sequence with the emitted tokens of an old one; one that was ended from outside is kept as it is."""
-        state = old.state
         old.cache = None
-        if state.checker.finish_reason in ("abort", "deadline", "error"):
+        if old.checker.finish_reason in ("abort", "deadline", "error"):
             return old
-        fresh = self._sequence(state.request, state.index)
-        fresh.max_nodes, fresh.view.sources = old.max_nodes, old.view.sources
-        fresh.view.prediction, fresh.trace, fresh.admitted = old.view.prediction, old.trace, old.admitted
-        fresh.state.stats, fresh.prompt_logprobs = state.stats, old.prompt_logprobs
-        counts = [len(state.token_ids), len(state.origins)]
-        if state.request.params.logprobs is not None:
-            counts.append(len(state.logprobs))
-        count = min(counts)
-        if count:
-            fresh.emit(state.token_ids[:count], 0, state.logprobs[:count])
-            fresh.state.origins[:] = state.origins[: len(fresh.state.token_ids)]
-        if fresh.view.fault is not None:
-            fresh.fail()
+        fresh = self._sequence(live, old.sampler.sample_index)
+        for name in ("max_nodes", "sources", "prediction", "trace", "admitted", "stats", "prompt_logprobs"):
+            setattr(fresh, name, getattr(old, name))
+        if ids := old.output_ids:  # the last thing that `Sequence.emit` appends to
+            kept = fresh.emit(ids, 0, old.logprobs[: len(ids)])
+            fresh.origins[:] = old.origins[:kept]
+        if fresh.fault is not None:
+            fresh.checker.end("error")
         return fresh
 
-    def _drop(self, sequences: Sequence[RunningSequence]) -> None:
+    def _drop(self, sequences: abc.Sequence[Sequence]) -> None:
         self.scheduler.remove(sequences)
         self.round.release(sequences)
         self.budget.forget(sequences)
@@ -429,35 +437,32 @@ class Engine:
         """A request's output so far, or its whole answer."""
         stats = SpecStats()
         for sequence in live.sequences:
-            stats = stats.merge(sequence.state.stats)
+            stats = stats.merge(sequence.stats)
         reference = live.ended or perf_counter()
         stats.elapsed_ms = (reference - live.submitted) * 1e3
         stats.ttft_ms = (live.first_token - live.submitted) * 1e3 if live.first_token else None
         admitted = min((s.admitted for s in live.sequences if s.admitted is not None), default=None)
         stats.queue_ms = None if admitted is None else (admitted - live.submitted) * 1e3
         # The user must learn of a drafter that failed or ended on the way, whatever it had drafted before.
-        reasons = {sequence.state.stats.off_reason for sequence in live.sequences}
+        reasons = {sequence.stats.off_reason for sequence in live.sequences}
         stats.off_reason = self.round.failure or stats.off_reason or (reasons.pop() if len(reasons) == 1 else None)
-        outputs = [self._completion(live, s) for s in live.sequences]
-        wants_prompt = live.request.params.prompt_logprobs is not None
+        outputs = [s.output() for s in live.sequences]
+        for completion in outputs:
+            completion.text = live.text_prefix + completion.text
+        wants_prompt = live.params.prompt_logprobs is not None
         return RequestOutput(
-            request_id=live.request.id,
-            prompt=live.request.prompt,
-            prompt_token_ids=list(live.request.prompt_ids),
+            request_id=live.id,
+            prompt=live.prompt,
+            prompt_token_ids=list(live.prompt_ids),
             prompt_logprobs=list(live.sequences[0].prompt_logprobs) if wants_prompt else None,
             outputs=outputs,
             stats=stats,
             finished=live.ended is not None,
-            application=live.request.application,
+            application=live.application,
         )
 
-    def _completion(self, live: LiveRequest, sequence: RunningSequence) -> CompletionOutput:
-        completion = sequence.state.output()
-        completion.text = live.text_prefix + completion.text
-        return completion
 
-
-def _say_again(sequence: RunningSequence, tokens: Sequence[int]) -> None:
+def _say_again(sequence: Sequence, tokens: abc.Sequence[int]) -> None:
     """Put tokens that were said before into a new sequence, which ends where they end it.
 
     Raises:
@@ -465,10 +470,10 @@ def _say_again(sequence: RunningSequence, tokens: Sequence[int]) -> None:
     """
     wants = sequence.params.logprobs is not None
     kept = sequence.emit(tokens, 0, [{} for _ in tokens] if wants else None) if tokens else 0
-    if sequence.view.fault is not None:
-        sequence.fail()
+    if sequence.fault is not None:
+        sequence.checker.end("error")
     elif kept < len(tokens):
-        wrong = f"the output ends behind {kept} ({sequence.state.checker.finish_reason})"
+        wrong = f"the output ends behind {kept} ({sequence.checker.finish_reason})"
         raise ConfigError(f"{len(tokens)} tokens that were said", wrong, "give the request's own parameters and tokens")
 
 
@@ -478,7 +483,7 @@ def _share_times(result: StepResult, host_ms: float) -> None:
     count = len(works) or 1
     draft_ms, verify_ms, host_ms = result.draft_ms / count, result.verify_ms / count, host_ms / count
     for work in works:
-        stats = work.sequence.state.stats
+        stats = work.sequence.stats
         stats.draft_ms += draft_ms
         stats.verify_ms += verify_ms
         stats.host_ms += host_ms

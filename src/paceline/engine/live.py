@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import abc
+from dataclasses import dataclass, field
 from math import inf
 
-from ..core.request import Request
-from .base import RunningSequence
+from ..core.sampling import SamplingParams
+from ..core.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +23,23 @@ class EngineLimits:
 class LiveRequest:
     """A request in flight: its samples and its times."""
 
-    request: Request
-    sequences: list[RunningSequence]
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int  # the request's own, or one drawn at submission
     submitted: float  # perf_counter seconds
+    prompt: str | None = None  # text, where text was given
+    application: str | None = None  # whose adapter answers; None: the base model
+    priority: int = 0  # lower ones are served first and preempted last
+    sequences: list[Sequence] = field(default_factory=list)
     first_token: float | None = None
     ended: float | None = None
     deadline: float = inf  # perf_counter seconds
     # Tokens and characters of each sample that a stream does not tell again; empty: it tells all.
-    said: Sequence[tuple[int, int]] = ()
+    said: abc.Sequence[tuple[int, int]] = ()
     text_prefix: str = ""  # the prompt's text, where it is to be echoed
     store: bool = True  # whether it may be learned from
-    on_end: Callable[[LiveRequest], None] | None = None  # called when its last sample has ended; twice after Ctrl-C
+    on_end: abc.Callable[[LiveRequest], None] | None = None  # called when its last sample has ended; twice after Ctrl-C
 
     @property
     def finished(self) -> bool:

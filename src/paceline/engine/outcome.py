@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
 
 from ..core.request import Logprob, token_logprobs
+from ..core.sequence import Sequence
 from ..core.trace import StepTrace
 from ..draft.base import DrafterSpec
 from ..kv.pool import KVPool, SequenceCache
-from .base import RunningSequence
 from .passes import Pass
 
 
@@ -33,31 +33,30 @@ class Emitter:
         """
         p.emitted = [0] * len(p.works)
         for i in p.generating:
-            view = p.works[i].sequence.view
-            if view.fault is None:
+            sequence = p.works[i].sequence
+            if sequence.fault is None:
                 try:
                     p.emitted[i] = self._emit(p, i)
                 except Exception as error:
-                    view.fault = error
+                    sequence.fault = error
             if len(p.paths[i]) > p.emitted[i]:
                 p.paths[i] = p.paths[i][: p.emitted[i]]
-            if p.works[i].sequence.trace is not None and p.emitted[i]:
+            if sequence.trace is not None and p.emitted[i]:
                 self._trace(p, i)
         for work in p.works:
-            if work.sequence.view.fault is not None:
-                work.sequence.fail()
+            if work.sequence.fault is not None:
+                work.sequence.checker.end("error")
 
     def _emit(self, p: Pass, i: int) -> int:
         """Emit the tokens of one work and count them; returns how many were emitted."""
         sequence, path = p.works[i].sequence, p.paths[i]
-        if p.spans[i].tree_index < 0 and sequence.state.accept_plain(p.tokens[i]):
-            sequence.view.tokens += p.tokens[i]
-            stats = sequence.state.stats
+        if p.spans[i].tree_index < 0 and sequence.emit_plain(p.tokens[i]):
+            stats = sequence.stats
             stats.row_layers += self.num_layers
             stats.record_plain()
             return 1
         logprobs = None
-        if sequence.state.request.params.logprobs is not None:
+        if sequence.params.logprobs is not None:
             nodes, index = [0, *path], p.spans[i].tree_index
             paths = p.tree.path_tokens(index)[nodes] if p.tree is not None and index >= 0 else None
             logprobs = logprobs_of(sequence, p.logits[p.rows[i]][nodes], p.tokens[i], paths)
@@ -68,7 +67,7 @@ class Emitter:
 
     def _count(self, p: Pass, i: int, emitted: int) -> None:
         """Statistics of one work's pass, after the stop rules' cut."""
-        stats, span, path = p.works[i].sequence.state.stats, p.spans[i], p.paths[i]
+        stats, span, path = p.works[i].sequence.stats, p.spans[i], p.paths[i]
         nodes = span.nodes
         stats.row_layers += nodes * self.num_layers
         if p.tree is None or span.tree_index < 0 or self.spec is None:
@@ -90,15 +89,15 @@ class Emitter:
     def _trace(self, p: Pass, i: int) -> None:
         """Keep what one work's pass did."""
         sequence, b = p.works[i].sequence, p.spans[i].tree_index
-        emitted, view = p.emitted[i], sequence.view
+        emitted = p.emitted[i]
         assert sequence.trace is not None
-        tokens, parents, marks, scores = [view.tokens[-emitted - 1]], [-1], [0], None
+        tokens, parents, marks, scores = [sequence.tokens[-emitted - 1]], [-1], [0], None
         if p.tree is not None and b >= 0:
             tokens, parents, marks = p.tree.tokens[b], p.tree.parents[b], p.tree.sources[b]
             scores = None if p.tree.scores is None else p.tree.scores[b]
         sequence.trace.append(
             StepTrace(
-                first=len(sequence.state.token_ids) - emitted,
+                first=len(sequence.output_ids) - emitted,
                 emitted=emitted,
                 tokens=tokens,
                 parents=parents,
@@ -117,7 +116,7 @@ def source_name(spec: DrafterSpec | None, mark: int) -> str:
 
 
 def logprobs_of(
-    sequence: RunningSequence, logits: Tensor, tokens: Sequence[int], paths: Tensor | None = None
+    sequence: Sequence, logits: Tensor, tokens: abc.Sequence[int], paths: Tensor | None = None
 ) -> list[dict[int, Logprob]] | None:
     """One entry a token, where the request asked for them.
 
@@ -127,15 +126,15 @@ def logprobs_of(
         tokens: [n].
         paths: [n, D] drafted tokens up to each node; None: all follow the text.
     """
-    wanted = sequence.state.request.params.logprobs
+    wanted = sequence.params.logprobs
     if wanted is None:
         return None
     if sequence.params.logprobs_mode == "processed":
-        logits = sequence.view.sampler.process(logits, paths)
-    return token_logprobs(logits, torch.tensor(tokens), wanted, sequence.state.token_text)
+        logits = sequence.sampler.process(logits, paths)
+    return token_logprobs(logits, torch.tensor(tokens), wanted, sequence.token_text)
 
 
-def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, Sequence[int]]]:
+def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, abc.Sequence[int]]]:
     """Drafted nodes, and depths of accepted ones, by the name of who proposed them.
 
     Args:
@@ -159,7 +158,7 @@ def keep(p: Pass, pool: KVPool) -> None:
 
     K and V are in the slot of the node's index at the proposal, whatever was pruned since.
     """
-    kept: list[tuple[SequenceCache, Sequence[int]]] = []
+    kept: list[tuple[SequenceCache, abc.Sequence[int]]] = []
     for i, work in enumerate(p.works):
         cache, path = work.sequence.cache, p.paths.get(i)
         assert cache is not None
@@ -174,4 +173,4 @@ def keep(p: Pass, pool: KVPool) -> None:
     for work in p.works:
         cache = work.sequence.cache
         assert cache is not None
-        cache.publish(work.sequence.view.tokens)
+        cache.publish(work.sequence.tokens)

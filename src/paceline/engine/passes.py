@@ -8,7 +8,7 @@ the same record.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core.errors import PassesLost
 from ..core.request import token_logprobs
+from ..core.sequence import Sequence
 from ..core.tree import TokenTree
 from ..core.verify import walk
 from ..kernels.calls import RowSpan, TokenPass
@@ -26,7 +27,7 @@ from ..model.base import Batch, ForwardState, KVCache
 from ..model.decoder import Decoder
 from ..model.packing import RowPacker
 from ..model.parallel import BEST, LOGITS, NOTHING
-from .base import RunningSequence, StepResult, Work
+from .base import StepResult, Work
 from .verification import Verifier, choose_nodes, likeliest
 
 
@@ -49,7 +50,7 @@ class Span:
 class Pass:
     """One target pass and its results. B works; rows are packed work after work."""
 
-    works: Sequence[Work]
+    works: abc.Sequence[Work]
     spans: list[Span]  # [B]
     tree: TokenTree | None  # of the works that draft, in their order
     generating: list[int]  # works that reach their last known token, so that a new one is generated
@@ -83,12 +84,12 @@ class Pass:
         """What the engine gets of it; see `StepResult`."""
         said = []
         for work, count in zip(self.works, self.emitted, strict=True):
-            if count or work.sequence.view.fault is not None:
+            if count or work.sequence.fault is not None:
                 said.append((work.sequence, count))
         return StepResult(self.works, self.counts, said, draft_ms, verify_ms, host_ms, ask_ms)
 
 
-def lay_out(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | None) -> Pass:
+def lay_out(works: abc.Sequence[Work], drafting: abc.Sequence[Work], tree: TokenTree | None) -> Pass:
     """Row ranges of every work; ``drafting`` works come in the order of the tree's batch."""
     counts = tree.counts if tree is not None else ()
     index = {id(work): b for b, work in enumerate(drafting)} if tree is not None else {}
@@ -118,8 +119,8 @@ def token_pass(p: Pass) -> TokenPass:
         assert cache is not None
         first = cache.committed
         stop = first + span.stop - span.start
-        tokens += work.sequence.view.tokens[first : first + work.rows]
-        places: Sequence[int] = range(first, stop)
+        tokens += work.sequence.tokens[first : first + work.rows]
+        places: abc.Sequence[int] = range(first, stop)
         parents = None
         if p.tree is not None and span.tree_index >= 0:
             tokens += p.tree.tokens[span.tree_index][1:]
@@ -139,7 +140,7 @@ def token_pass(p: Pass) -> TokenPass:
     return TokenPass(tokens, positions, where, spans, wanted, main_adapters(p))
 
 
-def _numbers(slots: Sequence[slice | Tensor]) -> list[int]:
+def _numbers(slots: abc.Sequence[slice | Tensor]) -> list[int]:
     found: list[int] = []
     for part in slots:
         found += range(part.start, part.stop) if isinstance(part, slice) else part.tolist()
@@ -188,7 +189,7 @@ def _block_mask(ancestors: Tensor, pending: int) -> Tensor:
 def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
     """Which main rows go through which application's adapters."""
     for work in p.works:
-        if work.sequence.view.application is not None:
+        if work.sequence.application is not None:
             break
     else:
         return ()
@@ -218,7 +219,7 @@ def wanted_rows(p: Pass) -> list[int]:
 def chooses_plainly(p: Pass, verify: Verifier | None) -> bool:
     """Whether all that is wanted is the likeliest token after each row."""
     views = [p.works[i].sequence for i in p.generating]
-    return verify is None and all(s.view.sampler.plain and s.params.logprobs is None for s in views)
+    return verify is None and all(s.sampler.plain and s.params.logprobs is None for s in views)
 
 
 def read_logits(p: Pass, target: Decoder, verify: Verifier | None = None) -> list[int] | None:
@@ -236,7 +237,7 @@ def read_logits(p: Pass, target: Decoder, verify: Verifier | None = None) -> lis
             except PassesLost:
                 raise
             except Exception as error:
-                work.sequence.view.fault = error
+                work.sequence.fault = error
     rows, hidden = wanted_rows(p), p.state.hidden
     if rows and target.ranks is not None and chooses_plainly(p, verify):
         chosen: list[int] = target.best(hidden[torch.tensor(rows)]).tolist()
@@ -250,7 +251,7 @@ def read_logits(p: Pass, target: Decoder, verify: Verifier | None = None) -> lis
     return None
 
 
-def record_prompt(sequence: RunningSequence, first: int, hidden: Tensor, target: Decoder) -> None:
+def record_prompt(sequence: Sequence, first: int, hidden: Tensor, target: Decoder) -> None:
     """Log-probabilities of the prompt tokens that follow some rows of a text.
 
     Args:
@@ -261,7 +262,7 @@ def record_prompt(sequence: RunningSequence, first: int, hidden: Tensor, target:
     """
     known = len(sequence.prompt_logprobs)  # of tokens 0 .. known - 1
     begin = max(known - 1, first)
-    end = min(first + len(hidden), sequence.view.prompt_len - 1)
+    end = min(first + len(hidden), sequence.prompt_len - 1)
     if not known:
         sequence.prompt_logprobs.append(None)
         begin = first
@@ -269,13 +270,13 @@ def record_prompt(sequence: RunningSequence, first: int, hidden: Tensor, target:
         return
     logits = target.read(hidden[begin - first : end - first])
     if sequence.params.logprobs_mode == "processed":
-        logits = sequence.view.sampler.process(logits)
-    actual = torch.tensor(sequence.view.tokens[begin + 1 : end + 1], device=logits.device)
+        logits = sequence.sampler.process(logits)
+    actual = torch.tensor(sequence.tokens[begin + 1 : end + 1], device=logits.device)
     wanted = sequence.params.prompt_logprobs or 0
-    sequence.prompt_logprobs += token_logprobs(logits, actual, wanted, sequence.state.token_text)
+    sequence.prompt_logprobs += token_logprobs(logits, actual, wanted, sequence.token_text)
 
 
-def decide(p: Pass, verify: Verifier | None, chosen: Sequence[int] | None = None) -> None:
+def decide(p: Pass, verify: Verifier | None, chosen: abc.Sequence[int] | None = None) -> None:
     """Sets `Pass.tokens`, `Pass.paths` and `Pass.rows`: of each generating work the accepted nodes and the next token.
 
     Args:
@@ -290,16 +291,16 @@ def decide(p: Pass, verify: Verifier | None, chosen: Sequence[int] | None = None
     treed = [i for i in p.generating if verify is not None and p.spans[i].tree_index >= 0]
     if treed and verify is not None and p.tree is not None:
         logits = torch.cat([p.logits[p.rows[i]] for i in treed]) if own else p.logits
-        verdicts = verify([p.works[i].sequence.view for i in treed], p.tree, logits)
+        verdicts = verify([p.works[i].sequence for i in treed], p.tree, logits)
         for i, (path, token) in zip(treed, verdicts, strict=True):
             p.accept(i, path, token)
     if chosen is None:
-        plain = own and all(p.works[i].sequence.view.sampler.plain for i in own)
+        plain = own and all(p.works[i].sequence.sampler.plain for i in own)
         chosen = likeliest(p.logits).tolist() if plain else [-1] * begin
     for i in own:
         index, picks = p.spans[i].tree_index, chosen[p.rows[i]]
         if -1 in picks:
-            picks = choose_nodes(p.works[i].sequence.view, p.logits[p.rows[i]], p.tree, index).tolist()
+            picks = choose_nodes(p.works[i].sequence, p.logits[p.rows[i]], p.tree, index).tolist()
         if p.tree is None or index < 0:
             p.accept(i, [], picks[0])
         else:

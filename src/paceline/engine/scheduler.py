@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from ..core.errors import ConfigError
 from ..core.options import shown
+from ..core.sequence import Sequence
 from ..kv.pool import KVPool
-from .base import RunningSequence, Work
+from .base import Work
 from .budget import DraftBudget
 
 AUTO: Literal["auto"] = "auto"
@@ -35,13 +36,6 @@ class SchedulerConfig:
     max_batch_rows: int = 512  # rows of one target pass, drafts included
     max_waiting: int | None = None  # requests that wait; None: any number
     max_prompt_rows: int | Literal["auto"] | None = None  # rows of prompts while others decode; None: any number
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_sequences", 1), ("max_batch_rows", 1), ("max_waiting", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value}", f"it must be at least {least}", f"leave {name} out")
-        parse_prompt_rows(self.max_prompt_rows)
 
 
 class Scheduler:
@@ -62,9 +56,9 @@ class Scheduler:
         self.config = config
         self.budget = budget
         self._past = past
-        self.waiting: deque[RunningSequence] = deque()
-        self.running: list[RunningSequence] = []
-        self.preempted: list[RunningSequence] = []  # since the engine last looked
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preempted: list[Sequence] = []  # since the engine last looked
         rows = config.max_prompt_rows
         self.paced = rows == AUTO  # whether `took` is to be called after each step
         # Most prompt rows of a step in which others decode; None: any number.
@@ -73,7 +67,7 @@ class Scheduler:
         self._decode_ms = self._row_ms = 0.0  # running means: a step without prompts, and what a row of them adds
         self._left = False  # whether the last step left a sequence waiting
 
-    def add(self, sequence: RunningSequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those that are as urgent."""
         waiting = self.waiting
         if not waiting or _priority(waiting[-1]) <= _priority(sequence):
@@ -90,9 +84,9 @@ class Scheduler:
             return False
         if not self._left:
             most += self.config.max_sequences - len(self.running)
-        return len({id(sequence.state.request) for sequence in self.waiting}) >= most
+        return len({sequence.request_id for sequence in self.waiting}) >= most
 
-    def remove(self, sequences: Iterable[RunningSequence]) -> None:
+    def remove(self, sequences: Iterable[Sequence]) -> None:
         """Take sequences out, finished or aborted, and free what they hold."""
         gone = set(map(id, sequences))
         if not gone:
@@ -104,7 +98,7 @@ class Scheduler:
         self.running = [s for s in self.running if id(s) not in gone]
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
-    def reset(self, sequences: Iterable[RunningSequence]) -> None:
+    def reset(self, sequences: Iterable[Sequence]) -> None:
         """Start over with these sequences waiting, equally urgent ones in this order; none of them may hold a cache."""
         self.waiting = deque(sorted(sequences, key=_priority))
         self.running = []
@@ -119,7 +113,7 @@ class Scheduler:
             cache = sequence.cache
             if cache is None:  # preempted a moment ago
                 continue
-            wanted = min(len(sequence.view.tokens) - cache.front, left)
+            wanted = min(len(sequence.tokens) - cache.front, left)
             if bounded and wanted > 1:
                 wanted = self._grant(wanted)
             if wanted <= 0:  # all its known tokens are under way, or this step has no room
@@ -139,7 +133,7 @@ class Scheduler:
 
     def _begin_prompts(self) -> bool:
         """Begin the coming step's count of prompt rows; returns whether they are bounded: a sequence decodes."""
-        decodes = any(s.cache is not None and len(s.view.tokens) - s.cache.front <= 1 for s in self.running)
+        decodes = any(s.cache is not None and len(s.tokens) - s.cache.front <= 1 for s in self.running)
         self._granted = 0 if decodes else None
         return decodes
 
@@ -169,7 +163,7 @@ class Scheduler:
 
     # -- memory
 
-    def _make_room(self, sequence: RunningSequence, wanted: int, rows: dict[int, int]) -> bool:
+    def _make_room(self, sequence: Sequence, wanted: int, rows: dict[int, int]) -> bool:
         """Have blocks free for pending rows, preempting less urgent or younger sequences, or this one, if the pool is
         full; False: it was this one."""
         assert sequence.cache is not None
@@ -185,27 +179,27 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: RunningSequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Free a sequence's blocks; it waits in front of those as urgent, and recomputes its K/V (or finds it in the
         prefix cache) later."""
         assert sequence.cache is not None
         self.running.remove(sequence)
         sequence.cache.release()
         sequence.cache = None
-        sequence.state.stats.preemptions += 1
+        sequence.stats.preemptions += 1
         self.waiting.insert(bisect_left(self.waiting, _priority(sequence), key=_priority), sequence)
         self.preempted.append(sequence)
 
     def _admit(self, rows: dict[int, int], left: int) -> int:
         """Start waiting sequences in their order while there is room. Returns the rows left."""
-        later: list[RunningSequence] = []
+        later: list[Sequence] = []
         # What was preempted in this step must not displace anything in the same step.
         while self.waiting and left > 0 and len(self.running) < self.config.max_sequences and not self.preempted:
             sequence = self.waiting.popleft()
             if self._sibling_computes(sequence):
                 later.append(sequence)
                 continue
-            tokens = sequence.view.tokens
+            tokens = sequence.tokens
             most = left if self._granted is None else min(left, self._room())
             if most <= 0:
                 self.waiting.appendleft(sequence)
@@ -217,10 +211,10 @@ class Scheduler:
             if self.pool.allocator.num_free - blocks < len(self.running):
                 self.waiting.appendleft(sequence)
                 break
-            expected = sequence.max_len + SPARE_TOKENS
+            expected = sequence.prompt_len + sequence.checker.max_tokens + SPARE_TOKENS
             sequence.cache = self.pool.open(tokens, reuse, expected, identity, shareable)
             sequence.cache.reserve(wanted)
-            stats = sequence.state.stats
+            stats = sequence.stats
             if not stats.passes:
                 stats.cached_prompt_tokens = sequence.cache.reused
             if sequence.admitted is None:
@@ -233,26 +227,26 @@ class Scheduler:
         self.waiting.extendleft(reversed(later))
         return left
 
-    def _reusable(self, sequence: RunningSequence) -> int:
+    def _reusable(self, sequence: Sequence) -> int:
         """Leading tokens whose K/V may be taken from the cache, where it is there."""
-        known = len(sequence.view.tokens)
+        known = len(sequence.tokens)
         if sequence.params.prompt_logprobs is not None:
             return 0
         past = 0 if self.budget.never_drafts else self._past()
         return 0 if past is None else max(0, known - max(1, past))
 
-    def _sibling_computes(self, sequence: RunningSequence) -> bool:
+    def _sibling_computes(self, sequence: Sequence) -> bool:
         """Whether another sample of the same request is still computing prompt blocks that both can share."""
-        if sequence.state.index == 0:
+        if sequence.sampler.sample_index == 0:
             return False
         size = self.pool.block_size
-        shared = min(self._reusable(sequence), sequence.view.prompt_len - 1) // size * size
+        shared = min(self._reusable(sequence), sequence.prompt_len - 1) // size * size
         return any(
-            other.state.request is sequence.state.request and other.cache is not None and other.cache.committed < shared
+            other.request_id == sequence.request_id and other.cache is not None and other.cache.committed < shared
             for other in self.running
         )
 
-    def _with_drafts(self, sequences: list[RunningSequence], rows: dict[int, int], left: int) -> list[Work]:
+    def _with_drafts(self, sequences: list[Sequence], rows: dict[int, int], left: int) -> list[Work]:
         works = []
         for sequence in sequences:
             count = rows[id(sequence)]
@@ -274,15 +268,15 @@ class Scheduler:
                 work.may_draft = False
         return works
 
-    def _max_depth(self, sequence: RunningSequence) -> int:
+    def _max_depth(self, sequence: Sequence) -> int:
         """Deepest node that can still be emitted, with one token of the target's own after it."""
         if sequence.max_nodes == 0:  # the request wants no drafts
             return 0
-        checker = sequence.state.checker
-        room = min(sequence.max_len - len(sequence.view.tokens), checker.max_tokens - checker.num_tokens)
+        checker = sequence.checker
+        room = checker.max_tokens - checker.num_tokens
         return room - 1 if room > 1 else 0
 
-    def _affordable(self, sequence: RunningSequence, budget: int) -> int:
+    def _affordable(self, sequence: Sequence, budget: int) -> int:
         """Reserve as many drafted nodes as the pool has free blocks for. Drafts never preempt."""
         cache = sequence.cache
         assert cache is not None
@@ -293,9 +287,9 @@ class Scheduler:
         return budget
 
 
-def _priority(sequence: RunningSequence) -> int:
+def _priority(sequence: Sequence) -> int:
     """The priority of the sequence's request: lower is more urgent."""
-    return sequence.state.request.priority
+    return sequence.priority
 
 
 def parse_prompt_rows(value: Any) -> int | Literal["auto"] | None:

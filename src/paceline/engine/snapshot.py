@@ -20,11 +20,11 @@ class Totals:
 
     def add(self, live: LiveRequest) -> None:
         """Take in a request that has ended."""
-        name = live.request.application
+        name = live.application
         for sequence in live.sequences:
-            reason = sequence.state.checker.finish_reason or "abort"
+            reason = sequence.checker.finish_reason or "abort"
             self.ended[reason] = self.ended.get(reason, 0) + 1
-            self.stats[name] = self.stats.get(name, _NOTHING).merge(sequence.state.stats)
+            self.stats[name] = self.stats.get(name, _NOTHING).merge(sequence.stats)
 
 
 _NOTHING = SpecStats()
@@ -63,9 +63,9 @@ def take(lives: Iterable[LiveRequest], scheduler: Scheduler, totals: Totals, ste
     """The counters of an engine with these requests in flight; its lock is held meanwhile."""
     by_application = dict(totals.stats)
     for live in lives:
-        name = live.request.application
+        name = live.application
         for sequence in live.sequences:
-            by_application[name] = by_application.get(name, _NOTHING).merge(sequence.state.stats)
+            by_application[name] = by_application.get(name, _NOTHING).merge(sequence.stats)
     stats = SpecStats()
     for part in by_application.values():
         stats = stats.merge(part)

@@ -56,7 +56,7 @@ def _start(work: Work, span: Span, past: int | None) -> int:
     """The first row of a part of a prompt that a drafter needs."""
     if past is None:
         return span.start
-    cache, known = work.sequence.cache, len(work.sequence.view.tokens)
+    cache, known = work.sequence.cache, len(work.sequence.tokens)
     assert cache is not None
     return min(span.stop, span.start + max(0, known - max(1, past) - cache.committed))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass
 
 import torch
@@ -10,17 +10,18 @@ from torch import Tensor
 
 from ..core import verify
 from ..core.errors import CapabilityError, ConfigError
+from ..core.sequence import Sequence
 from ..core.tree import TokenTree
 from ..core.verify import Accepted
-from ..draft.base import DrafterSpec, SequenceView
+from ..draft.base import DrafterSpec
 from ..model.decoder import likeliest as likeliest
 from .base import DEFAULT_VERIFIER as DEFAULT_VERIFIER
 
 # (sequences [B], trees [B, N], packed logits [sum of nodes, V]) -> verdicts [B]
-Verifier = Callable[[Sequence[SequenceView], TokenTree, Tensor], list[Accepted]]
+Verifier = abc.Callable[[abc.Sequence[Sequence], TokenTree, Tensor], list[Accepted]]
 
 
-def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None, b: int) -> Tensor:
+def choose_nodes(sequence: Sequence, logits: Tensor, tree: TokenTree | None, b: int) -> Tensor:
     """[n] int64: one sequence's own choice after each of its nodes, as plain decoding would make it.
 
     Where its rules fail at the root, that is noted, and the rest goes on. Where they fail below it, where plain
@@ -46,10 +47,10 @@ def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None,
         return likeliest(logits)  # a placeholder: it is not emitted
 
 
-def _against_q(rule: Callable[..., list[Accepted]]) -> Verifier:
+def _against_q(rule: abc.Callable[..., list[Accepted]]) -> Verifier:
     """A verifier that weighs p against the q that the drafts were drawn from."""
 
-    def verifier(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
+    def verifier(sequences: abc.Sequence[Sequence], tree: TokenTree, logits: Tensor) -> list[Accepted]:
         """p, uniforms and residual noise of every node, for ``rule``."""
         depths, size = tree.depths(), (len(tree.counts), max(tree.counts))
         p = logits.new_zeros((*size, logits.shape[-1]))  # [B, N, V]

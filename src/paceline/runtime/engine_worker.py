@@ -134,7 +134,7 @@ class EngineService(Service):
             grammar, grammars = Grammar.read(asked.params.get("grammar")), self._engine.grammars
         except ConfigError:
             return False  # `_submit` says so
-        if grammar is None or grammars is None or grammar in grammars:
+        if grammar is None or grammar in grammars:
             return False
 
         def compile_it() -> None:
@@ -186,15 +186,15 @@ class EngineService(Service):
                 time.sleep(IDLE_S)
             return answers if answers or self._compiling else None
         for live in self._engine.step():
-            if (stream := self._streams.get(live.request.id)) is not None:
-                self._late[live.request.id] = stream
+            if (stream := self._streams.get(live.id)) is not None:
+                self._late[live.id] = stream
         now = time.monotonic()
         due = [stream for stream in self._late.values() if stream.live.finished or now >= stream.due]
         pieces = [piece for stream in due for piece in self._pieces(stream, now)]
         return [*answers, News(pieces)] if pieces else answers
 
     def _pieces(self, stream: _Stream, now: float) -> Iterator[SampleUpdate]:
-        request_id = stream.live.request.id
+        request_id = stream.live.id
         del self._late[request_id]
         stream.due = now + stream.interval_s
         if stream.live.finished:
@@ -210,7 +210,7 @@ class EngineService(Service):
 
 
 def _piece(request_id: str, chunk: Chunk, live: LiveRequest) -> SampleUpdate:
-    state = live.sequences[chunk.index].state
+    sequence = live.sequences[chunk.index]
     output = chunk.output
     return SampleUpdate(
         id=request_id,
@@ -219,8 +219,8 @@ def _piece(request_id: str, chunk: Chunk, live: LiveRequest) -> SampleUpdate:
         token_ids=chunk.token_ids,
         logprobs=None if chunk.logprobs is None else [_row(row) for row in chunk.logprobs],
         finish_reason=chunk.finish_reason,
-        stop_reason="deadline" if chunk.finish_reason == "deadline" else state.checker.stop_reason,
-        error=state.error,
+        stop_reason="deadline" if chunk.finish_reason == "deadline" else sequence.checker.stop_reason,
+        error=sequence.error,
         ended=None if output is None else Ended(_rows(output.prompt_logprobs), output.stats.as_dict()),
     )
 
@@ -229,7 +229,7 @@ def _shown(stream: _Stream, index: int) -> Shown:
     """What a sample's request asked to see of the steps since the last piece; they are taken out."""
     sequence = stream.live.sequences[index]
     steps, sequence.trace = sequence.trace or [], []
-    tokens, text = sequence.state.token_ids, sequence.state.token_text or str
+    tokens, text = sequence.output_ids, sequence.token_text or str
     origins = [(text(tokens[step.first + at]), *origin) for step in steps for at, origin in enumerate(step.origins())]
     counts = [(len(step.tokens) - 1, len(step.path)) for step in steps if len(step.tokens) > 1]
     if stream.shows != "steps":

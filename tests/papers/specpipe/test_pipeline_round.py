@@ -204,7 +204,7 @@ def test_a_tick_that_is_interrupted_changes_no_token() -> None:
             engine.step()
     while engine.busy:
         engine.step()
-    assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
+    assert [one.sequences[0].output_ids for one in live] == plain(jobs)
     assert not left and round_.stage_line.stages[0].epoch == 2 and sum(tick.hits for tick in ticks) > 5  # type: ignore[attr-defined]
 
 
@@ -229,14 +229,14 @@ def test_aborts_and_ends_with_levels_in_flight() -> None:
     engine, round_, _ = piped(drafter(0.0), 8)
     names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
     live = [engine.live[name] for name in names]
-    while len(live[1].sequences[0].state.token_ids) < 5:
+    while len(live[1].sequences[0].output_ids) < 5:
         engine.step()
     flight = next(running.flight for running in round_._running.values() if running.sequence is live[1].sequences[0])
     assert flight is not None and len(flight.nodes) > 4
     engine.abort(names[1])
     while engine.busy:
         engine.step()
-    said = [one.sequences[0].state.token_ids for one in (live[0], live[2])]
+    said = [one.sequences[0].output_ids for one in (live[0], live[2])]
     assert said == plain([(PROMPTS[0], GREEDY), (PROMPTS[2], GREEDY)])
     assert engine.pool.idle and not round_.busy
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from paceline import kernels
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
+from paceline.core.sequence import Sequence
 from paceline.draft import registry
-from paceline.draft.base import DraftRequest, SequenceView, StepFeatures
+from paceline.draft.base import DraftRequest, StepFeatures
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.model.decoder import Decoder
@@ -58,7 +59,7 @@ def by_hand(drafter: SpireDrafter, target: Decoder, tokens: list[int], path: lis
     return [net.head.weight @ state for state in found]
 
 
-def show(drafter: SpireDrafter, target: Decoder, sequence: SequenceView, first: int, stop: int) -> None:
+def show(drafter: SpireDrafter, target: Decoder, sequence: Sequence, first: int, stop: int) -> None:
     """What a pass over positions first .. stop - 1 of a text shows."""
     taps = taps_of(target, sequence.tokens[:stop])
     hidden = {tap: taps[tap][first:] for tap in drafter.spec.taps}
@@ -177,7 +178,7 @@ def test_fast_layers_draft_what_the_reference_does(kind: str, variant: str) -> N
         assert [*found.values()] == pytest.approx([*wanted.values()], abs=1e-3)
 
 
-def texts_shown(drafter: SpireDrafter, target: Decoder, **params: Any) -> list[SequenceView]:
+def texts_shown(drafter: SpireDrafter, target: Decoder, **params: Any) -> list[Sequence]:
     """Three texts behind their first pass; of the longest one the last tokens alone were shown."""
     views = [view(text(n, n), key=n, **params) for n in (2, 9, 40)]
     for v in views:

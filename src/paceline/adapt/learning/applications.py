@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...draft.base import Drafter, DraftRequest, SequenceView, StepFeatures
+from ...core.sequence import Sequence
+from ...draft.base import Drafter, DraftRequest, StepFeatures
 from ...draft.proposal import Proposal
 from ...draft.states.body import StateDrafter
 from ...engine.engine import Engine
@@ -24,7 +26,7 @@ class DrafterByApplication(Drafter):
     def __init__(self, drafters: Mapping[str | None, StateDrafter]) -> None:
         self.drafters, self.spec = drafters, drafters[None].spec
 
-    def _split(self, views: Sequence[SequenceView]) -> Iterator[tuple[StateDrafter, list[int]]]:
+    def _split(self, views: abc.Sequence[Sequence]) -> Iterator[tuple[StateDrafter, list[int]]]:
         """Return the drafters that draft, and the sequences of each."""
         found: dict[str | None, list[int]] = {}
         for place, view in enumerate(views):
@@ -50,13 +52,13 @@ class DrafterByApplication(Drafter):
         want.passes = passes
         return [made[place] for place in range(len(want.sequences))]
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Let all drop these sequences."""
         for drafter in self.drafters.values():
             drafter.release(keys)
 
 
-def _picked(whole: Any, names: Iterable[str], places: Sequence[int]) -> dict[str, Any]:
+def _picked(whole: Any, names: Iterable[str], places: abc.Sequence[int]) -> dict[str, Any]:
     """Return of each field the values of some sequences; fields without a value for each stay."""
     fields, count = {name: getattr(whole, name) for name in names}, len(whole.sequences)
     return {name: [values[place] for place in places] for name, values in fields.items() if len(values) == count}

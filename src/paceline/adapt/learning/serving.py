@@ -112,24 +112,24 @@ class Learning:
         self._lanes.update(others)
         for name, one in others.items():
             one.application = name
-        self.engine.on_leave = lambda live: self._lanes[live.request.application].ended(live)
+        self.engine.on_leave = lambda live: self._lanes[live.application].ended(live)
         self.engine.between = self._between
 
     # -- in the engine's thread
 
     def ended(self, live: LiveRequest) -> None:
         """Store a request that has ended, and count how it was drafted for."""
-        request, state = live.request, live.sequences[0].state
-        states = [self._collector.take(sequence.view.key) for sequence in live.sequences][0]
-        stats = state.stats
+        states = [self._collector.take(sequence.key) for sequence in live.sequences][0]
+        sequence = live.sequences[0]
+        stats = sequence.stats
         if stats.passes and stats.drafted:
             kept = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
             kept.append(1 + stats.accepted / stats.passes)
-        whole = state.checker.finish_reason in ("stop", "length")
-        if not live.store or not whole or len(state.token_ids) < 2:
+        whole = sequence.checker.finish_reason in ("stop", "length")
+        if not live.store or not whole or sequence.checker.num_tokens < 2:
             self.left_out += 1
             return
-        self._to_keep.append((list(request.prompt_ids), list(state.token_ids), states))
+        self._to_keep.append((list(live.prompt_ids), sequence.output_ids, states))
         self.kept += 1
 
     def _between(self) -> None:

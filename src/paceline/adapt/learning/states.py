@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...draft.base import SequenceView, StepFeatures
+from ...core.sequence import Sequence
+from ...draft.base import StepFeatures
 from ...draft.states.network import LAST
 from .ring import ANSWER, PROMPT
 
@@ -45,7 +46,7 @@ class StateCollector:
                 if rows.stop > rows.start:
                     self._note(view, first, shown, rows)
 
-    def _note(self, view: SequenceView, first: int, shown: Tensor, rows: slice) -> None:
+    def _note(self, view: Sequence, first: int, shown: Tensor, rows: slice) -> None:
         text = self._texts.get(view.key)
         if text is None or text.stop < min(first, view.prompt_len):  # a gap in the prompt, after which all starts again
             start = max(first, view.prompt_len - PROMPT)

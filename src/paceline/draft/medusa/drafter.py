@@ -8,7 +8,7 @@ head's likeliest tokens become nodes is fixed before: the tree that has the most
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from math import inf, log
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError
 from ...core.inference import inference
+from ...core.sequence import Sequence
 from ...kernels.calls import join
 from ...kernels.drafts import NativeHeads
 from ...model.hot import FILE, load_hot, masked
 from ...model.linear import LinearOp, make_linear
 from ...weights.files import check_target
-from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from ..fit import TrainedDrafterConfig
 from ..levels import Said, best_levels, product_trees
 from ..proposal import Proposal, best_nodes
@@ -123,7 +124,7 @@ class MedusaDrafter(Drafter):
             else:
                 self._last[view.key] = states, rows.stop - 1, step.first[b] + rows.stop - rows.start
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Forget ended or preempted sequences."""
         self._resampling.release(keys)
         for key in keys:
@@ -144,7 +145,7 @@ class MedusaDrafter(Drafter):
             again = product_trees([*zip(want.sequences, left, rooms, strict=True)], self._k, self._coupled)
         return [*map(merge, fresh, again)]
 
-    def _fresh(self, want: DraftRequest, left: Sequence[Said | None]) -> list[Proposal]:
+    def _fresh(self, want: DraftRequest, left: abc.Sequence[Said | None]) -> list[Proposal]:
         """What the heads say now, as far as they are asked."""
         views = want.sequences
         room = [min(*row) for row in zip(want.budgets, want.max_depths, strict=True)]
@@ -164,7 +165,7 @@ class MedusaDrafter(Drafter):
 
     # -- the heads
 
-    def _knows(self, view: SequenceView) -> bool:
+    def _knows(self, view: Sequence) -> bool:
         """Whether its last known state is that of the token in front of the root."""
         last = self._last.get(view.key)
         return last is not None and last[2] == len(view.tokens) - 1
@@ -173,7 +174,7 @@ class MedusaDrafter(Drafter):
     def _coupled(self) -> bool:
         return self.config.proposes == "coupled"
 
-    def _said(self, views: Sequence[SequenceView]) -> list[Said]:
+    def _said(self, views: abc.Sequence[Sequence]) -> list[Said]:
         """What the heads say to each sequence: in short where compiled code knows its rules, else by logits."""
         states, samplers = self._states(views), [view.sampler for view in views]
         compiled = self._pass.native
@@ -182,7 +183,7 @@ class MedusaDrafter(Drafter):
             return [*compiled.best(states, self._k, [len(view.tokens) for view in views], rules, self._coupled)]
         return [*self._pass.logits(states)]  # [heads, V] each
 
-    def _states(self, views: Sequence[SequenceView]) -> Tensor:
+    def _states(self, views: abc.Sequence[Sequence]) -> Tensor:
         """[n, d_model] the last states; without a copy where there is one."""
         places = [self._last[view.key] for view in views]
         return join([held[row : row + 1] for held, row, _ in places])
@@ -205,7 +206,7 @@ class HeadPass:
         self.handle, self.count, self._hot = handle, count, hot
         self.native = None if handle.stack is None else NativeHeads(handle.stack, matrices, bias, own, hot)
         self.blocks: LinearOp
-        self.own: Sequence[LinearOp] | None
+        self.own: abc.Sequence[LinearOp] | None
         if self.native is not None:
             self.blocks, self.own = self.native.blocks, self.native.own or None
         else:
@@ -226,7 +227,7 @@ class HeadPass:
         return torch.stack([head.wide(made[:, j].contiguous()) for j, head in enumerate(self.own)], dim=1)
 
 
-def static_trees(rates: Sequence[Sequence[float]], nodes: int) -> list[Proposal]:
+def static_trees(rates: abc.Sequence[abc.Sequence[float]], nodes: int) -> list[Proposal]:
     """The trees of 1, 2, .. levels that hit most often, best nodes first; ``tokens`` are ranks among a head's tokens.
 
     A path of ranks is taken to be right with the product of their hit rates (section 3.3).
@@ -239,7 +240,9 @@ def static_trees(rates: Sequence[Sequence[float]], nodes: int) -> list[Proposal]
     return [best_nodes(ranks[:depth], scores[:depth], nodes) for depth in range(1, len(rates) + 1)]
 
 
-def filled(tree: Proposal, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int) -> Proposal:
+def filled(
+    tree: Proposal, tokens: abc.Sequence[abc.Sequence[int]], log_q: abc.Sequence[abc.Sequence[float]], budget: int
+) -> Proposal:
     """The first nodes of a static tree with the tokens of the moment, without those that a rule forbids.
 
     Args:

@@ -12,7 +12,8 @@ target's own states, which are better than the drafted ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from ...core.errors import PoolFullError
 from ...core.inference import inference
+from ...core.sequence import Sequence
 from ...kernels.calls import join, pick
 from ...kv.pool import KVPool, SequenceCache
 from ...model.packing import RowPacker
-from ..base import Drafter, SequenceView, StepFeatures
+from ..base import Drafter, StepFeatures
 
 if TYPE_CHECKING:
     from ..eagle.eagle3 import Eagle3Network
@@ -93,7 +95,7 @@ class StateBody:
             if count > 0:  # a part is copied, so that it does not keep the others in memory
                 self._note(view, first, states if count == shown else pick(states, range(rows.start, rows.stop)), count)
 
-    def _note(self, view: SequenceView, first: int, states: Tensor, count: int) -> None:
+    def _note(self, view: Sequence, first: int, states: Tensor, count: int) -> None:
         text = self.texts.get(view.key)
         if text is None or text.seen != first:
             text = self._begin(view, first)
@@ -106,14 +108,14 @@ class StateBody:
             text = self._begin(view, text.seen - len(last))
             text.states, text.waiting = [last], len(last)
 
-    def _begin(self, view: SequenceView, first: int) -> StateText:
+    def _begin(self, view: Sequence, first: int) -> StateText:
         """A text of which nothing before ``first`` is known."""
         self.drop([view.key])
         expected = None if view.max_len is None else view.max_len - first + self.room
         text = self.texts[view.key] = StateText(self.pool.open(expected=expected), first)
         return text
 
-    def drop(self, keys: Sequence[int]) -> None:
+    def drop(self, keys: abc.Sequence[int]) -> None:
         """Forget sequences."""
         for key in keys:
             text = self.texts.pop(key, None)
@@ -122,7 +124,7 @@ class StateBody:
         if not self.texts and not self.pool.idle:  # a draft ended in its middle
             self.pool.reset()
 
-    def ready(self, view: SequenceView) -> bool:
+    def ready(self, view: Sequence) -> bool:
         """Whether a draft can start: the state in front of the root is known, and there is room."""
         text = self.texts.get(view.key)
         if text is None or text.seen != len(view.tokens) - 1 or text.seen == text.start:
@@ -137,25 +139,25 @@ class StateBody:
 
     # -- passes
 
-    def catch_up(self, views: Sequence[SequenceView]) -> Tensor:
+    def catch_up(self, views: abc.Sequence[Sequence]) -> Tensor:
         """[B, d] what the head makes of the last state and the root of each text; `ready` was asked for it."""
         for view in views:
             self.shorten(view)
         return self._forward_waiting(views, CATCH_UP_ROWS)
 
-    def shorten(self, view: SequenceView) -> None:
+    def shorten(self, view: Sequence) -> None:
         """Leave at most `CATCH_UP_ROWS` states waiting."""
         while self.texts[view.key].waiting > CATCH_UP_ROWS:
             self._forward_waiting([view], CATCH_UP_ROWS)
 
-    def take(self, view: SequenceView) -> tuple[StateText, list[int], Tensor]:
+    def take(self, view: Sequence) -> tuple[StateText, list[int], Tensor]:
         """A text, for a compiled call: its waiting states [rows, d] and the tokens behind them; see `settle`."""
         self.shorten(view)
         text = self.texts[view.key]
         first, count = text.start + text.cache.committed, text.waiting
         return text, view.tokens[first + 1 : first + count + 1], text.take(count)
 
-    def settle(self, views: Sequence[SequenceView], counts: Sequence[int]) -> None:
+    def settle(self, views: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> None:
         """So many reserved rows of each are part of its text now; what is left stays reserved."""
         caches = [self.texts[view.key].cache for view in views]
         room = [cache.reserved for cache in caches]
@@ -163,7 +165,7 @@ class StateBody:
         for cache, reserved, count in zip(caches, room, counts, strict=True):
             cache.reserve(reserved - count)
 
-    def _forward_waiting(self, views: Sequence[SequenceView], most: int) -> Tensor:
+    def _forward_waiting(self, views: abc.Sequence[Sequence], most: int) -> Tensor:
         """One pass over the first waiting states of each; [B, d] its last rows."""
         packer, states, ends = self.packer(), [], []
         for view in views:
@@ -202,7 +204,7 @@ class StateBody:
         """
         return self.network.run(packer.batch(), states, tokens, self.pool)
 
-    def extend(self, views: Sequence[SequenceView], states: Tensor, step: int) -> Tensor:
+    def extend(self, views: abc.Sequence[Sequence], states: Tensor, step: int) -> Tensor:
         """Row ``step`` (from 1 on) of a chain behind each text, fused with no token: [B, d] from ``states`` [B, d]."""
         packer = self.packer()
         for view in views:
@@ -227,6 +229,6 @@ class StateDrafter(Drafter):
         if self.witness is not None:
             self.witness(step)
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
         self.body.drop(keys)

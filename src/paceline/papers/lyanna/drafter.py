@@ -10,7 +10,7 @@ Source: Lyanna, sections 4 to 6.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError
 from ...core.inference import inference
-from ...draft.base import DrafterSpec, DraftRequest, SequenceView
+from ...core.sequence import Sequence
+from ...draft.base import DrafterSpec, DraftRequest
 from ...draft.fit import TrainedDrafterConfig, tokenizer_mark
 from ...draft.growth import Grower, Growth
 from ...draft.proposal import Proposal
@@ -129,7 +130,7 @@ class LyannaDrafter(StateDrafter):
             table = info[1] if self._hot is None else info[1][self._hot]
             self._info = token_info(info[0], NativeLinear(table, None))
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
         super().release(keys)
         self._resampling.release(keys)
@@ -150,7 +151,7 @@ class LyannaDrafter(StateDrafter):
 
     # -- its parts
 
-    def _grow(self, drafts: Sequence[_SequenceDraft], fresh: Sequence[_SequenceDraft]) -> None:
+    def _grow(self, drafts: abc.Sequence[_SequenceDraft], fresh: abc.Sequence[_SequenceDraft]) -> None:
         """Both trees of each sequence, part by part."""
         if fresh:
             self._draft_states(fresh)
@@ -161,12 +162,12 @@ class LyannaDrafter(StateDrafter):
         else:
             token_info_sampling(growths, self._grower, self._bias)
 
-    def _compiles(self, drafts: Sequence[_SequenceDraft]) -> bool:
+    def _compiles(self, drafts: abc.Sequence[_SequenceDraft]) -> bool:
         """Whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
         known = all(d.view.sampler.plain or d.view.sampler.draws for d in drafts)
         return self.body.fuse is not None and known and self.config.sampling == "token_info"
 
-    def _grow_compiled(self, drafts: Sequence[_SequenceDraft]) -> None:
+    def _grow_compiled(self, drafts: abc.Sequence[_SequenceDraft]) -> None:
         """What `_grow` does, in one compiled call."""
         body, stack = self.body, self.body.stack
         assert stack is not None and body.fuse is not None
@@ -218,7 +219,7 @@ class LyannaDrafter(StateDrafter):
         if self._resampling.fresh(left):
             draft.steps = min(self.depth, most)
 
-    def _draft_states(self, drafts: Sequence[_SequenceDraft]) -> None:
+    def _draft_states(self, drafts: abc.Sequence[_SequenceDraft]) -> None:
         """k passes, and one product of all states with the head (section 4.2)."""
         body = self.body
         chains = [[state] for state in body.catch_up([draft.view for draft in drafts])]  # [d] each
@@ -242,7 +243,7 @@ class LyannaDrafter(StateDrafter):
 class _SequenceDraft:
     """What a sequence is given."""
 
-    view: SequenceView
+    view: Sequence
     budget: int
     max_depth: int
     steps: int = 0  # of a new draft; 0: none

@@ -5,15 +5,16 @@ Source: Mirror Speculative Decoding, section 3.1, eq. 7 and 9.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from math import exp
 
 from torch import Tensor
 
-from ...draft.base import Levels, SequenceView
+from ...core.sequence import Sequence
+from ...draft.base import Levels
 
 
-def speak(view: SequenceView, window: Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Levels | None:
+def speak(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Levels | None:
     """M_t, what the exit says of one sequence; None: its own sampling rules fail, and verification will end it.
 
     Tokens of position j are the corrections that may come after j accepted tokens; of the last one, the bonus token.
@@ -50,7 +51,7 @@ def speak(view: SequenceView, window: Sequence[int], logits: Tensor, kappa: int,
     return tokens_of, log_p_of
 
 
-def outcome_chances(log_p: Sequence[Sequence[float]], kept: Sequence[float]) -> list[list[float]]:
+def outcome_chances(log_p: abc.Sequence[abc.Sequence[float]], kept: abc.Sequence[float]) -> list[list[float]]:
     """How likely each candidate is to be what comes next, as far as can be known at mid-depth.
 
     Where a window ends goes by how often drafts were accepted so far; the exit says with what, if it is with one of

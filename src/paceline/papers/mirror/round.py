@@ -9,18 +9,19 @@ what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...core.inference import inference
+from ...core.sequence import Sequence
 from ...core.tree import TokenTree
 from ...draft.base import DraftRule, Levels
 from ...draft.sessions import GoingSessions, Opening
 from ...engine.ahead import SessionGuard
-from ...engine.base import RoundParts, RunningSequence, StepResult, Work
+from ...engine.base import RoundParts, StepResult, Work
 from ...engine.outcome import Emitter, keep
 from ...engine.passes import Pass, decide, embed, lay_out, read_logits
 from ...engine.verification import make_verifier
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 # is told of the step's end: the rollout, the branches that are reused, and when, by `perf_counter`, the step began,
 # windows were drafted, the exit was reached, candidates were laid out, the rollout had started, the pass was decided,
 # tokens were emitted, and the step ended.
-Tell = Callable[[Rollout, Mapping[Outcome, Branch], Sequence[float]], None]
-Watch = Callable[[Pass, Mapping[int, Chain], Mapping[int, Levels]], Tell]
+Tell = abc.Callable[[Rollout, abc.Mapping[Outcome, Branch], abc.Sequence[float]], None]
+Watch = abc.Callable[[Pass, abc.Mapping[int, Chain], abc.Mapping[int, Levels]], Tell]
 
 
 class MirrorRound:
@@ -84,7 +85,7 @@ class MirrorRound:
         return self._guarded.failure
 
     @inference
-    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+    def step(self, works: abc.Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One pass of the target, and one rollout while it is under way."""
         assert rule is None, "a rule weighs drafts by the time that they add to a step"
         began = perf_counter()
@@ -111,7 +112,7 @@ class MirrorRound:
         self.emitter.emit(p)
         keep(p, self.pool)
         emitted = perf_counter()
-        reused = self._finish(self._said(p), [w.sequence.view.key for w in works if w.sequence.finished])
+        reused = self._finish(self._said(p), [w.sequence.key for w in works if w.sequence.finished])
         ended = perf_counter()
         if tell is not None:
             tell(rollout, reused, (began, drafted, halfway, prepared, started, checked, emitted, ended))
@@ -119,9 +120,9 @@ class MirrorRound:
         verified = (halfway - drafted + checked - started) * 1e3
         return p.result(draft, verified, (emitted - checked) * 1e3, draft)
 
-    def release(self, sequences: Sequence[RunningSequence]) -> None:
+    def release(self, sequences: abc.Sequence[Sequence]) -> None:
         """Close the sessions of ended or preempted sequences."""
-        keys = [sequence.view.key for sequence in sequences]
+        keys = [sequence.key for sequence in sequences]
         self._finish({}, keys)  # where a step ended in its middle
         for key in keys:
             self._close(key)
@@ -134,30 +135,30 @@ class MirrorRound:
 
     def _window(self, work: Work) -> Chain:
         """What is to be verified of a sequence, within its limits."""
-        whole = self._windows.get(work.sequence.view.key)
+        whole = self._windows.get(work.sequence.key)
         if whole is None:
             return Chain()
         most = min(work.budget, work.max_depth)
         return Chain(whole.nodes[:most], whole.tokens[:most], whole.sources[:most])
 
-    def _open(self, works: Sequence[Work]) -> None:
+    def _open(self, works: abc.Sequence[Work]) -> None:
         """Sessions of sequences that get tokens from now on."""
         with self._guarded:
             if not self._guarded.look():
                 return
             for work in works:
-                view = work.sequence.view
+                view = work.sequence
                 if work.generates and work.may_draft and view.key not in self._windows:
                     self._windows[view.key] = Chain()
                     self.sessions.open(Opening.of(view))
 
-    def _draft_fresh(self, works: Sequence[Work]) -> None:
+    def _draft_fresh(self, works: abc.Sequence[Work]) -> None:
         """A chain below the root where a pass would verify nothing."""
         if not self._windows:
             return
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
         for work in works:
-            key = work.sequence.view.key
+            key = work.sequence.key
             waits = self.waits or key not in self._fallen
             if work.budget > 0 and work.generates and waits and key in self._windows and not self._windows[key]:
                 rollout.begin(key, min(work.budget, work.max_depth, self.gamma))
@@ -167,17 +168,17 @@ class MirrorRound:
             if key in self._windows:
                 self._windows[key] = branch.chain
 
-    def _trees(self, drafting: Sequence[Work]) -> TokenTree | None:
+    def _trees(self, drafting: abc.Sequence[Work]) -> TokenTree | None:
         if not drafting:
             return None
-        roots = [work.sequence.view.tokens[-1] for work in drafting]
+        roots = [work.sequence.tokens[-1] for work in drafting]
         windows = [self._window(work) for work in drafting]
         parents, tokens = [range(len(window)) for window in windows], [window.tokens for window in windows]
         return TokenTree.from_parents(roots, parents, tokens, [window.sources for window in windows])
 
     # -- while the pass is under way
 
-    def _speak(self, p: Pass, windows: Mapping[int, Chain]) -> dict[int, Levels]:
+    def _speak(self, p: Pass, windows: abc.Mapping[int, Chain]) -> dict[int, Levels]:
         """The token channel: by work, where a draft may follow."""
         told: dict[int, Levels] = {}
         kappa = self._kappa(len(p.generating))
@@ -189,7 +190,7 @@ class MirrorRound:
         begin, noisy = 0, self.config.ranks == "noise"
         for i in listening:
             end = begin + p.spans[i].nodes
-            message = speak(p.works[i].sequence.view, windows[i].tokens, logits[begin:end], kappa, noisy)
+            message = speak(p.works[i].sequence, windows[i].tokens, logits[begin:end], kappa, noisy)
             if message is not None:
                 told[i] = message
             begin = end
@@ -198,19 +199,19 @@ class MirrorRound:
     def _listens(self, work: Work) -> bool:
         """Whether a draft may follow the pass: not where the batch is too large for any."""
         resting = work.rows == 1 and work.budget == 0
-        return work.may_draft and not resting and work.sequence.view.key in self._windows
+        return work.may_draft and not resting and work.sequence.key in self._windows
 
     def _kappa(self, batch: int) -> int:
         """Candidates of a position at a batch size."""
         return next((k for size, k in self._kappas if batch >= size), 0)
 
-    def _prepare(self, p: Pass, windows: Mapping[int, Chain], told: Mapping[int, Levels]) -> Rollout:
+    def _prepare(self, p: Pass, windows: abc.Mapping[int, Chain], told: abc.Mapping[int, Levels]) -> Rollout:
         """A branch below every candidate that leaves room for a draft."""
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
         for i, (tokens_of, log_p) in told.items():
             work, window = p.works[i], windows[i]
             wanted = min(work.budget or self.gamma, self.gamma)
-            key, branches = work.sequence.view.key, list[Branch]()
+            key, branches = work.sequence.key, list[Branch]()
             for place, tokens in enumerate(tokens_of):
                 levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
                 if levels > 0:
@@ -221,7 +222,7 @@ class MirrorRound:
         return rollout
 
     def _share(
-        self, branches: Sequence[Branch], tokens: list[list[int]], log_p: list[list[float]], rows: int
+        self, branches: abc.Sequence[Branch], tokens: list[list[int]], log_p: list[list[float]], rows: int
     ) -> list[Branch]:
         """The branches that are worth a row, with as many levels as they are worth."""
         counts = [*zip(self._accepted, self._offered, strict=True)]
@@ -233,7 +234,7 @@ class MirrorRound:
             branch.levels, branch.whole = count, branch.levels if self.waits else 0
         return [branch for branch in branches if branch.levels]
 
-    def _count(self, p: Pass, windows: Mapping[int, Chain]) -> None:
+    def _count(self, p: Pass, windows: abc.Mapping[int, Chain]) -> None:
         """Note how many tokens of each window were accepted."""
         for i in p.generating:
             accepted, width = len(p.paths[i]), len(windows[i])
@@ -248,7 +249,9 @@ class MirrorRound:
             with self._guarded:
                 rollout.start()
 
-    def _finish(self, said: Mapping[Outcome, Sequence[int]], ended: Sequence[int]) -> Mapping[Outcome, Branch]:
+    def _finish(
+        self, said: abc.Mapping[Outcome, abc.Sequence[int]], ended: abc.Sequence[int]
+    ) -> abc.Mapping[Outcome, Branch]:
         """The verdict: the windows of the branches that are reused, and none where there was nothing to reuse."""
         rollout, reused = self._rollout, dict[Outcome, Branch]()
         if rollout is None:
@@ -277,7 +280,7 @@ class MirrorRound:
             sequence, count = p.works[i].sequence, p.emitted[i]
             if count and not sequence.finished:
                 said = p.tokens[i][:count]
-                found[sequence.view.key, count - 1, said[-1]] = said
+                found[sequence.key, count - 1, said[-1]] = said
         return found
 
     def _close(self, key: int) -> None:

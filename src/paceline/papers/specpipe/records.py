@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, abc
 from dataclasses import dataclass, field
 
-from ...engine.base import RunningSequence
+from ...core.sequence import Sequence
 from ...kv.pool import SequenceCache
 from .flight import Cut, Flight
 
@@ -19,7 +18,7 @@ class Tick:
     said: int  # tokens
     hits: int  # of them in flight when they were said
     waits: bool  # whether the source was late
-    verdicts: Sequence[Cut] = ()  # behind each token but an answer's last one
+    verdicts: abc.Sequence[Cut] = ()  # behind each token but an answer's last one
     refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
     late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
 
@@ -29,7 +28,7 @@ class Running:
     """A sequence whose levels are in flight, or parts of its prompt."""
 
     request: int
-    sequence: RunningSequence
+    sequence: Sequence
     cache: SequenceCache
     flight: Flight | None = None  # None: the end of the prompt has not entered
     farthest: int = 0  # place of the last token that is of use

@@ -12,8 +12,8 @@ it is not in flight.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -23,10 +23,11 @@ from torch import Tensor
 
 from ...core.errors import PassesLost
 from ...core.inference import inference
-from ...draft.base import DraftRule, SequenceView
+from ...core.sequence import Sequence
+from ...draft.base import DraftRule
 from ...draft.sessions import Opening
 from ...engine.ahead import SessionGuard
-from ...engine.base import RoundParts, RunningSequence, StepResult, Work
+from ...engine.base import RoundParts, StepResult, Work
 from ...engine.outcome import logprobs_of, source_name
 from ...engine.passes import record_prompt
 from ...engine.verification import choose_nodes
@@ -71,7 +72,7 @@ class PipelineRound:
         self._requests: dict[int, int] = {}  # by sequence's key
         self._queue: list[tuple[Running, Work]] = []  # text that waits for its turn
         self._ended: list[int] = []  # requests that the stages may forget
-        self._moves: list[tuple[Sequence[int], Sequence[int]]] = []  # of K/V, that the next frame takes along
+        self._moves: list[tuple[abc.Sequence[int], abc.Sequence[int]]] = []  # of K/V, that the next frame takes along
         self.pool.store = self
         self._fresh = self._epoch = 0
         self._turn = 0  # who comes first where not all have room in a tick
@@ -93,7 +94,7 @@ class PipelineRound:
         return bool(self._running)
 
     @inference
-    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+    def step(self, works: abc.Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """Ticks until a token is said, or until nothing is in flight."""
         assert rule is None, "a rule weighs drafts by the time that they add to a pass"
         began, self._torn = perf_counter(), True
@@ -106,19 +107,19 @@ class PipelineRound:
         passes = [Work(running.sequence, 1, True, 0, 0) for running, _ in said]
         return StepResult(passes, {}, told, 0.0, (perf_counter() - began) * 1e3, 0.0, 0.0)
 
-    def _enqueue(self, fresh: Sequence[tuple[Running, Work]]) -> None:
+    def _enqueue(self, fresh: abc.Sequence[tuple[Running, Work]]) -> None:
         """Work that has waited is scheduled anew, as it is now, and keeps its place."""
         now = {running.request: (running, work) for running, work in fresh}
         waiting = [now.pop(running.request, (running, work)) for running, work in self._queue]
         self._queue = [*waiting, *now.values()]
 
-    def release(self, sequences: Sequence[RunningSequence]) -> None:
+    def release(self, sequences: abc.Sequence[Sequence]) -> None:
         """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots.
 
         Frames go on without these rows: what they move may belong to text that others find.
         """
         for sequence in sequences:
-            request = self._requests.pop(sequence.view.key, None)
+            request = self._requests.pop(sequence.key, None)
             if request is None:
                 continue
             del self._running[request]
@@ -136,7 +137,7 @@ class PipelineRound:
         if self._guard is not None:
             self._guard.forget()
 
-    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy_slots(self, sources: abc.Sequence[int], targets: abc.Sequence[int]) -> None:
         """See `SlotStore`: moves go with the next frame."""
         self._moves.append((sources, targets))
 
@@ -145,9 +146,9 @@ class PipelineRound:
     def _admit(self, work: Work) -> Running:
         """The sequence of some work, known or new."""
         sequence = work.sequence
-        request = self._requests.get(sequence.view.key)
+        request = self._requests.get(sequence.key)
         if request is None:
-            request = self._requests[sequence.view.key] = self._fresh
+            request = self._requests[sequence.key] = self._fresh
             self._fresh += 1
             assert sequence.cache is not None
             self._running[request] = Running(request, sequence, sequence.cache)
@@ -216,7 +217,7 @@ class PipelineRound:
         if self._tree and work.rows == 1 and work.generates and running.flight is not None:
             return self._whole_tree(running)
         sequence, cache = running.sequence, running.cache
-        view, rows = sequence.view, work.rows
+        view, rows = sequence, work.rows
         first = cache.committed
         nodes = [TEXT] * rows
         part = StageRows(
@@ -244,7 +245,7 @@ class PipelineRound:
         """The tree of a sequence whose text ends here, where there is none."""
         if running.flight is not None:
             return
-        view = running.sequence.view
+        view = running.sequence
         root = len(view.tokens) - 1
         running.farthest = root + (work.max_depth if work.may_draft else 0)
         running.flight = Flight(view.tokens[-1], root, len(self._tree))
@@ -286,7 +287,7 @@ class PipelineRound:
         blocks = self.pool.allocator.num_free * self.pool.block_size
         return cache.capacity - cache.committed - cache.ahead + blocks
 
-    def _rows(self, running: Running, flight: Flight, level: Sequence[int]) -> StageRows:
+    def _rows(self, running: Running, flight: Flight, level: abc.Sequence[int]) -> StageRows:
         """Nodes that have just entered, as rows."""
         cache = running.cache
         cache.reserve(len(level))
@@ -338,7 +339,7 @@ class PipelineRound:
 
     @staticmethod
     def _open(source: Source, running: Running) -> None:
-        source.begin(running.request, replace(Opening.of(running.sequence.view), key=running.request))
+        source.begin(running.request, replace(Opening.of(running.sequence), key=running.request))
 
     def _ask(self, source: Source) -> None:
         flights = {request: r.flight for request, r in self._running.items() if r.flight is not None}
@@ -352,7 +353,7 @@ class PipelineRound:
         self._extend(came)
         return True
 
-    def _extend(self, came: Mapping[int, Sequence[Offer]]) -> None:
+    def _extend(self, came: Mapping[int, abc.Sequence[Offer]]) -> None:
         """Append to every tree what came for it, and where there is room what earlier levels had no room for."""
         for running in self._running.values():
             flight = running.flight
@@ -364,7 +365,7 @@ class PipelineRound:
             else:
                 self._append(running, flight, offers)
 
-    def _append(self, running: Running, flight: Flight, offers: Sequence[Offer]) -> None:
+    def _append(self, running: Running, flight: Flight, offers: abc.Sequence[Offer]) -> None:
         deepest = max(node.place for node in flight.nodes.values())
         waiting = sum(number != flight.root for number in flight.waiting)
         width, rows = self._width(running), self.config.rows
@@ -391,9 +392,9 @@ class PipelineRound:
             self._record(running, part, hidden)
             count, found = self._say(running, part, hidden)
             hits += found
-            if running.sequence.view.fault is not None:
-                running.sequence.fail()
-            if count or running.sequence.view.fault is not None:
+            if running.sequence.fault is not None:
+                running.sequence.checker.end("error")
+            if count or running.sequence.fault is not None:
                 said.append((running, count))
         return said, hits
 
@@ -407,16 +408,16 @@ class PipelineRound:
         except PassesLost:  # of a rank: nothing of the request's own
             raise
         except Exception as error:
-            sequence.view.fault = error
+            sequence.fault = error
 
     def _say(self, running: Running, part: StageRows, hidden: Tensor) -> tuple[int, int]:
         """What the target says behind the root, where its row is among these, and behind what becomes the root."""
         count = hits = 0
         flight, sequence = running.flight, running.sequence
-        while flight is not None and not (sequence.view.fault or sequence.finished) and flight.root in part.nodes:
+        while flight is not None and not (sequence.fault or sequence.finished) and flight.root in part.nodes:
             row = part.nodes.index(flight.root)
             logits = self.target.read(hidden[row : row + 1])
-            token = self._choose(sequence.view, flight, logits)
+            token = self._choose(sequence, flight, logits)
             kept = self._emit(running, token, logits)
             if not kept or sequence.finished:
                 return count + kept, hits
@@ -424,7 +425,7 @@ class PipelineRound:
             hits += self._go_on(running, flight, token)
         return count, hits
 
-    def _choose(self, view: SequenceView, flight: Flight, logits: Tensor) -> int:
+    def _choose(self, view: Sequence, flight: Flight, logits: Tensor) -> int:
         """The token behind the root: the target's own choice, unless a lossy rule is asked for and finds another."""
         token = int(choose_nodes(view, logits, None, 0)[0])
         if self._accept is None or view.fault is not None:
@@ -436,13 +437,13 @@ class PipelineRound:
         """One token for the output, and its statistics; 0: a fault, which the view notes."""
         sequence, flight = running.sequence, running.flight
         assert flight is not None
-        if sequence.view.fault is not None:  # its own sampling rules
+        if sequence.fault is not None:  # its own sampling rules
             return 0
         hit = flight.holds(token)
         try:
             kept = sequence.emit([token], int(hit), logprobs_of(sequence, logits, [token]))
             counted, running.counted = running.counted, Counter()
-            stats = sequence.state.stats
+            stats = sequence.stats
             stats.row_layers += (1 + counted.total()) * self.stage_line.layers
             right = flight.child(token) if hit else None
             if right is not None:  # it may have entered before the last verdict
@@ -453,9 +454,9 @@ class PipelineRound:
                 offered = min(1, drafted)
                 stats.record_pass(drafted=drafted, accepted=int(hit), emitted=kept, offered=offered, sources=sources)
                 if sequence.trace is not None:
-                    sequence.trace.append(flight.trace(token, len(sequence.state.token_ids) - 1, names))
+                    sequence.trace.append(flight.trace(token, len(sequence.output_ids) - 1, names))
         except Exception as error:
-            sequence.view.fault = error
+            sequence.fault = error
             return 0
         return kept
 
@@ -467,7 +468,7 @@ class PipelineRound:
         if node is None:
             running.newest = 0
         self.pool.settle([(running.cache, verdict.rows, 1)])
-        running.cache.publish(running.sequence.view.tokens)
+        running.cache.publish(running.sequence.tokens)
         self.stage_line.tell(running.request, verdict.version, verdict.alive)
         if self.source is not None and running.request in self.source.open:
             number = -1 if node is None else node.source

@@ -9,7 +9,7 @@ Source: SPIRe, sections 3.1 and 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError
 from ...core.inference import inference
-from ...draft.base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ...core.sequence import Sequence
+from ...draft.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from ...draft.fit import TrainedDrafterConfig, check_rotary
 from ...draft.growth import Grower, Growth, compiles
 from ...draft.proposal import Proposal
@@ -159,7 +160,7 @@ class SpireDrafter(Drafter):
         load_weights(decoder, self._source, layers_only=lent)
         return decoder, read_memory(self.shape, self._source)
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Give the rings of ended or preempted sequences back."""
         for key in keys:
             text = self._texts.pop(key, None)
@@ -219,7 +220,7 @@ class SpireDrafter(Drafter):
         text.seen = stop
         return [*range(first, min(sinks, stop)), *range(max(begin, sinks), stop)]
 
-    def _ready(self, view: SequenceView) -> bool:
+    def _ready(self, view: Sequence) -> bool:
         """Whether a draft can start: memory of all that the root sees is there, or made now."""
         root = len(view.tokens) - 1
         if root < 1:
@@ -235,7 +236,7 @@ class SpireDrafter(Drafter):
             self._compute_sinks(view, text, wanted)
         return True
 
-    def _read_tokens(self, view: SequenceView, root: int) -> None:
+    def _read_tokens(self, view: Sequence, root: int) -> None:
         """Memory of verified tokens that are the draft's own embeddings of them."""
         text = self._texts.get(view.key)
         kept = self._note(view.key, 0 if text is None else text.seen, root)
@@ -245,7 +246,7 @@ class SpireDrafter(Drafter):
             slots = self.ring.slots(self._texts[view.key].ring, kept)
             self.network.write(self.ring, states, range(len(kept)), kept, slots)
 
-    def _compute_sinks(self, view: SequenceView, text: _RingText, count: int) -> None:
+    def _compute_sinks(self, view: Sequence, text: _RingText, count: int) -> None:
         """Memory of a text's first tokens, which no pass has shown: the target runs once more over these alone, whose
         activations depend on nothing behind them."""
         target, pool = self._target, self._scratch
@@ -258,7 +259,7 @@ class SpireDrafter(Drafter):
         self.network.write(self.ring, [taps.hidden[tap] for tap in self._taps], places, places, slots)
         text.sunk = count
 
-    def _grow_compiled(self, growths: Sequence[Growth], floor: float) -> int:
+    def _grow_compiled(self, growths: abc.Sequence[Growth], floor: float) -> int:
         """The same as `_grow`, in one compiled call."""
         chains = []
         for growth in growths:
@@ -269,7 +270,7 @@ class SpireDrafter(Drafter):
             growth.follow(drafted)
         return max(map(len, found))
 
-    def _grow(self, growths: Sequence[Growth], grower: Grower) -> int:
+    def _grow(self, growths: abc.Sequence[Growth], grower: Grower) -> int:
         """Grow all chains, a pass a level; returns the passes that it took."""
         level = 0
         while growths:
@@ -282,7 +283,7 @@ class SpireDrafter(Drafter):
                 self._write_memory(growths, memory, alive, level - 1)
         return level
 
-    def _forward(self, growths: Sequence[Growth]) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, growths: abc.Sequence[Growth]) -> tuple[Tensor, Tensor | None]:
         """Logits after the last node of each, and its memory [layers, growths, d_model]."""
         packer = RowPacker(self.network.decoder, self.network.decoder.device)
         for growth in growths:
@@ -303,7 +304,7 @@ class SpireDrafter(Drafter):
         sinks = min(self.shape.sinks, stop)
         return [*range(sinks), *range(max(sinks, text.start, stop - self.shape.window), stop)]
 
-    def _write_memory(self, growths: Sequence[Growth], memory: Tensor, rows: Sequence[int], level: int) -> None:
+    def _write_memory(self, growths: abc.Sequence[Growth], memory: Tensor, rows: abc.Sequence[int], level: int) -> None:
         """The memory of some rows of a level [layers, n, d_model], for the rows below them."""
         places = [len(growth.sequence.tokens) - 1 + level for growth in growths]
         rings = [self._texts[growth.sequence.key].ring for growth in growths]

@@ -10,7 +10,7 @@ Source: Speculative Streaming, section 2.2; appendix G.1 (trees), appendix L (be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ConfigError
-from ...draft.base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
+from ...core.sequence import Sequence
+from ...draft.base import Drafter, DrafterSpec, DraftRequest, StepFeatures, StreamRules
 from ...draft.fit import TrainedDrafterConfig
 from ...draft.levels import Said, count, cut, product_trees
 from ...draft.proposal import Proposal
@@ -163,7 +164,7 @@ class StreamsDrafter(Drafter):
         if decoder and decoder.stack and decoder.ranks is None and self.config.at == "frontier":
             stream_prices(decoder, self.streams)  # now, not in the first request
 
-    def stream_set(self, sequence: SequenceView) -> StreamSet | None:
+    def stream_set(self, sequence: Sequence) -> StreamSet | None:
         """The general set, for every sequence without streams of its own."""
         return self.streams
 
@@ -176,7 +177,7 @@ class StreamsDrafter(Drafter):
             elif committed:
                 self._heard.pop(sequence.key, None)
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: abc.Sequence[int]) -> None:
         """Forget ended sequences."""
         self._resampling.release(keys)
         for key in keys:
@@ -198,7 +199,7 @@ class StreamsDrafter(Drafter):
     def _cap(self, budget: int) -> int:
         return budget if self.config.nodes is None else min(budget, self.config.nodes)
 
-    def _depth(self, sequence: SequenceView, budget: int, max_depth: int) -> int:
+    def _depth(self, sequence: Sequence, budget: int, max_depth: int) -> int:
         """Of how many streams a draft can be made; 0: there are none."""
         heard = self._heard.get(sequence.key)
         if heard is None:
@@ -206,11 +207,11 @@ class StreamsDrafter(Drafter):
         return min(max_depth, self._cap(budget), self.config.gamma or max_depth, count(heard))
 
     def _merged(
-        self, want: DraftRequest, depths: Sequence[int], left: Sequence[Said | None], children: int
+        self, want: DraftRequest, depths: abc.Sequence[int], left: abc.Sequence[Said | None], children: int
     ) -> list[Proposal]:
         """For each sequence the tree of what its streams say now, and that of what was left over below it."""
-        fresh: list[tuple[SequenceView, Said | None, int]] = []
-        again: list[tuple[SequenceView, Said | None, int]] = []
+        fresh: list[tuple[Sequence, Said | None, int]] = []
+        again: list[tuple[Sequence, Said | None, int]] = []
         for view, budget, depth, rest in zip(want.sequences, want.budgets, depths, left, strict=True):
             own, room = self._shares(budget, rest)
             heard = self._hear(view) if depth > 0 and self._resampling.fresh(rest) else None
@@ -223,7 +224,7 @@ class StreamsDrafter(Drafter):
         """Fresh and re-sampled nodes of a sequence."""
         return self._resampling.share(budget, left is not None) if self._resampling.on else (self._cap(budget), 0)
 
-    def _hear(self, view: SequenceView) -> Said:
+    def _hear(self, view: Sequence) -> Said:
         """What the streams said, of which a draft is made now."""
         heard = cut(self._heard[view.key], 0, self.config.gamma)
         self._resampling.keep(view, heard)
@@ -231,7 +232,7 @@ class StreamsDrafter(Drafter):
 
     # -- drawn chains
 
-    def _drawn(self, sequence: SequenceView, depth: int) -> Proposal:
+    def _drawn(self, sequence: Sequence, depth: int) -> Proposal:
         """One token from each stream, drawn with noise of its own, and the distributions they came from."""
         heard = self._heard.get(sequence.key)
         if not depth or not isinstance(heard, Tensor):

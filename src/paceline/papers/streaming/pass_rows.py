@@ -8,14 +8,15 @@ Source: Speculative Streaming, sections 2.1 and 2.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ...draft.base import SequenceView, StreamRules
+from ...core.sequence import Sequence
+from ...draft.base import StreamRules
 from ...engine.base import Work
 from ...engine.passes import Pass, main_adapters
 from ...kv.pool import KVPool
@@ -53,7 +54,7 @@ class Carriers:
         return self.streams.config.insertion
 
 
-def choose_carriers(p: Pass, general: Callable[[SequenceView], StreamSet | None] | None) -> list[Carriers]:
+def choose_carriers(p: Pass, general: abc.Callable[[Sequence], StreamSet | None] | None) -> list[Carriers]:
     """The rows that carry streams: every generated row of a shared set, and roots and nodes where drafts are wanted.
 
     Args:
@@ -62,7 +63,7 @@ def choose_carriers(p: Pass, general: Callable[[SequenceView], StreamSet | None]
     """
     found = []
     for i, (work, span) in enumerate(zip(p.works, p.spans, strict=True)):
-        view, cache = work.sequence.view, work.sequence.cache
+        view, cache = work.sequence, work.sequence.cache
         assert cache is not None
         own = view.application.streams if view.application is not None else None
         if own is not None:
@@ -98,7 +99,7 @@ class StreamInsertion:
         self.inserted: list[Carriers] = []  # in the order of their streams' rows
         self.used = 0  # scratch slots
 
-    def append(self, carriers: Sequence[Carriers]) -> None:
+    def append(self, carriers: abc.Sequence[Carriers]) -> None:
         """Append the streams of every row that carries them to the rows of the pass, with their initial states (eq.
         4)."""
         state, device = self.p.state, self.target.device
@@ -122,7 +123,7 @@ class StreamInsertion:
             (state.positions[rows, None] + numbers).flatten(),
         )
 
-    def drop(self, kept: Mapping[int, Sequence[int]]) -> list[int]:
+    def drop(self, kept: abc.Mapping[int, abc.Sequence[int]]) -> list[int]:
         """Forget the streams of main rows that are pruned; those of the pass have still to go.
 
         Args:
@@ -181,7 +182,7 @@ class StreamInsertion:
         state.rope.clear()
 
 
-def stream_adapters(carriers: Sequence[Carriers], segments: Sequence[Segment]) -> tuple[AdapterRange, ...]:
+def stream_adapters(carriers: abc.Sequence[Carriers], segments: abc.Sequence[Segment]) -> tuple[AdapterRange, ...]:
     """The adapters of stream rows; ``segments`` are those of each one's streams."""
     parts = zip(carriers, segments, strict=True)
     return joined([(segment.start, segment.stop, c.streams.adapters) for c, segment in parts])
@@ -190,7 +191,7 @@ def stream_adapters(carriers: Sequence[Carriers], segments: Sequence[Segment]) -
 # -- masks of the streams' own keys
 
 
-MakeMask = Callable[[int, int, torch.device], Tensor]
+MakeMask = abc.Callable[[int, int, torch.device], Tensor]
 
 
 def siblings(carriers: int, gamma: int, device: torch.device) -> Tensor:

@@ -103,7 +103,7 @@ def count_carrier(p: Pass, c: Carriers, streams: int, useful: bool, rode: bool, 
         useful: whether those of its last accepted node were read.
         rode: whether they were rows of the pass itself.
     """
-    upper, nodes, stats = num_layers - c.insertion, p.spans[c.work].nodes, p.works[c.work].sequence.state.stats
+    upper, nodes, stats = num_layers - c.insertion, p.spans[c.work].nodes, p.works[c.work].sequence.stats
     stats.row_layers += c.pruned * c.insertion + streams * upper
     if streams:
         stats.upper_row_layers += (nodes + streams) * upper
