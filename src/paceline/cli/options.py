@@ -30,15 +30,14 @@ from ..api.options import AUTO_DRAFTER
 from ..core.errors import ConfigError, PacelineError
 from ..core.options import alternatives, named_values
 from ..core.options import read as read_text
+from ..core.params import SamplingParams
 
 DEFAULT_MODEL = "paceline-small"
 DEFAULTS = {"model": DEFAULT_MODEL, "drafter": AUTO_DRAFTER}  # of the commands that answer
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 PANELS = {  # of the help: fields by panel; what is in none stands among the command's own options
-    "Sampling": "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias seed n "
-    "stop stop_token_ids min_tokens ignore_eos logprobs prompt_logprobs logprobs_mode echo include_stop_str_in_output "
-    "skip_special_tokens",
+    "Sampling": " ".join(spec.name for spec in fields(SamplingParams)),
     "Speculation": "round verifier budget costs applications learn",
     "Model": "dtype device exact kernels attention threads revision offline",
     "Memory and batches": "kv_memory kv_cache_dtype max_model_len max_sequences max_batch_rows max_waiting "

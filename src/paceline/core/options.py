@@ -53,7 +53,7 @@ def option(
         minimum, maximum: inclusive bounds of a number.
         rules: ``above``, ``below``: exclusive bounds. ``choices``: the texts it may be, with ``unknown``, the words for
             another. ``takes``: words for the type. ``unbounded=True``: whole numbers of any size, any text. For the
-            command line ``cli=False`` (no flag), ``flag`` and ``metavar``.
+            command line ``cli=False`` (no flag), ``flag`` and ``metavar``. ``http=False``: requests have no such field.
     """
     return field(default=default, metadata={"help": help, "minimum": minimum, "maximum": maximum, **rules})
 

@@ -1,4 +1,4 @@
-"""Choosing one token: sampling parameters, the logits processors of every node, counter-based noise.
+"""Choosing one token: the logits processors of every node, counter-based noise.
 
 Every draw is an argmax (Gumbel-max). The noise of a draw is a pure function of (seed, sample index, the position the
 token will occupy, domain, token id): never of the batch, the request or the clock. A drafted node is
@@ -10,152 +10,24 @@ Axis letters: n rows (nodes), D depth, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from . import noise
 from .counts import TokenCounts
 from .errors import CapabilityError, ConfigError
-from .grammar import Grammar, Matcher
+from .grammar import Matcher
 from .noise import DRAFT
 from .noise import derive_seed as derive_seed
-from .options import HIGHEST, IsNumber, check, option, shown
+from .params import SamplingParams as SamplingParams
+from .params import refuse
 from .tree import padded_paths
 from .truncation import keep_min_p, keep_top_k, keep_top_p
 
-# Logits are float32. Within these bounds no rule overflows there, in whatever order they meet: the largest bias over
-# the lowest temperature is 1e34.
-COOLEST, HOTTEST = 1e-4, 1e6  # temperature
-MOST_PENALTY = 1e6  # of repetition; the least is its inverse
-MOST_BIAS = 1e30
-MOST_SAMPLES = 1024  # of one request
 BEHIND = 2.0  # nats, by which candidates that a draft's own truncation leaves out come behind the others
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters
-
-
-TokenId = Annotated[int, Field(ge=0, le=HIGHEST)]
-Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS), IsNumber()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of a request are chosen, when its output ends, and what is reported.
-
-    Names and meanings follow vLLM's. All of them give the same tokens with and without speculation.
-
-    Raises:
-        ConfigError: a value of the wrong type or out of range.
-    """
-
-    temperature: float = option(
-        1.0,
-        help="0: greedy (argmax); 1: the model's own distribution; else from 1e-4 to 1e6",
-        minimum=0,
-        maximum=HOTTEST,
-    )
-    top_p: float = option(
-        1.0, help="keep the likeliest tokens up to this cumulative probability, in (0, 1]", above=0, maximum=1
-    )
-    top_k: int = option(0, help="keep the k likeliest tokens; 0 or -1: all", minimum=-1)
-    min_p: float = option(
-        0.0,
-        help="drop tokens below this fraction of the likeliest token's probability, in [0, 1]",
-        minimum=0,
-        maximum=1,
-    )
-    repetition_penalty: float = option(
-        1.0,
-        help="divide (negative logits: multiply) tokens of prompt and output; 1e-6 to 1e6",
-        minimum=1 / MOST_PENALTY,
-        maximum=MOST_PENALTY,
-    )
-    presence_penalty: float = option(
-        0.0, help="subtract once from tokens in the output, in [-2, 2]", minimum=-2, maximum=2
-    )
-    frequency_penalty: float = option(
-        0.0, help="subtract per occurrence in the output, in [-2, 2]", minimum=-2, maximum=2
-    )
-    logit_bias: dict[TokenId, Bias] | None = option(
-        None,
-        help="token id -> number added to its logit, in [-1e30, 1e30]",
-        takes="logit_bias is a dict of token id to finite number, such as {42: -100.0}",
-    )
-    seed: int | None = option(
-        None, help="any integer; without one a seed is drawn and returned with the output", unbounded=True
-    )
-    n: int = option(1, help=f"samples per prompt, at most {MOST_SAMPLES:,}", minimum=1, maximum=MOST_SAMPLES)
-    stop: str | list[str] | None = option(
-        None,
-        help="strings that end the output; their text is left out",
-        unbounded=True,
-        takes="stop is a string or a list of strings",
-    )
-    stop_token_ids: list[TokenId] | None = option(
-        None, help="token ids that end the output, beside EOS", takes="stop_token_ids is a list of token ids"
-    )
-    min_tokens: int = option(
-        0, help="EOS, stop ids and stop strings are not considered before this many tokens", minimum=0
-    )
-    max_tokens: int | None = option(16, help="most tokens of output; None: as many as the context allows", minimum=1)
-    ignore_eos: bool = option(False, help="do not end at EOS")
-    logprobs: int | None = option(
-        None, help="report log-probabilities of the chosen and of this many likeliest tokens", minimum=0
-    )
-    prompt_logprobs: int | None = option(None, help="the same for the tokens of the prompt", minimum=0)
-    logprobs_mode: Literal["raw", "processed"] = option(
-        "raw", help="log-probabilities before or after the sampling rules"
-    )
-    echo: bool = option(False, help="the text of the answer begins with the prompt")
-    include_stop_str_in_output: bool = option(False, help="keep the text of the stop string")
-    skip_special_tokens: bool = option(True, help="leave special tokens out of the text")
-    grammar: Grammar | None = option(None, help="what the output must be: Grammar(kind, text)", cli=False)
-
-    @staticmethod
-    def from_json(fields: Mapping[str, Any]) -> SamplingParams:
-        """From its fields as JSON has them, where keys of ``logit_bias`` are texts; errors as of this class."""
-        bias = fields.get("logit_bias")
-        return SamplingParams(**{**fields, "logit_bias": bias and {int(token): by for token, by in bias.items()}})
-
-    def __post_init__(self) -> None:
-        # Own copies: the caller's list or dict may change while the request runs.
-        for name in ("stop", "stop_token_ids", "logit_bias"):
-            value = getattr(self, name)
-            if isinstance(value, list | tuple | dict):
-                object.__setattr__(self, name, dict(value) if isinstance(value, dict) else list(value))
-        object.__setattr__(self, "grammar", Grammar.read(self.grammar))
-        check(self)
-        if self.grammar is not None and self.ignore_eos:
-            _refuse("ignore_eos", True, "an output that meets its grammar ends there", "leave one of them out")
-        if "" in self.stop_strings:
-            _refuse("stop", self.stop, "an empty string ends nothing", "give strings of at least one character")
-        if 0 < self.temperature < COOLEST:
-            _refuse("temperature", self.temperature, "so close to 0 the logits overflow", "use 0, or 1e-4 and more")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            wrong = f"min_tokens is above max_tokens={shown(self.max_tokens)}"
-            _refuse("min_tokens", self.min_tokens, wrong, "lower min_tokens or raise max_tokens")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether each token is the argmax of the processed logits."""
-        return self.temperature == 0
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, empty where there is none."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-
-def _refuse(name: str, value: object, wrong: str, remedy: str) -> None:
-    raise ConfigError(f"{name}={shown(value)}", wrong, remedy)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One sequence
@@ -490,11 +362,11 @@ def _check_against_vocabulary(params: SamplingParams, prompt_ids: Sequence[int],
     for name, ids in named.items():
         for token in ids or ():
             if not 0 <= token < vocab_size:
-                _refuse(name, token, f"the vocabulary has {vocab_size} tokens", remedy)
+                refuse(name, token, f"the vocabulary has {vocab_size} tokens", remedy)
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)
         if wanted is not None and wanted > vocab_size:
-            _refuse(name, wanted, f"the vocabulary has {vocab_size} tokens", f"ask for {vocab_size} at most")
+            refuse(name, wanted, f"the vocabulary has {vocab_size} tokens", f"ask for {vocab_size} at most")
     if params.min_tokens > 0 and enders == vocab_size:
         wrong = f"EOS and the stop ids, which it rules out, are all {vocab_size} tokens of the vocabulary"
-        _refuse("min_tokens", params.min_tokens, wrong, "use min_tokens=0, or fewer stop_token_ids")
+        refuse("min_tokens", params.min_tokens, wrong, "use min_tokens=0, or fewer stop_token_ids")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from ..core.errors import ConfigError
 from ..core.grammar import Grammar
+from ..core.params import SamplingParams
 from .http import APIError, Strict
 
 
@@ -71,26 +73,17 @@ class StructuredOutputs(Strict):
     structural_tag: str | dict[str, Any] | None = None
 
 
-class SamplingFields(Strict):
-    """Options that mean the same as the field of `SamplingParams` of that name."""
+def _sampling_fields() -> dict[str, Any]:
+    """Return the fields that mean what those of `SamplingParams` of the same names do; None: not given."""
+    hints, found = get_type_hints(SamplingParams), dict[str, Any]()
+    for spec in fields(SamplingParams):
+        if spec.metadata.get("http", True):
+            least = spec.metadata["minimum"] if hints[spec.name] in (int, int | None) else None
+            found[spec.name] = (Annotated[hints[spec.name] | None, Field(ge=least)], None)
+    return found
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+SamplingFields: Any = create_model("SamplingFields", __base__=Strict, **_sampling_fields())
 
 
 class Ignored(Strict):
