@@ -47,22 +47,22 @@ class Sequence:
 
     @property
     def params(self) -> SamplingParams:
-        """The request's parameters."""
+        """Return the request's parameters."""
         return self.sampler.params
 
     @property
     def output_ids(self) -> list[int]:
-        """A copy of the output."""
+        """Return a copy of the output."""
         return self.tokens[self.prompt_len :]
 
     @property
     def identity(self) -> str | None:
-        """What its K/V depends on besides its tokens (its application); None: nothing."""
+        """Return what its K/V depends on next to its tokens (its application); None: nothing."""
         return None if self.application is None else self.application.identity
 
     @property
     def shareable(self) -> int | None:
-        """Leading tokens whose K/V depends on them and on `identity` alone; None: all.
+        """Return how many leading tokens have K/V that depends on them and `identity` alone; None: all.
 
         Where main rows attend to their streams, generated rows (the last prompt row is the first of them) have
         other K/V than the same tokens have in a prompt.
@@ -72,17 +72,15 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose K/V no pass computes yet: the rest of the prompt, or the root alone."""
+        """Return how many tokens have K/V that no pass computes yet: the rest of the prompt, or the root alone."""
         return len(self.tokens) - (self.cache.front if self.cache else 0)
 
     @property
     def finished(self) -> bool:
-        """Whether the last token was emitted."""
+        """Return whether the last token was emitted."""
         return self.checker.finished
 
-    def emit(
-        self, tokens: abc.Sequence[int], drafted: int, logprobs: abc.Sequence[dict[int, Logprob]] | None = None
-    ) -> int:
+    def emit(self, tokens: abc.Sequence[int], drafted: int, logprobs: list[dict[int, Logprob]] | None = None) -> int:
         """Append the tokens of one pass, cut by the stop rules.
 
         Args:
@@ -116,13 +114,14 @@ class Sequence:
 
     @property
     def error(self) -> str | None:
-        """What ended it, where its own sampling rules, text or stop rules failed."""
+        """Return what ended it, where its own sampling rules, text or stop rules failed."""
         return None if self.fault is None else f"{type(self.fault).__name__}: {self.fault}"
 
     def output(self) -> CompletionOutput:
         """Return the answer so far; its text leaves out what a stop string may still remove."""
         requested, ids = self.params.logprobs is not None, self.output_ids
         known = requested and all(self.logprobs)  # those of tokens that another engine emitted are empty
+        total = sum(row[t].logprob for row, t in zip(self.logprobs, ids, strict=True)) if known else None
         return CompletionOutput(
             index=self.sampler.sample_index,
             text=self.checker.stable_text(),
@@ -130,9 +129,7 @@ class Sequence:
             finish_reason=self.checker.finish_reason,
             stop_reason=self.checker.stop_reason,
             logprobs=list(self.logprobs) if requested else None,
-            cumulative_logprob=sum(row[t].logprob for row, t in zip(self.logprobs, ids, strict=True))
-            if known
-            else None,
+            cumulative_logprob=total,
             origins=list(self.origins),
             seed=self.sampler.seed,
             error=self.error,
