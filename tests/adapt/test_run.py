@@ -245,7 +245,7 @@ def test_ctrl_c_keeps_everything_and_says_how_to_go_on(
     monkeypatch.setattr(whole, "train", interrupted)
     arguments = ["adapt", str(target), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "--threads", "1"]
     done = CliRunner().invoke(app, [*arguments, "--hours", str(HOURS), "--kind", "eagle"])
-    assert done.exit_code == 130 and "what was made is in" in done.output
+    assert done.exit_code == 130 and "results are in" in done.output
     assert json.loads((tmp_path / "out" / STATE).read_text())["done"]["answers"]["tokens"] > 0
     torch.set_num_threads(1)
 
@@ -261,5 +261,5 @@ def test_what_is_left_is_the_fastest_that_is_slower_nowhere() -> None:
     assert choose({"look-ups": ratio(0.7), "new": ratio(0.8)}, kinds) == PLAIN
     single = Interval(value=1.7, low=1.7, high=1.7, pairs=2)  # of two kinds, a prompt each
     assert choose({"look-ups": ratio(1.2), "new": single}, kinds) == LOOK_UPS
-    assert "nothing can be said: there was time for 2 prompts" in _words(LOOK_UPS, {"new": single}, kinds)
+    assert "there is no verdict: there was time for 2 prompts" in _words(LOOK_UPS, {"new": single}, kinds)
     assert choose({}, {}) == LOOK_UPS and "there was time for no prompt" in _words(LOOK_UPS, {}, {})

@@ -19,7 +19,7 @@ DRAFT = "paceline-small-draft"
         ("ngram,dept=3", "did you mean 'depth'"),
         ("ngram,depth=0", "depth must be 1 or more"),
         ("ngram;bugdet=3", "did you mean 'budget'"),
-        ("ngram;exact=maybe", "no value for exact"),
+        ("ngram;exact=maybe", "not a value of exact"),
         (f"hybrid:{DRAFT};bugdet=3", "did you mean 'budget'"),
         (f"hybrid:suffix;k=3+draft_model:{DRAFT}", "suffix has no option 'k'"),
         ("ngram;budget", "not a name and a value"),

@@ -203,13 +203,13 @@ class TestRefusals:
             ({"prompts": 0}, "prompts=0"),
             ({"repeats": 0}, "repeats=0"),
             ({"batches": (0,)}, "batches must be 1 or more"),
-            ({"batches": (1, 1)}, "batches=.* twice"),
-            ({"batches": ()}, "or none is"),
+            ({"batches": (1, 1)}, "batches=.* repeated"),
+            ({"batches": ()}, "list is empty"),
             ({"contexts": (0,)}, "contexts must be 1 or more"),
             ({"max_new_tokens": 0}, "max_new_tokens=0"),
             ({"temperatures": (-1.0,)}, "temperatures must be 0 or more"),
             ({"methods": ()}, "no method"),
-            ({"workloads": ("books", "books")}, "there twice"),
+            ({"workloads": ("books", "books")}, "is repeated"),
         ],
     )
     def test_settings_that_cannot_be(self, changes: dict[str, Any], message: str) -> None:

@@ -202,7 +202,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
             "m.gguf: its architecture 'gpt-oss' is known and not .*mixture of experts",
         ),
         ({"general.architecture": "qwen35moe"}, "experts.* recurrent layers"),
-        ({"llama.pooling_type": 3}, "it makes embeddings"),
+        ({"llama.pooling_type": 3}, "it computes embeddings"),
         ({"general.architecture": "clip"}, "vision"),
         ({"general.architecture": "nonesuch"}, "'nonesuch' is not known here"),
         ({"general.architecture": "bert"}, "bert"),

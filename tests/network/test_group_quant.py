@@ -235,11 +235,11 @@ def with_value(name: str, value: float, at: int = 5) -> Callable[[Tensors], None
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
-        ("awq", without(Q + "qzeros"), "no qzeros beside it"),
+        ("awq", without(Q + "qzeros"), "no qzeros next to it"),
         ("awq", without(Q + "qweight"), "misses tensor layers.1.self_attn.q_proj.weight"),
-        ("gptq", without(Q + "g_idx"), "no g_idx beside it"),
-        ("awq", with_value(Q + "scales", torch.nan), "q_proj.scales.*no finite number"),
-        ("compressed", with_value(DOWN + "weight_scale", torch.inf), "down_proj.weight_scale.*no finite number"),
+        ("gptq", without(Q + "g_idx"), "no g_idx next to it"),
+        ("awq", with_value(Q + "scales", torch.nan), "q_proj.scales.*not finite"),
+        ("compressed", with_value(DOWN + "weight_scale", torch.inf), "down_proj.weight_scale.*not finite"),
         ("compressed", with_value(Q + "weight_shape", 8, 0), "weight_shape.*it is not .256, 256."),
         ("gptq_order", with_value(Q + "g_idx", 9), "g_idx.*does not give each of 4 groups 64 inputs"),
         ("gptq_order", with_value(Q + "g_idx", -1), "g_idx.*does not give each"),

@@ -216,7 +216,7 @@ def test_an_allocator_that_gives_up_is_heard(checkpoint: Path, monkeypatch: pyte
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
 
     monkeypatch.setattr(loader, "Decoder", fail)
-    refuse(checkpoint, "there is not so much to give")
+    refuse(checkpoint, "more than this machine has")
     monkeypatch.setattr(loader, "Decoder", lambda *_, **__: [][1])
     with pytest.raises(IndexError):  # a fault of ours is not dressed up as the user's
         load_model(checkpoint, attention=ReferenceAttention())

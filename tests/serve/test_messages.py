@@ -148,14 +148,14 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "an empty stop": ({"max_tokens": 2, "messages": ASK, "stop_sequences": [""]}, 400, "stop_sequences.0"),
     "another's block": (
         {"max_tokens": 2, "messages": [{"role": "assistant", "content": [
-            {"type": "tool_result", "tool_use_id": "a"}]}]}, 400, "user's"),
+            {"type": "tool_result", "tool_use_id": "a"}]}]}, 400, "for the user"),
     "no such tool": (
         {"max_tokens": 2, "messages": ASK, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}},
         400, "weather"),
     "a tool's name": (
         {"max_tokens": 2, "messages": ASK, "tools": [{"name": "\x81é", "input_schema": {}}]}, 400, "name"),
     "a tool without a name": (
-        {"max_tokens": 2, "messages": ASK, "tools": TOOLS, "tool_choice": {"type": "tool"}}, 400, "names one"),
+        {"max_tokens": 2, "messages": ASK, "tools": TOOLS, "tool_choice": {"type": "tool"}}, 400, "must name a tool"),
 }  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def test_errors_have_anthropic_s_form(server: LiveServer, case: str) -> None:
 
 
 def test_keys_are_asked_for(server: LiveServer) -> None:
-    with pytest.raises(anthropic.AuthenticationError, match="no key"):
+    with pytest.raises(anthropic.AuthenticationError, match="key is missing"):
         anthropic.Anthropic(base_url=server.url, api_key="frog", max_retries=0).messages.create(
             model=MODEL, max_tokens=2, messages=ASK
         )

@@ -183,7 +183,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a bad name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
     "a call that is no JSON": (
         {"messages": [*ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "no JSON",
+        "not valid JSON",
     ),
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ def test_a_run_goes_on_where_it_stopped(run: Callable[..., Result], data: Path, 
     assert run(*args, "--out", tmp_path / "whole").exit_code == 0
     first = run(*args, "--out", tmp_path / "parts", "--stop-after", "3")
     assert first.exit_code == 0
-    assert "stopped after step 3 of 8, with a checkpoint" in said(first)
+    assert "stopped after step 3 of 8, checkpoint" in said(first)
     assert not (tmp_path / "parts" / "result").exists()
     assert run(*args, "--out", tmp_path / "parts", "--stop-after=7").exit_code == 0
     last = run(*args, "--out", tmp_path / "parts")
@@ -187,7 +187,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     assert work.returncode == 130, errors
     step = torch.load(out / CHECKPOINT, weights_only=True)["step"]
     words = " ".join(errors.split())
-    assert f"stopped after step {step} of 100000, with a checkpoint in {out}; go on: paceline train draft" in words
+    assert f"stopped after step {step} of 100000, checkpoint in {out}; continue: paceline train draft" in words
     assert run(*args, "--out", out, "--stop-after", step + 3).exit_code == 0
     assert run(*args, "--out", tmp_path / "whole", "--stop-after", step + 3).exit_code == 0
     assert losses_with_steps(out).items() <= losses_with_steps(tmp_path / "whole").items()
@@ -342,7 +342,7 @@ def test_ctrl_c_keeps_the_answers_and_says_how_to_go_on(
     work.send_signal(signal.SIGINT)
     _, errors = work.communicate(timeout=60)
     assert work.returncode == 130, errors
-    assert f"are kept, go on: paceline train answers --target {target}" in " ".join(errors.split())
+    assert f"are kept, continue: paceline train answers --target {target}" in " ".join(errors.split())
     kept = records(out)
     assert 0 < len(kept) < len(lines)
     whole = [str(len(kept) + 3)]

@@ -6,7 +6,7 @@
 
 The table's figures are of checks, which count a chain at every place of a text; what the engine's trees accept of such
 a drafter was measured next to them, at the nodes that the budget chose. Of fewer nodes it is less, as the logarithm of
-their number. Beside look-ups, where those are right a drafter is taken to be right, too: what it is worth there is not
+their number. Where look-ups are right a drafter is assumed to be right, too: what it is worth there is not
 counted twice.
 """
 
@@ -82,14 +82,14 @@ class Forecast:
     answers: int  # tokens of answers to generate
     accepted: float  # of a draft, on average
     alone: float  # times plain decoding
-    hybrid: float  # beside look-ups
+    hybrid: float  # with look-ups
     source: str  # of what was reached
 
 
 def forecasts(survey: Survey, seconds: float) -> list[Forecast]:
     """Return every kind that was measured, the one to be made first.
 
-    That is the one expected to pay most next to look-ups. What steps take differs from moment to moment, so kinds that
+    That is the one expected to pay most next to look-ups. Times of steps differ from moment to moment, so kinds that
     differ by less than `CLOSE` are ranked by their value alone, and those that differ by less in that, too, by their
     acceptance.
 

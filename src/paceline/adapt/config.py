@@ -17,12 +17,12 @@ class AdaptConfig:
 
     model: str = option(help=MODEL, metavar="NAME|FOLDER|FILE")
     prompts: Path | None = option(
-        None, help="JSON lines with prompt or turns: what the model will be asked; default: a mix", metavar="FILE"
+        None, help="JSON lines with prompt or turns: prompts like those of later use; default: a mix", metavar="FILE"
     )
     hours: float = option(2.0, help="hours that everything together may take", above=0.0, maximum=10_000.0)
     out: Path | None = option(None, help="folder of all that is made; default: adapted/MODEL", metavar="DIR")
     kind: str | None = option(
-        None, help=f"kind of drafter: {', '.join(KINDS)}; default: what is expected to pay most", choices=(None, *KINDS)
+        None, help=f"kind of drafter: {', '.join(KINDS)}; default: the one expected to pay most", choices=(None, *KINDS)
     )
     dtype: str = option("auto", help="what the model computes in when it is served: auto, bfloat16, int8, ..")
     threads: int | None = option(None, help="CPU threads; default: torch's choice", minimum=1, maximum=MAX_THREADS)

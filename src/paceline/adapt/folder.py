@@ -88,7 +88,7 @@ def page(plan: Forecast, trained: Mapping[str, Any], found: Verdict) -> str:
 |:--|--:|--:|:--|
 {figures}
 """
-    return f"""**{found.words[:1].upper()}{found.words[1:]}.** Expected before: {plan.hybrid:.2f} times plain beside
+    return f"""**{found.words[:1].upper()}{found.words[1:]}.** Expected before: {plan.hybrid:.2f} times plain with
 look-ups, {plan.alone:.2f} alone.
 
 Kind: {plan.kind}. Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to

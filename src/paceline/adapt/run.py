@@ -78,7 +78,7 @@ class Adaptation:
     """A run.
 
     Args:
-        config: what is asked for.
+        config: the options.
         work: its folder.
         show: called with the progress, for one line that changes.
         command: the command line, for the report.
@@ -360,7 +360,7 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
     """Make a drafter for a model, or continue an interrupted run.
 
     Args:
-        config: what is asked for.
+        config: the options.
         say: called with a line of progress.
         show: see `Adaptation`.
         dry_run: survey for about a minute, forecast the result, and keep nothing.
@@ -368,8 +368,8 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
 
     Raises:
         ConfigError: a model that fits neither memory nor time, prompts that cannot be learned from, a folder of
-            something else, a full disk. What was made is kept.
-        KeyboardInterrupt: it was interrupted. What was made is kept.
+            something else, a full disk. Results so far are kept.
+        KeyboardInterrupt: it was interrupted. Results so far are kept.
     """
     require_accelerate()
     target = resolve_folder(config.model)
@@ -450,7 +450,7 @@ def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[
     for each in ranked:
         speeds = known.kinds[each.kind]
         lines.append(
-            f"{each.kind}: {each.hybrid:.2f} times plain expected beside look-ups ({each.alone:.2f} alone): about "
+            f"{each.kind}: {each.hybrid:.2f} times plain expected with look-ups ({each.alone:.2f} alone): about "
             f"{each.accepted:.2f} accepted of {each.nodes} drafted, in a step of {each.step:.2f} plain ones, "
             f"after {each.tokens:,} tokens at {speeds.train:,.0f} a second (products in {precision}), as reached on "
             f"{each.source}"

@@ -178,14 +178,14 @@ class TrainingPace:
         self._seen, self._level = 0.0, 0
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """As `Watcher`."""
+        """Do what `Watcher` describes."""
         self._seen = figures["tokens"]
         self.tell(figures)
         if self.left() <= 0:
             self._end()
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """As `Watcher`."""
+        """Do what `Watcher` describes."""
         if (value := accepted_of(figures)) is not None:
             self.checks.append((self._seen, value))
             self._level = self._level + 1 if further_gain(self.checks, self.tokens) < LEAST_GAIN else 0

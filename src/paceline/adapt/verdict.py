@@ -112,9 +112,9 @@ def _words(chosen: str, speedups: dict[str, Interval], kinds: dict[str, dict[str
     if not judged(speedups, kinds):
         asked = max((own.pairs for own in speedups.values()), default=0)
         few = f"for {asked} prompts alone" if asked else "for no prompt"
-        return f"nothing can be said: there was time {few}. Look-ups are left; give it more hours"
+        return f"there is no verdict: there was time {few}. Look-ups are left; give it more hours"
     if chosen in (NEW, BOTH):
-        what = "the new drafter" if chosen == NEW else "the new drafter beside look-ups"
+        what = "the new drafter" if chosen == NEW else "the new drafter with look-ups"
         return f"{what} pays: {_times(speedups[chosen])} of plain decoding on prompts it never saw"
     if chosen == LOOK_UPS:
         own = speedups[LOOK_UPS]

@@ -26,7 +26,7 @@ Temperature = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure; the flags of ``paceline bench`` are generated from the fields."""
+    """The measurements of a run; the flags of ``paceline bench`` are generated from the fields."""
 
     model: str = option(help=MODEL_HELP)
     methods: tuple[Method, ...] = option(help="plain decoding among them", cli=False)

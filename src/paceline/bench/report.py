@@ -29,7 +29,7 @@ BAD, FAINT = "bold red", "dim"
 LISTED = 8  # troubles that a terminal lists before it counts the rest
 GREY = "#7d858c"  # plain decoding in plots
 PLOT_WIDTH, DOT_HEIGHT, LINE_HEIGHT = 3.9, 0.15, 0.2  # inches; as wide as a phone's screen
-NAME_LETTERS = 18  # of a workload's name beside a plot
+NAME_LETTERS = 18  # of a workload's name next to a plot
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 FACTS = {  # settings of a run and sizes of a model, in words; others are named as they are
     "prompts": "prompts of each workload, at most",

@@ -66,7 +66,7 @@ def command(
         made = adapt(asked, note, line.show, dry_run, shlex.join(sys.argv[1:]))
     except KeyboardInterrupt as stop:
         line.close()
-        note(f"stopped; what was made is in {asked.folder}, go on: {this_command()}")
+        note(f"stopped; results are in {asked.folder}, continue: {this_command()}")
         raise typer.Exit(INTERRUPTED) from stop
     finally:
         line.close()

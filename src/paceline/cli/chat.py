@@ -65,7 +65,7 @@ def chat(
     llm: dict[str, Any],
     params: dict[str, Any],
 ) -> None:
-    """Chat with a model, sampled as its generation_config.json says. Type /help for the commands.
+    """Chat with a model, sampled by its generation_config.json. Type /help for the commands.
 
     Examples:
         paceline chat --model smollm2-135m

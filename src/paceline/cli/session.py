@@ -61,7 +61,7 @@ def application_named(asked: str | None, loaded: Collection[str]) -> str | None:
 
 SAMPLED = {name: None for name in generation.SAMPLED}  # defaults of flags: not given
 CHAT_SHOWN = {
-    name: f"what the model's files say, else {generation.CHAT.get(name, getattr(SamplingParams(), name))}"
+    name: f"from the model's files, else {generation.CHAT.get(name, getattr(SamplingParams(), name))}"
     for name in SAMPLED
 }
 

@@ -184,7 +184,7 @@ def _train(job: TrainingJob, asked: RunConfig) -> None:
             stdout().print(str(result), markup=False)
     elif first:
         again = re.sub(r" --stop-after[ =]\S+", "", this_command())
-        note(f"stopped after step {trainer.step} of {job.config.steps}, with a checkpoint in {job.out}; go on: {again}")
+        note(f"stopped after step {trainer.step} of {job.config.steps}, checkpoint in {job.out}; continue: {again}")
     if trainer.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -220,7 +220,7 @@ def answers(
         try:
             count = answering.write(part, SourceSpec(file=name), encoder, asked, answer, mark, batch * 8, note)
         except KeyboardInterrupt as stop:
-            note(f"stopped; the answers in {part} are kept, go on: {this_command()}")
+            note(f"stopped; the answers in {part} are kept, continue: {this_command()}")
             raise typer.Exit(INTERRUPTED) from stop
         note(f"{count:,} answers in {part}")
 

@@ -170,7 +170,7 @@ class Ledger:
         """Keep rows of several sequences' speculative regions, of which the first are committed; drop the others.
 
         For each sequence: the rows to keep, ascending, counted from its committed length, and how many of them are part
-        of the answer now. What is kept without being committed becomes the first rows of the region, in its order, and
+        of the answer now. Kept rows that are not committed become the first rows of the region, in its order, and
         counts as entered.
         """
         sources: list[int] = []

@@ -61,7 +61,7 @@ class ServeConfig:
     )
     log_level: str = option(
         "info",
-        help="what is logged: info has a line for each POST, debug for each request",
+        help="content of the log: info has a line for each POST, debug for each request",
         choices=("debug", "info", "warning", "error"),
     )
 

@@ -32,7 +32,7 @@ from .texts import ServedTexts, renderer
 MOST_SAMPLES = 128  # of a request
 MOST_LOGPROBS = 20  # of a token
 WHOLE_INTERVAL_S = 0.5  # between pieces of an answer that is not streamed: so much is computed again after a failure
-Delta = SampleUpdate  # what is new in a sample
+Delta = SampleUpdate  # the new part of a sample
 
 
 @dataclass(slots=True)

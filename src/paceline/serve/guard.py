@@ -19,8 +19,8 @@ OPEN = ("/health", *FILES)  # paths that no key guards
 class Guard:
     """Refuses requests under a foreign name, without a key, or with a body that is too large.
 
-    A page from elsewhere can make a browser ask a server on this host under a name of its own that leads here: its
-    Host header tells.
+    A page from elsewhere can make a browser send requests to this host under a name of its own that leads here: its
+    Host header shows that.
 
     Args:
         app: the guarded application.

@@ -70,7 +70,7 @@ class ToolSpec(Strict):
 
 
 class ToolChoice(Strict):
-    """Whether the model must call a tool, and which."""
+    """The choice of a tool: whether the model must call one, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

@@ -193,7 +193,7 @@ class ToolParser:
         raise _Broken
 
     def _parts(self, text: str) -> tuple[str | None, str | None, int]:
-        """Name and arguments of a call, as far as its text goes, and where the arguments end."""
+        """Name and arguments of a call, in the text so far, and where the arguments end."""
         if self._name is not None:
             return self._name, text, len(text)
         name: str | None = None

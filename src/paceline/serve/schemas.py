@@ -16,14 +16,14 @@ from .http import APIError, Strict
 
 
 class StreamOptions(Strict):
-    """What a stream carries besides its text."""
+    """The fields of a stream besides its text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class SpeculationChoice(Strict):
-    """How drafts are made for a request."""
+    """The choice of drafts for a request."""
 
     sources: Annotated[list[str], Field(min_length=1)] | None = None  # of those that the server was started with
     max_nodes: Annotated[int, Field(ge=1)] | None = None

@@ -130,7 +130,7 @@ class CallReader:
     """
 
     def __init__(self, use: ToolUse | None) -> None:
-        self.content = ""  # what is not a call
+        self.content = ""  # text that is not a call
         self.calls: list[dict[str, str]] = []  # id, name, arguments
         self.named = use is not None and use.named
         self._parser = None if use is None else ToolParser(use.family)

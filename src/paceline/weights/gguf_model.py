@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: its metadata in the form of ``config.json``, and its tensors under a checkpoint's names.
 
-So one parser reads configurations (`families`) and one table says where tensors go (`weights`). What a file does not
-say is llama.cpp's default for its architecture, since that is what the file was written for.
+So one parser reads configurations (`families`) and one table maps tensors (`weights`). Where a file lacks a key, it
+has llama.cpp's default for its architecture, since the file was written for that.
 
 Source: the GGUF specification; llama.cpp's ``convert_hf_to_gguf.py`` (what is permuted, where 1 was added to norms).
 """

@@ -164,7 +164,7 @@ class GGUFTokenizer:
     """A tokenizer of the ``tokenizers`` package; transformers' own over it does what encoding one text does not need.
 
     Importing transformers takes half a second: that is done where a chat is written, a batch encoded, or a token of a
-    role asked for. Tokens with a role, by ``bos_token`` and the like, become special ones, as transformers makes them;
+    requested role. Tokens with a role, by ``bos_token`` and the like, become special ones, as transformers makes them;
     a text begins with BOS where ``begins`` is set.
     """
 

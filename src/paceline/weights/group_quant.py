@@ -199,7 +199,7 @@ def take_groups(
         for role, (types, wanted) in quant.parts(n, k).items():
             last = NAMES[quant.method][role]
             if stem + last not in stored:
-                raise ConfigError(asked, f"there is no {last} beside it", _RESTORE)
+                raise ConfigError(asked, f"there is no {last} next to it", _RESTORE)
             part = parts[role] = stored.pop(stem + last)
             if part.dtype not in types or part.shape != wanted:
                 wrong = f"it is {part.dtype} {list(part.shape)}, and config.json asks for {types[0]} {list(wanted)}"

@@ -36,7 +36,7 @@ def local(name: str) -> Path | None:
         if not place.exists():
             return None
         return gguf_of(place, lambda folder: is_file(folder / "config.json")) or place
-    except ConfigError:  # says itself what is wrong
+    except ConfigError:  # has a complete message
         raise
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(

@@ -208,7 +208,7 @@ def parse_device(device: str | torch.device) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where in a checkpoint's files every parameter is; see `read_layout`."""
+    """The place of every parameter in a checkpoint's files; see `read_layout`."""
 
     pieces: Sequence[tuple[Piece, StoredTensor | BlockTensor]]
     heads: Sequence[StoredTensor] = ()  # stored next to a tied embedding, of which they must be copies

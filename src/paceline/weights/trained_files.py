@@ -26,7 +26,7 @@ class TrainedConfig:
     """The shape of a trained module, and the target that it was trained for."""
 
     what: ClassVar[str]  # in messages
-    retired: ClassVar[tuple[tuple[str, Any], ...]] = ()  # entries of older files that say what is always so now
+    retired: ClassVar[tuple[tuple[str, Any], ...]] = ()  # entries of older files that are constants now
     target: str = ""  # name of the target, for messages; empty: not recorded
     fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
 
