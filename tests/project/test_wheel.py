@@ -15,7 +15,7 @@ from kits.server import free_port
 from paceline import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-DRAFTERS = ("none", "ngram", "suffix", "hybrid:paceline-small-draft,dtype=int8", "eagle:paceline-small-eagle")
+DRAFTERS = [("none", "auto"), ("suffix", 8), ("draft_model:paceline-small-draft", 8), ("eagle", 8)]
 SMOKE = f"""
 import json, subprocess, sys, time
 from pathlib import Path
@@ -27,7 +27,8 @@ from paceline.kernels import channels
 for library in (kernels.library().path, channels.library()._name):
     assert Path(library).parent == kernels.SHIPPED and sys.prefix in library, library
 params = SamplingParams(temperature=0, max_tokens=24)
-answers = [LLM("paceline-small", drafter=name).generate(["def read_lines(path):\\n"], params)[0] for name in {DRAFTERS}]
+prompt = ["def read_lines(path):\\n"]
+answers = [LLM("paceline-small", drafter=d, budget=b).generate(prompt, params)[0] for d, b in {DRAFTERS}]
 assert len({{tuple(answer.outputs[0].token_ids) for answer in answers}}) == 1
 assert all(answer.stats.accepted > 0 for answer in answers[1:])
 url = f"http://127.0.0.1:{{sys.argv[1]}}"
