@@ -26,9 +26,8 @@ from paceline.kernels import channels
 
 for library in (kernels.library().path, channels.library()._name):
     assert Path(library).parent == kernels.SHIPPED and sys.prefix in library, library
-params = SamplingParams(temperature=0, max_tokens=24)
-prompt = ["def read_lines(path):\\n"]
-answers = [LLM("paceline-small", drafter=d, budget=b).generate(prompt, params)[0] for d, b in {DRAFTERS}]
+work = ["def read_lines(path):\\n"], SamplingParams(temperature=0, max_tokens=24)
+answers = [LLM("paceline-small", drafter=d, budget=b).generate(*work)[0] for d, b in {DRAFTERS}]
 assert len({{tuple(answer.outputs[0].token_ids) for answer in answers}}) == 1
 assert all(answer.stats.accepted > 0 for answer in answers[1:])
 url = f"http://127.0.0.1:{{sys.argv[1]}}"
