@@ -77,7 +77,7 @@ class ExtraPassConfig(RoundConfig):
     automatic: ClassVar[bool] = False
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
-        if spec is not None and spec.level_logits and len(spec.sources) == 2 and spec.streams is None:
+        if spec is not None and spec.level_logits and len(spec.sources) == 2 and not spec.in_pass:
             return None
         return "nothing is re-sampled", "draft with lyanna and resample=alone"
 

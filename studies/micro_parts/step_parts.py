@@ -25,14 +25,14 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 
-# part -> names in a round's module
+# part -> names in the modules of a round's classes
 FUNCTIONS = {
-    "pack": ("lay_out", "embed", "choose_carriers"),
+    "pack": ("lay_out", "embed"),
     "head": ("read_logits",),
     "verdict": ("decide",),
     "pass and verdict": ("decide_compiled",),
     "keep": ("keep",),
-    "streams": ("count_streams", "read_streams", "count_stream_drafts"),
+    "streams": ("choose_carriers", "count_streams", "read_streams", "read_compiled"),
 }
 # part -> methods, from the engine on; of those a round has some
 METHODS = {
@@ -141,9 +141,10 @@ def compiled_calls(watch: Stopwatch) -> Iterator[None]:
 
 @contextmanager
 def _watched(engine: Engine, watch: Stopwatch) -> Iterator[None]:
-    module = import_module(type(engine.round).__module__)
-    places: list[tuple[Any, str, str]]
-    places = [(module, name, part) for part, names in FUNCTIONS.items() for name in names if hasattr(module, name)]
+    modules = [import_module(kind.__module__) for kind in type(engine.round).__mro__ if kind is not object]
+    places: list[tuple[Any, str, str]] = []
+    for part, names in FUNCTIONS.items():
+        places += [(module, name, part) for module in modules for name in names if hasattr(module, name)]
     for part, paths in METHODS.items():
         for path in paths:
             *owners, name = path.split(".")

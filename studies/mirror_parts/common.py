@@ -86,8 +86,8 @@ study = Study(
 
 def drafter_of(ask: MirrorFlags, gamma: int | None = None) -> str:
     """The draft model, as it is named."""
-    streams = f",streams={written(ask.streams)}" if ask.streams else ""
-    return f"draft_model:{written(ask.draft)},depth={gamma or ask.gamma}{streams}"
+    kind, streams = ("streaming_draft", f",streams={written(ask.streams)}") if ask.streams else ("draft_model", "")
+    return f"{kind}:{written(ask.draft)},depth={gamma or ask.gamma}{streams}"
 
 
 def mirror_of(ask: MirrorFlags, kappa: int, exit_: str = "1/2", more: str = "") -> str:

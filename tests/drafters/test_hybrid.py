@@ -99,17 +99,18 @@ def test_the_rule_says_who_is_asked_and_hears_what_it_took() -> None:
 def test_streams_ride_where_they_are_asked_for() -> None:
     """Before the first ask, which comes behind a prompt, they always do; a fixed budget always asks."""
     drafter, sequence, other = hybrid_with_streams(), view(REPEATED), view(REPEATED, key=1)
+    (part,) = [part for part in drafter.parts if part.spec.in_pass]
     drafter.bind(tiny_decoder().info("tiny"), 4, 2000, torch.device("cpu"))
-    assert drafter.stream_set(sequence) is not None
+    assert part.stream_set(sequence) is not None
     both = want([sequence, other], 9)
     both.rule = Rule([[0, 1], [1]])  # type: ignore[assignment]
     drafter.propose(both)
-    assert drafter.stream_set(sequence) is None
-    assert drafter.stream_set(other) is not None
+    assert part.stream_set(sequence) is None
+    assert part.stream_set(other) is not None
     drafter.release([sequence.key])
-    assert drafter.stream_set(sequence) is not None
+    assert part.stream_set(sequence) is not None
     drafter.propose(want([sequence], 9))
-    assert drafter.stream_set(sequence) is not None
+    assert part.stream_set(sequence) is not None
 
 
 def test_with_a_fixed_budget_a_sure_look_up_spares_the_network() -> None:

@@ -20,8 +20,8 @@ from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.draft import registry
-from paceline.draft.base import Drafter, DrafterSpec, StepFeatures
-from paceline.draft.levels import Said, best_levels, cut, product_trees
+from paceline.draft.base import Drafter, DrafterSpec, LevelScores, StepFeatures
+from paceline.draft.levels import best_levels, cut, product_trees
 from paceline.draft.registry import DrafterConfig, option
 from paceline.draft.resampling import AGAIN, FRESH
 
@@ -82,21 +82,20 @@ def test_product_trees_are_ranked_by_the_rules_and_noise_of_their_places(rules: 
 # ---- in both drafters: after any number of accepted tokens, however levels come
 
 
-def streams_rig(**options: Any) -> tuple[Any, Callable[[Sequence, Said], None]]:
+def streams_rig(**options: Any) -> tuple[Any, Callable[[Sequence, LevelScores], None]]:
     drafter = streams(k=K, nodes=10, **options)
 
-    def tell(seen: Sequence, said: Said) -> None:
-        name = "stream_logits" if isinstance(said, Tensor) else "stream_levels"
-        drafter.observe(StepFeatures([seen], [[seen.tokens[-1]]], [0], [[]], **{name: [said]}))  # type: ignore[arg-type]
+    def tell(seen: Sequence, said: LevelScores) -> None:
+        drafter.observe(StepFeatures([seen], [[seen.tokens[-1]]], [0], [[]], levels=[said]))
 
     return drafter, tell
 
 
-def medusa_rig(**options: Any) -> tuple[Any, Callable[[Sequence, Said], None]]:
+def medusa_rig(**options: Any) -> tuple[Any, Callable[[Sequence, LevelScores], None]]:
     drafter = medusa(random_heads(), nodes=10, topk=K, **options)
     drafter._k = K
 
-    def tell(seen: Sequence, said: Said) -> None:
+    def tell(seen: Sequence, said: LevelScores) -> None:
         short = SimpleNamespace(best=lambda *call: [said])
         drafter._pass = SimpleNamespace(  # type: ignore[assignment]
             native=None if isinstance(said, Tensor) else short, logits=lambda states: [said]
@@ -127,7 +126,7 @@ def test_levels_behind_a_rejection_are_used_once_more(name: str, form: str, rule
         plain, tell_plain = RIGS[name](proposes=proposes)
         seen = view(text(20, seed), key=1, **RULES[rules])
 
-        def said(logits: Tensor, seen: Sequence = seen, coupled: bool = coupled) -> Said:
+        def said(logits: Tensor, seen: Sequence = seen, coupled: bool = coupled) -> LevelScores:
             return best_levels([(seen, logits)], K, coupled)[0] if short else logits
 
         first = draw(seed)

@@ -32,7 +32,7 @@ class Count(TorchDispatchMode):
 def operations(llm: LLM, params: SamplingParams) -> Counter[str]:
     llm.generate([PROMPT], params)  # whatever is done once is done
     with Count() as count, pytest.MonkeyPatch.context() as patch:
-        for name in ("run", "logits", "decide", "decide_streams", "reaching"):  # the last one in front of any draft
+        for name in ("run", "logits", "decide", "choose", "reaching"):  # the last one in front of any draft
             patch.setattr(Stack, name, counted(count.seen, name, getattr(Stack, name)))
         llm.generate([PROMPT], params)
     return count.seen

@@ -24,6 +24,7 @@ from paceline.draft.ngram import NgramConfig
 from paceline.draft.registry import DrafterContext
 from paceline.draft.suffix import SuffixConfig
 from paceline.model.decoder import TargetInfo
+from paceline.papers.streaming.draft_model import StreamingDraft
 from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
 
 Nodes = tuple[list[int], list[int]]  # parents (0: the root) and tokens
@@ -173,13 +174,11 @@ def _model(noise: float = 0.03, verifiers: tuple[str, ...] = (), **options: Any)
 
 
 def _streaming(noise: float = 0.03, **options: Any) -> Guest:
-    config = DraftModelConfig(model="tiny-draft", **options)
-
     def make(world: World, known: Known) -> Any:
         own = lossless_streams(world)  # the draft has the target's shape
         if own.adapters is not None:
             own.adapters.prepare()
-        return DraftModel(config, draft(world, noise), own)
+        return StreamingDraft(DraftModelConfig(model="tiny-draft", **options), draft(world, noise), own)
 
     return Guest(make)
 

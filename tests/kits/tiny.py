@@ -22,7 +22,7 @@ from paceline.engine.rounds import make_round
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
 from paceline.model.adapters import AdapterConfig, LowRank, linear_shapes
-from paceline.model.applications import Application, make_application
+from paceline.model.applications import Application
 from paceline.model.attention import make_backend
 from paceline.model.attention.base import Segment
 from paceline.model.base import Batch
@@ -30,6 +30,8 @@ from paceline.model.decoder import Decoder
 from paceline.model.families import DecoderConfig
 from paceline.model.linear import Quant
 from paceline.model.rope import RopeConfig
+from paceline.papers.streaming.application import make_application
+from paceline.papers.streaming.draft_model import StreamingDraft
 from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
 from paceline.papers.streaming.model import Mode, StreamConfig, StreamSet
 
@@ -257,10 +259,9 @@ def draft_model(*, noise: float = 0.03, target: dict[str, Any] | None = None, **
 def streaming_model(*, dtype: torch.dtype = torch.float64, **options: Any) -> DraftModel:
     """A `draft_model` with random streams of its own."""
     made = draft_model(**options)
-    made.streams = tiny_streams(made.decoder.config, dtype=dtype, prune_rank=0)
-    assert made.streams.adapters is not None
-    made.streams.adapters.prepare()
-    return made
+    streams = tiny_streams(made.decoder.config, dtype=dtype, prune_rank=0)
+    streams.adapters.prepare()  # type: ignore[union-attr]
+    return StreamingDraft(made.config, SimpleNamespace(decoder=made.decoder, tokenizer=None, name=made.name), streams)
 
 
 LOOKUP, MODEL = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
@@ -414,8 +415,7 @@ def _scratch(drafter: Drafter | None, applications: Sequence[Application], rows:
     """Slots for drafts and streams, as few as an `LLM` takes."""
     if drafter is None:
         return 0
-    shared = max((a.streams.config.gamma for a in applications if a.streams is not None), default=0)
-    return drafter.spec.scratch_slots(shared, rows, sequences)
+    return max(drafter.scratch_slots(rows, sequences), *(rows * a.rows for a in applications), 0)
 
 
 def run(

@@ -19,13 +19,13 @@ from torch import Tensor
 from paceline import kernels
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.draft.base import StepFeatures
-from paceline.engine import draft_verify
 from paceline.engine.engine import Engine
 from paceline.engine.passes import Pass
 from paceline.model.adapters import AdapterConfig, AdapterRange
 from paceline.model.attention.base import Segment
 from paceline.model.base import Batch, ForwardState
 from paceline.model.decoder import Decoder
+from paceline.papers.streaming import round
 from paceline.papers.streaming.model import StreamSet
 from paceline.papers.streaming.pruning import surviving
 
@@ -172,7 +172,7 @@ def test_generated_rows_are_no_prefix_of_a_longer_prompt() -> None:
 def test_the_reference_differs_from_the_adapters_alone() -> None:
     """Streams matter to a shared set: a reference that left them out would give other ids."""
     app = tiny_application("one", target(), shared("plain"))
-    alone = SimpleNamespace(name="one", identity="alone", adapter=app.adapter, streams=None)
+    alone = SimpleNamespace(name="one", identity="alone", adapter=app.adapter, beside=None)
     engine = assemble(streams(chain=True), decoder=target(), applications=[alone], budget=0)
     assert answers(engine, GREEDY, "one") != [reference("plain", i, False) for i in range(len(PROMPTS))]
 
@@ -201,7 +201,7 @@ def heard(drafter: Any, params: SamplingParams = GREEDY, **options: Any) -> tupl
     observe = drafter.observe
 
     def listen(step: StepFeatures) -> None:
-        told.extend(x.clone() for x in step.stream_logits if x is not None)
+        told.extend(x.clone() for x in step.levels if x is not None)
         observe(step)
 
     drafter.observe = listen
@@ -231,7 +231,7 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(layers: int, monke
     """Every node's score is recomputed from its own text alone."""
     trained = tiny_streams(layers=layers)
     cuts: list[tuple[list[int], list[int], list[int], list[int]]] = []  # text, and the tree with what is kept of it
-    prune = draft_verify.prune
+    prune = round.prune
 
     def watched(p: Pass, *given: Any) -> bool:
         assert p.tree is not None
@@ -240,7 +240,7 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(layers: int, monke
         cuts.append(([*p.works[0].sequence.tokens], lists.tokens[0], lists.parents[0], p.kept.get(0, [])))
         return done
 
-    monkeypatch.setattr(draft_verify, "prune", watched)
+    monkeypatch.setattr(round, "prune", watched)
     options = {"prune_count": 4, "prune_threshold": 1e-4}
     engine = assemble(streams(trained=trained, k=6, nodes=9, at="nodes", **options), decoder=target())
     assert run(engine, [(PROMPTS[1], GREEDY)])[0].stats.pruned
@@ -374,7 +374,7 @@ def test_compiled_streams_say_what_torch_s_say(mode: Any) -> None:
         observe = drafter.observe
 
         def listen(step: StepFeatures, observe: Any = observe, told: list[Tensor] = told) -> None:
-            told.extend(x.clone() for x in step.stream_logits if x is not None)
+            told.extend(x.clone() for x in step.levels if x is not None)
             observe(step)
 
         drafter.observe = listen

@@ -48,7 +48,6 @@ from paceline.kernels.drafts import (
 from paceline.kernels.linear import NativeLinear, top
 from paceline.kernels.lookup import NgramTexts, SuffixTexts
 from paceline.kernels.memory import Arena
-from paceline.kernels.streams import StreamCarrier, StreamRun
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.model.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
@@ -56,6 +55,7 @@ from paceline.model.attention.base import Segment
 from paceline.model.base import ForwardState
 from paceline.model.decoder import Decoder
 from paceline.model.rope import RopeConfig, RopeTable
+from paceline.papers.streaming.native import StreamCarrier, StreamRun, decide_streams
 from paceline.weights.blocks import GROUPED, StoredRows
 
 KINDS = ("float32", "bfloat16", "int8", "q4_0")
@@ -428,7 +428,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         )
         if drawn:
             asked = asked._replace(rules=rules, logits=torch.empty(len(wanted) + rides.rows, vocab))
-        found, told, _ = stack.decide_streams(asked, rides, cache, some_taps(decoder, draw, start))
+        found, told, _ = decide_streams(stack, asked, rides, cache, some_taps(decoder, draw, start))
         assert len(told) == len(carriers)
     assert len(found) == len(wanted) and all(-drawn <= token < vocab for token in found)
 

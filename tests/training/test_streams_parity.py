@@ -49,7 +49,7 @@ def told_by_engine(
     observe = drafter.observe
 
     def listen(step: StepFeatures) -> None:
-        for view, logits in zip(step.sequences, step.stream_logits, strict=True):
+        for view, logits in zip(step.sequences, step.levels, strict=True):
             if logits is not None:
                 request = requests[tuple(view.tokens[: view.prompt_len])]
                 found[request, len(view.tokens) - 2] = logits.clone()

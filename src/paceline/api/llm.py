@@ -17,6 +17,7 @@ from ..core.options import shown
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..draft import adapted
+from ..draft.fit import reader_of
 from ..draft.hybrid import with_parts
 from ..draft.registry import DrafterConfig
 from ..draft.sessions import GoingSessions
@@ -26,11 +27,10 @@ from ..engine.engine import LiveRequest
 from ..engine.lock import ReentryError
 from ..engine.tokens import Prompt, chat_ids, encode
 from ..kv.pool import KVPool
-from ..model.applications import locate
+from ..model.applications import locate, rows_beside
 from ..model.decoder import Decoder
 from ..model.parallel import Ranks
 from ..model.stage_line import StageLine
-from ..papers.streaming.model import read_config
 from ..weights import generation, zoo
 from ..weights.loader import read_config as model_config
 from ..weights.loader import resolve_folder
@@ -380,15 +380,15 @@ def drafters_of(config: LLMConfig, beside: Sequence[str] = ()) -> list[str | Dra
     """List the drafters that a configuration allows, best first: the one that it names, or where it says ``auto`` what
     `paceline adapt` made for the model's weights, the zoo's choice, and look-ups; each with ``beside`` before it.
 
-    Applications with streams leave no choice: their answers depend on them.
+    Applications whose rows have others next to them leave no choice: their answers depend on these.
 
     Raises:
         ConfigError: a file of an adapted drafter is not the one that was made.
     """
     if config.drafter != AUTO_DRAFTER:
         return [config.drafter]
-    if any(read_config(folder).gamma for folder in locate(config.applications or {}, config.offline).values()):
-        return ["streams"]
+    if found := [*filter(rows_beside, locate(config.applications or {}, config.offline).values())]:
+        return [reader_of(found[0])]
     name = config.model
     try:
         folder = resolve_folder(name, offline=True)

@@ -130,7 +130,7 @@ def _check(spec: DrafterSpec) -> None:
     reasons = {
         "runs a network": spec.network or spec.cached,
         "reads the states of the target's layers": spec.taps,
-        "drafts with streams": spec.streams is not None,
+        "drafts in the target's pass": spec.in_pass,
         "writes into the target's K/V": spec.scratch,
     }
     for wrong, found in reasons.items():

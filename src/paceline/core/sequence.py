@@ -68,7 +68,7 @@ class Sequence:
         other K/V than the same tokens have in a prompt.
         """
         application = self.application
-        return None if application is None or application.streams is None else self.prompt_len - 1
+        return None if application is None or application.beside is None else self.prompt_len - 1
 
     @property
     def pending(self) -> int:

@@ -22,43 +22,10 @@ if TYPE_CHECKING:
     from ..core.sequence import Sequence
     from ..kv.pool import SequenceCache
     from ..model.decoder import TargetInfo
-    from ..papers.streaming.model import StreamSet
 
 
-STREAM_ROWS = 32  # of streams, that a pass has room for where they are not on every node
-Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each stream, best first, and their log q
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamRules:
-    """How streams take part in the target's pass, for drafters that draft with them (the fused round)."""
-
-    gamma: int  # streams a row of the drafter's own set; 0: only applications bring streams
-    k: int = 0  # best tokens of a stream that drafts are made of; 0: they need whole distributions
-    noisy: bool = False  # whether these are drawn with the noise of the target's own choices
-    wanted: int | None = None  # streams that drafts are to be read from; None: as many as a set has
-    at: Literal["nodes", "frontier"] = "nodes"  # rows that carry them: every kept node, or the last accepted one
-    prune_threshold: float | None = None  # nodes with a transition probability below it are pruned
-    prune_count: int | None = None  # drafted nodes that pruning keeps
-    best_path_batch: int = 8  # so many drafts at once are chains, and none is pruned
-
-    @property
-    def prunes(self) -> bool:
-        """Whether any tree may be pruned."""
-        return self.prune_threshold is not None or self.prune_count is not None
-
-    def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
-        """K/V slots that the streams of the widest pass need.
-
-        Args:
-            shared: most streams that a row of an application carries; 0: no application has streams.
-            rows: of a target pass.
-            sequences: that may run at once.
-        """
-        everywhere = max(shared, self.gamma if self.at == "nodes" else 0)  # any row may carry them
-        # On the frontier one row a sequence does, in a pass of their own: it overwrites what the first one left. A few
-        # likely ones may go with the first pass already.
-        return max(everywhere * rows, self.gamma * min(sequences, rows), min(STREAM_ROWS, self.gamma * rows))
+Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each place ahead, best first, and their log q
+LevelScores = Tensor | Levels  # logits [depth, V], or the same in short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +47,7 @@ class DrafterSpec:
     tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
     parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it asks, by source mark: see `DraftRule.ask`
-    streams: StreamRules | None = None  # it drafts with streams: see `Drafter.stream_set`
+    in_pass: bool = False  # drafts from rows of its own in the target's pass, so it is asked a step ahead: see `expect`
     scratch: int = 0  # slots a sequence in the target's K/V pool, beside the text's, that its drafts need
 
     @property
@@ -97,24 +64,6 @@ class DrafterSpec:
         """Return name and `context` of the drafters, parts included, that draft for no text of so many tokens."""
         own = [] if self.context is None or self.context >= tokens else [(self.name, self.context)]
         return [*own, *(limit for part in self.parts for limit in part.limits(tokens))]
-
-    def idle_reason(self, view: Sequence) -> str | None:
-        """Return why nothing more is drafted for a sequence; None: this drafter has no reason of its own."""
-        if self.parts:
-            reasons = [part.idle_reason(view) for part in self.parts]
-            return None if None in reasons else "; ".join(map(str, reasons))
-        for name, context in self.limits(len(view.tokens)):
-            return f"drafter {name!r} has {context:,} positions, and prompt and answer have {len(view.tokens):,} tokens"
-        own = view.application
-        if self.streams is not None and not self.streams.gamma and (own is None or own.streams is None):
-            who = "the base model" if own is None else f"application {own.name!r}"
-            return f"drafter {self.name!r} has only the streams of applications, and {who} has none"
-        return None
-
-    def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
-        """K/V slots that drafts, or the streams of the widest pass, need; arguments as for `StreamRules`."""
-        streams = 0 if self.streams is None else self.streams.scratch_slots(shared, rows, sequences)
-        return max(streams, self.scratch * sequences)
 
 
 class DraftRule(Protocol):
@@ -177,8 +126,7 @@ class StepFeatures:
     # Tokens whose K/V was found in the cache are in none: see `DrafterSpec.past`
     hidden_rows: abc.Sequence[slice] = ()
     first: abc.Sequence[int] = ()  # [B] position of the first of them
-    stream_logits: abc.Sequence[Tensor | None] = ()  # [B] [gamma, V] of the last accepted node's streams, if any
-    stream_levels: abc.Sequence[Levels | None] = ()  # [B] the same in short: `StreamRules.k` of each
+    levels: abc.Sequence[LevelScores | None] = ()  # [B] of places ahead, read from rows of the last accepted node
 
 
 class Drafter:
@@ -189,6 +137,7 @@ class Drafter:
     """
 
     spec: DrafterSpec
+    parts: abc.Sequence[Drafter] = ()  # the drafters that it asks
     trusted: ClassVar[bool] = False  # whether what `draft` gives needs no check; see `TokenTree.from_parents`
     own_sessions: DraftSessions | None = None  # that it keeps; `draft` grows them, or does what they do in one call
     _lengths: dict[int, int]  # sequence -> tokens that its own session knows
@@ -248,6 +197,16 @@ class Drafter:
         if self.own_sessions is not None:
             self.own_sessions.forget()
 
-    def stream_set(self, sequence: Sequence) -> StreamSet | None:
-        """The lossless set whose streams the sequence's rows carry; None: they carry none. See `StreamRules`."""
+    def expect(self, asked: abc.Mapping[int, bool]) -> None:
+        """Called before a pass, where `DrafterSpec.in_pass`, by a drafter that asks this one: by key whether it asks
+        for the sequence in the next step. Until then it may ask for any."""
+
+    def idle_reason(self, view: Sequence) -> str | None:
+        """Return why nothing more is drafted for a sequence; None: this drafter has no reason of its own."""
+        for name, context in self.spec.limits(len(view.tokens)):
+            return f"drafter {name!r} has {context:,} positions, and prompt and answer have {len(view.tokens):,} tokens"
         return None
+
+    def scratch_slots(self, rows: int, sequences: int) -> int:
+        """Return the K/V slots of the target's pool that drafts need, for passes of so many rows and sequences."""
+        return self.spec.scratch * sequences

@@ -15,11 +15,10 @@ from q, for rejection sampling.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -32,9 +31,6 @@ from ..kernels.drafts import ChainStart, TreeStart, grow, roll
 from ..kernels.layers import Stack
 from ..kv.pool import KVPool
 from ..model.hot import load_hot
-from ..papers.streaming.draft_sessions import MAX_CARRIERS, StreamingSessions
-from ..papers.streaming.model import StreamSet, read_config
-from ..weights.files import check_target, fingerprint
 from .base import Drafter, DrafterSpec, DraftRequest
 from .fit import check_vocabulary
 from .growth import Grower, Growth, compiles
@@ -69,10 +65,6 @@ class DraftModelConfig(DrafterConfig):
         "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
     )
     dtype: str = option("auto", help="auto (the target's), bfloat16, float32, float64, int8")
-    streams: str = option(
-        "",
-        help="trained set of streams of the draft model itself: the same chains in fewer passes of it (Mirror-SD, 3.2)",
-    )
     processes: int = option(
         1,
         help="processes of this host that share a draft of tracks: 1, or one a track (Mirror-SD, 3.3)",
@@ -90,8 +82,6 @@ class DraftModelConfig(DrafterConfig):
             "cannot go with a dynamic tree, which ranks drawn nodes away: use branching or a chain",
         )
         self.require("branching", self.num_nodes <= MAX_NODES, f"may have {MAX_NODES} nodes at most")
-        rule = "draft chains: leave out branching, topk and proposes=sampled"
-        self.require("streams", not self.streams or (self.is_chain and self.proposes != "sampled"), rule)
 
     @property
     def factors(self) -> tuple[int, ...]:
@@ -118,34 +108,19 @@ class DraftModelConfig(DrafterConfig):
         return (self.nodes or self.topk * self.depth) if self.topk > 1 else self.nodes_of(len(self.factors))
 
     def build(self, context: DrafterContext) -> DraftModel:
-        """Load the model beside the target."""
+        """Load the model next to the target."""
+        loaded = self.load(context)
+        loaded.decoder.cut(load_hot(loaded.folder, loaded.decoder.config.vocab_size))
+        return DraftModel(self, loaded)
+
+    def load(self, context: DrafterContext) -> Any:
+        """Return the draft's decoder, tokenizer and name."""
         if context.load_model is None:
             raise CapabilityError(
                 f"drafter {self.kind}:{self.model}", "no model loader was given", "build it through LLM(...)"
             )
         apart = (self.processes,) if self.processes > 1 else ()
-        loaded = context.load_model(self.model, self.dtype, *apart)
-        if not self.streams:  # which ride in passes whose choices are over all tokens
-            loaded.decoder.cut(load_hot(loaded.folder, loaded.decoder.config.vocab_size))
-        return DraftModel(self, loaded, _own_streams(self, loaded, context) if self.streams else None)
-
-
-def _own_streams(config: DraftModelConfig, loaded: Any, context: DrafterContext) -> StreamSet:
-    """The streams of the draft model."""
-    folder = Path(config.streams) if context.find is None else Path(context.find(config.streams))
-    asked = f"drafter={config.kind}:{config.model} with streams={config.streams}"
-    if loaded.decoder.config.tracks > 1:
-        raise CapabilityError(asked, "it is a draft of tracks, whose layers run whole", "leave streams out")
-    shape = read_config(folder)
-    if shape.mode != "lossless":
-        raise ConfigError(asked, "the set was trained in shared mode, which changes what the model says", "use another")
-    mark = fingerprint(loaded.folder) if shape.fingerprint and loaded.folder is not None else None
-    decoder: Decoder = loaded.decoder
-    check_target(asked, shape, loaded.name, decoder.info(loaded.name), mark)
-    found = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device)
-    if found.adapters is not None:
-        found.adapters.prepare()
-    return found
+        return context.load_model(self.model, self.dtype, *apart)
 
 
 class DraftModel(Drafter):
@@ -154,14 +129,13 @@ class DraftModel(Drafter):
     Args:
         config: shape and kind of the drafts.
         loaded: the draft's decoder, tokenizer and name.
-        streams: of the draft itself; None: it drafts a token a pass.
     """
 
     trusted = True
     own_sessions: ModelSessions | None = None  # texts and K/V of the sequences that it proposes for
 
-    def __init__(self, config: DraftModelConfig, loaded: Any, streams: StreamSet | None = None) -> None:
-        self.config, self.streams = config, streams
+    def __init__(self, config: DraftModelConfig, loaded: Any) -> None:
+        self.config = config
         self.decoder: Decoder = loaded.decoder
         self.tokenizer = loaded.tokenizer
         self.name: str = loaded.name
@@ -202,17 +176,18 @@ class DraftModel(Drafter):
         return self._make(rows)
 
     def _make(self, rows: int) -> ModelSessions:
-        """Sessions with K/V for texts as long as the target's, and so many drafted rows of each sequence."""
+        """Sessions with room for so many drafted rows of each sequence."""
+        return ModelSessions(*self._parts(rows))
+
+    def _parts(self, rows: int, scratch: int = 0) -> tuple[Any, ...]:
+        """Return the arguments of `ModelSessions`, with K/V for texts as long as the target's, so many drafted rows of
+        each sequence and scratch slots."""
         sequences, tokens, device = self._size
-        gamma = 0 if self.streams is None else self.streams.config.gamma
-        room = rows * (1 + gamma) + 32  # guesses that were wrong stay until the next cut
-        scratch = gamma * min(sequences * rows, MAX_CARRIERS)
-        shape = self.decoder.cache_shape
-        pool = KVPool(*shape, tokens + sequences * room, self.decoder.dtype, device, scratch_slots=scratch)
+        shape, total = self.decoder.cache_shape, tokens + sequences * (rows + 32)
+        pool = KVPool(*shape, total, self.decoder.dtype, device, scratch_slots=scratch)
         if self.decoder.ranks is not None and self.decoder.ranks.line is not None:
             self.decoder.ranks.line.follow(pool)
-        given = self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled"
-        return ModelSessions(*given) if self.streams is None else StreamingSessions(self.streams, *given)
+        return self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled"
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Free the K/V of ended or preempted sequences (their blocks remain in the prefix cache)."""
@@ -224,9 +199,6 @@ class DraftModel(Drafter):
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence, level by level, all sequences together."""
-        if self.streams is not None:  # several tokens a pass
-            depths = [self._depth(sequence, max_depth) for sequence, _, max_depth in want.rows()]
-            return super().draft(replace(want, max_depths=depths))
         self._grower = self._grower.bounded(want.log_floor)
         growths = [self._start(*row) for row in want.rows()]
         able = [g for g in growths if g.budget > 0]

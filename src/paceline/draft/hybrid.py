@@ -6,8 +6,8 @@ passes. So each is asked only for sequences where what it adds to the drafts on 
 `engine.auto` says where, and which of the merged nodes are checked. With a fixed budget there are no prices; then a
 drafter is asked unless those before it are nearly sure of the next token.
 
-Streams are asked a step ahead: the rows of a sequence that they are asked for carry streams in the coming pass, and
-what these say is merged in the step after it, with what the others say then.
+A drafter in the target's pass (streams) is asked a step ahead: rows of the coming pass draft for the sequences that it
+is asked for, and their drafts are merged in the step after it, with those of the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from .text_sessions import LookUp, LookUps, TextSessions
 
 if TYPE_CHECKING:
     from ..model.decoder import TargetInfo
-    from ..papers.streaming.model import StreamSet
 
 LOOKUP = "suffix,depth=14,max_tokens=0"  # beside a model that is named alone
 MODEL = "draft_model:{},depth=8"
@@ -138,13 +137,12 @@ class Hybrid(Drafter):
             _check(config, part.spec)
         self.config, self.parts = config, [*parts]
         specs = [part.spec for part in parts]
-        streaming = [source for source, spec in enumerate(specs) if spec.streams is not None]
-        if len(streaming) > 1:
-            raise CapabilityError(f"hybrid:{config.parts}", "a row carries one set of streams", "name one set")
-        self._streaming = streaming[0] if streaming else -1  # the source that drafts with streams
+        ahead = [source for source, spec in enumerate(specs) if spec.in_pass]
+        if len(ahead) > 1:
+            raise CapabilityError(f"hybrid:{config.parts}", "two draft in the target's pass", "name one of these")
+        self._ahead = ahead[0] if ahead else -1  # the source that is asked a step ahead
         self._models = [part for part in parts if isinstance(part, DraftModel)]
         self._target: TargetInfo | None = None
-        self._carries: dict[int, bool] = {}  # by sequence: whether streams were asked for it last time
         self.spec = DrafterSpec(
             name=config.kind,
             taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
@@ -153,7 +151,7 @@ class Hybrid(Drafter):
             cached=any(spec.cached for spec in specs),
             level_logits=all(spec.level_logits for spec in specs),
             proposes="coupled" if any(spec.proposes == "coupled" for spec in specs) else "point",
-            streams=specs[streaming[0]].streams if streaming else None,
+            in_pass=bool(ahead),
             scratch=max(spec.scratch for spec in specs),
             default_budget=config.nodes,
             tree=True,
@@ -196,20 +194,20 @@ class Hybrid(Drafter):
         """Drop the state of ended or preempted sequences."""
         for part in self.parts:
             part.release(keys)
-        for key in keys:
-            self._carries.pop(key, None)
 
     def forget(self) -> None:
         """Forget what is kept from one request to the next."""
         for part in self.parts:
             part.forget()
 
-    def stream_set(self, sequence: Sequence) -> StreamSet | None:
-        """The set of the part with streams, for sequences that it is asked for; and at the end of a prompt, where none
-        was asked yet."""
-        if not self._carries.get(sequence.key, True):
-            return None
-        return self.parts[self._streaming].stream_set(sequence)
+    def idle_reason(self, view: Sequence) -> str | None:
+        """See `Drafter`: those of all, where each has one."""
+        reasons = [part.idle_reason(view) for part in self.parts]
+        return None if None in reasons else "; ".join(map(str, reasons))
+
+    def scratch_slots(self, rows: int, sequences: int) -> int:
+        """See `Drafter`."""
+        return max(part.scratch_slots(rows, sequences) for part in self.parts)
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence; a node's source is the drafter that proposed it first."""
@@ -218,9 +216,9 @@ class Hybrid(Drafter):
         for source in range(len(self.parts)):
             began = perf_counter()
             asked = self._asked(source, want, first)
-            if source == self._streaming:
+            if source == self._ahead:
                 ahead = {*asked}
-                self._carries.update((view.key, i in ahead) for i, view in enumerate(want.sequences))
+                self.parts[source].expect({view.key: i in ahead for i, view in enumerate(want.sequences)})
             if not asked:
                 continue
             passes = self._add(source, want, asked, drafts, first)
@@ -233,7 +231,7 @@ class Hybrid(Drafter):
         if want.rule is not None:
             return want.rule.ask(source, want.sequences, first)
         open_ = [i for i, view in enumerate(want.sequences) if view.sources is None or source in view.sources]
-        if source == self._streaming:  # of the next step nothing is known
+        if source == self._ahead:  # of the next step nothing is known
             return open_
         return [i for i in open_ if first[i] < SURE]
 

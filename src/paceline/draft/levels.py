@@ -12,25 +12,23 @@ from torch import Tensor
 
 from ..core.sequence import Sequence
 from ..kernels.linear import top
-from .base import Levels
+from .base import Levels, LevelScores
 from .proposal import Proposal, best_nodes
 
-Said = Tensor | Levels  # logits [levels, V], or the same in short
 
-
-def count(said: Said) -> int:
+def count(said: LevelScores) -> int:
     """How many levels there are."""
     return len(said[0]) if isinstance(said, tuple) else len(said)
 
 
-def cut(said: Said, start: int, stop: int | None = None) -> Said:
+def cut(said: LevelScores, start: int, stop: int | None = None) -> LevelScores:
     """The levels from ``start`` to in front of ``stop``."""
     if isinstance(said, tuple):
         return said[0][start:stop], said[1][start:stop]
     return said[start:stop]
 
 
-def best_levels(said: abc.Sequence[tuple[Sequence, Said]], k: int, coupled: bool) -> list[Levels]:
+def best_levels(said: abc.Sequence[tuple[Sequence, LevelScores]], k: int, coupled: bool) -> list[Levels]:
     """The k best tokens of each level and their log q, best first, in one call for all sequences.
 
     Args:
@@ -46,7 +44,7 @@ def best_levels(said: abc.Sequence[tuple[Sequence, Said]], k: int, coupled: bool
 
 
 def product_trees(
-    rows: abc.Sequence[tuple[Sequence, Said | None, int]], k: int, coupled: bool, floor: float = 0.0
+    rows: abc.Sequence[tuple[Sequence, LevelScores | None, int]], k: int, coupled: bool, floor: float = 0.0
 ) -> list[Proposal]:
     """For each sequence `best_nodes` of its levels; an empty proposal where it has none.
 

@@ -39,6 +39,7 @@ _BUILTIN = {
     "medusa": "paceline.draft.medusa:MedusaConfig",
     "hybrid": "paceline.draft.hybrid:HybridConfig",
     "streams": "paceline.papers.streaming.drafter:StreamsConfig",
+    "streaming_draft": "paceline.papers.streaming.draft_model:StreamingDraftConfig",
     "lyanna": "paceline.papers.lyanna.drafter:LyannaConfig",
     "eagle": "paceline.draft.eagle:EagleConfig",
     "magicdec": "paceline.draft.magicdec:MagicDecConfig",
@@ -59,7 +60,7 @@ class DrafterContext:
     find: Callable[[str], Any] | None = None  # name of an embedded, local or hub folder -> its path
     target: str = ""  # name of the target
     target_folder: Any = None  # where its checkpoint lies; None: in memory alone
-    streams: int = 0  # most streams a row of the applications beside it; 0: none has any
+    rows_beside: int = 0  # most rows that applications have next to each of theirs; 0: none has any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class DrafterConfig(NamedConfig):
 
         Args:
             find: what the zoo has for the target, by the drafter's kind; raises where it has none.
-            applied: whether applications beside it have streams.
+            applied: whether applications bring weights for it.
         """
         if not self.weights or getattr(self, self.weights) or (applied and self.of_applications):
             return self

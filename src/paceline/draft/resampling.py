@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..core.sequence import Sequence
-from .levels import Said, count, cut
+from .base import LevelScores
+from .levels import count, cut
 from .proposal import Proposal
 from .registry import DrafterConfig, option
 
@@ -50,10 +51,11 @@ REFUSED: abc.Mapping[str, tuple[str, str]] = {
 # -- at work
 
 
-Drafted = tuple[int, Said]  # tokens of a text, the last of which was the root, and the levels of the draft below it
+# Tokens of a text, the last of which was the root, and the levels of the draft below it
+Drafted = tuple[int, LevelScores]
 
 
-def left_over(drafted: Drafted | None, length: int, threshold: int) -> Said | None:
+def left_over(drafted: Drafted | None, length: int, threshold: int) -> LevelScores | None:
     """Algorithm 2's levels, once the draft was verified and the text has ``length`` tokens: those behind the one that
     the new root stands in; None where there are no more than ``threshold``, and nothing is re-sampled.
 
@@ -123,12 +125,12 @@ class Resampling:
         own = self.nodes - self.extra if self.form == "equal" else self.nodes
         return max(0, min(self.extra, budget - own))
 
-    def keep(self, view: Sequence, said: Said) -> None:
+    def keep(self, view: Sequence, said: LevelScores) -> None:
         """Note what a fresh draft is made of."""
         if self.on:
             self._drafted[view.key] = len(view.tokens), said
 
-    def take(self, view: Sequence, budget: int, max_depth: int) -> Said | None:
+    def take(self, view: Sequence, budget: int, max_depth: int) -> LevelScores | None:
         """The levels that were left over, as many as can be used; None: there are none, or there is no room.
 
         They are used in the draft that comes next or never.
@@ -140,7 +142,7 @@ class Resampling:
         left = left_over(drafted, len(view.tokens), self.threshold) if most > 0 else None
         return None if left is None else cut(left, 0, most)
 
-    def fresh(self, left: Said | None) -> bool:
+    def fresh(self, left: LevelScores | None) -> bool:
         """Whether a sequence gets a fresh draft, given what it has left over."""
         return self.form != "alone" or left is None
 

@@ -53,15 +53,15 @@ class AheadConfig(RoundConfig):
         """See `RoundConfig`."""
         return Place(self.cores, self.threads, device=self.device) if self._apart else None
 
-    def misfit(self, spec: DrafterSpec, streams: str, taps: str, remedy: str) -> tuple[str, str] | None:
+    def misfit(self, spec: DrafterSpec, in_pass: str, taps: str, remedy: str) -> tuple[str, str] | None:
         """Why a drafter cannot draft ahead, and what to do; None: it can.
 
         Args:
-            streams, taps: why drafts of the target's own pass, and of its states, are of no use.
+            in_pass, taps: why drafts of the target's own pass, and of its states, are of no use.
         """
         who = spec.name
-        if spec.streams is not None:
-            return f"{who} drafts with streams in the target's own pass, {streams}", remedy
+        if spec.in_pass:
+            return f"{who} drafts in the target's own pass, {in_pass}", remedy
         if spec.taps:
             return f"{who} drafts from the target's states, {taps}", remedy
         if spec.proposes == "sampled":

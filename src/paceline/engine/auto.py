@@ -140,7 +140,7 @@ class AutoBudget(DraftBudget):
             draft_costs=[
                 DraftCosts.of_network(table, own, part.cached) if part.network else DraftCosts() for part in parts
             ],
-            prepares=next((k for k, part in enumerate(parts) if part.streams is not None), None),
+            prepares=next((k for k, part in enumerate(parts) if part.in_pass), None),
             blind=spec.proposes == "sampled",
             spares=bool(spec.taps) and spec.past == 0,
         )

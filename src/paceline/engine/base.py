@@ -12,8 +12,8 @@ from ..core.sequence import Sequence
 from ..draft.base import Drafter, DrafterSpec, DraftRule
 from ..draft.sessions import GoingSessions
 from ..kv.pool import KVPool
+from ..model.applications import Application
 from ..model.decoder import Decoder
-from ..papers.streaming.model import StreamSet
 
 if TYPE_CHECKING:
     from ..model.stage_line import StageLine
@@ -61,9 +61,9 @@ class Round(Protocol):
         """The drafter; None: nothing is drafted."""
 
     @property
-    def admits(self) -> abc.Callable[[StreamSet], None] | None:
-        """Checks an application's set against the rules of the drafter and the layers, and raises CapabilityError where
-        it does not fit; None: no main row can attend to streams here."""
+    def admits(self) -> abc.Callable[[Application], None] | None:
+        """Checks an application whose rows have others next to them, and raises CapabilityError where these do not fit
+        the drafter; None: no row can have any here."""
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -56,18 +56,18 @@ def check_room(max_len: int, pool_tokens: int) -> None:
         raise ConfigError(f"a request of up to {max_len} tokens", wrong, "raise kv_memory, or lower max_tokens")
 
 
-def check_streams(round_: Round, applications: Mapping[str, Application]) -> None:
-    """Refuse applications whose main rows attend to streams in a round that cannot give them any."""
+def check_rows_beside(round_: Round, applications: Mapping[str, Application]) -> None:
+    """Refuse applications whose rows attend to rows next to them in a round that cannot give them any."""
     for application in applications.values():
-        if application.streams is None:
+        if application.beside is None:
             continue
         if round_.admits is None:
             raise CapabilityError(
                 f"application {application.name!r} in round {round_.name!r}",
-                "its answers depend on streams beside every generated token, and this round has none",
-                "use drafter='streams'",
+                "its answers depend on rows next to every generated token, and this round has none",
+                "use the drafter that its files are for",
             )
-        round_.admits(application.streams)
+        round_.admits(application)
 
 
 def echo(texts: TokenizerTexts | None, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:

@@ -7,11 +7,9 @@ from collections import abc
 from contextlib import suppress
 from time import monotonic
 
-from torch import Tensor
-
 from ..core.sequence import Sequence
 from ..core.tree import TokenTree
-from ..draft.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures
+from ..draft.base import Drafter, DraftRequest, DraftRule, LevelScores, StepFeatures
 from .base import Work
 from .passes import Pass
 from .taps import Shown, Tapped, rows_to_tap
@@ -41,7 +39,7 @@ class GuardedDrafter:
         self.drafter = drafter
         spec = None if drafter is None else drafter.spec
         # Whether it heeds the floor: look-ups do not, and one that asks others tells each its own.
-        self._grows = spec is not None and not spec.parts and (spec.network or spec.streams is not None)
+        self._grows = spec is not None and not spec.parts and (spec.network or spec.in_pass)
         self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
         self._failures, self._why, self._rests_until = 0, "", 0.0
         self._vocab_size = vocab_size
@@ -112,20 +110,13 @@ class GuardedDrafter:
         """The rows of a pass whose states the drafter is to be shown; None: none."""
         return None if self.drafter is None or self.failure is not None else rows_to_tap(p, self.drafter.spec)
 
-    def observe(
-        self,
-        p: Pass,
-        shown: Shown | None = None,
-        stream_logits: abc.Sequence[Tensor | None] = (),
-        stream_levels: abc.Sequence[Levels | None] = (),
-    ) -> None:
+    def observe(self, p: Pass, shown: Shown | None = None, levels: abc.Sequence[LevelScores | None] = ()) -> None:
         """Show the drafter the results of a pass.
 
         Args:
             p: the pass, its tokens emitted.
             shown: the states that it asked for.
-            stream_logits: [B] [gamma, V] of the streams of each sequence's last accepted node, where it has streams.
-            stream_levels: [B] the same in short, in their place.
+            levels: [B] of places ahead, read from rows of each sequence's last accepted node.
         """
         if self.drafter is None or self.failure is not None or not self.drafter.spec.observes:
             return
@@ -139,8 +130,7 @@ class GuardedDrafter:
             hidden=hidden,
             hidden_rows=rows,
             first=first,
-            stream_logits=stream_logits,
-            stream_levels=stream_levels,
+            levels=levels,
         )
         try:
             self.drafter.observe(seen)

@@ -60,7 +60,7 @@ class Engine:
         applications: Mapping[str, Application] | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        checks.check_streams(round_, applications or {})
+        checks.check_rows_beside(round_, applications or {})
         self.round = round_
         self.pool = pool
         self.limits = limits
@@ -344,7 +344,7 @@ class Engine:
             if sequence.finished:
                 stats = sequence.stats
                 drafter = self.round.drafter
-                idle = None if drafter is None else drafter.spec.idle_reason(sequence)
+                idle = None if drafter is None else drafter.idle_reason(sequence)
                 stats.off_reason = stats.off_reason or idle or self.budget.rested(sequence)
                 ended.append(sequence)
         if ended:

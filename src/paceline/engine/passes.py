@@ -65,7 +65,7 @@ class Pass:
 
     @property
     def main_rows(self) -> int:
-        """Rows of tokens and nodes; streams, where there are any, come behind them."""
+        """Return the rows of tokens and nodes; those that a hook adds follow them."""
         return self.spans[-1].stop if self.spans else 0
 
     def accept(self, work: int, path: list[int], token: int) -> None:

@@ -11,11 +11,15 @@ from ..core.named import made, pairs
 from ..core.options import MOST_TEXT, shown
 from ..draft.base import DrafterSpec
 from .base import Round, RoundConfig, RoundParts
-from .draft_verify import FusedConfig, SerialConfig
+from .draft_verify import SerialConfig
 
-_OF_PAPERS = ("paceline.papers.mirror.config:MirrorConfig", "paceline.papers.specpipe.config:PipelineConfig")
+_OF_PAPERS = (
+    "paceline.papers.streaming.round:FusedConfig",
+    "paceline.papers.mirror.config:MirrorConfig",
+    "paceline.papers.specpipe.config:PipelineConfig",
+)
 ROUNDS: dict[str, type[RoundConfig]] = {
-    config.kind: config for config in (SerialConfig, FusedConfig, *map(resolve_name, _OF_PAPERS))
+    config.kind: config for config in (SerialConfig, *map(resolve_name, _OF_PAPERS))
 }
 AUTO = "auto"
 

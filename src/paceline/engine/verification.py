@@ -82,7 +82,7 @@ class VerifierKind:
     needs_q: bool = False  # weighs p against the q that the drafts were drawn from: ids depend on the drafter
     chains_only: bool = False
     lossy: bool = False  # the output is not the target's distribution; the word is in its name
-    reads_streams: bool = False  # weighs p against the streams' own scores
+    reads_scores: bool = False  # weighs p against the scores of likeliest tokens that the target's own pass drafts
 
     @property
     def ids_depend_on_drafter(self) -> bool:
@@ -94,7 +94,7 @@ VERIFIERS: dict[str, VerifierKind] = {
     DEFAULT_VERIFIER: VerifierKind(),
     "rejection": VerifierKind(_against_q(verify.rejection), needs_q=True),
     "block": VerifierKind(_against_q(verify.block), needs_q=True, chains_only=True),
-    "lossy_stream_rejection": VerifierKind(_against_q(verify.lossy_stream_rejection), lossy=True, reads_streams=True),
+    "lossy_stream_rejection": VerifierKind(_against_q(verify.lossy_stream_rejection), lossy=True, reads_scores=True),
 }
 
 
@@ -116,7 +116,7 @@ def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
             "it needs drafts that were drawn from a known distribution",
             f"use draft_model with proposes=sampled, or verifier={DEFAULT_VERIFIER!r}",
         )
-    if kind.reads_streams and (spec is None or spec.streams is None or spec.parts or spec.proposes != "point"):
+    if kind.reads_scores and (spec is None or not spec.in_pass or spec.parts or spec.proposes != "point"):
         drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
         raise CapabilityError(
             f"verifier={name!r} with {drafter}",

@@ -31,7 +31,7 @@ class RowSpan(NamedTuple):
 
 
 class TokenPass(NamedTuple):
-    """A pass from token ids on, for `Stack.decide` and `Stack.decide_streams`."""
+    """A pass from token ids on, for `Stack.decide`."""
 
     tokens: Sequence[int]  # [rows]
     positions: Sequence[int]  # [rows]

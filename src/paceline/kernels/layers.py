@@ -28,12 +28,10 @@ from ..model.families import DecoderConfig
 from ..model.hot import cut_head
 from ..model.padding import SCALE_ROOM, padded
 from ..model.rope import RopeTables
-from ..papers.streaming.model import StreamSet
 from ..weights.blocks import StoredWeights
 from . import abi
 from .calls import NativeTaps, TokenPass, hold, keys_of
 from .linear import BAD_POSITION, NativeAdapters, require
-from .streams import StreamRun, StreamTokens, native_streams
 from .weights import Loaded, NativeWeights
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # in the order of `enum Activation`
@@ -95,10 +93,8 @@ class Stack:
         # The cache of the last pass, and what `_pass` keeps for it.
         self._last: tuple[Callable[[], Any], abi.CPass] | None = None
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
-        self._streams: WeakKeyDictionary[StreamSet, abi.CStreamSet] = WeakKeyDictionary()
         self._packing = threading.Lock()
         self.library = kernels.library()
-        self.stream_prices = WeakKeyDictionary[StreamSet, tuple[float, float]]()  # see `stream_prices.stream_prices`
         self.free_rows = kernels.TILE_ROWS if self.library.isa == kernels.AMX else kernels.VECTOR_ROWS
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
         self.embedding_at = ctypes.addressof(self.weights.embedding)
@@ -215,37 +211,14 @@ class Stack:
         """
         held = list[Any]()
         given = whole.packed(self._model.vocab, held)
-        self._decide(self.library.pl_choose, whole, cache, max(whole.positions), given.buffer_info()[0], taps=taps)
+        self.choose(self.library.pl_choose, whole, cache, max(whole.positions), given.buffer_info()[0], taps=taps)
         return given[-len(whole.wanted) :].tolist() if whole.wanted else []
 
-    def decide_streams(
-        self, whole: TokenPass, streams: StreamRun, cache: KVCache, taps: NativeTaps | None = None
-    ) -> tuple[list[int], list[StreamTokens | None], float]:
-        """`decide`, and for every carrier what the streams of its last accepted node say, in the same call. Streams
-        that do not ride in the pass go through their layers behind it. The pass's wanted rows hold the root of every
-        carrier and all rows behind it; streams are read by its rules, too, and its logits have room for those of
-        ``streams.rows``.
-
-        Returns:
-            The token after each of the wanted rows, as by `decide`; for each carrier the ``streams.k`` best tokens of
-            its streams, None where no draft behind its last accepted node is of use, or where that node is not
-            known here; ms that streams took behind the pass.
-
-        Raises:
-            ConfigError, ValueError: as `run`.
-        """
-        held, made = list[Any](), self.streams(streams.streams)
-        struct, read = streams.begin(made, held)
-        given = whole.packed(self._model.vocab, held, streams.rows)
-        highest = max(whole.positions) + made.gamma
-        both = given.buffer_info()[0], ctypes.byref(struct)
-        self._decide(self.library.pl_choose_streams, whole, cache, highest, *both, taps=taps)
-        return given[-len(whole.wanted) :].tolist(), read(), struct.late_us / 1e3
-
-    def _decide(
+    def choose(
         self, call: Any, whole: TokenPass, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None
     ) -> None:
-        """A pass from token ids on."""
+        """Run a pass from token ids on by an entry point ``call`` of the library, with its arguments ``given``;
+        ``highest`` is its last position."""
         run, held = self._pass(cache), list[Any]()
         table = None if taps is None else taps.struct(self._model.d_model, self.dtype, held)
         at = None if table is None else ctypes.byref(table)
@@ -256,14 +229,6 @@ class Stack:
         self._call(run, lambda: highest, call, self.embedding_at, *given, at)
         if taps is not None and table is not None:
             taps.ms = table.ms
-
-    def streams(self, streams: StreamSet) -> abi.CStreamSet:
-        """A set of streams in the form that the compiled layers use, made once."""
-        found = self._streams.get(streams)
-        if found is None:
-            adapters = None if streams.adapters is None else self.adapters(streams.adapters)
-            found = self._streams[streams] = native_streams(streams, adapters, self.dtype)
-        return found
 
     def _pass(self, cache: KVCache) -> abi.CPass:
         """What passes over a cache have in common, kept from pass to pass; with the rotation and the threads of now."""

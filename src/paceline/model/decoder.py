@@ -218,7 +218,7 @@ class Decoder(nn.Module):
     def expect(self, position: int) -> None:
         """Announce positions up to ``position``; those of the context need no such call.
 
-        Streams lie beyond their row: those of the context's last rows have positions that no main row has.
+        Rows next to others may lie beyond them: those of the context's last rows have positions that no other row has.
         """
         self._rope.expect(position)
 

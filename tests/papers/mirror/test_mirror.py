@@ -200,8 +200,8 @@ def test_a_drafter_that_fails_costs_no_token(lies: bool, way: str) -> None:
     ("round_", "drafter_", "wrong"),
     [
         ("mirror", None, "it has nothing to draft with"),
-        ("mirror", streams(), "streams in the target's own pass"),
-        ("mirror", hybrid_with_streams(), "streams in the target's own pass"),
+        ("mirror", streams(), "drafts in the target's own pass"),
+        ("mirror", hybrid_with_streams(), "drafts in the target's own pass"),
         ("mirror", hybrid(f"{LOOKUP}+draft_model:tiny-draft;proposes=point+{MODEL}"), "it has no draft sessions"),
         ("mirror", drafter(branching="2x1"), "what is prepared for an outcome is a chain"),
         ("mirror", drafter(proposes="sampled"), "draws its drafts for rejection"),

@@ -171,7 +171,7 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
     taps = config.refusal(DrafterSpec(name="eagle", default_budget=4, taps=(-1,)))
     assert taps is not None and "5 ticks" in taps[0] and "eagle" in taps[0]
     beside = config.refusal(streams().spec)
-    assert beside is not None and "streams in the target's own pass" in beside[0]
+    assert beside is not None and "drafts in the target's own pass" in beside[0]
     with pytest.raises(CapabilityError, match="drawn"):
         piped(drafter(), 4, verifier="rejection")
     with pytest.raises(CapabilityError, match="drafts for rejection"):

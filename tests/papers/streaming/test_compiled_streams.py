@@ -15,11 +15,11 @@ from paceline.core.sampling import SamplingParams
 from paceline.draft.base import Levels, StepFeatures
 from paceline.draft.levels import best_levels
 from paceline.engine.engine import Engine
-from paceline.kernels.streams import StreamCarrier, StreamRun
 from paceline.model.adapters import AdapterConfig
 from paceline.model.decoder import Decoder
+from paceline.papers.streaming.compiled import stream_prices
 from paceline.papers.streaming.model import StreamSet
-from paceline.papers.streaming.prices import stream_prices
+from paceline.papers.streaming.native import StreamCarrier, StreamRun, decide_streams
 
 pytestmark = needs_kernels
 # Heads of 8 and a feed-forward width of 45: the compiled layers pad both.
@@ -57,13 +57,12 @@ def play(engine: Engine, drafter: Any, requests: Sequence[tuple[list[int], Sampl
     observe = drafter.observe
 
     def listen(step: StepFeatures) -> None:
-        assert not (compiled and step.stream_logits) or len(requests) > len(PROMPTS)
-        for place, view in enumerate(step.sequences):
-            levels = step.stream_levels[place] if step.stream_levels else None
-            if step.stream_logits and (logits := step.stream_logits[place]) is not None:
-                (levels,) = best_levels([(view, logits)], K, drafter.config.proposes == "coupled")
-            if levels is not None:
-                said[view.key, len(view.tokens)] = levels
+        for view, scores in zip(step.sequences, step.levels, strict=True):
+            if isinstance(scores, torch.Tensor):
+                assert not compiled or len(requests) > len(PROMPTS)
+                (scores,) = best_levels([(view, scores)], K, drafter.config.proposes == "coupled")
+            if scores is not None:
+                said[view.key, len(view.tokens)] = scores
         observe(step)
 
     drafter.observe = listen
@@ -95,7 +94,7 @@ def test_one_call_says_what_its_parts_say(
     decoder = decoder_of(kind)
     assert decoder.stack is not None
     first, each, decoder.stack.free_rows = RIDES[ride]
-    monkeypatch.setattr("paceline.engine.compiled.stream_prices", lambda *_: (first, each))
+    monkeypatch.setattr("paceline.papers.streaming.compiled.stream_prices", lambda *_: (first, each))
     for options in ({}, {"chain": True}):
         found = {}
         for compiled in (True, False):
@@ -175,7 +174,7 @@ def test_what_cannot_be_is_refused() -> None:
         riding = StreamRun(trained("bfloat16"), rows, K, pool.scratch(9))._replace(**changes)
         spans = [RowSpan(0, 4, 0, cache.slots(0, 4), [0, 0, 1])]
         asked = TokenPass([5, 6, 7, 8], [0, 1, 1, 2], cache.slots(0, 4), spans, [0, 1, 2, 3])
-        return stack.decide_streams(asked, riding, pool)
+        return decide_streams(stack, asked, riding, pool)
 
     before = [part.clone() for part in (*pool.k, *pool.v)]
     for carriers in (
@@ -215,15 +214,15 @@ def test_what_streams_cost_in_a_pass_is_measured(
     assert decoder.stack is not None
     ms, late, gamma = [0.0], 0.7, streams_.config.gamma
 
-    def takes(whole: Any, run: Any, cache: Any) -> tuple[None, None, float]:
+    def takes(stack: Any, whole: Any, run: Any, cache: Any) -> tuple[None, None, float]:
         rows, rides = len(whole.tokens), bool(run.carriers[0].riders)
         beyond = max(0, gamma - (-rows % free))
         ms[0] += 2.0 + 0.05 * rows + (late * (first + each * beyond) if rides else late)
         return None, None, 0.0 if rides else late
 
     monkeypatch.setattr(decoder.stack, "free_rows", free)
-    monkeypatch.setattr(decoder.stack, "decide_streams", takes)
-    monkeypatch.setattr("paceline.papers.streaming.prices.perf_counter", lambda: ms[0] / 1e3)
+    monkeypatch.setattr("paceline.papers.streaming.compiled.decide_streams", takes)
+    monkeypatch.setattr("paceline.papers.streaming.compiled.perf_counter", lambda: ms[0] / 1e3)
     found = stream_prices(decoder, streams_)
     assert found == pytest.approx((min(first, 1.0), each), abs=1e-6)
     assert stream_prices(decoder, streams_) is found  # once for a set

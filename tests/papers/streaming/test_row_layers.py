@@ -13,12 +13,13 @@ from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tin
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.kernels.calls import TokenPass
-from paceline.kernels.streams import StreamRun
+from paceline.kernels.layers import Stack
 from paceline.model.adapters import AdapterConfig
 from paceline.model.attention.base import slot_indices
 from paceline.model.base import KVCache
 from paceline.model.decoder import Decoder
 from paceline.papers.streaming.model import StreamSet
+from paceline.papers.streaming.native import StreamRun, decide_streams
 
 SHAPE = tiny_config(num_layers=5, windows=(None, 24, None, None, None))
 GAMMA, LAYERS = 3, 2
@@ -48,7 +49,7 @@ class Layers:
         layers, step = decoder.run_layers, engine.round.step
 
         def counted(state: Any, start: int, stop: int, *given: Any) -> Any:
-            live = [(one.request.prompt_ids, s.cache) for one in engine.live.values() for s in one.sequences if s.cache]
+            live = [(one.prompt_ids, s.cache) for one in engine.live.values() for s in one.sequences if s.cache]
             roots = {block: len(prompt) - 1 for prompt, cache in live for block in cache.blocks}
             slots = slot_indices(state.slots, decoder.device).tolist()
             of_streams = [slot >= engine.pool.num_tokens for slot in slots]
@@ -103,7 +104,7 @@ def test_row_layers_are_rows_times_layers(name: str, shared: bool, monkeypatch: 
 @pytest.mark.parametrize("at", ["frontier", "nodes"])
 def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled call is watched in the same way: the rows that it is given, and the streams that it runs."""
-    monkeypatch.setattr("paceline.engine.compiled.stream_prices", lambda *_: ride)
+    monkeypatch.setattr("paceline.papers.streaming.compiled.stream_prices", lambda *_: ride)
     shape = tiny_config(head_dim=16, num_layers=5, windows=(None,) * 5)
     decoder = tiny_decoder(shape, dtype=torch.float32, compiled=True)
     adapter = AdapterConfig(rank=4, layers=(3, 4))
@@ -111,10 +112,10 @@ def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monke
     engine = assemble(streams(trained=trained, at=at, **TREE), decoder=decoder, max_sequences=1)
     assert decoder.stack is not None
     counts = Counter[str]()
-    with_streams, without = decoder.stack.decide_streams, decoder.stack.decide
+    without = decoder.stack.decide
 
-    def watched(asked: TokenPass, riding: StreamRun, cache: KVCache, taps: None) -> Any:
-        wanted, done = asked.wanted, with_streams(asked, riding, cache, taps)
+    def watched(stack: Stack, asked: TokenPass, riding: StreamRun, cache: KVCache, taps: None) -> Any:
+        wanted, done = asked.wanted, decide_streams(stack, asked, riding, cache, taps)
         late = sum(
             carrier.streams for carrier, told in zip(riding.carriers, done[1], strict=True) if told and not told.rode
         )
@@ -127,7 +128,7 @@ def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monke
         counts["row_layers"] += 5 * len(asked.wanted)
         return without(asked, cache, taps)
 
-    monkeypatch.setattr(decoder.stack, "decide_streams", watched)
+    monkeypatch.setattr("paceline.papers.streaming.round.decide_streams", watched)
     monkeypatch.setattr(decoder.stack, "decide", plain)
     stats = [o.stats for o in run(engine, [(p, GREEDY) for p in PROMPTS])]
     assert engine.round.failure is None  # type: ignore[attr-defined]

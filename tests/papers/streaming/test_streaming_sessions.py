@@ -123,7 +123,7 @@ def test_answers_with_streams_in_the_draft(tmp_path: Path, round_: str) -> None:
     prompts = ["def add(a, b):", "The capital of France is"]
     params = SamplingParams(temperature=0, max_tokens=24)
     plain = [one.outputs[0].token_ids for one in LLM("paceline-small").generate(prompts, params)]
-    drafter = f"draft_model:{MODEL},depth=4,streams={own}"
+    drafter = f"streaming_draft:{MODEL},depth=4,streams={own}"
     outputs = LLM("paceline-small", drafter=drafter, budget=4, round=round_).generate(prompts, params)
     assert [one.outputs[0].token_ids for one in outputs] == plain
     assert sum(one.stats.accepted for one in outputs) > 0

@@ -18,7 +18,6 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.core.verify import lossy_stream_rejection
-from paceline.draft.base import STREAM_ROWS
 from paceline.draft.ngram import NgramConfig
 from paceline.draft.proposal import best_nodes
 from paceline.draft.registry import DrafterContext
@@ -27,6 +26,7 @@ from paceline.engine.verification import VERIFIERS, make_verifier
 from paceline.model.adapters import AdapterConfig
 from paceline.papers.streaming import pass_rows
 from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
+from paceline.papers.streaming.model import STREAM_ROWS
 from paceline.papers.streaming.pruning import surviving
 from paceline.weights.files import fingerprint
 from paceline.weights.loader import read_config, resolve_folder
@@ -85,7 +85,7 @@ def test_fewer_streams_say_what_they_said() -> None:
         run(assemble(drafter, decoder=decoder), [(PROMPT, SamplingParams(temperature=0, max_tokens=2))])
         spy: list[torch.Tensor] = []
         observe = drafter.observe
-        drafter.observe = lambda s, o=observe, y=spy: (y.extend(x for x in s.stream_logits if x is not None), o(s))  # type: ignore[method-assign]
+        drafter.observe = lambda s, o=observe, y=spy: (y.extend(x for x in s.levels if x is not None), o(s))  # type: ignore[method-assign]
         run(assemble(drafter, decoder=decoder), [(PROMPT, GREEDY)])
         told.append(spy[0])
     assert torch.allclose(told[0][:2], told[1], atol=1e-9)
@@ -95,7 +95,7 @@ def test_a_set_that_cannot_prune() -> None:
     bare = tiny_streams(prune_rank=0)
     with pytest.raises(CapabilityError, match="no early exit: it was trained with prune_rank=0"):
         streams(trained=bare, prune_count=3)
-    from paceline.model.applications import make_application
+    from paceline.papers.streaming.application import make_application
 
     decoder = tiny_decoder()
     app = make_application("one", tiny_streams(mode="shared", prune_rank=0), decoder, "one")
@@ -149,7 +149,7 @@ def test_a_set_of_another_target() -> None:
         ({"d_model": 48}, "d_model"),
         ({"vocab_size": 90}, "vocab_size"),
     ):
-        with pytest.raises(CapabilityError, match=f"it has {field}"):
+        with pytest.raises(CapabilityError, match=f"and has {field}"):
             assemble(streams(target={"config": tiny_config(**changes)}))
 
 
@@ -173,7 +173,7 @@ def test_a_set_of_other_weights(tmp_path: Path) -> None:
 
 
 def test_rounds_that_do_not_fit() -> None:
-    with pytest.raises(CapabilityError, match="streams beside the target's rows, and this round has none"):
+    with pytest.raises(CapabilityError, match="rows of its own in the target's pass, and this round has none"):
         assemble(streams(), round="serial")
     with pytest.raises(CapabilityError, match="it drafts with streams, and this one has none"):
         assemble(NgramConfig(), round="fused")

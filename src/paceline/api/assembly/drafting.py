@@ -17,9 +17,8 @@ from ...engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
 from ...engine.calibration import Fingerprint
 from ...engine.costs import CostTable, cost_points
 from ...engine.rounds import parse_round
-from ...model.applications import locate
+from ...model.applications import locate, rows_beside
 from ...model.decoder import Decoder
-from ...papers.streaming.model import read_config
 from ...plan import machines
 from ...plan.models import shape_of
 from ...plan.throughput import ServedModel, pass_seconds
@@ -68,7 +67,7 @@ def drafter_of(config: LLMConfig) -> DrafterConfig | None:
     if chosen is None:
         return None
     applications = locate(config.applications or {}, config.offline)
-    applied = any(read_config(folder).gamma for folder in applications.values())
+    applied = any(map(rows_beside, applications.values()))
     return chosen.with_weights(partial(_of_the_zoo, config.model), applied)
 
 
@@ -84,15 +83,15 @@ def _of_the_zoo(model: str, kind: str) -> str:
 
 
 def build_drafter(
-    config: LLMConfig, target: LoadedModel, streams: int, tracks: StartTracks | None = None
+    config: LLMConfig, target: LoadedModel, beside: int, tracks: StartTracks | None = None
 ) -> Drafter | None:
-    """The drafter that the configuration names; None: it names none. Rows of the applications beside it carry
-    ``streams`` at most, and ``tracks`` starts the processes of a draft's tracks."""
+    """The drafter that the configuration names; None: it names none. Applications have at most ``beside`` rows next to
+    each of theirs, and ``tracks`` starts the processes of a draft's tracks."""
     chosen = drafter_of(config)
     if chosen is None:
         return None
     source = target.name, target.folder, target.decoder.dtype
-    return registry.build(chosen, drafter_context(config, *source, streams, tracks=tracks))
+    return registry.build(chosen, drafter_context(config, *source, beside, tracks=tracks))
 
 
 def drafter_context(
@@ -100,11 +99,11 @@ def drafter_context(
     name: str,
     folder: Path,
     dtype: torch.dtype,
-    streams: int = 0,
+    beside: int = 0,
     texts: bool = True,
     tracks: StartTracks | None = None,
 ) -> DrafterContext:
-    """What a drafter may use while it is built, for a target of this name, folder and dtype; ``streams`` and ``tracks``
+    """What a drafter may use while it is built, for a target of this name, folder and dtype; ``beside`` and ``tracks``
     as of `build_drafter`. Without ``texts`` none are read or written here: of tokenizers their vocabulary is enough."""
     return DrafterContext(
         load_model=partial(_load_drafts, config, texts, dtype, tracks),
@@ -113,7 +112,7 @@ def drafter_context(
         find=partial(resolve_folder, offline=config.offline),
         target=name,
         target_folder=folder,
-        streams=streams,
+        rows_beside=beside,
     )
 
 

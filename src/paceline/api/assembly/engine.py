@@ -86,8 +86,8 @@ def build_engine(
     decoder = target.decoder
     folders = locate(config.applications or {}, config.offline)
     applications = load_applications(folders, decoder, target.name, target.folder)
-    streams = max([0, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])  # of a row
-    drafter = build_drafter(config, target, streams, tracks)
+    beside = max([0, *(application.rows for application in applications.values())])
+    drafter = build_drafter(config, target, beside, tracks)
     if drafter is not None:
         round_of(config.round, drafter.spec)  # before anything is allocated or started
     if decoder.ranks is not None:
@@ -99,8 +99,9 @@ def build_engine(
     max_model_len = model_length(config, decoder.config)
     same = {name: getattr(config, name) for name in ("max_sequences", "max_batch_rows", "max_waiting")}
     scheduler = SchedulerConfig(**same, max_prompt_rows=parse_prompt_rows(config.max_prompt_rows))
-    rows = streams, config.max_batch_rows, config.max_sequences
-    pool = make_pool(config, target, max_model_len, 0 if drafter is None else drafter.spec.scratch_slots(*rows))
+    rows, sequences = config.max_batch_rows, config.max_sequences
+    scratch = 0 if drafter is None else max(beside * rows, drafter.scratch_slots(rows, sequences))
+    pool = make_pool(config, target, max_model_len, scratch)
     for name, context in [] if drafter is None else drafter.spec.limits(max_model_len):
         short = "drafter %r has %d positions, and the target %d: a text beyond the first %d tokens has no drafts of it"
         log.warning(short, name, context, max_model_len, context)

@@ -70,7 +70,7 @@ def pool_tokens(
 
 
 def make_pool(config: LLMConfig, target: LoadedModel, max_model_len: int, scratch: int) -> KVPool:
-    """The target's K/V pool, with ``scratch`` slots for streams. Its tokens are as many as memory for all layers holds,
+    """The target's K/V pool, with ``scratch`` slots. Its tokens are as many as memory for all layers holds,
     wherever these are.
 
     Raises:

@@ -24,9 +24,9 @@ from ...kernels.drafts import NativeHeads
 from ...model.hot import FILE, load_hot, masked
 from ...model.linear import LinearOp, make_linear
 from ...weights.files import check_target
-from ..base import Drafter, DrafterSpec, DraftRequest, StepFeatures
+from ..base import Drafter, DrafterSpec, DraftRequest, LevelScores, StepFeatures
 from ..fit import TrainedDrafterConfig
-from ..levels import Said, best_levels, product_trees
+from ..levels import best_levels, product_trees
 from ..proposal import Proposal, best_nodes
 from ..registry import DrafterContext, option, proposes_option
 from ..resampling import Resampling, ResamplingConfig, merge
@@ -145,7 +145,7 @@ class MedusaDrafter(Drafter):
             again = product_trees([*zip(want.sequences, left, rooms, strict=True)], self._k, self._coupled)
         return [*map(merge, fresh, again)]
 
-    def _fresh(self, want: DraftRequest, left: abc.Sequence[Said | None]) -> list[Proposal]:
+    def _fresh(self, want: DraftRequest, left: abc.Sequence[LevelScores | None]) -> list[Proposal]:
         """What the heads say now, as far as they are asked."""
         views = want.sequences
         room = [min(*row) for row in zip(want.budgets, want.max_depths, strict=True)]
@@ -174,7 +174,7 @@ class MedusaDrafter(Drafter):
     def _coupled(self) -> bool:
         return self.config.proposes == "coupled"
 
-    def _said(self, views: abc.Sequence[Sequence]) -> list[Said]:
+    def _said(self, views: abc.Sequence[Sequence]) -> list[LevelScores]:
         """What the heads say to each sequence: in short where compiled code knows its rules, else by logits."""
         states, samplers = self._states(views), [view.sampler for view in views]
         compiled = self._pass.native

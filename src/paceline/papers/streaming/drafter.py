@@ -20,15 +20,15 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.sequence import Sequence
-from ...draft.base import Drafter, DrafterSpec, DraftRequest, StepFeatures, StreamRules
+from ...draft.base import Drafter, DrafterSpec, DraftRequest, LevelScores, StepFeatures
 from ...draft.fit import TrainedDrafterConfig
-from ...draft.levels import Said, count, cut, product_trees
+from ...draft.levels import count, cut, product_trees
 from ...draft.proposal import Proposal
 from ...draft.registry import DrafterContext, option, proposes_option
 from ...draft.resampling import Resampling, ResamplingConfig, merge
 from ...weights.files import check_target
-from .model import MAX_STREAMS, StreamSet, check_exit, read_config
-from .prices import stream_prices
+from .compiled import stream_prices
+from .model import MAX_STREAMS, STREAM_ROWS, StreamSet, check_exit, read_config
 
 if TYPE_CHECKING:
     from ...model.decoder import TargetInfo
@@ -95,6 +95,11 @@ class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
         """Whether drafts never branch."""
         return self.chain or self.k == 1 or self.proposes == "sampled"
 
+    @property
+    def best(self) -> int:
+        """Best tokens of a stream that drafts are made of; 0: they need whole distributions."""
+        return 0 if self.proposes == "sampled" else 1 if self.is_chain else self.k
+
     def num_nodes(self, gamma: int) -> int:
         """Drafted nodes of a full draft: k + k^2 + .. + k^gamma, or the cap."""
         full = gamma if self.is_chain else sum(self.k**g for g in range(1, gamma + 1))
@@ -105,7 +110,7 @@ class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
     def build(self, context: DrafterContext) -> StreamsDrafter:
         """Load the trained set, where one is named."""
         if not self.path:
-            return StreamsDrafter(self, applied=context.streams)
+            return StreamsDrafter(self, applied=context.rows_beside)
         folder = self.folder(context)
         self.check_weights(read_config(folder), context)
         return StreamsDrafter(self, StreamSet.load(folder, dtype=context.dtype, device=context.device or "cpu"))
@@ -137,18 +142,10 @@ class StreamsDrafter(Drafter):
             default_budget=self._resampling.most,
             tree=not config.is_chain or self._resampling.on,
             sources=self._resampling.sources(config.kind),
-            streams=StreamRules(
-                gamma=own,
-                k=0 if config.proposes == "sampled" else 1 if config.is_chain else config.k,
-                wanted=config.gamma,
-                noisy=config.proposes == "coupled",
-                at=config.at,
-                prune_threshold=config.prune_threshold,
-                prune_count=config.prune_count,
-                best_path_batch=config.best_path_batch,
-            ),
+            in_pass=True,
         )
-        self._heard: dict[int, Said] = {}  # by sequence: what the streams of its last accepted node said
+        self._stream_scores: dict[int, LevelScores] = {}  # by sequence, of its last accepted node
+        self._expected: dict[int, bool] = {}  # by sequence: whether it is asked in the next step, where that is known
 
     # -- the contract
 
@@ -165,23 +162,44 @@ class StreamsDrafter(Drafter):
             stream_prices(decoder, self.streams)  # now, not in the first request
 
     def stream_set(self, sequence: Sequence) -> StreamSet | None:
-        """The general set, for every sequence without streams of its own."""
-        return self.streams
+        """Return the general set, for every sequence without streams of its own; None: its rows carry none."""
+        return self.streams if self._expected.get(sequence.key, True) else None
+
+    def expect(self, asked: abc.Mapping[int, bool]) -> None:
+        """See `Drafter`: rows carry streams where they are asked for in the next step."""
+        self._expected |= asked
+
+    def idle_reason(self, view: Sequence) -> str | None:
+        """See `Drafter`."""
+        own = view.application
+        if self.streams is None and (own is None or own.beside is None):
+            who = "the base model" if own is None else f"application {own.name!r}"
+            return f"drafter {self.spec.name!r} has only the streams of applications, and {who} has none"
+        return None
+
+    def scratch_slots(self, rows: int, sequences: int) -> int:
+        """See `Drafter`."""
+        own = 0 if self.streams is None else self.streams.config.gamma
+        if self.config.at == "nodes":
+            return own * rows
+        # On the frontier one row a sequence has streams, in a pass of their own: it overwrites what the first one left.
+        # A few likely ones may go with the first pass already.
+        return max(own * min(sequences, rows), min(STREAM_ROWS, own * rows))
 
     def observe(self, step: StepFeatures) -> None:
         """Keep the streams' distributions, in place of the earlier ones."""
-        said = step.stream_levels or step.stream_logits
-        for sequence, committed, heard in zip(step.sequences, step.committed, said, strict=False):
-            if heard is not None:
-                self._heard[sequence.key] = heard
+        for sequence, committed, scores in zip(step.sequences, step.committed, step.levels, strict=False):
+            if scores is not None:
+                self._stream_scores[sequence.key] = scores
             elif committed:
-                self._heard.pop(sequence.key, None)
+                self._stream_scores.pop(sequence.key, None)
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Forget ended sequences."""
         self._resampling.release(keys)
         for key in keys:
-            self._heard.pop(key, None)
+            self._stream_scores.pop(key, None)
+            self._expected.pop(key, None)
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence; the root alone where its last node carried no streams."""
@@ -201,32 +219,29 @@ class StreamsDrafter(Drafter):
 
     def _depth(self, sequence: Sequence, budget: int, max_depth: int) -> int:
         """Of how many streams a draft can be made; 0: there are none."""
-        heard = self._heard.get(sequence.key)
+        heard = self._stream_scores.get(sequence.key)
         if heard is None:
             return 0
         return min(max_depth, self._cap(budget), self.config.gamma or max_depth, count(heard))
 
     def _merged(
-        self, want: DraftRequest, depths: abc.Sequence[int], left: abc.Sequence[Said | None], children: int
+        self, want: DraftRequest, depths: abc.Sequence[int], left: abc.Sequence[LevelScores | None], children: int
     ) -> list[Proposal]:
         """For each sequence the tree of what its streams say now, and that of what was left over below it."""
-        fresh: list[tuple[Sequence, Said | None, int]] = []
-        again: list[tuple[Sequence, Said | None, int]] = []
+        fresh: list[tuple[Sequence, LevelScores | None, int]] = []
+        again: list[tuple[Sequence, LevelScores | None, int]] = []
         for view, budget, depth, rest in zip(want.sequences, want.budgets, depths, left, strict=True):
-            own, room = self._shares(budget, rest)
+            on = self._resampling.on  # fresh and re-sampled nodes of the sequence
+            own, room = self._resampling.share(budget, rest is not None) if on else (self._cap(budget), 0)
             heard = self._hear(view) if depth > 0 and self._resampling.fresh(rest) else None
             fresh.append((view, None if heard is None else cut(heard, 0, depth), own))
             again.append((view, rest, room))
         rules = children, self.config.proposes == "coupled", want.floor / SLACK
         return [*map(merge, product_trees(fresh, *rules), product_trees(again, *rules))]
 
-    def _shares(self, budget: int, left: Said | None) -> tuple[int, int]:
-        """Fresh and re-sampled nodes of a sequence."""
-        return self._resampling.share(budget, left is not None) if self._resampling.on else (self._cap(budget), 0)
-
-    def _hear(self, view: Sequence) -> Said:
+    def _hear(self, view: Sequence) -> LevelScores:
         """What the streams said, of which a draft is made now."""
-        heard = cut(self._heard[view.key], 0, self.config.gamma)
+        heard = cut(self._stream_scores[view.key], 0, self.config.gamma)
         self._resampling.keep(view, heard)
         return heard
 
@@ -234,7 +249,7 @@ class StreamsDrafter(Drafter):
 
     def _drawn(self, sequence: Sequence, depth: int) -> Proposal:
         """One token from each stream, drawn with noise of its own, and the distributions they came from."""
-        heard = self._heard.get(sequence.key)
+        heard = self._stream_scores.get(sequence.key)
         if not depth or not isinstance(heard, Tensor):
             return Proposal()
         first, sampler = len(sequence.tokens), sequence.sampler

@@ -27,6 +27,7 @@ from ...weights.trained_files import TrainedConfig, TrainedFiles
 CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
 UNUSED: dict[str, Any] = {"start_rank": 0, "exits": [], "value_rotation": None}  # what files said of variants that left
 EMBEDDING_DEVIATION = 0.02
+STREAM_ROWS = 32  # of streams, that a pass has room for where they are not on every node
 MAX_STREAMS, MAX_WIDTH = 1024, 2**20  # of gamma; of d_model and an adapter's rank
 
 Mode = Literal["lossless", "shared"]
@@ -215,13 +216,10 @@ def read_config(folder: str | Path) -> StreamConfig:
 def _adapter(values: Any) -> AdapterConfig | None:
     if values is None:
         return None
-    made = AdapterConfig(**{name: _as_tuple(value) for name, value in values.items()})
+    given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+    made = AdapterConfig(**given)
     check(made, "adapters with ")
     return made
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def check_exit(asked: str, streams: StreamSet) -> None:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from ...core.sequence import Sequence
-from ...draft.base import StreamRules
-from ...engine.base import Work
 from ...engine.passes import Pass, main_adapters
 from ...kv.pool import KVPool
 from ...model.adapters import AdapterRange, joined
@@ -65,22 +63,18 @@ def choose_carriers(p: Pass, general: abc.Callable[[Sequence], StreamSet | None]
     for i, (work, span) in enumerate(zip(p.works, p.spans, strict=True)):
         view, cache = work.sequence, work.sequence.cache
         assert cache is not None
-        own = view.application.streams if view.application is not None else None
+        own = view.application.beside if view.application is not None else None
         if own is not None:
             first = max(0, view.prompt_len - 1 - cache.committed)
             if first < span.stop - span.start:
                 found.append(Carriers(i, own, first, True))
-        elif general is not None and _wants_streams(work):
+        elif general is not None and work.generates and work.max_depth > 1:
+            if work.budget <= 0 and not (work.may_draft and work.rows > 1):  # at the end of a prompt the budget is 0
+                continue
             streams = general(view)
             if streams is not None:
                 found.append(Carriers(i, streams, span.root - span.start, False))
     return found
-
-
-def _wants_streams(work: Work) -> bool:
-    """Whether a lossless sequence needs a draft for its next step. At the end of a prompt the budget is always 0."""
-    drafts = work.budget > 0 or (work.may_draft and work.rows > 1)
-    return work.generates and drafts and work.max_depth > 1
 
 
 class StreamInsertion:
@@ -90,11 +84,10 @@ class StreamInsertion:
         p: the pass, its state embedded and planned.
         target: the model whose layers it goes through.
         pool: its K/V; the streams' go to scratch slots.
-        rules: of the drafter.
     """
 
-    def __init__(self, p: Pass, target: Decoder, pool: KVPool, rules: StreamRules) -> None:
-        self.p, self.target, self.pool, self.rules = p, target, pool, rules
+    def __init__(self, p: Pass, target: Decoder, pool: KVPool) -> None:
+        self.p, self.target, self.pool = p, target, pool
         self.main: list[Segment] = list(p.state.attn.segments)  # of the main rows alone, one a work
         self.inserted: list[Carriers] = []  # in the order of their streams' rows
         self.used = 0  # scratch slots
@@ -103,7 +96,12 @@ class StreamInsertion:
         """Append the streams of every row that carries them to the rows of the pass, with their initial states (eq.
         4)."""
         state, device = self.p.state, self.target.device
-        parts = [self._start(c) for c in carriers]
+        parts = []
+        for c in carriers:
+            rows = slice(self.p.spans[c.work].start + c.first, self.p.spans[c.work].stop)
+            numbers = torch.arange(1, c.gamma + 1, device=device).expand(rows.stop - rows.start, c.gamma)
+            begun = c.streams.begin(state.hidden[rows]).flatten(0, 1)
+            parts.append((begun, (state.positions[rows, None] + numbers).flatten()))
         scratch = slot_indices(self.pool.scratch(self.used + sum(len(part[0]) for part in parts)), device)
         state.slots = torch.cat((slot_indices(state.slots, device), scratch[self.used :]))
         for c, part in zip(carriers, parts, strict=True):
@@ -112,16 +110,6 @@ class StreamInsertion:
             self.inserted.append(c)
         joint = [torch.cat(column) for column in zip((state.hidden, state.positions), *parts, strict=True)]
         state.hidden, state.positions = joint
-
-    def _start(self, c: Carriers) -> tuple[Tensor, Tensor]:
-        """Hidden states and positions of one sequence's streams, carrier by carrier."""
-        state, span, gamma = self.p.state, self.p.spans[c.work], c.gamma
-        rows = slice(span.start + c.first, span.stop)
-        numbers = torch.arange(1, gamma + 1, device=self.target.device).expand(rows.stop - rows.start, gamma)
-        return (
-            c.streams.begin(state.hidden[rows]).flatten(0, 1),
-            (state.positions[rows, None] + numbers).flatten(),
-        )
 
     def drop(self, kept: abc.Mapping[int, abc.Sequence[int]]) -> list[int]:
         """Forget the streams of main rows that are pruned; those of the pass have still to go.

@@ -15,7 +15,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ...draft.base import StreamRules
 from ...engine.passes import Pass, Span
 from ...model.attention.base import Segment, slot_indices
 from ...model.decoder import Decoder
@@ -23,7 +22,12 @@ from .pass_rows import Carriers, StreamInsertion
 
 
 def prune(
-    p: Pass, carriers: Sequence[Carriers], insertion: StreamInsertion, target: Decoder, rules: StreamRules
+    p: Pass,
+    carriers: Sequence[Carriers],
+    insertion: StreamInsertion,
+    target: Decoder,
+    threshold: float | None,
+    count: int | None,
 ) -> bool:
     """Drop unlikely nodes from tree and rows by the early exit's transition probabilities.
 
@@ -31,7 +35,8 @@ def prune(
         p: the pass; its tree, spans and state become those of the nodes that are kept, listed in `Pass.kept`.
         carriers: whose trees may be pruned now: each is pruned once.
         insertion: the pass's segments, and the streams that are in it; to be planned anew where nodes went.
-        target, rules: the model, and what is pruned.
+        target: the model.
+        threshold, count: as of `surviving`.
 
     Returns:
         Whether any node was pruned.
@@ -43,7 +48,7 @@ def prune(
     cut = set()
     for c, transitions in zip(treed, _transitions(p, treed, target), strict=True):
         b = p.spans[c.work].tree_index
-        kept = surviving(p.tree.parents[b], transitions, rules.prune_threshold, rules.prune_count)
+        kept = surviving(p.tree.parents[b], transitions, threshold, count)
         c.pruned = len(transitions) - len(kept)
         if c.pruned:
             remaining[b] = p.kept[c.work] = kept

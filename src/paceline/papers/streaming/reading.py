@@ -63,27 +63,20 @@ def _run_late(p: Pass, carriers: Sequence[Carriers], layer: int, target: Decoder
     """[sum of gamma, d_model] the streams of each one's last accepted node, from ``layer`` through the last layer."""
     begun = [c.streams.begin(c.hidden[p.frontier(c.work)]) for c in carriers if c.hidden is not None]
     scratch = pool.scratch(sum(c.gamma for c in carriers))
-    segments = _late_segments(p, carriers, scratch, target.device)
-    places = [n for g in segments for n in range(g.prefix, g.num_keys)]  # the streams follow all that is committed
-    positions = torch.tensor(places, device=target.device)
-    plan = target.plan(segments, positions)
-    state = ForwardState(torch.cat(begun), positions, scratch, plan)
-    state.adapters = stream_adapters(carriers, segments)
-    return target.run_layers(state, layer, target.num_layers, pool).hidden
-
-
-def _late_segments(p: Pass, carriers: Sequence[Carriers], scratch: slice, device: torch.device) -> list[Segment]:
-    """Each one's streams as a chain behind its committed keys, the last accepted node's among them."""
-    segments, start = [], 0
-    for c in carriers:
+    segments = list[Segment]()
+    places = list[int]()
+    for c in carriers:  # a chain after the committed keys, the last accepted node's among them
         cache = p.works[c.work].sequence.cache
         assert cache is not None
-        stop, prefix = start + c.gamma, cache.committed
-        slots = torch.arange(scratch.start + start, scratch.start + stop, device=device)
-        keys = torch.cat((slot_indices(cache.slots(0, prefix), device), slots))
-        segments.append(Segment(start, stop, keys, prefix + c.gamma, prefix, None, None))
-        start = stop
-    return segments
+        start, prefix = len(places), cache.committed
+        places += range(prefix, prefix + c.gamma)
+        slots = torch.arange(scratch.start + start, scratch.start + len(places), device=target.device)
+        keys = torch.cat((slot_indices(cache.slots(0, prefix), target.device), slots))
+        segments.append(Segment(start, len(places), keys, prefix + c.gamma, prefix, None, None))
+    positions = torch.tensor(places, device=target.device)
+    state = ForwardState(torch.cat(begun), positions, scratch, target.plan(segments, positions))
+    state.adapters = stream_adapters(carriers, segments)
+    return target.run_layers(state, layer, target.num_layers, pool).hidden
 
 
 def count_streams(p: Pass, carriers: Sequence[Carriers], num_layers: int) -> None:

@@ -220,7 +220,8 @@ class StreamRecipe:
         p = None if said is None else said(aims)
         loss, each = distilled(rows, head, p, targets, alpha_j * scale, share=share, denominator=1.0)
         soft, hard = (each * scale).unflatten(1, (-1, gamma)).sum(1)  # [gamma] each
-        figures = _by_stream(torch.where(aims.exists.any(0), hard, torch.nan)) if share < 1 else {}
+        means = torch.where(aims.exists.any(0), hard, torch.nan).tolist()  # of streams that some row has
+        figures = {f"stream_{j}": value for j, value in enumerate(means, 1) if value == value and share < 1}
         return loss, figures if p is None else figures | {"kl": float(soft.sum()) / gamma}
 
     def _exit_loss(
@@ -312,11 +313,6 @@ class StreamRecipe:
         """Save the set, in bf16 as all weights are; return the number of parameters of each part."""
         self.module.save(folder, torch.bfloat16)
         return {"parameters": self.module.parameters_by_part(), "application": self.options.application}
-
-
-def _by_stream(losses: Tensor) -> dict[str, float]:
-    """Figures of the streams that some row of the batch has."""
-    return {f"stream_{j}": value for j, value in enumerate(losses.tolist(), 1) if value == value}
 
 
 def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:

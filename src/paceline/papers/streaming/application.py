@@ -1,0 +1,57 @@
+"""Load sets that were trained in shared mode: one base model, an adapter an application.
+
+Source: Speculative Streaming, section 2.4.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from ...core.errors import CapabilityError, ConfigError
+from ...model.adapters import linear_shapes
+from ...model.applications import Application
+from ...model.decoder import Decoder
+from ...weights.files import check_target
+from .model import CONFIG_FILE, WEIGHTS_FILE, StreamSet, read_config
+
+
+def load(name: str, folder: Path, decoder: Decoder, target: str, known: str) -> Application:
+    """Load a set for a target whose checkpoint has the fingerprint ``known``; errors as of `load_applications`."""
+    asked = f"application {name!r} ({folder})"
+    config = read_config(folder)
+    if config.mode != "shared":
+        raise ConfigError(
+            asked,
+            "the set was trained in lossless mode: it drafts for the base model and does not change its answers",
+            f"draft with it: drafter='streams:{folder}', or train it with mode='shared'",
+        )
+    check_target(asked, config, target, decoder.config, known)
+    digest = hashlib.sha256()
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        content = (folder / file).read_bytes()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    made = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device)
+    return make_application(name, made, decoder, digest.hexdigest())
+
+
+def make_application(name: str, trained: StreamSet, decoder: Decoder, identity: str) -> Application:
+    """Make an application of a set in memory, whose parameters have the decoder's dtype and device.
+
+    Raises:
+        CapabilityError: adapters of other widths than the target's linear layers.
+    """
+    adapter, gamma = trained.adapters, trained.config.gamma
+    if adapter is not None:
+        shapes = linear_shapes(decoder.config)
+        for layer, linear, down, up in adapter.pairs():
+            if (found := (down.shape[1], up.shape[0])) != shapes[linear]:
+                raise CapabilityError(
+                    f"application {name!r}",
+                    f"the adapter of layer {layer}, {linear} is for {found[0]} inputs and {found[1]} outputs, "
+                    f"the target has {shapes[linear][0]} and {shapes[linear][1]}",
+                    "use a set that was trained for this target",
+                )
+        if decoder.stack is None:
+            adapter.prepare(exact=decoder.exact)
+    return Application(name=name, identity=identity, adapter=adapter, beside=trained if gamma else None, rows=gamma)
