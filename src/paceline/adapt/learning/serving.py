@@ -288,7 +288,7 @@ def learned_part(drafter: Drafter | None, asked: str) -> StateDrafter:
     Raises:
         CapabilityError: none can.
     """
-    parts = getattr(drafter, "parts", [drafter])
+    parts = [] if drafter is None else drafter.parts or [drafter]
     found = next((part for part in parts if isinstance(part, StateDrafter)), None)
     if found is None:
         wrong = "the drafter has no head that learns from states"
