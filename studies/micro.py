@@ -187,19 +187,16 @@ def linear_ms(decoder: Decoder, rows: int) -> float:
 
 @study.table(takes=("sizes",), repeats=2000, quick={"repeats": 200})
 def hops(ask: MicroFlags) -> Iterator[Table | None]:
-    """What two processes pass to each other: frames over channels, and a worker's answer to a message."""
+    """What it costs to pass a message to another process."""
     sizes = numbers("--sizes", ask.sizes)
     yield None
     costs = hopping.measure(sizes, ask.repeats)
-    rows = [
-        [c.channel, c.wait, str(c.size_bytes), f"{c.median_us:.1f}", f"{c.low_us:.1f}-{c.high_us:.1f}"] for c in costs
-    ]
+    rows = [[c.wait, str(c.size_bytes), f"{c.median_us:.1f}", f"{c.low_us:.1f}-{c.high_us:.1f}"] for c in costs]
     yield Table(
         title="Hops between two processes on a core each",
-        head=("channel", "wait", "bytes", "median us", "10-90 %"),
+        head=("other side", "bytes", "median us", "10-90 %"),
         parts={"": rows},
         values={"machine": machine.describe(), "repeats": ask.repeats, "hops": [asdict(c) for c in costs]},
-        remarks=["channels: one way; rendezvous: there and back"],
         how=[[f"{ask.repeats} round trips each", machine.line()]],
     )
 

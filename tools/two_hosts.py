@@ -2,14 +2,11 @@
 
     python tools/two_hosts.py --rate 1gbit --delay 1ms            # as root, on Linux, with iproute2
     python tools/two_hosts.py --hosts 3 --kill
-    python tools/two_hosts.py --hosts 3 --frames 5                # the two ways of frames, in turns
     python tools/two_hosts.py --mesh                              # two ranks a stage
 
 Each namespace runs `ray start` with a token, as a host does (docs/cluster.md). On the first one `paceline generate`
 runs a pipeline with a stage a host, then one whose drafter is on another host, then the mirror round with its drafter
-there. `--kill` ends a worker in the middle of an answer. `--frames` times answers of a pipeline with a stage a host
-instead, whose frames go straight from stage to stage, and through the coordinator. `--mesh` has a stage a host, each
-in two ranks.
+there. `--kill` ends a worker in the middle of an answer. `--mesh` has a stage a host, each in two ranks.
 Links are virtual devices at a bridge, shaped on their way out: by netem where the kernel has it, else by a token
 bucket, which has a rate and no delay. Exit status 1: ids differ from those of one process. All namespaces are removed
 at the end, with what runs there.
@@ -18,7 +15,6 @@ at the end, with what runs there.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import secrets
@@ -30,7 +26,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 BRIDGE, PORT = "paceline-0", 6379
@@ -39,7 +34,6 @@ PROMPT = "CREATE TABLE players (name, team, number)\nQuestion: Which team does n
 DRAFTER = "draft_model:paceline-small-draft,depth=4"
 STORE_BYTES = 80 * 2**20
 RAY = str(BIN / "ray"), "start", "--num-cpus", "1", "--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"
-WAYS = "straight", "coordinator"
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_sequences": 1}
 KILL_AT = 8  # ticks of the pipeline
 
@@ -136,27 +130,6 @@ def killed(model: str, stages: int, cluster: str, max_tokens: int) -> None:
     print(json.dumps({"token_ids": output.outputs[0].token_ids, **said}))
 
 
-def timed(model: str, stages: int, cluster: str, max_tokens: int, turns: int) -> None:
-    """In a namespace: answers by both ways in turns; prints ids and the ms of a token, of each way."""
-    from paceline import LLM, SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    found: dict[str, dict[str, Any]] = {way: {"ms": [], "token_ids": []} for way in WAYS}
-    for turn in range(turns):
-        for way in WAYS[:: 1 if turn % 2 else -1]:
-            options: dict[str, Any] = {"drafter": "ngram", "max_model_len": 512, "max_sequences": 1}
-            llm = LLM(model, pipeline=stages, cluster=cluster, round=f"pipeline,frames={way}", **options)
-            llm.generate([PROMPT], params)  # a warm-up, in which frames' limits are learned, too
-            llm.forget()
-            began = time.perf_counter()
-            (output,) = llm.generate([PROMPT], params)
-            found[way]["ms"].append(1e3 * (time.perf_counter() - began) / max_tokens)
-            found[way]["token_ids"] = output.outputs[0].token_ids
-            del llm
-            gc.collect()  # gives its hosts back
-    print(json.dumps(found))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,16 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="paceline-small")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--kill", action="store_true", help="kill a worker in the middle of an answer, too")
-    parser.add_argument("--frames", type=int, metavar="TURNS", help="time the two ways of frames, so often")
     parser.add_argument("--mesh", action="store_true", help="two ranks a stage, instead")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
-    if asked.frames and asked.hosts < 3:
-        sys.exit("error: --frames: two stages have one way between them: give --hosts 3 or more")
     if asked.inside:
-        if asked.frames:
-            timed(asked.model, asked.hosts, asked.inside, asked.max_tokens, asked.frames)
-            return 0
         killed(asked.model, asked.hosts, asked.inside, asked.max_tokens)
         return 0
     if os.geteuid():
@@ -199,16 +166,6 @@ def compare(asked: argparse.Namespace) -> int:
         token.write_text(secrets.token_hex(32))
         env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         head, prefix = start_ray(hosts, folder, env), inside(next(iter(hosts)))
-        if asked.frames:
-            given = "--hosts", str(asked.hosts), "--frames", str(asked.frames), "--inside", f"{head},cores=1"
-            size = "--max-tokens", str(asked.max_tokens), "--model", asked.model
-            found = json.loads(run(*prefix, sys.executable, __file__, *given, *size, env=env).stdout.splitlines()[-1])
-            for way in WAYS:
-                print(f"frames={way}: {median(found[way]['ms']):.2f} ms a token, {found[way]['ms']}", flush=True)
-                check(found[way]["token_ids"])
-            pairs = zip(found["coordinator"]["ms"], found["straight"]["ms"], strict=True)
-            print(f"straight is {median(a / b for a, b in pairs):.2f} times as fast as through the coordinator")
-            return 0 if same else 1
         cluster, stages = ["--cluster", f"{head},cores=1"], ["--pipeline", str(asked.hosts)]
         if asked.mesh:
             ranks = "--tensor-parallel", "2", "--exact"

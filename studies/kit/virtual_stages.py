@@ -1,9 +1,9 @@
 """Stages in virtual time: schedule, frames and pruning are real, and each stage takes the time it is given.
 
-The ways of frames are those of `runtime.stage_workers`. Straight, a frame goes on to the next stage as soon as it
-is computed, and verdicts go to all stages at once. Through the coordinator, which prunes it, every frame goes from its
-stage to there, and from there to the next one; a tick lasts until the last one is back. Beside the stages the source
-drafts; a level that takes longer than the tick is there in a later one (SpecPipe, algorithm 1).
+Straight, as in `runtime.stage_workers`, a frame goes on to the next stage as soon as it is computed, and verdicts go to
+all stages at once. Through the coordinator, which prunes it, every frame goes from its stage to there, and from there
+to the next one; a tick lasts until the last one is back. Beside the stages the source drafts; a level that takes longer
+than the tick is there in a later one (SpecPipe, algorithm 1).
 
 Whatever is measured here carries the clock's label.
 """
@@ -20,7 +20,7 @@ from paceline.draft.local_sessions import LocalGrowing, LocalSessions
 from paceline.draft.sessions import Ask, DraftSessions, Growing, Grown
 from paceline.model.stages import Frame, Stage, StagesInTurn
 from paceline.runtime.clock import Clock, Late, Pace
-from paceline.runtime.straight import InFlight, Sent
+from paceline.runtime.stage_workers import InFlight, Sent
 
 from .clock import Mailbox, VirtualClock
 from .links import Link

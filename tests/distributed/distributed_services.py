@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.runtime.handshake import Facts
+from paceline.runtime.serving import Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class About:
 KINDS = Say, Count, About
 
 
-class Echo:
+class Echo(Service):
     """Answers what is said in capitals."""
 
     kinds = KINDS

@@ -22,7 +22,7 @@ import pytest
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
 from paceline.api.config import LLMConfig
-from paceline.runtime.worker import HOST_LEFT, WorkerFailed
+from paceline.runtime.remote import HOST_LEFT, WorkerFailed
 
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -132,7 +132,7 @@ def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
 
 
 def straight(cluster: Any, wanted: list[list[int]]) -> None:
-    """Frames from stage to stage, over groups, each stage in two ranks; a stage is killed."""
+    """Frames from stage to stage, each stage in two ranks; a stage is killed."""
     llm = on(cluster, pipeline=3, tensor_parallel=2, exact=True)
     stage_line, ticks = llm.engine.round.stage_line, list[Any]()  # type: ignore[attr-defined]
 
@@ -143,7 +143,7 @@ def straight(cluster: Any, wanted: list[list[int]]) -> None:
 
     llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
     assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
-    assert stage_line._ring is not None and len(stage_line.faults) == 1 and "worker stage 1" in stage_line.faults[0]
+    assert len(stage_line.faults) == 1 and "worker stage 1" in stage_line.faults[0]
 
 
 def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:
@@ -163,8 +163,8 @@ def what_replicas_are_refused_for(cluster: Any, wanted: list[list[int]]) -> None
 def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
     from paceline.api.assembly.models import open_source
     from paceline.runtime.cluster import reserve
+    from paceline.runtime.remote import Remote, Timeouts
     from paceline.runtime.stage_worker import stage_spec
-    from paceline.runtime.worker import Patience, Worker
 
     config = LLMConfig(model=MODEL, pipeline=2, exact=True, cluster="auto,cores=1")
     places = reserve(config)
@@ -176,10 +176,10 @@ def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
         (
             replace(spec, expected=replace(spec.expected, instructions="others")),
             CapabilityError,
-            r"worker stage 0 on \d.*: its instructions is .*, and others is asked for. Use hosts with the same kind",
+            r"worker stage 0 on \d.*: its instructions is .*, and others is expected. Use hosts with the same kind",
         ),
     ):
-        worker = Worker(changed, Patience(start_s=LONG), places.stage(0))
+        worker = Remote(changed, Timeouts(start_s=LONG), places.stage(0))
         with pytest.raises(error, match=why):
             worker.start()
         worker.stop()

@@ -15,7 +15,7 @@ from distributed_drafts import bound
 from kit.clock import VirtualClock
 from kit.links import Link
 from kit.mirror_watch import WindowVerdict, watch
-from kits.channels import InProcess, LinkedChannel, RealTime
+from kits.channels import InProcess, RealTime
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.grammar import Grammar
@@ -27,7 +27,8 @@ from paceline.runtime.draft_worker import service
 from paceline.runtime.drafts import KINDS, DraftService, DraftsLost, Grew, Open, RemoteSessions
 from paceline.runtime.handshake import Facts, Fault
 from paceline.runtime.placement import Placement
-from paceline.runtime.worker import Patience, Worker, WorkerSpec
+from paceline.runtime.remote import Remote, Timeouts, WorkerSpec
+from paceline.runtime.serving import Service
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 WARM = SamplingParams(temperature=0.9, repetition_penalty=1.3, logit_bias={7: -3.0, 12: 0.5}, stop=["x"], seed=2**70)
@@ -132,7 +133,7 @@ class Timed:
         link = Link(latency_ms=0.5)
         self.clock = clock
         service = DraftService(bound(), Facts(), clock, self.seconds)
-        self.served = InProcess(service, clock, lambda end: LinkedChannel(end, link, clock))
+        self.served = InProcess(service, clock, link)
         self.sessions = RemoteSessions(self.served, LONG)
         self.sessions.open(opening())
 
@@ -179,7 +180,7 @@ def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Ti
     ],
 )
 def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
-    class Liar:
+    class Liar(Service):
         kinds = KINDS
 
         def handle(self, message: Any) -> Any:
@@ -249,7 +250,7 @@ def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain
         expected=Facts(weights="tiny"),
         placement=Placement(threads=1),  # as these tests: sums of several threads end in other bits
     )
-    worker = Worker(spec, Patience(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01))
+    worker = Remote(spec, Timeouts(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01))
     here, ask = bound(), [Ask(0, [(ROOT, 20)], [ROOT])]
     here.open(opening())
     expected = here.grow(ask)

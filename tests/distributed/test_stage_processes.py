@@ -18,9 +18,9 @@ from paceline.core.sampling import SamplingParams
 from paceline.runtime.handshake import Facts
 from paceline.runtime.messages import KINDS
 from paceline.runtime.placement import Placement, cores
+from paceline.runtime.remote import Remote, WorkerSpec
 from paceline.runtime.stage_workers import StageWorkers
-from paceline.runtime.worker import Worker, WorkerSpec
-from paceline.runtime.workers import PATIENCE
+from paceline.runtime.workers import TIMEOUTS
 
 DECODER = tiny_decoder(CONFIG)
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(3)]
@@ -29,17 +29,17 @@ PLAN = {5: (0, signal.SIGKILL), 12: (1, signal.SIGKILL), 25: (0, signal.SIGSTOP)
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Remote]]:
     here = str(Path(stage.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
-    made: list[Worker] = []
+    made: list[Remote] = []
     yield made
     for worker in made:
         worker.stop()
 
 
-def start(workers: list[Worker], stages: int, slots: int) -> None:
-    """One a core, over shared memory and over sockets."""
+def start(workers: list[Remote], stages: int, slots: int) -> None:
+    """One a core."""
     usable = cores()
     for index, (first, last) in enumerate(split(stages)[:-1]):
         spec = WorkerSpec(
@@ -49,9 +49,8 @@ def start(workers: list[Worker], stages: int, slots: int) -> None:
             kinds=KINDS,
             expected=Facts(weights="tiny", dtype="float64"),
             placement=Placement(cores=(usable[index % len(usable)],)),
-            channel="socket" if index % 2 else "shared",
         )
-        workers.append(Worker(spec, PATIENCE))
+        workers.append(Remote(spec, TIMEOUTS))
     for worker in workers:
         worker.poll()
     for worker in workers:
@@ -61,7 +60,7 @@ def start(workers: list[Worker], stages: int, slots: int) -> None:
 class Killer:
     """Sends signals at some ticks, and notes how long it takes until somebody says who is gone."""
 
-    def __init__(self, workers: Sequence[Worker], stage_line: StageWorkers) -> None:
+    def __init__(self, workers: Sequence[Remote], stage_line: StageWorkers) -> None:
         self.workers, self.ticks = workers, 0
         self.left = dict(PLAN)
         self.sent: list[tuple[int, int, float]] = []  # stage, process, when
@@ -91,7 +90,7 @@ def ids(outputs: Sequence[Any]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_processes_that_are_killed_and_stopped_are_named_in_time_and_change_no_token(workers: list[Worker]) -> None:
+def test_processes_that_are_killed_and_stopped_are_named_in_time_and_change_no_token(workers: list[Remote]) -> None:
     jobs = [(prompt, PARAMS) for prompt in PROMPTS]
     expected = ids([run(assemble(decoder=DECODER), [job])[0] for job in jobs])
     decoder = part(*split(3)[-1], True)

@@ -5,28 +5,25 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 import pytest
 import torch
+import zmq
 from kits.native import needs_kernels
 from kits.stage import CONFIG, LAYERS, over_threads
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.model.stages import Frame, StageRows
-from paceline.runtime.frames import Codec
-from paceline.runtime.groups import Store
-from paceline.runtime.handshake import GREETINGS
-from paceline.runtime.messages import KINDS, frame_of, message_of
-from paceline.runtime.worker import WorkerFailed
+from paceline.runtime.messages import Compute, frame_of, message_of
+from paceline.runtime.remote import WorkerFailed
+from paceline.runtime.wire import Codec
 
 DECODER = tiny_decoder(CONFIG)
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 WARM = SamplingParams(temperature=1, seed=3, max_tokens=30)
-WAYS = pytest.mark.parametrize("frames", ["straight", "coordinator"])
 
 
 def drafter(noise: float = 0.03, **shape: Any) -> Any:
@@ -41,14 +38,13 @@ def plain(jobs: Sequence[Any], decoder: Any = DECODER) -> list[list[int]]:
     return ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
 
 
-@pytest.mark.parametrize(("stages", "frames"), [*((n, "straight") for n in (1, 2, 3, 4, 8)), (3, "coordinator")])
-def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int, frames: str) -> None:
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int) -> None:
     hits = 0
     for params in (GREEDY, WARM):
         jobs = [(PROMPTS[1], params)]
-        engine, stage_line, ticks = over_threads(stages, drafter(), frames=frames)
+        engine, stage_line, ticks = over_threads(stages, drafter())
         assert ids(run(engine, jobs)) == plain(jobs)
-        assert (stage_line._ring is not None) == (frames == "straight" and stages > 2)
         here = assemble(drafter(), round=f"pipeline,stages={stages}", decoder=DECODER)
         others: list[Any] = []
         here.round.on_tick = others.append  # type: ignore[attr-defined]
@@ -72,21 +68,13 @@ def test_on_compiled_layers_probabilities_too() -> None:
     assert said.prompt_logprobs == expected.prompt_logprobs and sum(tick.hits for tick in ticks) > 3
 
 
-def test_ways_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups in place of shared memory; after a fault there are others."""
-    store, numbers = Store("127.0.0.1"), count()
-    monkeypatch.setattr("paceline.runtime.hanging.HANG_S", 30.0)
-
-    def hop(giver: str, taker: str) -> tuple[str, str]:
-        name = f"hop/{next(numbers)}"
-        one, other = (f"group:127.0.0.1/{store.member(name, rank, 2)}" for rank in (0, 1))
-        return one, other
-
+def test_between_hosts_lines_are_encrypted() -> None:
     jobs = [(PROMPTS[1], GREEDY)]
-    engine, stage_line, ticks = over_threads(3, drafter(), hop=hop)
+    engine, stage_line, ticks = over_threads(3, drafter(), host="127.0.0.1")
     broken(stage_line, ticks, 1, (9,))
     assert ids(run(engine, jobs)) == plain(jobs)
-    assert next(numbers) == 6 and stage_line.faults == ["worker stage 1 failed: OSError: out of order"]
+    assert stage_line._first.startswith("tcp://127.0.0.1:") and stage_line._inbox.socket.mechanism == zmq.CURVE
+    assert stage_line.faults == ["worker stage 1 failed: OSError: out of order"]
     stage_line.stop()
 
 
@@ -114,10 +102,9 @@ def broken(stage_line: Any, ticks: list[Any], stage: int, at: Sequence[int]) -> 
     breaking()
 
 
-@WAYS
-def test_a_stage_that_is_lost_is_named_and_no_token_changes(frames: str) -> None:
+def test_a_stage_that_is_lost_is_named_and_no_token_changes() -> None:
     jobs = [(prompt, params) for prompt in PROMPTS[:3] for params in (GREEDY, WARM)]
-    engine, stage_line, ticks = over_threads(4, drafter(), frames=frames)
+    engine, stage_line, ticks = over_threads(4, drafter())
     broken(stage_line, ticks, 1, (1, 9, 20))
     broken(stage_line, ticks, 2, (15,))
     assert ids(run(engine, jobs)) == plain(jobs)
@@ -127,9 +114,8 @@ def test_a_stage_that_is_lost_is_named_and_no_token_changes(frames: str) -> None
     assert ids(run(engine, jobs)) == plain(jobs)  # prefixes that are found again are right
 
 
-@WAYS
-def test_a_second_failure_in_a_row_ends_the_requests_with_its_words(frames: str) -> None:
-    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
+def test_a_second_failure_in_a_row_ends_the_requests_with_its_words() -> None:
+    engine, stage_line, ticks = over_threads(3, drafter())
     broken(stage_line, ticks, 0, (6, 6))
     with pytest.raises(WorkerFailed, match="worker stage 0 failed: OSError: out of order; before that: worker stage 0"):
         run(engine, [(PROMPTS[1], GREEDY)])
@@ -138,19 +124,17 @@ def test_a_second_failure_in_a_row_ends_the_requests_with_its_words(frames: str)
     assert ids(run(engine, [(PROMPTS[2], GREEDY)])) == plain([(PROMPTS[2], GREEDY)])
 
 
-@WAYS
-def test_a_tick_that_is_interrupted_changes_no_token(frames: str) -> None:
-    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
-    waits = "_arrived" if frames == "straight" else "answer"
-    whole, left = getattr(stage_line, waits), [9, 14]
+def test_a_tick_that_is_interrupted_changes_no_token() -> None:
+    engine, stage_line, ticks = over_threads(3, drafter())
+    whole, left = stage_line._arrived, [9, 14]
 
     def interrupted(*given: Any) -> Any:
-        if left and len(ticks) >= left[0] and given[0] != 0:
+        if left and len(ticks) >= left[0]:
             left.pop(0)
             raise KeyboardInterrupt
         return whole(*given)
 
-    setattr(stage_line, waits, interrupted)
+    stage_line._arrived = interrupted  # type: ignore[method-assign]
     jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
     with pytest.raises(KeyboardInterrupt):
         run(engine, jobs)
@@ -164,19 +148,18 @@ def test_a_tick_that_is_interrupted_changes_no_token(frames: str) -> None:
     assert not left and stage_line.faults == []
 
 
-@WAYS
-def test_a_message_that_is_interrupted_costs_its_stage_and_no_token(frames: str) -> None:
-    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
-    channel: Any = stage_line.workers[0].line.channel
-    whole = channel.send
+def test_a_message_that_is_interrupted_costs_its_stage_and_no_token() -> None:
+    engine, stage_line, ticks = over_threads(3, drafter())
+    line: Any = stage_line.workers[0].line
+    whole = line.send
 
     def interrupted(*given: Any) -> None:
         if len(ticks) >= 9:
-            channel.send = whole
+            line.send = whole
             raise KeyboardInterrupt
         whole(*given)
 
-    channel.send = interrupted
+    line.send = interrupted
     jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
     with pytest.raises(KeyboardInterrupt):
         run(engine, jobs)
@@ -184,12 +167,11 @@ def test_a_message_that_is_interrupted_costs_its_stage_and_no_token(frames: str)
     while engine.busy:
         engine.step()
     assert [one.sequences[0].output_ids for one in live] == plain(jobs)
-    assert stage_line.faults == ["worker stage 0 was sent half a frame"]
+    assert stage_line.faults == ["worker stage 0 was sent half a message"]
 
 
-@WAYS
-def test_a_stage_that_hangs_is_named(frames: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, stage_line, ticks = over_threads(3, drafter(), frames=frames)
+def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, stage_line, ticks = over_threads(3, drafter())
     monkeypatch.setattr("paceline.runtime.hanging.HANG_S", 0.2)
     stage, silent = stage_line.workers[0], []
     whole = stage.service.stage.run
@@ -212,8 +194,8 @@ def test_a_stage_that_hangs_is_named(frames: str, monkeypatch: pytest.MonkeyPatc
 
 
 def sent(frame: Frame) -> Any:
-    codec = Codec(*GREETINGS, *KINDS)
-    return codec.decode(bytearray().join(codec.encode(message_of(frame))))
+    codec = Codec(Compute)
+    return codec.decode(codec.encode(message_of(frame)))
 
 
 def test_frames_that_do_not_fit_are_refused() -> None:

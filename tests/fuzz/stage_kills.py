@@ -29,7 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from paceline import LLM, SamplingParams  # noqa: E402
-from paceline.runtime.worker import Worker  # noqa: E402
+from paceline.runtime.remote import Remote  # noqa: E402
 
 MODEL = "paceline-small"
 OPTIONS: dict[str, Any] = {
@@ -95,7 +95,7 @@ class Killed:
             self.hits.append(monotonic())
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[Remote]:
         """All processes but this one."""
         return [*self.round.stage_line.workers, self.round.source.sessions._worker]
 

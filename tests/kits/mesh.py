@@ -22,7 +22,6 @@ from paceline.papers.specpipe.config import PipelineConfig
 from paceline.runtime.handshake import Facts
 from paceline.runtime.stage_service import StageService
 from paceline.runtime.stage_workers import StageWorkers
-from paceline.runtime.ways import hop_here
 
 
 @contextmanager
@@ -47,7 +46,7 @@ def engine_over(decoders: Sequence[Decoder], drafter: Any, round: str, **limits:
     stands: list[Any] = [Stand(f"stage {i}", partial(service, own)) for i, own in enumerate(decoders[:-1])]
     config = parse_round(f"{round},stages={len(decoders)}")
     assert isinstance(config, PipelineConfig)
-    stage_line = StageWorkers(stands, Stage(last, 0, last.num_layers, pool.tensors), layers, hop_here)
+    stage_line = StageWorkers(stands, Stage(last, 0, last.num_layers, pool.tensors), layers)
     if drafter is not None:
         drafter.bind(last.info("tiny"), 64, pool.num_tokens, last.device)
     round_ = config.over(RoundParts(target=last, pool=pool, drafter=drafter), stage_line)

@@ -22,8 +22,8 @@ from paceline.model.parallel import ROWWISE, Ranks, Share, weight_of
 from paceline.runtime.handshake import Facts
 from paceline.runtime.rank_service import KINDS, RankService
 from paceline.runtime.rank_workers import RankWorkers
-from paceline.runtime.worker import Worker, WorkerSpec
-from paceline.runtime.workers import PATIENCE
+from paceline.runtime.remote import Remote, WorkerSpec
+from paceline.runtime.workers import TIMEOUTS
 
 WIDE = {"vocab_size": 250, "d_model": 128, "d_ff": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16}
 GEMMA = WIDE | {"qk_norm": True, "post_norms": True, "activation": "gelu_tanh", "embedding_scale": 8.0}
@@ -122,7 +122,7 @@ def ranked(
         for rank in range(1, count):
             options = {"rank": rank, "memory": memory.path, **given}
             spec = WorkerSpec(name=f"rank {rank}", service="kits.ranks:service", options=options, kinds=KINDS)
-            workers.append(Worker(spec, PATIENCE))
+            workers.append(Remote(spec, TIMEOUTS))
             workers[-1].poll()
         joins = memory.joins()
         try:

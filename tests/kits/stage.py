@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Thread
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import zmq
 
 from kits.tiny import TOY_TEXTS, tiny_config, tiny_weights
 from paceline.engine.base import RoundParts
@@ -23,14 +23,11 @@ from paceline.model.decoder import Decoder
 from paceline.model.stages import Stage, even_cuts
 from paceline.papers.specpipe.config import PipelineConfig
 from paceline.papers.specpipe.records import Tick
-from paceline.runtime.channels import Line
-from paceline.runtime.frames import Codec
-from paceline.runtime.handshake import GREETINGS, Facts
-from paceline.runtime.serving import serve
-from paceline.runtime.sockets import SocketChannel
+from paceline.runtime.handshake import GREETINGS, Facts, Hello
+from paceline.runtime.serving import Progress, serve
 from paceline.runtime.stage_service import StageService
 from paceline.runtime.stage_workers import StageWorkers
-from paceline.runtime.ways import Hop, hop_here
+from paceline.runtime.wire import Codec, Line, connected, listening
 
 LAYERS, TOKENS = 8, 512
 CONFIG = tiny_config(num_layers=LAYERS)
@@ -71,16 +68,25 @@ def service(device: str, **given: Any) -> StageService:
 class Stand:
     """A worker whose service is in a thread; it comes back ``rest`` looks after it was lost."""
 
-    def __init__(self, name: str, make: Callable[[], Any], rest: int = 2) -> None:
-        self.name, self.make, self.rest, self.host = name, make, rest, ""
+    def __init__(self, name: str, make: Callable[[], Any], rest: int = 2, host: str = "") -> None:
+        self.name, self.make, self.rest, self.host = name, make, rest, host
         self.spec = SimpleNamespace(name=name)
         self.faults: list[str] = []
         self.line: Line | None = None
+        self.hello: Hello | None = None
+        self.progress = Progress()
         self.service: Any = None
+        self.ended: dict[Line, str] = {}  # ends of services that failed, and why
         self.starts, self.left = 0, 0
         self.poll()
 
+    @property
+    def busy_s(self) -> float:
+        return self.progress.busy_s()
+
     def poll(self) -> bool:
+        if self.line is not None and self.other in self.ended:
+            self.failed(self.ended[self.other])
         if self.line is None:
             self.left -= 1
             if self.left < 0:
@@ -88,19 +94,23 @@ class Stand:
         return self.line is not None
 
     def start(self) -> None:
-        own, other = map(SocketChannel, socket.socketpair())
+        socket, address = listening(zmq.DEALER, self.host)
         with torch.inference_mode(False):  # of the engine, whose step this may be: a process would know nothing of it
             made = self.service = self.make()
-        codec = Codec(*GREETINGS, *made.kinds)
-        self.line = Line(own, codec)
+        codec, progress = Codec(*GREETINGS, *made.kinds), Progress()
+        self.line, other = Line(socket, codec), Line(connected(zmq.DEALER, address), codec)
+        self.progress, self.hello = progress, Hello({}, 0, self.host, made.listen(self.host))
+        other.send(self.hello)  # nothing is sent to it before it is connected
+        self.line.receive()
         self.starts += 1
 
         def live() -> None:
             try:
-                serve(made, Line(other, codec))
-            except Exception:
-                other.close()
+                serve(made, other, progress)
+            except Exception as error:
+                self.ended[other] = f"failed: {type(error).__name__}: {error}"
 
+        self.other = other
         Thread(target=live, name=self.name, daemon=True).start()
 
     def failed(self, why: str) -> None:
@@ -108,9 +118,6 @@ class Stand:
             self.line.close()
             self.line, self.left = None, self.rest
             self.faults.append(f"worker {self.name} {why}")
-
-    def lost(self) -> None:
-        self.failed("closed its line")
 
     def stop(self) -> None:
         if self.line is not None:
@@ -132,13 +139,13 @@ def engine_over(
     decoder: Decoder,
     pool: KVPool,
     max_batch_rows: int = 64,
-    hop: Hop = hop_here,
+    host: str = "",
     **options: Any,
 ) -> tuple[Engine, StageWorkers, list[Tick]]:
-    """An engine whose pipeline round runs over workers and, last, ``decoder``; ``hop``: makes the ways of frames."""
+    """An engine whose pipeline round runs over workers and, last, ``decoder``; ``host``: as of `listening`."""
     config = PipelineConfig(stages=len(workers) + 1, **options)
     last = Stage(decoder, 0, decoder.num_layers, pool.tensors)
-    stage_line = StageWorkers(workers, last, LAYERS, hop if config.frames == "straight" else None)
+    stage_line = StageWorkers(workers, last, LAYERS, host)
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), 64, pool.num_tokens, decoder.device)
     round_ = config.over(RoundParts(target=decoder, pool=pool, drafter=drafter), stage_line)
@@ -160,5 +167,6 @@ def over_threads(
     pool = pool_of(decoder, **sizes)
     slots, kind = pool.tensors.all_k.shape[2], str(dtype).removeprefix("torch.")
     given: dict[str, Any] = {"slots": slots, "dtype": kind, "compiled": compiled}
-    stands = [Stand(f"stage {i}", partial(made, a, b, **given)) for i, (a, b) in enumerate(others)]
+    host = parts.get("host", "")
+    stands = [Stand(f"stage {i}", partial(made, a, b, **given), host=host) for i, (a, b) in enumerate(others)]
     return engine_over(stands, drafter, decoder, pool, **parts)

@@ -27,10 +27,6 @@ CONTEXT = DrafterContext(load_model=None, dtype=torch.float64, device=torch.devi
 DRAFTS: dict[str, tuple[Any, str]] = {  # drafter and round
     "none": (lambda: None, "pipeline"),
     "model": (lambda: draft_model(noise=0.05, target={"config": CONFIG}), "pipeline,width=4,children=2"),
-    "coordinator": (
-        lambda: draft_model(noise=0.05, target={"config": CONFIG}),
-        "pipeline,width=4,children=2,frames=coordinator",
-    ),
     "ngram": (lambda: NgramConfig(depth=5).build(CONTEXT), "pipeline,width=4,children=4"),
     "tree": (lambda: draft_model(noise=0.05, target={"config": CONFIG}), "pipeline,tree=1x1x3x1"),
 }

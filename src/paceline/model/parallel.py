@@ -289,7 +289,7 @@ class RankLine(Protocol):
         """Wait until all ranks have started; raises ConfigError or WorkerFailed where one cannot."""
         ...
 
-    def back(self) -> None:
+    def wait_ready(self) -> None:
         """Wait until lost ranks have started again; raises WorkerFailed where one cannot."""
         ...
 

@@ -1,42 +1,40 @@
-"""``python -m paceline.runtime.begin LIFE``: a worker process.
+"""``python -m paceline.runtime.begin``: a worker process.
 
-It is told over an inherited socket what it is, and takes its cores before it imports what does the work: torch chooses
-its threads by the cores and the environment that it finds. A spare one imports ahead of need, and waits without a beat
-for what it is to be.
+It reads on its standard input what to run, and ends where that is closed. It takes its cores before it imports what
+does the work: torch chooses its threads by the cores and the environment that it finds.
 """
 
 from __future__ import annotations
 
-import socket
+import os
 import sys
+import threading
 
 from ..core.log import log_to_stderr
-from .channels import ChannelClosed
-from .frames import Codec
-from .handshake import LIFE, Begin
+from .handshake import BEGIN
 from .placement import pin
-from .sockets import SocketChannel
-
-PATIENCE_S = 30.0  # for the first message
 
 
-def begin(life_fd: int) -> int:
-    """Begin as the socket says; the exit status."""
+def main() -> int:
+    """Run what the standard input names; return the exit status."""
     log_to_stderr()
-    life = SocketChannel(socket.socket(fileno=life_fd))
-    asked: Begin = Codec(*LIFE).decode(life.receive(PATIENCE_S))
-    if asked.cores:
-        pin(asked.cores)
-    from .serving import built, main  # what it imports begins on its cores
+    while line := sys.stdin.buffer.readline():
+        begin = BEGIN.validate_json(line)
+        if begin.cores:
+            pin(begin.cores)
+        from .serving import answer, built  # what it imports begins on these cores
 
-    try:
-        while asked.waits:
-            built(asked)
-            asked = Codec(*LIFE).decode(life.receive())
-    except ChannelClosed:  # it was not needed
-        return 0
-    return main(asked, life)
+        if not begin.waits:
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+            return answer(begin)
+        built(begin)
+    return 0
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(begin(int(sys.argv[1])))
+    sys.exit(main())

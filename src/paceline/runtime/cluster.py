@@ -9,7 +9,7 @@ from ..api.split import parse_split
 from ..engine.rounds import parse_round
 from .placement import Placement, parse_cluster
 from .ray_cluster import Bundle, Reservation, connect, even_share
-from .worker import Launch
+from .remote import Launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from .drafts import KINDS, DraftService, RemoteSessions
 from .handshake import Facts
 from .placement import Placement, cores, pin
 from .rank_worker import start_tracks
-from .shared import SPIN_US
-from .worker import Patience, Worker, WorkerSpec, launch_here
+from .remote import Remote, Timeouts, WorkerSpec, launch_here
 
 if TYPE_CHECKING:
     from .cluster import Places
@@ -42,8 +41,7 @@ OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences
 
 
 # Drafting is to be back within seconds, however often a drafter died; taking one for dead too soon costs no token.
-PATIENCE = Patience(silent_s=1.5, most_rest_s=1.0)
-SPIN_OWN_US = 20_000  # how long a drafter on cores of its own looks for the next message before it sleeps
+TIMEOUTS = Timeouts(silent_s=1.5, most_rest_s=1.0)
 
 
 def draft_worker(
@@ -71,7 +69,6 @@ def draft_worker(
         kinds=KINDS,
         expected=_facts(config, chosen, source),
         placement=placement,
-        spin_us=SPIN_OWN_US if placement.cores else SPIN_US,
     )
 
 
@@ -105,7 +102,7 @@ def serve_apart(
         wrong = "no core is left for the target"
         raise ConfigError(f"cores={written(place.cores)} of the drafter", wrong, "leave one out")
     spec = draft_worker(config, rows, pool_tokens, placement, place.level_ms)
-    worker = Worker(spec, PATIENCE, launch_here if places is None else places.drafter)
+    worker = Remote(spec, TIMEOUTS, launch_here if places is None else places.drafter)
     worker.start()
     sessions = RemoteSessions(worker)
     finalize(sessions, worker.stop)

@@ -23,11 +23,10 @@ from ..core.grammar import Grammar, Matcher
 from ..core.sampling import SamplingParams
 from ..draft.local_sessions import LocalGrowing
 from ..draft.sessions import Ask, DraftSessions, Growing, Grown, Opening
-from .channels import ChannelClosed
 from .clock import Clock, Pace, RealClock
 from .handshake import Facts
+from .remote import Remote, receive, send
 from .serving import Service
-from .worker import Worker, received
 
 LOOK_S = 0.25  # between two looks at a worker that is waited for
 
@@ -180,11 +179,11 @@ class RemoteSessions:
     Nothing waits but `grow` and `wait`: all else is a message that is sent, or what came meanwhile.
 
     Args:
-        worker: that serves a `DraftService`.
+        worker: it serves a `DraftService`.
         patience_s: how long a level is waited for.
     """
 
-    def __init__(self, worker: Worker, patience_s: float = 5.0) -> None:
+    def __init__(self, worker: Remote, patience_s: float = 5.0) -> None:
         self._worker, self._patience_s = worker, patience_s
         self._tickets = count(1)
         self._growing: dict[int, LocalGrowing] = {}  # as far as they are known, by ticket
@@ -263,17 +262,13 @@ class RemoteSessions:
             self._gone()
 
     def _send(self, message: Any) -> None:
+        send(self._worker, message, self._patience_s)
         if self._worker.line is None:
-            self._gone()
-        try:
-            self._worker.line.send(message, self._patience_s)
-        except ChannelClosed:
-            self._worker.lost()
             self._gone()
 
     def _take(self, timeout: float) -> bool:
         """One message, if it comes in time."""
-        message = received(self._worker, timeout)
+        message = receive(self._worker, timeout)
         if self._worker.line is None:
             self._gone()
         if message is None:

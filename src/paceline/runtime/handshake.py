@@ -1,13 +1,11 @@
-"""What is said before work begins: where a worker is to run and what it is to serve, and whether it fits.
-
-There are two lines to a worker. Over the one it is told to begin, and it says that it lives. Over the other it says
-hello, and then whatever its service says.
-"""
+"""The messages before work begins: what a worker runs and where, and whether it fits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from .. import __version__
 from ..core.errors import CapabilityError
@@ -15,12 +13,12 @@ from ..core.errors import CapabilityError
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What both sides must agree in. Empty: it does not matter here."""
+    """What both sides must agree in; an empty fact does not matter."""
 
     weights: str = ""  # fingerprint of the checkpoint (`weights.files.fingerprint`), and its layers
     vocabulary: str = ""  # of token ids and their pieces
     dtype: str = ""
-    torch: str = ""  # its version: lines between hosts are torch's
+    torch: str = ""  # its version
     instructions: str = ""  # in use, where ids are to be the same bit for bit
     version: str = __version__
 
@@ -36,7 +34,7 @@ _REMEDIES = {
 
 
 def compare(who: str, expected: Facts, found: Facts) -> None:
-    """Refuse a worker that is not what was asked for.
+    """Refuse a worker whose facts differ.
 
     Raises:
         CapabilityError: the first fact that differs.
@@ -44,48 +42,39 @@ def compare(who: str, expected: Facts, found: Facts) -> None:
     for fact in fields(Facts):
         mine, theirs = getattr(expected, fact.name), getattr(found, fact.name)
         if mine and mine != theirs:
-            wrong = f"its {fact.name} is {theirs or 'not said'}, and {mine} is asked for"
+            wrong = f"its {fact.name} is {theirs or 'not known'}, and {mine} is expected"
             raise CapabilityError(f"worker {who}", wrong, _REMEDIES[fact.name])
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """To a worker that was just started."""
+    """To a process that was just started."""
 
     name: str
     service: str  # "module:function" that makes it
     options: dict[str, Any]  # of that function
-    way: str  # the line to be opened: "shared:..." or "fd:..." on this host, "group:..." between two
-    key: str  # to be said in `Hello`
     cores: list[int]
     device: str
-    spin_us: int
-    beat_s: float  # between two beats
-    waits: bool = False  # a spare one: it calls ``service`` to get ready, and the `Begin` of its work comes later
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """From a worker, every so often."""
-
-    busy_s: float  # how long it has been at its present piece of work; 0: it waits for work
+    line: str = ""  # address of the messages (`wire.listening`) ..
+    beats: str = ""  # .. and of the heartbeats
+    beat_s: float = 0.0  # between two heartbeats
+    waits: bool = False  # it calls ``service`` to get ready, and another `Begin` follows
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
     """From a worker that is ready."""
 
-    key: str
     facts: dict[str, str]
     pid: int
     host: str  # where it runs; empty: on this host
+    inbox: str  # address of its further messages (`Service.listen`); empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """From a worker that cannot serve what it was asked to: the three parts of the error."""
+    """From a worker that cannot serve what it is to serve: the three parts of the error."""
 
-    key: str
     asked: str
     wrong: str
     remedy: str
@@ -94,10 +83,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """From a worker that could not make anything of a message, or failed at it and ends."""
+    """From a worker that could not read a message, or failed and ends."""
 
     why: str
 
 
-LIFE = Begin, Beat
+BEGIN = TypeAdapter(Begin)
 GREETINGS = Hello, Refused, Fault

@@ -27,8 +27,8 @@ from .handshake import Facts
 from .placement import Placement, cores, parse_cluster
 from .rank_service import KINDS, RankService
 from .rank_workers import RankWorkers
-from .worker import Worker, WorkerSpec
-from .workers import PATIENCE, end_all
+from .remote import Remote, WorkerSpec
+from .workers import TIMEOUTS, end_all
 
 OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
 
@@ -71,7 +71,7 @@ def start_tracks(config: LLMConfig, source: Source) -> Ranks:
 def _started(share: Share, spec: Callable[[int, RankMemory], WorkerSpec]) -> Ranks:
     """Rank 0, and the processes of the others."""
     memory = RankMemory(share.count)
-    workers = [Worker(spec(rank, memory), PATIENCE) for rank in range(1, share.count)]
+    workers = [Remote(spec(rank, memory), TIMEOUTS) for rank in range(1, share.count)]
     joins = memory.joins()
     line = RankWorkers(workers, joins)
     finalize(line, _stop, workers, memory, joins)
@@ -81,7 +81,7 @@ def _started(share: Share, spec: Callable[[int, RankMemory], WorkerSpec]) -> Ran
     return Ranks(share, joins, line)
 
 
-def _stop(workers: Sequence[Worker], memory: RankMemory, joins: Joins) -> None:
+def _stop(workers: Sequence[Remote], memory: RankMemory, joins: Joins) -> None:
     end_all(workers)
     memory.close()
     joins.close()

@@ -20,12 +20,12 @@ from ..model.base import KVCache
 from ..model.joins import Joins
 from ..model.parallel import Run
 from .hanging import HangLimit
-from .rank_service import KINDS, Adapter, Clear
-from .worker import Worker
-from .workers import LOOK_S, Workers
+from .rank_service import Adapter, Clear
+from .remote import LOOK_S, Remote
+from .workers import Workers
 
 NOTICE_S = 0.05  # after which a rank that has died is known as such
-CLEAR_S = 60.0  # for its answer to `Clear`, behind what it is still at
+CLEAR_S = 60.0  # for its answer to `Clear`, after what it is still at
 
 
 class RankWorkers(Workers):
@@ -36,8 +36,8 @@ class RankWorkers(Workers):
         joins: rank 0's.
     """
 
-    def __init__(self, workers: Sequence[Worker], joins: Joins) -> None:
-        super().__init__(workers, KINDS)
+    def __init__(self, workers: Sequence[Remote], joins: Joins) -> None:
+        super().__init__(workers)
         self.joins, self._limit, self._all = joins, HangLimit(), range(len(workers))
         self.runs = 0  # that came through
         self._epoch, self._clear = 0, True  # whether the ranks are to be told the epoch
@@ -47,11 +47,11 @@ class RankWorkers(Workers):
         self._caches: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._adapters: WeakKeyDictionary[LowRank, int] = WeakKeyDictionary()
 
-    def back(self) -> None:
+    def wait_ready(self) -> None:
         """See `RankLine`; of one that is lost meanwhile what is in flight does not count anyway."""
         while any(worker.line is None for worker in self.workers):
             with suppress(PassesLost):
-                super().back()
+                super().wait_ready()
 
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
         """See `RankLine`; a run that was begun and broken off is lost, too."""
@@ -89,9 +89,9 @@ class RankWorkers(Workers):
         late = [i for i in self._all if not self.joins.came(i + 1)]
         self.joins.begin(lost=1)
         end = time.monotonic() + NOTICE_S
-        while not self.fallen() and time.monotonic() < end:
+        while not self.newly_lost() and time.monotonic() < end:
             time.sleep(LOOK_S)
-        for index in late or ([] if self.fallen() else self._all):
+        for index in late or ([] if self.newly_lost() else self._all):
             if len(self.workers[index].faults) == self._known[index] and self.workers[index].line is not None:
                 self.workers[index].failed(f"hangs: at {self._rows} rows for {waited:.1f} s")
         try:
@@ -131,7 +131,7 @@ class RankWorkers(Workers):
 
     # -- faults
 
-    def fell(self, fallen: Sequence[int]) -> None:
+    def on_lost(self) -> None:
         """See `Workers`."""
         self._begun, self._clear = False, True
 
@@ -141,14 +141,14 @@ class RankWorkers(Workers):
         if not self._clear:
             return
         self.joins.begin(lost=1)  # whoever is still at a run gives it up
-        self.back()
+        self.wait_ready()
         self._epoch += 1
         self._moves, self._dropped = [], []
         self._adapters.clear()
         clear = Clear(self._epoch)
         self.send_to(self._all, clear)
         for index in self._all:
-            self.answer(index, lambda said: said == clear, CLEAR_S, "does not answer any more")
+            self.answer(index, lambda said: said == clear, CLEAR_S)
         self.joins.watch([os.pidfd_open(worker.pid) for worker in self.workers if worker.pid is not None])
         self.joins.begin(lost=0)
         self._clear = False

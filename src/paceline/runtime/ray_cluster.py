@@ -1,8 +1,7 @@
-"""Workers on a Ray cluster: Ray starts, places and watches them; what they say goes over groups (`groups`), not Ray.
+"""Workers on a Ray cluster: Ray places, starts and watches them; messages go over lines (`wire`), not through Ray.
 
-A `Reservation` is a placement group with a bundle for each worker and one for who asks, on its own host. A worker is an
-actor (`actors`); one that failed is left, and another one is started in the same bundle, wherever Ray has that by then.
-Its death is Ray's to tell; whether it hangs is seen by calls in a concurrency group of their own.
+A `Reservation` is a placement group with a bundle for each worker and one for this process, on its own host. A worker
+is an actor (`actors`); where one failed another one is started in the same bundle, wherever Ray has that by then.
 """
 
 from __future__ import annotations
@@ -11,33 +10,26 @@ import logging
 import math
 import os
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from threading import Thread
 from typing import Any
 from weakref import finalize
 
 from ..core.errors import CapabilityError, ConfigError
-from .channels import Channel, ChannelClosed
-from .clock import Late
-from .frames import Codec
-from .groups import JOIN_S, GroupChannel, Member, Store, join
-from .handshake import LIFE, Beat
+from .handshake import BEGIN
 from .placement import ClusterConfig
-from .worker import HOST_LEFT, LOOK_S, Launch, WorkerSpec
+from .remote import HOST_LEFT, Handle, Launch, WorkerSpec
 
 try:
     import ray
     from ray.util import placement_group, placement_group_table, remove_placement_group
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from .actors import WorkerActor, end_stopped
+    from .actors import WorkerActor
 except ImportError as error:
     raise CapabilityError("cluster=...", "Ray is not installed", "run pip install 'paceline[cluster]'") from error
 
@@ -46,12 +38,9 @@ log = logging.getLogger(__name__)
 PROBE_S = 5.0  # for the cluster's head to answer
 RESERVE_S = 60.0  # for bundles that fit to be free
 PLACED_S = 15.0  # for a host that leaves to be replaced by another one
-LAST_WORDS_S = 2.0  # for what a worker said last, on another way than Ray's, to come
 PIN = 0.001  # of a host's own resource: what stays on that host
 PAGE = "docs/cluster.md"
-STOPPED_S = 1.0  # without an answer, after which a process that is to end is taken to be stopped
-_END_STOPPED: Any = ray.remote(num_cpus=0, max_retries=0)(end_stopped)
-_ACTOR: Any = ray.remote(concurrency_groups={"watch": 1})(WorkerActor)  # type: ignore[call-overload]
+_ACTOR: Any = ray.remote(WorkerActor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +208,6 @@ class Reservation:
         wanted = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
         check_fit(asked, wanted)
         self.bundle, self.host = bundle, host
-        self.store, self._name, self._groups = Store(host), secrets.token_hex(8), count()
         self._group = placement_group(wanted, strategy=cluster.place.upper())
         finalize(self, _give_back, self._group)
         if not self._group.wait(RESERVE_S):
@@ -231,23 +219,12 @@ class Reservation:
         """How the worker of one of the bundles is started."""
         return partial(_Actor, self, index)
 
-    def members(self, count: int) -> list[Member]:
-        """Of a new group, of this process and others."""
-        group = f"{self._name}/{next(self._groups)}"
-        return [self.store.member(group, rank, count) for rank in range(count)]
-
     def room(self) -> str:
         """What is wrong with the bundles' places; empty: nothing. A host that left may have had one of them."""
         if placement_group_table(self._group)["state"] == "CREATED":
             return ""
         there = ", ".join(_has(has) for has in hosts().values())
         return f"has no host: none is left with {self.bundle} that nobody uses; those that are there have {there}"
-
-    def hop(self, giver: str, taker: str) -> tuple[str, str]:
-        """Addresses of a way between two hosts, of which an empty one is this; see `ways`."""
-        ends = zip((giver, taker), self.members(2), strict=True)
-        out, into = (f"group:{host or self.host}/{end}" for host, end in ends)
-        return out, into
 
     def actor(self, index: int) -> Any:
         """A new one in one of the bundles."""
@@ -264,8 +241,8 @@ def _give_back(group: Any) -> None:
 # -- a worker
 
 
-class _Actor:
-    """A worker of a reservation; see `Launched`. It is asked for its signs of life one by one.
+class _Actor(Handle):
+    """A worker of a reservation; see `WorkerHandle`.
 
     Args:
         reservation, index: in which of its bundles.
@@ -275,60 +252,32 @@ class _Actor:
     pid: int | None = None
 
     def __init__(self, reservation: Reservation, index: int, spec: WorkerSpec, beat_s: float) -> None:
-        self.key, self._reservation, self._beat_s = secrets.token_hex(16), reservation, beat_s
+        super().__init__(spec, beat_s, reservation.host)
+        self._reservation, self._placed = reservation, False
         self._actor = reservation.actor(index)
-        own, its = reservation.members(2)
-        self._way = _Joining(reservation.store, own, reservation.host)
-        told = b"".join(Codec(*LIFE).encode(spec.begin(f"group:{its}", self.key, beat_s)))
-        self._done: Future[int] = self._actor.run.remote(told, spec.placement.environment()).future()
-        self._asked: Future[tuple[float, tuple[str, int]]] | None = None  # for a sign of life
-        self._next_beat = self._answered = 0.0  # when
-        self._where: tuple[str, int] | None = None  # Ray's number of its host, and its process's; None: not known yet
-        self._seen = math.inf  # when it was seen to be done
+        began = self._actor.run.remote(BEGIN.dump_json(self.begin), spec.placement.environment())
+        self._done: Future[int] = began.future()
         self._next_look = time.monotonic() + PLACED_S  # when to ask whether it has a place
 
-    def connect(self) -> Channel:
-        return self._way.found()
+    def beat(self) -> float | None:
+        beat = super().beat()
+        self._placed |= beat is not None
+        return beat
 
     def poll(self) -> int | str | None:
-        if not self._done.done():
-            return self._placed()
-        if (error := self._done.exception()) is not None:
-            return _words(error)
+        if self._done.done():
+            error = self._done.exception()
+            return self._done.result() if error is None else _words(error)
         now = time.monotonic()
-        self._seen = min(self._seen, now)
-        return self._done.result() if now - self._seen > LAST_WORDS_S else None
-
-    def _placed(self) -> str | None:
-        """That it has no place, some seconds after it was started; None: it has one."""
-        now = time.monotonic()
-        if self._where is not None or now < self._next_look:
+        if self._placed or now < self._next_look:
             return None
         self._next_look = now + PLACED_S
         return self._reservation.room() or None
 
-    def beat(self) -> Beat | None:
-        now = time.monotonic()
-        if self._asked is None and now >= self._next_beat:
-            self._asked, self._next_beat = self._actor.beat.remote().future(), now + self._beat_s
-        if self._asked is None or not self._asked.done():
-            return None
-        asked, self._asked = self._asked, None
-        if asked.exception() is not None:  # it is gone, which `poll` says
-            return None
-        busy_s, self._where = asked.result()
-        self._answered = now
-        return Beat(busy_s)
-
     def end(self) -> None:
-        self._way.close()
-        if not ray.is_initialized():
-            return
-        ray.kill(self._actor)
-        if self._where is not None and time.monotonic() - self._answered > STOPPED_S:
-            host, pid = self._where
-            on_it = NodeAffinitySchedulingStrategy(host, soft=False)
-            _END_STOPPED.options(scheduling_strategy=on_it).remote(pid)
+        super().end()
+        if ray.is_initialized():
+            ray.kill(self._actor)
 
 
 def _words(error: BaseException) -> str:
@@ -344,46 +293,3 @@ def _words(error: BaseException) -> str:
     if "ray.kill" in text:
         return "was ended"
     return f"died: {'its process has ended' if reason is None or 'worker process' in reason[1] else reason[1]}"
-
-
-class _Joining:
-    """A way to a worker: a thread joins its group once the worker waits there.
-
-    Args:
-        store, member: where, and as which one.
-        host: this one's address.
-    """
-
-    def __init__(self, store: Store, member: Member, host: str) -> None:
-        self._store, self._member, self._host = store, member, host
-        self._found: GroupChannel | ChannelClosed | None = None
-        self._closed = False
-        Thread(target=self._join, daemon=True, name="paceline-join").start()
-
-    def found(self) -> Channel:
-        """This end; errors as of `Launched.connect`."""
-        if self._found is None:
-            raise Late("it is not there yet")
-        if isinstance(self._found, ChannelClosed):
-            raise self._found
-        return self._found
-
-    def _join(self) -> None:
-        try:
-            while not self._store.waits(self._member.group):
-                if self._closed:
-                    return
-                time.sleep(LOOK_S)
-            channel = GroupChannel(join(self._member, self._host, JOIN_S), 1)
-        except ChannelClosed as error:
-            self._found = error
-            return
-        self._found = channel
-        if self._closed:
-            channel.close()
-
-    def close(self) -> None:
-        """Be gone for the worker."""
-        self._closed = True
-        if isinstance(self._found, GroupChannel):
-            self._found.close()

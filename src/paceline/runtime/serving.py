@@ -1,157 +1,125 @@
-"""A worker's side: the main loop, which a thread or an activity of virtual time may run as well as a process.
-
-A process begins with `begin`, which pins it before anything imports torch.
-"""
+"""A worker's side: the main loop, which may run in a process, a thread or an activity of virtual time."""
 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
+
+import zmq
 
 from ..core.errors import ConfigError
-from .channels import Channel, ChannelClosed, Line
 from .clock import Late
-from .frames import Codec, FrameError
-from .handshake import GREETINGS, LIFE, Beat, Begin, Facts, Fault, Hello, Refused
-from .shared import SharedChannel, SharedEnd
-from .sockets import SocketChannel
+from .handshake import GREETINGS, Begin, Facts, Fault, Hello, Refused
+from .wire import Codec, Line, MessageError, connected
 
 
 class Service:
     """What a worker does."""
 
-    kinds: Sequence[type[Any]]  # messages of both directions; see `Codec`
+    kinds: Sequence[type[Any]]  # messages of both directions
     facts = Facts()
+    inbox: Line | None = None  # further messages, which `work` reads
+
+    def listen(self, host: str) -> str:
+        """Open `inbox`, if there is one, and return its address; ``host`` is as of `wire.listening`."""
+        return ""
 
     def handle(self, message: Any) -> Iterable[Any]:
         """Answer a message; the answers are sent as they come."""
         raise NotImplementedError
 
     def work(self) -> Iterable[Any] | None:
-        """Do a piece of the work that is left, such as a level of a draft, and say what there is to say; None: there is
-        none. Messages that came meanwhile are handled between two pieces: they may call off the rest."""
+        """Do a piece of the remaining work and return its answers; None: there is none. Messages that arrive meanwhile
+        are handled between two pieces."""
         return None
 
 
 class Progress:
-    """What a worker is at, for who watches it."""
+    """The current piece of work, read by the heartbeat."""
 
-    since: float | None = None  # when its present piece of work began; None: it waits for work
+    since: float | None = None  # when it began; None: the worker waits
 
     def busy_s(self) -> float:
-        """How long it has been at that."""
+        """Return the seconds since it began; 0: the worker waits."""
         since = self.since
         return 0.0 if since is None else time.monotonic() - since
 
 
-def serve(service: Service, line: Line, progress: Progress | None = None) -> None:
-    """Answer messages, and work while none comes, until the other end is gone.
+def serve(service: Service, line: Line, progress: Progress | None = None) -> NoReturn:
+    """Answer messages, and work while none arrives.
 
-    Bytes that are no message are answered with a `Fault`, and work goes on. Where the service itself fails, its state
-    is not known any more: a last `Fault` is sent.
+    Messages that cannot be read are answered with a `Fault`. Where the service fails, a last `Fault` is sent.
 
     Raises:
         Exception: what the service raised.
     """
-    progress, left = progress or Progress(), False
+    progress, busy = progress or Progress(), False
     while True:
+        message = None
         try:
-            left = _turn(service, line, progress, left)
-        except ChannelClosed:
-            return
+            message = line.receive(0 if busy else None, service.inbox)
+        except MessageError as error:
+            line.send(Fault(str(error)))
+            continue
+        except Late:
+            pass
+        progress.since = time.monotonic()
+        try:
+            answers = service.work() if message is None else service.handle(message)
+            for answer in answers or ():
+                line.send(answer)
+        except Exception as error:
+            line.send(Fault(f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            progress.since = None
+        busy = answers is not None
 
 
-def _turn(service: Service, line: Line, progress: Progress, left: bool) -> bool:
-    """One message or, where none has come, one piece of work; whether work may be left."""
-    try:
-        message = line.receive(0 if left else None)
-    except FrameError as error:
-        line.send(Fault(str(error)))
-        return left
-    except Late:
-        return _do(service.work, line, progress)
-    _do(lambda: service.handle(message), line, progress)
-    return True
-
-
-def _do(work: Callable[[], Iterable[Any] | None], line: Line, progress: Progress) -> bool:
-    """Do a piece of work and send what comes of it; False: there was none."""
-    progress.since = time.monotonic()
-    try:
-        said = work()
-        for answer in said or ():
-            line.send(answer)
-    except ChannelClosed:
-        raise
-    except Exception as error:
-        line.send(Fault(f"{type(error).__name__}: {error}"))
-        raise
-    finally:
-        progress.since = None
-    return said is not None
-
-
-def main(asked: Begin, life: SocketChannel) -> int:
-    """A worker process of this host from here on; the exit status."""
-    progress = Progress()
-    threading.Thread(target=_beat, args=(life, progress, asked.beat_s), daemon=True).start()
-    return answer(asked, _opened(asked), progress)
-
-
-def answer(asked: Begin, channel: Channel, progress: Progress, host: str = "") -> int:
-    """Build the service, say hello, serve until the other end is gone; an exit status.
+def answer(begin: Begin, host: str = "") -> int:
+    """Build the service, say hello and serve; return an exit status where that cannot be.
 
     Args:
-        asked: what it is.
-        channel: to who asks.
-        progress: told what it is at.
-        host: where it runs; empty: where who asks does.
+        begin: what it is.
+        host: address of the host where it runs; empty: the client's.
     """
+    progress = Progress()
+    threading.Thread(target=_beat, args=(begin, progress), daemon=True).start()
+    line = Line(connected(zmq.DEALER, begin.line), Codec(*GREETINGS))
     try:
-        service = built(asked)
-    except ConfigError as error:
-        Line(channel, Codec(*GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy, host))
-        return 2
-    except Exception as error:
-        traceback.print_exc()
-        Line(channel, Codec(*GREETINGS)).send(Fault(f"{type(error).__name__}: {error}"))
-        return 1
-    line = Line(channel, Codec(*GREETINGS, *service.kinds))
-    line.send(Hello(asked.key, asdict(service.facts), os.getpid(), host))
-    serve(service, line, progress)
-    return 0
-
-
-def built(asked: Begin) -> Any:
-    """What the function that it names returns."""
-    module, _, name = asked.service.partition(":")
-    return getattr(import_module(module), name)(device=asked.device, **asked.options)
-
-
-def _opened(asked: Begin) -> Channel:
-    kind, _, where = asked.way.partition(":")
-    if kind == "shared":
-        return SharedChannel(SharedEnd.parse(where), asked.spin_us)
-    return SocketChannel(socket.socket(fileno=int(where)))
-
-
-def _beat(life: SocketChannel, progress: Progress, seconds: float) -> None:
-    """Say that this process lives, until nobody is there: then it ends, whatever it is at.
-
-    Where nobody looks for a long time, beats are left out.
-    """
-    codec = Codec(*LIFE)
-    while True:
         try:
-            if life.takes():
-                life.send(codec.encode(Beat(progress.busy_s())))
-        except ChannelClosed:
-            os._exit(1)
-        time.sleep(seconds)
+            service = built(begin)
+        except ConfigError as error:
+            line.send(Refused(error.asked, error.wrong, error.remedy, host))
+            return 2
+        except Exception as error:
+            traceback.print_exc()
+            line.send(Fault(f"{type(error).__name__}: {error}"))
+            return 1
+        line.codec = Codec(*GREETINGS, *service.kinds)
+        line.send(Hello(asdict(service.facts), os.getpid(), host, service.listen(host)))
+        serve(service, line, progress)
+    finally:
+        zmq.Context.instance().destroy(linger=1000)
+
+
+def built(begin: Begin) -> Any:
+    """Call the function that it names, and return the result."""
+    module, _, name = begin.service.partition(":")
+    return getattr(import_module(module), name)(device=begin.device, **begin.options)
+
+
+def _beat(begin: Begin, progress: Progress) -> None:
+    socket = connected(zmq.PUSH, begin.beats, last_only=True)
+    try:
+        while True:
+            socket.send(str(progress.busy_s()).encode())
+            time.sleep(begin.beat_s)
+    except zmq.ZMQError:  # the process ends
+        return

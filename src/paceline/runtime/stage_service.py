@@ -1,7 +1,7 @@
-"""A stage in a process of its own, behind the line to its coordinator.
+"""A stage in a process of its own.
 
-Its frames come over that line, are answered there and are pruned by the coordinator on their way (`Compute`); or they
-go straight from stage to stage (`Relay`), and the line says what became of the requests meanwhile (`Verdicts`).
+Frames come from the stage before it and go to the next one, as soon as they are computed; what became of the requests
+meanwhile comes from the coordinator.
 
 Source: SpecPipe, section 3.3 and algorithm 1.
 """
@@ -10,77 +10,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
-from threading import Thread
 from typing import Any
+
+import zmq
 
 from ..core.errors import PassesLost
 from ..core.inference import inference
-from ..model.stages import Stage
-from .channels import Channel, ChannelClosed, Line
-from .frames import Codec
+from ..model.stages import Frame, Stage
+from .clock import Late
 from .handshake import Facts
-from .messages import KINDS, AskStage, Clear, Compute, Computed, StageState, Verdicts, frame_of, message_of
+from .messages import KINDS, Compute, Dropped, Ready, Verdicts, frame_of, message_of
 from .serving import Service
-from .ways import OPEN_S, giving, taking
-
-
-class Relay:
-    """A thread: frames from the stage before, through a stage, to the next one, until one of the two ways is closed.
-
-    Args:
-        stage: what computes.
-        into, out: addresses of the ways (`ways`).
-        before: the relay of an earlier epoch, whose last frame may still be computed.
-    """
-
-    def __init__(self, stage: Stage, into: str, out: str, before: Relay | None) -> None:
-        self.stage = stage
-        self.rows, self.since = 0, 0.0  # of the frame that is computed, and since when; 0: none is
-        self.error: BaseException | None = None  # what ended it, unless a way was closed
-        self.dropped = ""  # why the stage lost its K/V, and comes back by itself
-        self._ends = taking(into), giving(out)
-        self._thread = Thread(target=self._live, args=(before,), daemon=True, name="paceline-relay")
-        self._thread.start()
-
-    def _live(self, before: Relay | None) -> None:
-        if before is not None:
-            before._thread.join()
-        opened: list[Channel] = []
-        try:
-            # Whoever gives is here first: of a chain of groups each is joined once the one before it is.
-            for end in self._ends:
-                opened.append(end(OPEN_S))  # the first one is closed where the second one does not come
-            self._run(*(Line(channel, Codec(Compute)) for channel in opened))
-        except ChannelClosed:  # a neighbour has left its way; the coordinator asks each stage for its reason
-            pass
-        except PassesLost as error:
-            self.dropped = str(error)
-        except Exception as error:
-            self.error = error
-        finally:
-            self.rows = 0
-            for channel in opened:
-                channel.close()
-
-    @inference
-    def _run(self, into: Line, out: Line) -> None:
-        device = self.stage.decoder.device
-        while True:
-            message: Compute = into.receive()
-            began = time.monotonic()
-            self.since, self.rows = began, max(1, sum(len(part.nodes) for part in message.parts))
-            frame = self.stage.pruned(self.stage.run(frame_of(message, device)))  # by what was said meanwhile
-            took = max(message.seconds, time.monotonic() - began)
-            out.send(replace(message_of(frame), seconds=took))
-            self.rows = 0
+from .wire import Codec, Line, connected, listening
 
 
 class StageService(Service):
     """A stage behind a line.
 
     Args:
-        stage: of a decoder without words.
+        stage: of a decoder without embedding and head.
         facts: about its weights.
     """
 
@@ -88,44 +36,54 @@ class StageService(Service):
 
     def __init__(self, stage: Stage, facts: Facts) -> None:
         self.stage, self.facts = stage, facts
-        self._relay: Relay | None = None
+        self._out: Line | None = None
+        self._address = ""  # of the next stage
+        self._computed: tuple[Frame, float] | None = None  # a frame that is to be sent, and its longest stage
+
+    def listen(self, host: str) -> str:
+        """Open the inbox of frames, and return its address."""
+        socket, address = listening(zmq.PULL, host)
+        self.inbox = Line(socket, Codec(Compute))
+        return address
 
     def handle(self, message: Any) -> Iterable[Any]:
-        """Do what a message says."""
-        if isinstance(message, Compute):
-            return self._computed(message)
+        """Note verdicts, or begin an epoch."""
         if isinstance(message, Verdicts):
             for request, version, alive in message.told:
                 self.stage.tell(request, version, frozenset(alive))
             for request in message.closed:
                 self.stage.close(request)
             self.stage.end(message.ended)
-        elif isinstance(message, Clear):
-            self.stage.forget(message.epoch)
-            ranks = self.stage.decoder.ranks
-            if ranks is not None and ranks.line is not None:
-                ranks.line.back()
-            if message.into:
-                self._relay = Relay(self.stage, message.into, message.out, self._relay)
-        elif isinstance(message, AskStage):
-            return [self._looked(message.epoch)]
-        return ()
+            return ()
+        self.stage.forget(message.epoch)
+        self._computed, ranks = None, self.stage.decoder.ranks
+        if ranks is not None and ranks.line is not None:
+            ranks.line.wait_ready()
+        if message.out != self._address:
+            if self._out is not None:
+                self._out.close()
+            self._out, self._address = Line(connected(zmq.PUSH, message.out), Codec(Compute)), message.out
+        return (Ready(message.epoch),)
 
     @inference
-    def _computed(self, message: Compute) -> Iterable[Any]:
+    def work(self) -> Iterable[Any] | None:
+        """Compute a frame; or send the last one, pruned by the verdicts that arrived meanwhile."""
+        if self._computed is not None:
+            assert self._out is not None, "an epoch names the next stage"
+            (frame, seconds), self._computed = self._computed, None
+            self._out.send(message_of(self.stage.pruned(frame), seconds))
+            return ()
+        assert self.inbox is not None, "it is open once the service runs"
+        try:
+            message: Compute = self.inbox.receive(0)
+        except Late:
+            return None
+        if message.epoch != self.stage.epoch:
+            return ()
         began = time.monotonic()
         try:
             frame = self.stage.run(frame_of(message, self.stage.decoder.device))
         except PassesLost as error:
-            return [StageState(message.epoch, 0, 0.0, str(error))]
-        return () if frame.hidden is None else (Computed(frame.epoch, frame.hidden, time.monotonic() - began),)
-
-    def _looked(self, epoch: int) -> StageState:
-        """What it is at; raises what its relay failed at."""
-        relay = self._relay
-        if relay is None:
-            return StageState(epoch, 0, 0.0, "")
-        if relay.error is not None:
-            raise relay.error
-        rows = relay.rows
-        return StageState(epoch, rows, time.monotonic() - relay.since if rows else 0.0, relay.dropped)
+            return (Dropped(message.epoch, str(error)),)
+        self._computed = frame, max(message.seconds, time.monotonic() - began)
+        return ()

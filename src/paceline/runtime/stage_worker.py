@@ -33,15 +33,14 @@ from ..model.devices import ALL_GPUS, share_devices
 from ..model.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
 from ..papers.specpipe.config import MEASURED, PipelineConfig
 from ..weights.loader import parse_device
-from . import ways
 from .handshake import Facts
 from .messages import KINDS
 from .placement import Placement, cores, pin
 from .rank_worker import facts_of, options_of, start_ranks
+from .remote import Remote, WorkerSpec, launch_here
 from .stage_service import StageService
 from .stage_workers import StageWorkers
-from .worker import Worker, WorkerSpec, launch_here
-from .workers import PATIENCE, end_all
+from .workers import TIMEOUTS, end_all
 
 if TYPE_CHECKING:
     from .cluster import Places
@@ -80,9 +79,9 @@ def start_stages(
         part = {"start": start, "stop": stop, "slots": slots}
         spec = stage_spec(config, index, part, placements[index], source)
         launch = launch_here if places is None else places.stage(index)
-        workers.append(Worker(spec, PATIENCE, launch))
+        workers.append(Remote(spec, TIMEOUTS, launch))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
-    stage_line = StageWorkers(workers, last, target.layers, _hop(chosen, places))
+    stage_line = StageWorkers(workers, last, target.layers, "" if places is None else places.reservation.host)
     finalize(stage_line, end_all, workers)
     stage_line.start()
     if placements[-1].cores:
@@ -90,18 +89,6 @@ def start_stages(
     if config.threads is None and placements[-1].num_threads:
         torch.set_num_threads(max(1, placements[-1].num_threads // config.tensor_parallel))
     return stage_line
-
-
-def _hop(chosen: PipelineConfig, places: Places | None) -> ways.Hop | None:
-    """What makes the ways between stages; None: frames go through the coordinator."""
-    if chosen.frames == "coordinator":
-        return None
-    if places is not None:
-        return places.reservation.hop
-    if not ways.possible():
-        log.warning("on this system frames go through the coordinator: processes cannot find each other without files")
-        return None
-    return ways.hop_here
 
 
 def with_cut(config: LLMConfig) -> LLMConfig:

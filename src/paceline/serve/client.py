@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,10 +19,10 @@ from operator import attrgetter
 from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
-from ..runtime.channels import PREFIX, Line, prefix, size_of
-from ..runtime.frames import Codec, FrameError
-from ..runtime.handshake import GREETINGS, Fault
+from ..runtime.clock import Late
+from ..runtime.handshake import Fault
 from ..runtime.placement import Placement
+from ..runtime.remote import Remote, Timeouts, WarmStandby, WorkerSpec
 from ..runtime.requests import (
     KINDS,
     Abort,
@@ -36,18 +36,16 @@ from ..runtime.requests import (
     SampleUpdate,
     Submit,
 )
-from ..runtime.sockets import SocketChannel
-from ..runtime.worker import Patience, Spare, Worker, WorkerSpec
+from ..runtime.wire import Line, MessageError
 
 log = logging.getLogger(__name__)
-WATCH_S = 0.25  # between two looks at an engine that is well
-START_WATCH_S = 0.05  # and at one that starts
+WATCH_S = 0.05  # between two looks at the engine
 LEAST_S = 1e-3  # of a deadline that has passed meanwhile
-SPARE_S = 2.0  # that an engine is ready before a spare process gets ready next to it
+STANDBY_S = 2.0  # that an engine is ready before a standby process starts
 STUCK_S = 60.0  # at one step, after which an engine is taken to hang
-# Without one of the beats, of which six come in `silent_s`, an engine is dead; a pass, however long, does not hold them
-# up. One that was well for `healthy_s` is started again at once.
-PATIENCE = Patience(start_s=600.0, stuck_s=STUCK_S, silent_s=2.5, healthy_s=1.0)
+# Six heartbeats come in `silent_s`, and a long pass does not delay them. An engine that was well for `healthy_s` is
+# started again at once.
+TIMEOUTS = Timeouts(start_s=600.0, stuck_s=STUCK_S, silent_s=2.5, healthy_s=1.0)
 MOST_LIVES = 3  # engines in a row that may fail while nothing comes of a request: it may be what they fail at
 
 
@@ -112,47 +110,6 @@ class OpenRequest:
             future.exception()  # whether anybody waits for it or not
 
 
-class _Messages(asyncio.Protocol):
-    """Messages over a connected socket.
-
-    Args:
-        codec: of both directions.
-        take: called with each message that comes.
-        lost: called once, where the other end is gone or sends what is not a message.
-    """
-
-    def __init__(self, codec: Codec, take: Callable[[Any], None], lost: Callable[[], None]) -> None:
-        self._codec, self._take, self._lost, self._data = codec, take, lost, bytearray()
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport: asyncio.Transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        try:
-            while len(self._data) >= PREFIX.size:
-                end = PREFIX.size + size_of(self._data)
-                if len(self._data) < end:
-                    return
-                message = self._codec.decode(self._data[PREFIX.size : end])
-                del self._data[:end]
-                self._take(message)
-        except FrameError:
-            self._transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost()
-
-    def send(self, message: Any) -> None:
-        parts = self._codec.encode(message)
-        self._transport.write(b"".join([prefix(sum(map(len, parts))), *parts]))
-
-    def close(self) -> None:
-        """Close the connection; `lost` is not called for that."""
-        self._lost = lambda: None
-        self._transport.close()
-
-
 class EngineClient:
     """An engine as requests see it; its process is not started yet.
 
@@ -167,13 +124,12 @@ class EngineClient:
             options={"options": {name: value for name, value in options.items() if name != "device"}},
             kinds=KINDS,
             placement=Placement(device=options["device"]),
-            channel="socket",
         )
-        self._spare: Spare | None = Spare(spec, "paceline.runtime.engine_worker:prepare")
-        self._worker = Worker(spec, PATIENCE, self._spare.launch)
+        self._standby: WarmStandby | None = WarmStandby(spec, "paceline.runtime.engine_worker:prepare")
+        self._worker = Remote(spec, TIMEOUTS, self._standby.launch)
         self.launched_at = self._attached_at = self._detached_at = 0.0
-        self._engine: _Messages | None = None  # while there is one
-        self._attached: Line | None = None
+        self._engine: Line | None = None  # while there is one
+        self._descriptor = -1  # readable when messages of the engine may have arrived
         self._open: dict[str, OpenRequest] = {}
         self._looks: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -212,12 +168,10 @@ class EngineClient:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watch
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self._unwatch()
         self._worker.stop()
-        if self._spare is not None:
-            self._spare.close()
+        if self._standby is not None:
+            self._standby.close()
         self.end_all("the server ends")
 
     async def drained(self) -> None:
@@ -242,7 +196,13 @@ class EngineClient:
 
     def _send(self, message: Any) -> None:
         if self._engine is not None:
-            self._engine.send(message)
+            try:
+                self._engine.send(message, 0)
+            except Late:
+                self._worker.failed("takes no message")
+                self._detach()
+            else:
+                asyncio.get_running_loop().call_soon(self._drain)  # sending may have taken note of what arrived
 
     # -- requests
 
@@ -298,7 +258,7 @@ class EngineClient:
             raise self._down()
         asked = Look(secrets.token_hex(8))
         waiting = self._looks[asked.id] = asyncio.get_running_loop().create_future()
-        self._engine.send(asked)
+        self._send(asked)
         return await waiting
 
     def _down(self) -> EngineDown:
@@ -344,47 +304,59 @@ class EngineClient:
                 self.end_all(str(self._down()))
                 self.on_failure()
                 return
-            if self._attached is not None and self._worker.line is not self._attached:
+            if self._engine is not None and self._worker.line is not self._engine:
                 self._detach()
-            if ready and self._attached is None:
-                await self._attach()
-            if ready and self._spare is not None and time.monotonic() - self._attached_at > SPARE_S:
+            if self._engine is None and self._worker.line is not None:
+                self._attach(self._worker.line)
+            if ready and self._standby is not None and time.monotonic() - self._attached_at > STANDBY_S:
                 try:
-                    self._spare.prepare()
+                    self._standby.prepare()
                 except (OSError, PacelineError) as error:
-                    log.warning("no spare process for the engine can be had: %s", error)
-                    self._spare = None
-            await asyncio.sleep(WATCH_S if ready else START_WATCH_S)
+                    log.warning("no standby process for the engine can be started: %s", error)
+                    self._standby = None
+            await asyncio.sleep(WATCH_S)
 
-    async def _attach(self) -> None:
+    def _attach(self, line: Line) -> None:
         """Send to an engine that is ready what is open."""
-        self._attached = self._worker.line
-        assert self._attached is not None and isinstance(self._attached.channel, SocketChannel)
-        copy = socket.socket(fileno=socket.dup(self._attached.channel.fileno()))
-        messages = _Messages(Codec(*GREETINGS, *KINDS), self._take, self._lost)
-        await asyncio.get_running_loop().create_unix_connection(lambda: messages, sock=copy)
-        self._engine, self._attached_at = messages, time.monotonic()
+        self._engine, self._attached_at = line, time.monotonic()
+        self._descriptor = os.dup(line.socket.fileno())  # the worker's end closes the line
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._descriptor, self._drain)
+        loop.call_soon(self._drain)  # what arrived before
         if self.restarts:
             log.warning("the engine is back after %.1f s", self._attached_at - self._detached_at)
         if self.description is None:
-            messages.send(Describe())
+            self._send(Describe())
         for one in [*self._open.values()]:
             one.lives += 1
             if one.lives > MOST_LIVES:
                 del self._open[one.asked.id]
                 one.fail(EngineDown(f"{MOST_LIVES} engines have failed while this request was in flight"))
             else:
-                messages.send(one.resumed())
+                self._send(one.resumed())
 
-    def _lost(self) -> None:
-        self._worker.lost()  # the error names the cause
-        self._detach()
+    def _drain(self) -> None:
+        """Read all messages of the engine's that have arrived."""
+        try:
+            while self._engine is not None and self._engine is self._worker.line:
+                self._take(self._engine.receive(0))
+        except Late:
+            return
+        except MessageError as error:
+            self._worker.failed(f"sends what is not a message: {error}")
+            self._detach()
 
     def _detach(self) -> None:
         if self._engine is not None:
-            self._engine.close()
             self.restarts, self._detached_at = self.restarts + 1, time.monotonic()
             why = self._worker.faults[-1:] or ["its line is closed"]
             log.warning("the engine is gone (%s); %d requests wait for the next one", why[0], len(self._open))
-        self._engine = self._attached = None
+        self._unwatch()
         self._fail_looks("the engine is started again")
+
+    def _unwatch(self) -> None:
+        self._engine = None
+        if self._descriptor >= 0:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -52,11 +52,6 @@ class PipelineConfig(AheadConfig):
         help="what the target says; or, lossy, what it likes best of the drafts that cost no tick, or the best draft "
         "in its top-p set, of p = 0.9",
     )
-    frames: Literal["straight", "coordinator"] = option(
-        "straight",
-        help="states of stages in processes go from stage to stage, and verdicts to all at once; or through the "
-        "coordinator, which prunes them on the way",
-    )
     source: Literal["here", "process"] = option(
         "here", help="drafts in this process, between the ticks, or beside the stages in a process of its own"
     )
@@ -92,9 +87,6 @@ class PipelineConfig(AheadConfig):
 
     def build(self, parts: RoundParts) -> PipelineRound:
         self._fit(parts)
-        if parts.start is None and self.frames != "straight":
-            wrong = "the stages are in this process, and send each other nothing"
-            raise ConfigError(f"round='pipeline,frames={self.frames}'", wrong, "give pipeline=STAGES, or leave it out")
         stage_line = StagesInTurn(self.cut(parts.target, parts.pool)) if parts.start is None else parts.start()
         return self.over(parts, stage_line)
 
