@@ -41,7 +41,7 @@ OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences
 
 
 # Drafting is to be back within seconds, however often a drafter died; taking one for dead too soon costs no token.
-TIMEOUTS = Timeouts(silent_s=1.5, most_rest_s=1.0)
+TIMEOUTS = Timeouts(silent_s=5.0, most_rest_s=1.0)
 
 
 def draft_worker(

@@ -41,7 +41,7 @@ class Timeouts:
     """How long a worker is waited for, and how it is started again."""
 
     start_s: float = option(120.0, help="seconds from its start to its hello", above=0.0)
-    silent_s: float = option(3.0, help="seconds without a heartbeat after which it is taken for dead", above=0.0)
+    silent_s: float = option(10.0, help="seconds without a heartbeat after which it is taken for dead", above=0.0)
     stuck_s: float = option(30.0, help="seconds at one piece of work after which it is taken to hang", above=0.0)
     rest_s: float = option(0.1, help="seconds before it is started again, doubled with every failure", above=0.0)
     most_rest_s: float = option(5.0, help="seconds, at most", above=0.0)
@@ -228,12 +228,13 @@ class Remote:
         self.hello: Hello | None = None  # of the present one
         self.faults: list[str] = []  # each names the worker and its process
         self.starts = 0
-        self.busy_s = 0.0  # at its current piece of work, by its last heartbeat
+        self.busy_s = 0.0  # at its current piece of work, by its last heartbeat ..
+        self.silent_s = 0.0  # .. which came so long ago
         self._launch, self._clock = launch, clock or RealClock()
         self._handle: WorkerHandle | None = None
         self._refused: ConfigError | None = None
         self._next = self._clock.now()  # when to start it
-        self._since = self._looked = self._silent_s = 0.0
+        self._since = self._looked = 0.0
         self._in_a_row = 0
         self._stopped = False
 
@@ -276,7 +277,7 @@ class Remote:
         now = self._clock.now()
         if self._stopped or (self.line is not None and now - self._looked < LOOK_S):
             return self.line is not None
-        self._silent_s += min(now - self._looked, MOST_SILENT_S)
+        self.silent_s += min(now - self._looked, MOST_SILENT_S)
         self._looked = now
         if self._handle is None:
             if now >= self._next:
@@ -298,7 +299,7 @@ class Remote:
         if self._handle is None:
             return
         now = self._clock.now()
-        healthy = self.line is not None and now - self._since > self.timeouts.healthy_s
+        healthy = self.line is not None and now - self._since - self.silent_s > self.timeouts.healthy_s
         self._in_a_row = 1 if healthy else self._in_a_row + 1
         process = "" if self.pid is None else f" (pid {self.pid}{self.host and f' on {self.host}'})"
         self.faults.append(f"worker {self.spec.name}{process} {why}")
@@ -312,9 +313,9 @@ class Remote:
         self._end()
 
     def _begin(self, now: float) -> None:
-        self._since, self._silent_s = now, 0.0
+        self._since, self.silent_s = now, 0.0
         try:
-            self._handle = self._launch(self.spec, self.timeouts.silent_s / 6)
+            self._handle = self._launch(self.spec, self.timeouts.silent_s / 20)
         except (OSError, PacelineError) as error:
             if not self.starts and isinstance(error, PacelineError):
                 raise
@@ -342,9 +343,9 @@ class Remote:
         if status is not None:
             return ended(status)
         if (beat := handle.beat()) is not None:
-            self._silent_s, self.busy_s = 0.0, beat
-        if self._silent_s > self.timeouts.silent_s and self.line is not None:
-            return f"hangs: no heartbeat for {self._silent_s:.1f} s"
+            self.silent_s, self.busy_s = 0.0, beat
+        if self.silent_s > self.timeouts.silent_s and self.line is not None:
+            return f"hangs: no heartbeat for {self.silent_s:.1f} s"
         if beat is not None and beat > self.timeouts.stuck_s:
             return f"hangs: at one piece of work for {beat:.1f} s"
         if self.line is None and now - self._since > self.timeouts.start_s:

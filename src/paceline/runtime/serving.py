@@ -16,7 +16,7 @@ import zmq
 from ..core.errors import ConfigError
 from .clock import Late
 from .handshake import GREETINGS, Begin, Facts, Fault, Hello, Refused
-from .wire import Codec, Line, MessageError, connected
+from .wire import Codec, Line, MessageError, connected, use_folder_of
 
 
 class Service:
@@ -89,6 +89,7 @@ def answer(begin: Begin, host: str = "") -> int:
         begin: what it is.
         host: address of the host where it runs; empty: the client's.
     """
+    use_folder_of(begin.line)
     progress = Progress()
     threading.Thread(target=_beat, args=(begin, progress), daemon=True).start()
     line = Line(connected(zmq.DEALER, begin.line), Codec(*GREETINGS))

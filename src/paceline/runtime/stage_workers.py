@@ -23,7 +23,7 @@ import zmq
 from ..core.errors import PassesLost
 from ..model.stages import Frame, Stage
 from .clock import Late
-from .hanging import HangLimit
+from .hanging import HANG_S, HangLimit
 from .messages import Clear, Compute, Dropped, Ready, Verdicts, frame_of, message_of
 from .remote import LOOK_S, Remote, WorkerFailed, receive
 from .wire import Codec, Line, connected, listening
@@ -158,10 +158,10 @@ class StageWorkers(Workers):
         return replace(frame_of(message, self.last.decoder.device), ended=due.frame.ended)
 
     def _too_late(self, rows: int, waited: float) -> NoReturn:
-        """Raise as `tick`; the stage that is longest at its work hangs."""
-        worker = max(self.workers, key=lambda one: one.busy_s)
-        if worker.busy_s:
-            worker.failed(f"hangs: at {rows} rows for {worker.busy_s:.1f} s")
+        """Raise as `tick`; the stage that is at its work, or silent, for longest hangs."""
+        worker = max(self.workers, key=_still_s)
+        if (still := _still_s(worker)) > HANG_S / 2:
+            worker.failed(f"hangs: at {rows} rows for {still:.1f} s")
         self.look()
         why = f"no stage returns {rows} rows for {waited:.1f} s"
         self._late += 1
@@ -231,3 +231,8 @@ class StageWorkers(Workers):
             self._read(min(self._waits), LOOK_S)
             self.look()
         self._clear = False
+
+
+def _still_s(worker: Remote) -> float:
+    """Return the seconds for which a worker is at one piece of work, or silent."""
+    return max(worker.busy_s, worker.silent_s)

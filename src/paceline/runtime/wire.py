@@ -7,10 +7,10 @@ and each tensor's memory as a part of its own.
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import tempfile
 from dataclasses import fields
-from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 LINGER_MS = 200  # for which what was sent may still leave after its socket was closed
 _HEAD: TypeAdapter[tuple[str, list[tuple[str, list[int]]]]] = TypeAdapter(tuple[str, list[tuple[str, list[int]]]])
 _NUMBERS = count()
+_FOLDER: list[str] = []  # of sockets, once there is one
 
 
 class MessageError(PacelineError):
@@ -168,7 +169,7 @@ def listening(kind: int, host: str = "", last_only: bool = False) -> tuple[zmq.S
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.conflate = int(last_only)
     if not host:
-        address = f"ipc://{_folder()}/{next(_NUMBERS)}"
+        address = f"ipc://{_folder()}/{os.getpid()}-{next(_NUMBERS)}"
         socket.bind(address)
         return socket, address
     public, socket.curve_secretkey = zmq.curve_keypair()
@@ -193,9 +194,15 @@ def connected(kind: int, address: str, last_only: bool = False) -> zmq.Socket[by
     return socket
 
 
-@cache
+def use_folder_of(address: str) -> None:
+    """Keep the sockets of this process next to one of its parent, which removes them."""
+    if address.startswith("ipc://"):
+        _FOLDER[:] = [os.path.dirname(address.removeprefix("ipc://"))]
+
+
 def _folder() -> str:
-    """Return a folder of this process that no other user may enter."""
-    made = tempfile.mkdtemp(prefix="paceline-")
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    """Return a folder that no other user may enter."""
+    if not _FOLDER:
+        _FOLDER.append(tempfile.mkdtemp(prefix="paceline-"))
+        atexit.register(shutil.rmtree, _FOLDER[0], ignore_errors=True)
+    return _FOLDER[0]

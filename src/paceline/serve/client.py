@@ -43,9 +43,8 @@ WATCH_S = 0.05  # between two looks at the engine
 LEAST_S = 1e-3  # of a deadline that has passed meanwhile
 STANDBY_S = 2.0  # that an engine is ready before a standby process starts
 STUCK_S = 60.0  # at one step, after which an engine is taken to hang
-# Six heartbeats come in `silent_s`, and a long pass does not delay them. An engine that was well for `healthy_s` is
-# started again at once.
-TIMEOUTS = Timeouts(start_s=600.0, stuck_s=STUCK_S, silent_s=2.5, healthy_s=1.0)
+# An engine that was well for `healthy_s` is started again at once.
+TIMEOUTS = Timeouts(start_s=600.0, stuck_s=STUCK_S, healthy_s=1.0)
 MOST_LIVES = 3  # engines in a row that may fail while nothing comes of a request: it may be what they fail at
 
 

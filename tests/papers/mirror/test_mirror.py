@@ -258,9 +258,9 @@ def test_candidates_are_those_of_the_trained_exit(layer: int, tmp_path: Path) ->
     ("changes", "options", "wrong"),
     [
         ({"num_layers": 5}, "exit=2", "trained for another model, and has num_layers=5"),
-        ({"d_model": 64}, "exit=2", "it has d_model=64"),
-        ({"vocab_size": 97}, "exit=2", "it has vocab_size=97"),
-        ({"layers": (1,)}, "exit=2", "they lie behind layers 1"),
+        ({"d_model": 64}, "exit=2", "and has d_model=64"),
+        ({"vocab_size": 97}, "exit=2", "and has vocab_size=97"),
+        ({"layers": (1,)}, "exit=2", "they lie after layers 1"),
         ({}, "exit=3", "the target has 3 layers"),
     ],
 )
