@@ -77,7 +77,7 @@ class Stand:
         self.progress = Progress()
         self.service: Any = None
         self.ended: dict[Line, str] = {}  # ends of services that failed, and why
-        self.starts, self.left = 0, 0
+        self.starts, self.left, self.silent_s = 0, 0, 0.0
         self.poll()
 
     @property

@@ -22,8 +22,8 @@ import zmq
 
 from ..core.errors import PassesLost
 from ..model.stages import Frame, Stage
+from . import hanging
 from .clock import Late
-from .hanging import HANG_S, HangLimit
 from .messages import Clear, Compute, Dropped, Ready, Verdicts, frame_of, message_of
 from .remote import LOOK_S, Remote, WorkerFailed, receive
 from .wire import Codec, Line, connected, listening
@@ -97,7 +97,7 @@ class StageWorkers(Workers):
         self._first = ""  # address of the first stage's frames ..
         self._out: Line | None = None  # .. and the line to it
         self._in_flight = InFlight(self.count)
-        self._limit = HangLimit()
+        self._limit = hanging.HangLimit()
         self._late = 0  # frames in a row that were lost, and no stage was at fault
         self._clear = True  # whether the stages are to be told the epoch
         self._waits: set[int] = set()  # stages whose `Ready` is awaited
@@ -160,7 +160,7 @@ class StageWorkers(Workers):
     def _too_late(self, rows: int, waited: float) -> NoReturn:
         """Raise as `tick`; the stage that is at its work, or silent, for longest hangs."""
         worker = max(self.workers, key=_still_s)
-        if (still := _still_s(worker)) > HANG_S / 2:
+        if (still := _still_s(worker)) > hanging.HANG_S / 2:
             worker.failed(f"hangs: at {rows} rows for {still:.1f} s")
         self.look()
         why = f"no stage returns {rows} rows for {waited:.1f} s"
