@@ -171,7 +171,7 @@ class EngineClient:
         self._worker.stop()
         if self._standby is not None:
             self._standby.close()
-        self.end_all("the server ends")
+        self.end_all("the server is shutting down")
 
     async def drained(self) -> None:
         """Wait until no request is in flight."""

@@ -37,7 +37,7 @@ class _Uvicorn(uvicorn.Server):
         again, self._served.draining = self._served.draining, True
         loop = asyncio.get_running_loop()
         if again or sig == signal.SIGINT:
-            loop.call_soon_threadsafe(self._served.client.end_all, "the server ends")
+            loop.call_soon_threadsafe(self._served.client.end_all, "the server is shutting down")
             super().handle_exit(sig, frame)
             return
         self._draining = asyncio.run_coroutine_threadsafe(self._drain(), loop)
@@ -46,7 +46,7 @@ class _Uvicorn(uvicorn.Server):
         try:
             await asyncio.wait_for(self._served.client.drained(), self._served.config.drain_s)
         except TimeoutError:
-            self._served.client.end_all("the server ends, and this request took longer than it waits")
+            self._served.client.end_all("the server is shutting down, and this request took longer than it waits")
         await asyncio.sleep(0.05)  # the last bytes of the last answers are written
         self.should_exit = True
 
