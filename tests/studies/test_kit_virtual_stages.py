@@ -14,7 +14,7 @@ from kits.tiny import TOY_TEXTS, VOCAB, assemble, run, tiny_config, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.draft.base import DrafterSpec
+from paceline.draft.base import Drafter, DrafterSpec
 from paceline.draft.text_sessions import LookUps, TextSessions
 from paceline.engine.base import RoundParts
 from paceline.engine.budget import FixedBudget
@@ -36,7 +36,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 class Synthetic:
     """Knows the answer, and is right about every token but those at some places."""
 
-    spec = DrafterSpec(name="synthetic", ahead=True)
+    spec, idle_reason = DrafterSpec(name="synthetic", ahead=True), Drafter.idle_reason
 
     def __init__(self, text: abc.Sequence[int], wrong: Callable[[int], bool]) -> None:
         self.text, self.wrong = text, wrong

@@ -110,7 +110,7 @@ def test_the_extra_pass_is_for_what_was_re_sampled_alone() -> None:
     inner: Any = SimpleNamespace(guard=SimpleNamespace(drafter=drafter), emitter=None, drafter=drafter)
     inner.step = lambda works, rule: asked.append([work.sequence.key for work in works])
     round_ = extra_pass.ExtraPass(inner)
-    works: Any = [SimpleNamespace(sequence=SimpleNamespace(view=view(text(9, key), key))) for key in range(3)]
+    works: Any = [SimpleNamespace(sequence=view(text(9, key), key)) for key in range(3)]
     for kept, accepted in ((None, 0), (1, 0), (1, STEPS)):
         if kept is not None:
             seen = works[kept].sequence
