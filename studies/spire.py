@@ -2,7 +2,7 @@
 
     python studies/spire.py --out build/spire                                  # what follows from the model alone
     python studies/spire.py table_1 --spire DRAFT --vanilla DRAFT --tasks sql,e2e,gsm8k --data DATA --out build/spire
-    python studies/spire.py figure_5 --spire DRAFT --variants "no feedback"=DRAFT --drawn sql=FILE --out build/spire
+    python studies/spire.py tau_by_depth --spire DRAFT --drawn sql=FILE --out build/spire
 
 The functions are in the folder `spire_parts` beside this file. Those of `modelled` measure nothing; the others measure
 trained drafts, which the command line names. How they are trained, and what came of it: docs/measured/spire.md; what

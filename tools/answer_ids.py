@@ -66,8 +66,9 @@ def unpack(file: Path, target: str, data: Path, out: Path) -> Path:
     """
     head, _, body = lzma.decompress(file.read_bytes()).partition(b"\n")
     made: dict[str, Any] = json.loads(head)
+    made.pop("text_prompt", None)  # of older files
     count, source = made.pop("answers"), SourceSpec(file=str(data / made["source"]))
-    config = AnswerConfig(**{name: made[name] for name in ("text_prompt", "piece", "seed", "temperature")})
+    config = AnswerConfig(**{name: made[name] for name in ("piece", "seed", "temperature")})
     if making(source, config, made["target"]) != made:
         raise ConfigError(f"answers {file}", f"{source.file} is not the file that was asked", "give the same data")
     encoder = Encoder(load_tokenizer(resolve_folder(target, offline=True)), config.piece)

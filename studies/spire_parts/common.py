@@ -38,7 +38,6 @@ class SpireFlags(Options):
     spire: str | None = asked(None, "Trained SPIRe draft.", "FOLDER")
     vanilla: str | None = asked(None, "Vanilla draft: a draft model trained on text.", "FOLDER")
     draft: str | None = asked(None, "Another draft model beside them, such as the zoo's.", "FOLDER")
-    variants: dict[str, str] = asked({}, "SPIRe draft that was trained with something off.", "NAME=FOLDER")
     others: str = asked("", "Workloads of other text than the target's domains.", "NAME,..")
     drawn: dict[str, str] = asked({}, "Answers drawn from the target at temperature 1 (JSONL).", "DOMAIN=FILE")
     starts: int = asked(20_000, "Starts of a draft at least, over all that is drawn.", "N")

@@ -12,7 +12,7 @@ from kit.study import Table
 from torch import Tensor
 
 from paceline.bench import machine
-from paceline.papers.spire.recipe import SpireOptions, SpireRecipe, build
+from paceline.papers.spire.recipe import OMEGA, SpireOptions, SpireRecipe, build
 from paceline.train.data import Example, TokenBatch, collate
 from paceline.train.losses import TargetHidden, mixed
 from paceline.train.network import Network
@@ -60,7 +60,7 @@ def training_throughput(ask: SpireFlags) -> Iterator[Table | None]:
     rows, values = [], []
     for count, length in ((2, 64),) if ask.quick else SIZES:
         batch = batch_of(count, length, target.config.vocab_size, ask.seed)
-        times = _times(recipe, target, batch, ask.repeats, options.omega)
+        times = _times(recipe, target, batch, ask.repeats, OMEGA)
         tokens = count * length
         whole = times["plain"] / times["k passes"]
         alone = (times["plain"] - times["target"]) / (times["k passes"] - times["target"])

@@ -259,7 +259,6 @@ GUESTS: dict[str, Guest] = {
     "spire": _spire(),
     "spire_narrow": _spire(shape={"window": 3, "sinks": 0}, depth=6, proposes="point"),
     "spire_drawn": _spire(proposes="sampled", verifiers=("rejection", "block")),
-    "spire_plain": _spire(shape={"feedback": False, "past": "embedding"}),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_trees": _hybrid(f"ngram+{LOOKUP}+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},

@@ -62,11 +62,9 @@ def _met(config: DecoderConfig, seed: int, layers: int) -> Tensor:
     return total / count
 
 
-def memory_of(shape: SpireShape, seed: int = 5) -> Tensor | None:
+def memory_of(shape: SpireShape, seed: int = 5) -> Tensor:
     """Weights that are no start's."""
     made = shape.fresh_memory()
-    if made is None:
-        return None
     return made + 0.5 * torch.randn(made.shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -92,7 +90,7 @@ def spire(
 
 
 def drafts_by_hand(
-    net: Decoder, w: Tensor | None, shape: SpireShape, y: Sequence[Tensor], tokens: list[int], path: list[int]
+    net: Decoder, w: Tensor, shape: SpireShape, y: Sequence[Tensor], tokens: list[int], path: list[int]
 ) -> list[Tensor]:
     """[d] a draft's states, behind its norm, for the root and each token of a path, by section 3.3 as it is written:
     one row at a time, all memory vectors anew.
@@ -105,17 +103,14 @@ def drafts_by_hand(
     """
     c, n, root = net.config, shape.layers, len(tokens) - 1
     layers: list[Any] = list(net.layers)
-    mix = None if w is None else w.to(net.embedding.dtype).softmax(-1).expand(n, -1)
+    mix = w.to(net.embedding.dtype).softmax(-1)
     memory: list[list[Tensor]] = []  # of each position, by layer
     for position in range(root):
-        if shape.past == "layers":  # y^{N-n-1+i} for i = 1 .. n, of which y^1 is behind the first layer
-            memory.append([y[len(y) - n - 1 + i - 1][position] for i in range(1, n + 1)])
-        else:
-            memory.append([net.embedding[tokens[position]] if shape.past == "embedding" else y[-1][position]] * n)
+        # y^{N-n-1+i} for i = 1 .. n, of which y^1 is behind the first layer
+        memory.append([y[len(y) - n - 1 + i - 1][position] for i in range(1, n + 1)])
 
     def seen(position: int) -> list[int]:
-        stop = position + (0 if shape.feedback else 1)
-        return [j for j in range(stop) if j < shape.sinks or j >= stop - shape.window]
+        return [j for j in range(position) if j < shape.sinks or j >= position - shape.window]
 
     def place(j: int) -> tuple[Tensor, Tensor]:
         assert net._rope is not None
@@ -124,11 +119,8 @@ def drafts_by_hand(
 
     found = []
     for step, token in enumerate([tokens[-1], *path]):
-        x, own = [net.embedding[token]], list[Tensor]()
+        x = [net.embedding[token]]
         for i in range(n):
-            if not shape.feedback:
-                own.append(x[-1])
-                memory = [*memory[: root + step], own]
             q = project(layers[i], c, x[-1][None], place(root + step))[0]
             keys, values = [], []
             for j in seen(root + step):
@@ -138,7 +130,6 @@ def drafts_by_hand(
             scores = torch.einsum("kgd,tkd->kgt", q[0].view(c.num_kv_heads, -1, c.head_dim), torch.stack(keys))
             mixed = torch.einsum("kgt,tkd->kgd", (scores * c.head_dim**-0.5).softmax(-1), torch.stack(values))
             x.append(finish(layers[i], c, x[-1][None], mixed.reshape(1, -1))[0])
-        if mix is not None:
-            memory.append([torch.einsum("l,ld->d", mix[i], torch.stack(x)) for i in range(n)])
+        memory.append([torch.einsum("l,ld->d", mix[i], torch.stack(x)) for i in range(n)])
         found.append(normed(net.norm, x[-1]))
     return found

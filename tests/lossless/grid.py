@@ -518,7 +518,6 @@ DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
     "magicdec_drawn": lambda cases: MagicDecConfig(window=12, sinks=0, depth=4, proposes="sampled"),
     "spire": lambda cases: spire(config=WHOLE, seed=3),
     "spire_drawn": lambda cases: spire(config=WHOLE, seed=3, depth=3, proposes="sampled"),
-    "spire_plain": lambda cases: spire(config=WHOLE, seed=3, shape={"feedback": False, "past": "embedding"}),
     "hybrid_spire": _beside_a_lookup(lambda cases: spire(config=WHOLE, seed=3)),
     "hybrid_magicdec": _beside_a_lookup(lambda cases: MagicDec(MagicDecConfig(window=8, depth=3))),
     "mirror": _model(depth=3),
@@ -580,7 +579,6 @@ TWINS = {
     "hybrid_eagle",
     "hybrid_magicdec",
     "magicdec_point",
-    "spire_plain",
     "pipeline_suffix",
 }
 assert DRAFTERS.keys() >= TWINS

@@ -22,15 +22,13 @@ TEXT = [{"prompt": f"Say {n}.", "completion": "one two three four five six seven
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A draft as it starts, one without feedback memory, and text."""
+    """A draft as it starts, and text."""
     folder, target = tmp_path_factory.mktemp("drafts"), zoo.find("paceline-small")
     assert target is not None
     network = Network.load(target, frozen=True)
     made = {}
-    for name, options in (("spire", SpireOptions(ends="target")), ("bare", SpireOptions(feedback=False))):
-        context = BuildContext(target=network, target_folder=target, tokenizer=None)
-        made[name] = folder / name
-        build(options, context).export(made[name])
+    made["spire"] = folder / "spire"
+    build(SpireOptions(), BuildContext(target=network, target_folder=target, tokenizer=None)).export(made["spire"])
     made["text"] = folder / "drawn.jsonl"
     made["text"].write_text("\n".join(map(json.dumps, TEXT)) + "\n", encoding="utf-8")
     return made

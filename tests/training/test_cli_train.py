@@ -232,8 +232,6 @@ def test_answers_are_the_targets_own_and_train_a_draft(
         out,
         "--length",
         "40",
-        "--text-prompt",
-        "16",
         "--batch",
         "2",
     ]
@@ -284,8 +282,6 @@ def test_answers_of_another_making_are_not_gone_on_with(
         out,
         "--length",
         "40",
-        "--text-prompt",
-        "16",
         "--limit",
         "2",
     ]
@@ -307,7 +303,7 @@ def test_answers_of_another_making_are_not_gone_on_with(
 def test_answers_that_another_file_holds_are_refused(data: Path, target: Path, tmp_path: Path) -> None:
     encoder, config, source = (
         Encoder(load_tokenizer(target), CONTEXT),
-        AnswerConfig(piece=40, text_prompt=16),
+        AnswerConfig(piece=40),
         SourceSpec(file=str(data)),
     )
 
@@ -336,7 +332,7 @@ def test_ctrl_c_keeps_the_answers_and_says_how_to_go_on(
     lines = [{"prompt": f"Is box {i} {c}?", "completion": "Yes."} for i in range(5000) for c in COLOURS]
     many.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     out = tmp_path / "a.jsonl"
-    args = ["answers", "--target", target, "--data", many, "--length", "60", "--text-prompt", "16", "--batch", "4"]
+    args = ["answers", "--target", target, "--data", many, "--length", "60", "--batch", "4"]
     work = process(*args, "--out", out)
     wait_for(lambda: out.is_file() and out.stat().st_size > 0, work)
     work.send_signal(signal.SIGINT)

@@ -14,7 +14,7 @@ from toolkit import network
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.papers.mirror.exits import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load
-from paceline.papers.mirror.exits_recipe import KAPPAS, ExitOptions, ExitRecipe
+from paceline.papers.mirror.exits_recipe import DISTILL, KAPPAS, ExitRecipe
 from paceline.train.data import Example, SourceSpec, TokenBatch, collate
 from paceline.train.job import TrainingJob, finish, prepare
 from paceline.train.trainer import Phase, TrainConfig
@@ -38,13 +38,13 @@ def make_config(**changes: Any) -> ExitsConfig:
     return ExitsConfig(**{"layers": LAYERS, **known, **changes})
 
 
-def make_recipe(held_out: Any = None, **options: Any) -> ExitRecipe:
+def make_recipe(held_out: Any = None) -> ExitRecipe:
     target = network(3, frozen=True)
     for name, parameter in target.named_parameters():
         if "norm" not in name:
             parameter.data.mul_(8.0)
     heads = ExitHeads.fresh(make_config(), torch.Generator().manual_seed(5))
-    return ExitRecipe(heads, target, ExitOptions(**options), held_out)
+    return ExitRecipe(heads, target, held_out)
 
 
 def context() -> torch.Generator:
@@ -61,10 +61,9 @@ def logits_at(recipe: ExitRecipe, batch: TokenBatch, layer: int) -> torch.Tensor
     return target.logits(target.final(hidden))
 
 
-@pytest.mark.parametrize("distill", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("prompt_weight", [0.0, 0.3])
-def test_the_loss_is_its_formula(distill: float, prompt_weight: float) -> None:
-    recipe, batch = make_recipe(distill=distill), make_batch(prompt_weight)
+def test_the_loss_is_its_formula(prompt_weight: float) -> None:
+    recipe, batch = make_recipe(), make_batch(prompt_weight)
     loss, figures = recipe.loss(batch, context())
     says = logits_at(recipe, batch, recipe.target.config.num_layers).log_softmax(-1)
     right = torch.zeros(())
@@ -72,7 +71,7 @@ def test_the_loss_is_its_formula(distill: float, prompt_weight: float) -> None:
         log_q = logits_at(recipe, batch, layer).log_softmax(-1)
         ce = -log_q.gather(-1, batch.targets[..., None])[..., 0]
         kl = (says.exp() * (says - log_q)).sum(-1)
-        right = right + ((distill * kl + (1 - distill) * ce) * batch.weights).sum() / batch.weights.sum() / len(LAYERS)
+        right = right + ((DISTILL * kl + (1 - DISTILL) * ce) * batch.weights).sum() / batch.weights.sum() / len(LAYERS)
         mean = (ce * batch.weights).sum() / batch.weights.sum()
         assert figures[f"ce_{layer}"] == pytest.approx(float(mean.detach()), rel=1e-4)
     assert torch.allclose(loss, right, rtol=1e-4)
@@ -131,7 +130,6 @@ def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
     config = TrainConfig(steps=20, warmup=2, precision="fp32", evaluate_every=20, learning_rate=1e-2)
     values: dict[str, Any] = {
         "kind": "exits",
-        "options": {"depths": (0.5,)},
         "config": config,
         "phases": [Phase(rows=4, length=48)],
         "sources": [SourceSpec(file=str(data))],

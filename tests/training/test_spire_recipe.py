@@ -16,17 +16,15 @@ from toolkit import examples, network, write_data, write_target
 
 from paceline import kernels
 from paceline.api.llm import LLM
-from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.papers.spire.model import SpireShape, read_memory, read_shape
+from paceline.papers.spire.model import SpireShape, read_shape
 from paceline.papers.spire.prefixes import Blocks, run_blocks
-from paceline.papers.spire.recipe import SpireModule, SpireOptions, SpireRecipe, _start, load_draft
+from paceline.papers.spire.recipe import SpireModule, SpireRecipe
 from paceline.train.data import Example, SourceSpec, TokenBatch, collate
 from paceline.train.job import TrainingJob, prepare, run
 from paceline.train.job import finish as write
-from paceline.train.network import Network
+from paceline.train.network import Network, take_layers
 from paceline.train.trainer import TrainConfig, products
-from paceline.weights.loader import read_config
 
 WHOLE = (None, None, None)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -34,9 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no sinks": {"sinks": 0},
     "narrow": {"window": 2},
     "dense": {"window": 100},
-    "no feedback": {"feedback": False},
-    "embedding": {"past": "embedding"},
-    "shared last": {"past": "last", "shared": True},
     "deep": {"depth": 7},
     "alone": {"depth": 1},
 }
@@ -52,19 +47,11 @@ def shape_of(**values: Any) -> SpireShape:
     return SpireShape(**{"layers": 2, "window": 9, "sinks": 2} | values)
 
 
-def recipe(
-    target: Network | None = None,
-    held_out: Any = None,
-    start: str = "pruned",
-    hot: torch.Tensor | None = None,
-    **options: Any,
-) -> SpireRecipe:
-    target = target or network(2, frozen=True, windows=WHOLE)
-    made = SpireOptions(**{"layers": 2, "window": 9, "sinks": 2, "start": start} | options)
-    shape = made.shape(2)
+def recipe(held_out: Any = None, hot: torch.Tensor | None = None) -> SpireRecipe:
+    target, shape = network(2, frozen=True, windows=WHOLE), shape_of()
     draft = network(1, num_layers=2, windows=WHOLE[:2])
-    _start(draft, target, made, 1)
-    return SpireRecipe(SpireModule(draft, shape), target, shape, made, {}, held_out or {}, hot)
+    take_layers(draft, target, (1, 2))
+    return SpireRecipe(SpireModule(draft, shape), target, shape, {}, held_out or {}, hot)
 
 
 def context(seed: int = 0) -> torch.Generator:
@@ -88,12 +75,10 @@ def test_passes_are_drafts_row_by_row(variant: str) -> None:
     w = memory_of(shape)
     with torch.no_grad():
         _, inputs = target.run(target.embed(data.tokens), 0, 3, data)
-        last = target.run(target.embed(data.tokens), 0, 3, data)[0]
-        y = [*inputs[1:], last]
-        past = {"layers": inputs[-2:], "last": [last] * 2, "embedding": None}[shape.past]
+        y = [*inputs[1:], target.run(target.embed(data.tokens), 0, 3, data)[0]]
         blocks = Blocks.of(data, shape.depth, offset)
-        memory = None if w is None else w.double()
-        found = run_blocks(draft, memory, shape, data, blocks, past)
+        memory = w.double()
+        found = run_blocks(draft, memory, shape, data, blocks, inputs[-2:])
         assert len(found) == shape.depth and all(x.isfinite().all() for x in found)
         checked, depths = 0, set()
         for b in range(2):
@@ -135,24 +120,19 @@ def test_activations_are_those_of_the_layers_that_serve(places: tuple[Path, Path
     assert torch.equal(*last) and not last[0][~there].any()
 
 
-@pytest.mark.parametrize("options", [{}, {"omega": 1.0}, {"omega": 0.0}, {"loss": "text"}])
-def test_the_loss_is_its_formula(options: dict[str, Any]) -> None:
-    """MixedLoss (3.4) and cross-entropy, over the rows of all passes at once."""
-    data, made = batch(), recipe(**options)
+def test_the_loss_is_its_formula() -> None:
+    """MixedLoss (3.4), over the rows of all passes at once."""
+    data, made = batch(), recipe()
     with torch.no_grad():
         loss, figures = made.loss(data, context())
         offset = int(torch.randint(4, (1,), generator=context()))
         past, final = made.know(data)
         rows = [*made._rows(data, offset, past)]
         hidden, places = torch.cat([r.hidden for r in rows]), torch.cat([r.places for r in rows])
-        targets, weights = torch.cat([r.targets for r in rows]), torch.cat([r.weights for r in rows])
+        weights = torch.cat([r.weights for r in rows])
         log_q = made.module.network.logits(hidden).log_softmax(-1)
         p = made.target.logits(final.flatten(0, 1)[places]).softmax(-1)
-        if "loss" in options:
-            each = -log_q.gather(1, targets[:, None])[:, 0]
-        else:
-            omega = options.get("omega", 0.5)
-            each = -omega * (p * log_q).sum(-1) - (1 - omega) * torch.minimum(p, log_q.exp()).sum(-1)
+        each = -0.5 * (p * log_q).sum(-1) - 0.5 * torch.minimum(p, log_q.exp()).sum(-1)
         assert float(loss) == pytest.approx(float((each * weights).sum() / weights.sum()), rel=1e-4)
     assert [*figures] == [f"loss_{step}" for step in (1, 2, 3, 4)]
     # every row with a weight is in one pass or the other, but those whose block begins at a document's first token
@@ -182,14 +162,9 @@ def test_the_loss_over_hot_tokens_is_its_formula() -> None:
 def test_gradients_reach_all_of_the_draft_and_none_of_the_target() -> None:
     made = recipe()
     made.loss(batch(), context())[0].backward()
-    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in made.module.parameters())
-    assert made.module.memory is not None and made.module.memory.grad is not None
-    assert all(p.grad is None for p in made.target.parameters())
-    lent = recipe(ends="target")
-    lent.loss(batch(), context())[0].backward()
-    ends = {name for name, p in lent.module.named_parameters() if p.grad is None}
+    ends = {name for name, p in made.module.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
     assert ends == {"network.decoder.embedding", "network.decoder.norm.weight", "network.decoder.head.weight"}
-    torch.testing.assert_close(lent.module.memory.grad, made.module.memory.grad)  # type: ignore[union-attr]
+    assert all(p.grad is None for p in made.target.parameters())
     nothing = collate([[Example(torch.tensor([9, 9]).numpy())]], 8)
     loss, figures = recipe().loss(nothing, context())
     loss.backward()
@@ -248,25 +223,13 @@ def job(data: Path, target: Path | None, out: Path, **changes: Any) -> TrainingJ
     return TrainingJob(**values | changes)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"ends": "target"},
-        {"ends": "target", "past": "embedding", "loss": "text", "start": "random"},
-        {"feedback": False},
-        {"past": "last", "shared": True, "omega": 1.0},
-    ],
-    ids=str,
-)
-def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_is_trained_drafts(places: tuple[Path, Path], tmp_path: Path) -> None:
     data, target = places
-    one = job(data, target, tmp_path / "out", options=options)
+    one = job(data, target, tmp_path / "out")
     trained = run(one)
     folder = write(one, trained)
     shape = read_shape(folder)
     assert (shape.layers, shape.window, shape.depth) == (1, 6, 3) and len(shape.fingerprint) == 64
-    assert (read_memory(shape, folder) is None) == (options.get("feedback") is False)
     prompts = ["What colour is box 3?", "The red box stands beside the other boxes. The"]
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=24, ignore_eos=True)
     plain = LLM(str(target), dtype="float32").generate(prompts, params)
@@ -274,17 +237,10 @@ def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Pat
     found = llm.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in plain]
     assert llm.engine.round.failure is None and all(o.stats.drafted for o in found)
-    again = prepare(job(data, target, tmp_path / "again", options=options, init=folder))
-    begun: Any = again.recipe
-    whole = Network.load(target)
-    stored = SpireModule(Network(read_config(folder), frozen=True), shape)
-    load_draft(stored, shape, whole, folder)
-    for name, value in stored.network.decoder.named_parameters():
-        assert torch.equal(begun.module.network.decoder.get_parameter(name), value)
-    lent = options.get("ends") == "target"
-    assert torch.equal(stored.network.decoder.embedding, whole.decoder.embedding) == lent
+    begun: Any = prepare(job(data, target, tmp_path / "again", init=folder)).recipe
     with safe_open(folder / "model.safetensors", "pt") as tensors:
-        assert all(name.startswith("model.layers.") for name in tensors.keys()) == lent  # noqa: SIM118  (no mapping)
-    if lent:
-        with pytest.raises(ConfigError, match="its ends is 'target', this run's 'own'"):
-            prepare(job(data, target, tmp_path / "other", options={**options, "ends": "own"}, init=folder))
+        names = list(tensors.keys())
+        assert all(name.startswith("model.layers.") for name in names)
+        stored = tensors.get_tensor("model.layers.0.mlp.down_proj.weight")
+    assert torch.equal(begun.module.network.layers[0].down.weight, stored.float())
+    assert torch.equal(begun.module.network.decoder.embedding, Network.load(target).decoder.embedding)

@@ -111,7 +111,7 @@ def test_answers_come_back_from_their_ids(tmp_path: Path) -> None:
     (data / "some.jsonl").write_text("".join(f'{{"prompt": "say {n}", "completion": "{n}"}}\n' for n in range(9)))
     encoder, config = (
         Encoder(load_tokenizer(folder), 64),
-        AnswerConfig(limit=5, piece=64, text_prompt=8, temperature=0.7),
+        AnswerConfig(limit=5, piece=64, temperature=0.7),
     )
     said = iter([[7], [5, 6, 300], [], [9] * 40, [1, 2]])
     file = tmp_path / "answers" / "some.jsonl"

@@ -267,7 +267,7 @@ class Adaptation:
         prompts, out = self._file("prompts", f"{name}.jsonl"), self._file("answers", f"{name}-{heat}.jsonl")
         if prompts.is_file():
             heated, seed = HEAT if heat else 0.0, self.config.seed + heat
-            config = AnswerConfig(piece=self.room, text_prompt=1, temperature=heated, seed=seed)
+            config = AnswerConfig(piece=self.room, temperature=heated, seed=seed)
             answering.answer_file(self.llm, prompts, out, config, self.answer, self.mark, going, told, batch)
 
     @cached_property

@@ -29,7 +29,7 @@ class BenchConfig:
     """The measurements of a run; the flags of ``paceline bench`` are generated from the fields."""
 
     model: str = option(help=MODEL_HELP)
-    methods: tuple[Method, ...] = option(help="plain decoding among them", cli=False)
+    methods: tuple[Method, ...] = field(metadata={"cli": False})  # plain decoding among them
     workloads: tuple[str, ...] = option(
         (),
         help="Workload; repeat it. `paceline bench workloads` lists the names. Default: all that come with Paceline.",
@@ -60,9 +60,8 @@ class BenchConfig:
     top_ks: tuple[NotNegative, ...] = option(
         (0,), help="Likeliest tokens that sampling chooses from; 0: all.", flag="--top-k", metavar="N,N,.."
     )
-    contexts: tuple[Positive | None, ...] = option(
-        (None,), help="tokens that prompts are brought to (see `Run`); None: as they are", cli=False
-    )
+    # tokens that prompts are brought to (see `Run`); None: as they are
+    contexts: tuple[Positive | None, ...] = field(default=(None,), metadata={"cli": False})
     repeats: int = option(3, help="Times each prompt runs.", metavar="N", minimum=1)
     seed: int = option(0, help="Seed of the choice of prompts and of sampling.")
     device: str = option("cpu", help="cpu or cuda.")
@@ -74,8 +73,8 @@ class BenchConfig:
         flag="--ignore-eos/--stop-at-eos",
     )
     check: bool = option(True, help="Compare every method's token ids with plain decoding's.")
-    time_limit_s: float | None = option(None, help="no trial is begun after that long", cli=False)
-    title: str = option("", help="Title of the report.")
+    time_limit_s: float | None = field(default=None, metadata={"cli": False})  # no trial is begun after that long
+    title: str = field(default="", metadata={"cli": False})  # of the report
     applications: Mapping[str, str] = field(default_factory=dict, metadata={"cli": False})  # folders of trained sets
 
     def __post_init__(self) -> None:

@@ -68,9 +68,8 @@ class RunConfig:
     target: str | None = option(None, help="What it is trained for: zoo name, folder or hub name.", metavar="MODEL")
     init: str | None = option(None, help="Checkpoint to start from.", metavar="MODEL")
     stop_after: int | None = option(None, help="Stop here, with a checkpoint, and continue later.", metavar="STEPS")
-    tensorboard: bool = option(True, help="Write a TensorBoard log next to log.jsonl.")
     cache: str | None = option(
-        None, help="Folder for the target's likeliest tokens (top), and states; later runs read it.", metavar="DIR"
+        None, help="Folder for the target's likeliest tokens and states; later runs read it.", metavar="DIR"
     )
     rows: int = option(8, help="packed rows a step, over all processes")
     length: int = option(512, help="tokens a row")
@@ -171,7 +170,7 @@ def _train(job: TrainingJob, asked: RunConfig) -> None:
     require_accelerate()
     first = int(os.environ.get("RANK", "0")) == 0  # of several processes, one speaks
     bar = Bar(stderr(), job.config.steps)
-    watchers: list[Any] = [bar, *(event_file(job.out) if asked.tensorboard else [])] if first else []
+    watchers: list[Any] = [bar, *event_file(job.out)] if first else []
     try:
         trainer = run(job, watchers, asked.stop_after, note if first else lambda text: None)
     finally:

@@ -384,13 +384,13 @@ def write_keys(
 
 
 def recall(
-    stack: Stack, ring: RingCache, chains: Sequence[RingChain], mix: Tensor | None, floor: float, limit: int
+    stack: Stack, ring: RingCache, chains: Sequence[RingChain], mix: Tensor, floor: float, limit: int
 ) -> list[list[tuple[int, float]]]:
     """Draft chains, a token a pass, all in each pass.
 
     Args:
         ring: K and V of what each chain's rows see.
-        mix: [layers, layers + 1] float32, what a row's memory is made of; None: rows see the layers' own K and V.
+        mix: [layers, layers + 1] float32, what a row's memory is made of.
         floor: a chain ends once its cumulative log-probability is below this.
         limit: tokens at and above this are never chosen.
 
@@ -407,7 +407,7 @@ def recall(
         row.rules = rules_at(chain.rules, held)
         rooms.append(Room(row, chain.steps, tokens="q", log_q="f"))
     shape = abi.CRingShape(sinks=ring.view.sinks, window=ring.view.window, span=ring.span)
-    known = None if mix is None else hold(mix, (layers, layers + 1), held, torch.float32)
+    known = hold(mix, (layers, layers + 1), held, torch.float32)
     run = stack.reaching(ring, max(chain.position + chain.steps for chain in chains))
     given = min(limit, stack.shape[0]), ctypes.byref(shape), table, len(chains), known, floor
     require(stack.library.pl_recall(stack.reference, ctypes.byref(run), stack.embedding_at, *given))

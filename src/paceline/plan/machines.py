@@ -6,26 +6,23 @@ from dataclasses import dataclass
 from functools import cache
 
 from ..core.errors import ConfigError
-from ..core.options import check, option, shown, suggest
+from ..core.options import shown, suggest
 from ..core.tables import read_table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One device, all figures peaks; raises a `ConfigError` where a rate or a size is not above 0."""
+    """One device, all figures peaks."""
 
-    name: str = option(help="name of the device")
-    flops: float = option(help="dense arithmetic at 16 bits, FLOP/s", above=0)
-    bandwidth: float = option(help="bandwidth of the device's memory, bytes/s", above=0)
-    memory: float = option(help="bytes of its memory", above=0)
-    link: float = option(0.0, help="to the other devices, bytes/s in one direction; 0: there is no link", minimum=0)
-    cores: int = option(0, help="cores of the processor, where that computes; 0: another kind of device", minimum=0)
-    device: str = option("", help="cuda or cpu: this engine's name for it; empty: it does not run there")
-    about: str = option("", help="full name of the device")
-    source: str = option("", help="where the figures are published")
-
-    def __post_init__(self) -> None:
-        check(self, f"machine {self.name}: ")
+    name: str
+    flops: float  # dense arithmetic at 16 bits, FLOP/s
+    bandwidth: float  # of the device's memory, bytes/s
+    memory: float  # bytes
+    link: float = 0.0  # to the other devices, bytes/s in one direction; 0: there is no link
+    cores: int = 0  # of the processor, where that computes; 0: another kind of device
+    device: str = ""  # cuda or cpu: what this engine calls it; empty: it does not run there
+    about: str = ""  # full name
+    source: str = ""  # where the figures are published
 
     @property
     def hoi(self) -> float:

@@ -31,13 +31,13 @@ UPPER = 0.5  # share of the layers that streams go through, as of zoo/paceline-s
 class PlanRequest:
     """The inputs of a plan; a number out of bounds, of its own or of target and draft, is a `ConfigError`."""
 
-    target: ModelSizes = option(help="the target's sizes")
-    machine: Machine = option(help="one device")
+    target: ModelSizes
+    machine: Machine  # one device
     batch: int = option(1, help="sequences decoded at once, 1 or more", minimum=1, maximum=2**30)
     context: int = option(1024, help="tokens that each sequence has", minimum=1)
-    draft: ModelSizes | None = option(None, help="the draft model's sizes; none: half the target's layers and width")
-    weight_bytes: float | None = option(None, help="bytes of a stored weight; none: as the model's files", above=0)
-    kv_bytes: float = option(2.0, help="bytes of a stored number of K/V", above=0)
+    draft: ModelSizes | None = None  # None: half the target's layers and width
+    weight_bytes: float | None = None  # of a stored weight; None: as the model's files
+    kv_bytes: float = 2.0  # of a stored number of K/V
     devices: int = option(1, help="devices that share every layer (tensor parallel)", minimum=1)
     stages: int = option(1, help="groups of devices, each with a part of the layers (pipeline parallel)", minimum=1)
     window: int | None = option(

@@ -27,6 +27,7 @@ from .files import require_same, writing
 Answer = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[int]]]
 
 
+TEXT_PROMPT = 64  # tokens of a text that are given
 _REPEAT = "name another --out, or repeat the first command's settings"
 
 
@@ -36,18 +37,11 @@ class AnswerConfig:
 
     limit: int | None = option(None, help="most prompts of each file; default: all", minimum=1)
     piece: int = option(384, help="most tokens of prompt and answer together", minimum=8, flag="--length")
-    text_prompt: int = option(64, help="tokens of a text that are given", minimum=1)
     temperature: float = option(0.0, help="temperature of the answers; 0: greedy", minimum=0)
     seed: int = option(0, help="seed of the choice of prompts, and of sampling")
 
     def __post_init__(self) -> None:
         check(self)
-        if not 0 < self.text_prompt < self.piece:
-            raise ConfigError(
-                f"text_prompt={self.text_prompt}, pieces of {self.piece}",
-                "a prompt must leave room for its answer",
-                "give shorter prompts, or longer pieces",
-            )
 
 
 def choose(source: SourceSpec, encoder: Encoder, config: AnswerConfig) -> list[list[int]]:
@@ -56,18 +50,16 @@ def choose(source: SourceSpec, encoder: Encoder, config: AnswerConfig) -> list[l
     Raises:
         ConfigError: the source has none.
     """
-    found = [
-        ids for e in load_source(source, encoder) if len(ids := _prompt(e.tokens, e.prompt, config)) < config.piece
-    ]
+    found = [ids for e in load_source(source, encoder) if len(ids := _prompt(e.tokens, e.prompt)) < config.piece]
     if not found:
         raise ConfigError(f"data {source.file}", "it has no prompt that leaves room for an answer", "name another file")
     order = np.random.default_rng(config.seed).permutation(len(found))[: config.limit]
     return [found[i] for i in order.tolist()]
 
 
-def _prompt(tokens: np.ndarray, prompt: int, config: AnswerConfig) -> list[int]:
-    """Return a dialogue's own prompt; of a text `text_prompt` tokens, or half of a piece not twice as long."""
-    return [int(i) for i in tokens[: prompt or max(1, min(config.text_prompt, len(tokens) // 2))]]
+def _prompt(tokens: np.ndarray, prompt: int) -> list[int]:
+    """Return a dialogue's own prompt; of a text `TEXT_PROMPT` tokens, or half of a piece not twice as long."""
+    return [int(i) for i in tokens[: prompt or max(1, min(TEXT_PROMPT, len(tokens) // 2))]]
 
 
 def write(

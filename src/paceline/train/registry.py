@@ -116,7 +116,6 @@ KINDS = {
     "spire": RecipeKind(
         "A draft of the target's last layers, with feedback memory (SPIRe).",
         "paceline.papers.spire.recipe:SpireOptions",
-        imitates=lambda options: options.loss == "mixed",
     ),
     "tracks": RecipeKind(
         "A draft model of tracks, which processes share at two joins a pass (Mirror-SD, 3.3).",

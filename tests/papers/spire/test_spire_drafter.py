@@ -35,10 +35,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "spire": {},
     "no sinks": {"sinks": 0},
     "narrow": {"window": 1, "sinks": 1},
-    "no feedback": {"feedback": False},
-    "embedding": {"past": "embedding"},
-    "shared embedding": {"past": "embedding", "shared": True},
-    "shared last": {"past": "last", "shared": True},
     "one layer": {"layers": 1},
 }
 
@@ -147,15 +143,14 @@ def test_answers_under_an_application_are_its_own() -> None:
 
 @pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 @pytest.mark.parametrize("kind", ["torch", "float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("variant", ["spire", "no feedback", "shared last"])
-def test_fast_layers_draft_what_the_reference_does(kind: str, variant: str) -> None:
+def test_fast_layers_draft_what_the_reference_does(kind: str) -> None:
     """On torch's kernels, and on compiled layers, whose heads are padded: the same distributions up to rounding, the
     target's answers."""
     dtype, compiled = torch.float32 if kind in ("torch", "float32") else torch.bfloat16, kind != "torch"
     config = whole(head_dim=8, rope=RopeConfig(dim=4))
     quant = "int8" if kind == "int8" else None  # exact: else its bits depend on the width where there are tiles
     made = tiny_decoder(config, dtype=dtype, quant=quant, exact=quant is not None, compiled=compiled)
-    drafter = spire(config=config, dtype=dtype, compiled=compiled, shape=VARIANTS[variant])
+    drafter = spire(config=config, dtype=dtype, compiled=compiled)
     requests = [
         (text(n, n), SamplingParams(temperature=t, max_tokens=24, ignore_eos=True, seed=n))
         for n in (3, 40)
@@ -168,8 +163,8 @@ def test_fast_layers_draft_what_the_reference_does(kind: str, variant: str) -> N
         assert [o.outputs[0].token_ids for o in outputs] == expected
     assert engine.round.failure is None and sum(o.stats.accepted for o in outputs) > 0  # type: ignore[attr-defined]
     if dtype == torch.float32:
-        plain = bound(spire(config=config, shape=VARIANTS[variant]), exact := tiny_decoder(config))
-        fast = bound(spire(config=config, dtype=dtype, compiled=compiled, shape=VARIANTS[variant]), made)
+        plain = bound(spire(config=config), exact := tiny_decoder(config))
+        fast = bound(spire(config=config, dtype=dtype, compiled=compiled), made)
         v = view(text(40), key=1)
         for one, its in ((plain, exact), (fast, made)):
             show(one, its, v, 0, 39)
@@ -189,7 +184,7 @@ def texts_shown(drafter: SpireDrafter, target: Decoder, **params: Any) -> list[S
 
 
 @pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
-@pytest.mark.parametrize("variant", ["spire", "no sinks", "narrow", "no feedback", "shared embedding"])
+@pytest.mark.parametrize("variant", ["spire", "no sinks", "narrow"])
 @pytest.mark.parametrize("proposes", ["point", "coupled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_compiled_drafts_are_those_of_the_long_way(
@@ -234,12 +229,11 @@ def test_compiled_drafts_are_those_of_the_long_way(
 
 
 def test_files_hold_what_a_draft_is(tmp_path: Path) -> None:
-    shape = SpireShape(layers=2, window=9, past="embedding", shared=True, target="tiny")
+    shape = SpireShape(layers=2, window=9, target="tiny")
     save_shape(shape, memory_of(shape), tmp_path)
     assert read_shape(tmp_path) == shape
-    found, wanted = read_memory(shape, tmp_path), memory_of(shape)
-    assert found is not None and wanted is not None and torch.equal(found, wanted)
-    other = SpireShape(layers=3, past="embedding", shared=True)
+    assert torch.equal(read_memory(shape, tmp_path), memory_of(shape))
+    other = SpireShape(layers=3)
     with pytest.raises(ConfigError, match="memory is"):
         read_memory(other, tmp_path)
     (tmp_path / "spire.json").write_text('{"layers": 2, "width": 3}', encoding="utf-8")
@@ -247,9 +241,6 @@ def test_files_hold_what_a_draft_is(tmp_path: Path) -> None:
         read_shape(tmp_path)
     with pytest.raises(ConfigError, match="there is no such folder"):
         read_shape(tmp_path / "nowhere")
-    bare = SpireShape(layers=2, feedback=False)
-    save_shape(bare, None, tmp_path)
-    assert read_memory(bare, tmp_path) is None
 
 
 def test_targets_that_do_not_fit() -> None:

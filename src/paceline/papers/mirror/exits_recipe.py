@@ -1,7 +1,7 @@
 """The recipe ``exits``: early exits at several depths of a frozen target, trained together.
 
-Source: Mirror Speculative Decoding, E.2, eq. 15, with distillation from the target next to the text (``distill``; the
-paper has none: 0).
+Source: Mirror Speculative Decoding, E.2, eq. 15, with distillation from the target next to the text (the paper has
+none), and with the state added to what an exit makes of it, so that it begins as the untrained one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import ConfigError
-from ...core.options import check, option
 from ...train.ahead import EVALUATED_LOGITS
 from ...train.data import TokenBatch
 from ...train.losses import TargetHidden, distilled
@@ -23,28 +21,16 @@ from ...train.network import Network
 from ...train.registry import BuildContext
 from ...weights.files import fingerprint
 from ...weights.trained_files import resumed
-from .exits import MOST_EXITS, ExitHeads, ExitsConfig, load, shares
+from .exits import ExitHeads, ExitsConfig, load, shares
 
+DEPTHS = (0.25, 0.5, 0.75)  # shares of the target's depth after which an exit stands
+DISTILL = 0.8  # weight of the distance from the target; the rest is cross-entropy
 KAPPAS = (1, 4, 8)  # candidates whose overlap mass is logged (eq. 9)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitOptions:
-    """Where exits are, and what they learn from."""
-
-    depths: tuple[float, ...] = option(
-        (0.25, 0.5, 0.75), help="shares of the target's depth after which an exit stands"
-    )
-    skip: bool = option(False, help="add the state to what an exit makes of it, so that it begins as the untrained one")
-    distill: float = option(
-        0.0, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-        if not 0 < len(self.depths) <= MOST_EXITS or not all(0 < depth < 1 for depth in self.depths):
-            asked = f"depths={self.depths}"
-            raise ConfigError(asked, f"1 to {MOST_EXITS} shares between 0 and 1 are wanted", "use 0.25, 0.5, 0.75")
+    """There is nothing to choose."""
 
 
 class ExitRecipe:
@@ -56,10 +42,9 @@ class ExitRecipe:
         self,
         heads: ExitHeads,
         target: Network,
-        options: ExitOptions,
         held_out: Mapping[str, Sequence[TokenBatch]] | None = None,
     ) -> None:
-        self.module, self.target, self.options, self.held_out = heads, target, options, held_out or {}
+        self.module, self.target, self.held_out = heads, target, held_out or {}
 
     @torch.no_grad()
     def states(self, batch: TokenBatch) -> list[Tensor]:
@@ -85,7 +70,7 @@ class ExitRecipe:
             TargetHidden(self.target.final(last).repeat(count, 1), self.target.head_weight),
             tokens.repeat(count),
             weights.repeat(count),
-            share=self.options.distill,
+            share=DISTILL,
         )
         means = (parts.unflatten(1, (count, -1)) * weights).sum(-1) / weights.sum().clamp_min(1e-9)  # [2, K]
         layers = self.module.config.layers
@@ -160,8 +145,8 @@ def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:
     target, folder = context.subject()
     shape = target.config
     config = ExitsConfig(
-        layers=shares(shape.num_layers, options.depths),
-        skip=options.skip,
+        layers=shares(shape.num_layers, DEPTHS),
+        skip=True,
         num_layers=shape.num_layers,
         d_model=shape.d_model,
         vocab_size=shape.vocab_size,
@@ -172,4 +157,4 @@ def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:
         heads = ExitHeads.fresh(config, torch.Generator().manual_seed(context.seed))
     else:
         heads = resumed(load(context.init, torch.float32).requires_grad_(True), config, context.init)
-    return ExitRecipe(heads.to(context.device), target, options, context.held_out)
+    return ExitRecipe(heads.to(context.device), target, context.held_out)

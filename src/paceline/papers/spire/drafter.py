@@ -88,7 +88,7 @@ class SpireDrafter(Drafter):
         config: how long drafts are, and how they are drawn.
         shape: what the draft is.
         source: the folder of its weights; or the network itself, not yet finished, and its memory's weights.
-        num_layers: of the target; None: not known, which a draft that reads no activations may do without.
+        num_layers: of the target; None: not known.
 
     Raises:
         CapabilityError: a target that is not known, or too small for the draft.
@@ -104,24 +104,24 @@ class SpireDrafter(Drafter):
         self,
         config: SpireConfig,
         shape: SpireShape,
-        source: Path | tuple[Decoder, Tensor | None],
+        source: Path | tuple[Decoder, Tensor],
         num_layers: int | None = None,
     ) -> None:
         self.config, self.shape = config, shape
-        if shape.past != "embedding" and (num_layers is None or num_layers <= shape.layers):
+        if num_layers is None or num_layers <= shape.layers:
             wrong = f"it reads activations below the target's last {shape.layers} layers, and the target "
             wrong += "is not known when it is built" if num_layers is None else f"has {num_layers}"
             raise CapabilityError(config.asked, wrong, "build it for the target that it was trained for")
         self.depth = config.depth or shape.depth
-        self._taps = shape.taps(num_layers or 0)
+        self._taps = shape.taps(num_layers)
         self.spec = DrafterSpec(
             name=config.kind,
             taps=tuple(sorted({*self._taps})),
-            past=shape.window if self._taps else 0,
+            past=shape.window,
             network=True,
             proposes=config.proposes,
             default_budget=self.depth,
-            observes=bool(self._taps),
+            observes=True,
         )
         self._grower = Grower((1,) * self.depth, proposes=config.proposes)
         self._source = source
@@ -144,20 +144,18 @@ class SpireDrafter(Drafter):
         decoder.cut(load_hot(self._source, c.vocab_size) if isinstance(self._source, Path) else None)
         view = SinkWindow(self.shape.sinks, self.shape.window)
         self.ring = RingCache(decoder.cache_shape, view, self.depth, max_sequences, target.dtype, device)
-        if self._taps and self.shape.sinks:
+        if self.shape.sinks:
             self._scratch = KVPool(*self._target.cache_shape, self.shape.sinks, target.dtype, device)
 
-    def _load(self, target: TargetInfo, device: torch.device) -> tuple[Decoder, Tensor | None]:
+    def _load(self, target: TargetInfo, device: torch.device) -> tuple[Decoder, Tensor]:
         """The network, and its memory's weights."""
         if not isinstance(self._source, Path):
             return self._source
         config = read_config(self._source)
         native = target.decoder.stack is not None and unsupported(config, target.dtype, device) is None
         attention = make_backend("reference" if target.dtype == torch.float64 else "sdpa", target.dtype)
-        lent = self.shape.ends == "target"
-        lender = target.handle if lent else None
-        decoder = Decoder(config, attention, dtype=target.dtype, device=device, native=native, lender=lender)
-        load_weights(decoder, self._source, layers_only=lent)
+        decoder = Decoder(config, attention, dtype=target.dtype, device=device, native=native, lender=target.handle)
+        load_weights(decoder, self._source, layers_only=True)
         return decoder, read_memory(self.shape, self._source)
 
     def release(self, keys: abc.Sequence[int]) -> None:
@@ -225,9 +223,6 @@ class SpireDrafter(Drafter):
         root = len(view.tokens) - 1
         if root < 1:
             return False  # nothing is earlier than the root
-        if not self._taps:
-            self._read_tokens(view, root)
-            return True
         text = self._texts.get(view.key)
         if text is None or text.seen != root:
             return False
@@ -235,16 +230,6 @@ class SpireDrafter(Drafter):
         if text.sunk < wanted:
             self._compute_sinks(view, text, wanted)
         return True
-
-    def _read_tokens(self, view: Sequence, root: int) -> None:
-        """Memory of verified tokens that are the draft's own embeddings of them."""
-        text = self._texts.get(view.key)
-        kept = self._note(view.key, 0 if text is None else text.seen, root)
-        if kept:
-            tokens = torch.tensor([view.tokens[p] for p in kept], device=self.network.decoder.device)
-            states = [self.network.decoder.embed_tokens(tokens)] * self.shape.layers
-            slots = self.ring.slots(self._texts[view.key].ring, kept)
-            self.network.write(self.ring, states, range(len(kept)), kept, slots)
 
     def _compute_sinks(self, view: Sequence, text: _RingText, count: int) -> None:
         """Memory of a text's first tokens, which no pass has shown: the target runs once more over these alone, whose
@@ -279,11 +264,11 @@ class SpireDrafter(Drafter):
             level += 1
             alive = [row for row, growth in enumerate(growths) if growth.frontier]
             growths = [growths[row] for row in alive]
-            if alive and memory is not None:
+            if alive:
                 self._write_memory(growths, memory, alive, level - 1)
         return level
 
-    def _forward(self, growths: abc.Sequence[Growth]) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, growths: abc.Sequence[Growth]) -> tuple[Tensor, Tensor]:
         """Logits after the last node of each, and its memory [layers, growths, d_model]."""
         packer = RowPacker(self.network.decoder, self.network.decoder.device)
         for growth in growths:
@@ -291,18 +276,15 @@ class SpireDrafter(Drafter):
             position = len(growth.sequence.tokens) - 1 + node  # of a chain a node is its depth, too
             token = growth.token(node)
             slots = self.ring.slots(text.ring, self._seen(text, position))
-            own = self.ring.unseen(text.ring) if self.network.feedback else slots[-1]
-            prefix = len(slots) if self.network.feedback else len(slots) - 1
-            where, keys = (torch.tensor(x, device=self.network.decoder.device) for x in ([own], slots))
-            packer.add([token], [position], where, keys, len(slots), prefix)
+            own = [self.ring.unseen(text.ring)]
+            where, keys = (torch.tensor(x, device=self.network.decoder.device) for x in (own, slots))
+            packer.add([token], [position], where, keys, len(slots), len(slots))
         return self.network.run(packer, self.ring)
 
     def _seen(self, text: _RingText, position: int) -> list[int]:
-        """Positions whose memory a row sees: sinks, and a window of strictly earlier tokens; without feedback its own
-        among them."""
-        stop = position if self.network.feedback else position + 1
-        sinks = min(self.shape.sinks, stop)
-        return [*range(sinks), *range(max(sinks, text.start, stop - self.shape.window), stop)]
+        """Return the positions whose memory a row sees: sinks, and a window of strictly earlier tokens."""
+        sinks = min(self.shape.sinks, position)
+        return [*range(sinks), *range(max(sinks, text.start, position - self.shape.window), position)]
 
     def _write_memory(self, growths: abc.Sequence[Growth], memory: Tensor, rows: abc.Sequence[int], level: int) -> None:
         """The memory of some rows of a level [layers, n, d_model], for the rows below them."""

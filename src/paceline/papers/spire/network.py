@@ -62,10 +62,10 @@ class SpireNetwork:
 
     Args:
         decoder: its checkpoint, loaded and not finished; it is then.
-        memory: w of `SpireShape.fresh_memory`'s shape; None: there is no feedback memory.
+        memory: w of `SpireShape.fresh_memory`'s shape.
     """
 
-    def __init__(self, decoder: Decoder, memory: Tensor | None) -> None:
+    def __init__(self, decoder: Decoder, memory: Tensor) -> None:
         c = decoder.config
         layers: list[Any] = [] if decoder._native else list(decoder.layers)
         self._projections = [projection(layer, c) for layer in layers]
@@ -73,13 +73,7 @@ class SpireNetwork:
         wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self._table = RopeTable(c.rope, c.max_position, wide, decoder.device)
         # [n, n + 1] what the memory of each layer is made of
-        mix = None if memory is None else memory.to(decoder.device, wide).softmax(-1)
-        self._mix = None if mix is None else mix.expand(decoder.num_layers, -1).contiguous()
-
-    @property
-    def feedback(self) -> bool:
-        """Return whether rows have a memory."""
-        return self._mix is not None
+        self._mix = memory.to(decoder.device, wide).softmax(-1)
 
     @property
     def compiled(self) -> bool:
@@ -112,19 +106,13 @@ class SpireNetwork:
             for cache, values in zip((ring.k[index], ring.v[index]), project(own[which], cos, sin), strict=True):
                 cache.index_copy_(1, where, values.transpose(0, 1))
 
-    def run(self, packer: RowPacker, ring: RingCache) -> tuple[Tensor, Tensor | None]:
-        """Return one pass.
-
-        Returns:
-            [rows, V] logits, and [layers, rows, d_model] the memory of the rows; None without feedback.
-        """
+    def run(self, packer: RowPacker, ring: RingCache) -> tuple[Tensor, Tensor]:
+        """Run one pass; return [rows, V] logits, and [layers, rows, d_model] the memory of the rows."""
         n = self.decoder.num_layers
         state: ForwardState = self.decoder.embed(packer.batch())
-        first, taps = state.hidden, Taps(tuple(range(n)) if self.feedback else ())
+        first, taps = state.hidden, Taps(tuple(range(n)))
         state = self.decoder.run_layers(state, 0, n, ring, taps)
         logits = self.decoder.logits(state)
-        if self._mix is None:
-            return logits, None
         weights = self._mix[:, :, None, None]  # [layers, layers + 1, 1, 1]
         memory = weights[:, 0] * first.to(weights.dtype)
         for layer in range(n):  # in order, as compiled code adds them

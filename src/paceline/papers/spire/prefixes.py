@@ -58,24 +58,22 @@ class Blocks:
 def mask_of(batch: TokenBatch, blocks: Blocks, shape: SpireShape, step: int) -> Tensor:
     """Return [B, 1, P, T + P * own] bool: what the rows of a pass see, figure 2.
 
-    First the T verified tokens, then the block's own ones, pass by pass: those of the passes before; without feedback
-    that of this pass, too.
+    First the T verified tokens, then the block's own ones, pass by pass: those of the passes before.
 
     Args:
         step: the pass, from 0 on.
     """
     rows, starts = blocks.places[:, step], blocks.places[:, 0]
     position, of_block = batch.positions[:, rows], batch.documents[:, starts]  # [B, P]
-    stop = position if shape.feedback else position + 1  # the first position that a row does not see
     keys = torch.arange(batch.tokens.shape[1], device=rows.device)
-    near = batch.positions[:, None] >= stop[:, :, None] - shape.window
+    near = batch.positions[:, None] >= position[:, :, None] - shape.window
     near = near | (batch.positions[:, None] < shape.sinks)
     verified = (batch.documents[:, None] == of_block[:, :, None]) & (keys < starts[:, None]) & near  # [B, P, T]
     own = []
     same = torch.eye(len(starts), dtype=torch.bool, device=rows.device)
-    for other in range(step if shape.feedback else step + 1):
+    for other in range(step):
         at = batch.positions[:, blocks.places[:, other]]
-        close = (at >= stop - shape.window) | (at < shape.sinks)
+        close = (at >= position - shape.window) | (at < shape.sinks)
         own.append(same & close[:, None])  # [B, P, P]
     return torch.cat([verified, *own], -1)[:, None]
 
@@ -160,31 +158,29 @@ def _part(layer: Layer, x: Tensor, outputs: slice) -> Tensor:
 
 def run_blocks(
     network: Network,
-    memory: Tensor | None,
+    memory: Tensor,
     shape: SpireShape,
     batch: TokenBatch,
     blocks: Blocks,
-    past: Sequence[Tensor] | None,
+    past: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return the k passes.
 
     Args:
         network: the draft.
-        memory: w of its feedback memory; None: it has none.
-        past: of each layer [B, T, d] what stands for the memory of verified tokens; None: the draft's embeddings.
+        memory: w of its feedback memory.
+        past: of each layer [B, T, d] what stands for the memory of verified tokens.
 
     Returns:
         Of each pass [B, P, d] the draft's last states, after its final norm.
     """
     c, layers = network.config, network.layers
-    if past is None:
-        past = [network.embed(batch.tokens)] * len(layers)
     whole, groups = network.rotation(batch.positions), Groups.of(batch, blocks, shape)
     rows, count, length = len(batch.tokens), len(blocks.places), batch.tokens.shape[1]
     known: list[list[KeyValues]] = [
         [_each(groups.keys, keys_and_values(layer, c, own, whole))] for layer, own in zip(layers, past, strict=True)
     ]
-    mix = None if memory is None else memory.softmax(-1).expand(len(layers), -1)
+    mix = memory.softmax(-1)
     said = []
     for step in range(shape.depth):
         at = blocks.places[:, step]
@@ -196,15 +192,13 @@ def run_blocks(
         hidden = network.embed(batch.tokens[:, at])
         activations = [hidden]
         for layer, own in zip(layers, known, strict=True):
-            if mix is None:
-                own.append(_each(groups.split, keys_and_values(layer, c, hidden, rotation)))
             k, v = (torch.cat(parts, 1) for parts in zip(*own, strict=True))
             attended = _attend(groups.split(_queries(layer, c, hidden, rotation)), k, v, mask, c.scale)
             attended = attended.view(rows, -1, attended.shape[-1])[:, :count]
             hidden = finish(layer, c, hidden, attended * seen)
             activations.append(hidden)
         said.append(network.final(hidden))
-        if mix is not None and step + 1 < shape.depth:
+        if step + 1 < shape.depth:
             every = torch.stack(activations)  # [n + 1, B, P, d]
             for index, (layer, own) in enumerate(zip(layers, known, strict=True)):
                 mixed = torch.einsum("l,lbpd->bpd", mix[index].to(every.dtype), every)

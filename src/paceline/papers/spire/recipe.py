@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,75 +17,51 @@ from ...model.families import decoder_config
 from ...model.hot import hot_share, masked
 from ...train.ahead import EVALUATED_LOGITS, no_loss
 from ...train.data import TokenBatch
-from ...train.losses import TargetHidden, cross_entropy, mixed
+from ...train.losses import TargetHidden, mixed
 from ...train.network import Network, config_of_layers, take_layers
 from ...train.scoring import CompiledScorer, compiled_scorer
 from ...weights.files import fingerprint
 from ...weights.loader import load_weights
 from ...weights.names import weight_map
 from ...weights.trained_files import continued
-from .model import Ends, Past, SpireShape, read_memory, read_shape, save_shape
+from .model import SpireShape, read_memory, read_shape, save_shape
 from .prefixes import Blocks, run_blocks
 
 if TYPE_CHECKING:
     from ...train.registry import BuildContext
 
 
+OMEGA = 0.5  # weight of distillation in the mixed loss
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpireOptions:
-    """What is trained, and on what loss. The defaults are SPIRe's; figure 5's ablations are one option each."""
+    """What is trained."""
 
     hot_head: float = hot_share()
     layers: int = option(0, help="layers of the draft, the target's last ones; 0: a quarter of the target's", minimum=0)
     window: int = option(64, help="last tokens that a row sees; as many as the context: K/V is not sparse", minimum=1)
-    sinks: int = option(1, help="first tokens that a row sees beside them", minimum=0)
     depth: int = option(4, help="k: passes, and tokens that will be drafted", minimum=1, maximum=16)
-    feedback: bool = option(True, help="rows see memory of earlier tokens; no: the layers' inputs, their own, too")
-    past: Past = option(
-        "layers", help="memory of verified tokens: the target's activations (layers, last), or draft embeddings"
-    )
-    shared: bool = option(False, help="one memory for all layers; with past = embedding or last")
-    start: Literal["pruned", "random"] = option("pruned", help="from the target's last layers and ends, or at random")
-    ends: Ends = option(
-        "own", help="embedding, final norm and head: own ones, trained and stored; or the target's as they are"
-    )
-    loss: Literal["mixed", "text"] = option(
-        "mixed", help="mixed: omega CE(p, q) - (1 - omega) alpha; text: cross-entropy with the text"
-    )
-    omega: float = option(0.5, help="weight of distillation in the mixed loss; 1: it alone", minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
         check(self)
 
-    def shape(self, layers: int, target: str = "", mark: str = "") -> SpireShape:
-        """Return what the draft is; refuses what does not go together."""
-        names = ("window", "sinks", "depth", "feedback", "past", "shared", "ends")
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return SpireShape(layers=layers, target=target, fingerprint=mark, **values)
-
 
 class SpireModule(nn.Module):
-    """The draft in training.
-
-    Args:
-        network: its layers and ends.
-        shape: what it is.
-    """
+    """The draft in training: its layers and memory, over the target's ends."""
 
     def __init__(self, network: Network, shape: SpireShape) -> None:
         super().__init__()
         self.network = network
-        if shape.ends == "target":
-            for piece in weight_map(network.config):
-                if not piece.of_layer:
-                    network.decoder.get_parameter(piece.into).requires_grad_(False)
-        made = shape.fresh_memory()
-        self.memory = None if made is None else nn.Parameter(made.to(network.head_weight.device))
+        for piece in weight_map(network.config):
+            if not piece.of_layer:
+                network.decoder.get_parameter(piece.into).requires_grad_(False)
+        self.memory = nn.Parameter(shape.fresh_memory().to(network.head_weight.device))
 
 
-# What the target makes of a batch: of each layer [B, T, d] the memory of verified tokens (None: the draft's
-# embeddings), and [B, T, d] its last states after the final norm.
-TargetStates = tuple[list[Tensor] | None, Tensor]
+# What the target makes of a batch: of each layer [B, T, d] the memory of verified tokens, and [B, T, d] its last states
+# after the final norm.
+TargetStates = tuple[list[Tensor], Tensor]
 
 
 class PassRows(NamedTuple):
@@ -107,7 +83,6 @@ class SpireRecipe:
         module: the draft.
         target: the frozen target.
         shape: what the draft is.
-        options: the loss.
         config: the draft's config.json.
         held_out: batches by domain.
         hot: [H] int64, ascending: the only tokens that are drafted. Distillation is from the target over these alone,
@@ -123,21 +98,19 @@ class SpireRecipe:
         module: SpireModule,
         target: Network,
         shape: SpireShape,
-        options: SpireOptions,
         config: Mapping[str, Any],
         held_out: Mapping[str, Sequence[TokenBatch]],
         hot: Tensor | None = None,
         serving: CompiledScorer | None = None,
     ) -> None:
-        self.module, self.target, self.shape, self.options = module, target, shape, options
+        self.module, self.target, self.shape = module, target, shape
         self.config, self.held_out, self.serving = config, held_out, serving
         self.hot = None if hot is None else hot.to(target.head_weight.device)
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """Return the weighted mean over the rows of all passes, and that of each pass."""
         offset = int(torch.randint(self.shape.depth, (1,), generator=generator))
-        needed = self.shape.past != "embedding" or self.options.loss == "mixed"
-        past, final = self.know(batch) if needed else (None, None)
+        past, final = self.know(batch)
         rows = list(self._rows(batch, offset, past))
         total = sum((part.weights.sum() for part in rows), start=batch.weights.new_zeros(()))
         if not total > 0:
@@ -149,18 +122,13 @@ class SpireRecipe:
             figures[f"loss_{step}"] = float(mean.detach())
         return loss, figures
 
-    def _mean(self, part: PassRows, final: Tensor | None) -> Tensor:
+    def _mean(self, part: PassRows, final: Tensor) -> Tensor:
         """Return the loss of the rows of a pass."""
-        head = self.module.network.head_weight
-        frozen = 0 if head.requires_grad else head.shape[1]
-        if self.options.loss == "text":
-            return cross_entropy(part.hidden, head, part.targets, part.weights, frozen=frozen)
-        assert final is not None, "the target was run"
-        taught = self.target.head_weight
+        head, taught = self.module.network.head_weight, self.target.head_weight
         if self.hot is not None:
             head, taught = head[self.hot], taught[self.hot]
         says = TargetHidden(final.flatten(0, 1)[part.places], taught)
-        return mixed(part.hidden, head, says, part.weights, frozen=frozen, omega=self.options.omega)
+        return mixed(part.hidden, head, says, part.weights, frozen=head.shape[1], omega=OMEGA)
 
     @torch.no_grad()
     def know(self, batch: TokenBatch) -> TargetStates:
@@ -169,13 +137,12 @@ class SpireRecipe:
         if self.serving is not None and torch.is_autocast_enabled("cpu"):
             end = target.config.num_layers - 1
             *served, last = self.serving.activations(batch, (*self.shape.taps(end + 1), end))
-            return served or None, target.final(last)
+            return served, target.final(last)
         last, inputs = target.run(target.embed(batch.tokens), 0, target.config.num_layers, batch)
         # y^{N-n-1+i} for draft layer i: what the target's own layer N - n + i reads (section 3.3)
-        past = {"layers": inputs[-n:], "last": [last] * n, "embedding": None}[self.shape.past]
-        return past, target.final(last)
+        return inputs[-n:], target.final(last)
 
-    def _rows(self, batch: TokenBatch, offset: int, past: list[Tensor] | None) -> Iterator[PassRows]:
+    def _rows(self, batch: TokenBatch, offset: int, past: list[Tensor]) -> Iterator[PassRows]:
         """Of each pass the rows that have something to learn."""
         blocks = Blocks.of(batch, self.shape.depth, offset)
         passes = run_blocks(self.module.network, self.module.memory, self.shape, batch, blocks, past)
@@ -242,9 +209,8 @@ class SpireRecipe:
         return torch.cat(found, 1)
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """Return what users load."""
-        layers_only = self.shape.ends == "target"
-        self.module.network.save(folder, dict(self.config), torch.bfloat16, layers_only)
+        """Write what users load."""
+        self.module.network.save(folder, dict(self.config), torch.bfloat16, layers_only=True)
         save_shape(self.shape, self.module.memory, folder)
         return {}
 
@@ -263,59 +229,29 @@ def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
     if layers >= whole.num_layers:
         asked = f"layers={options.layers}" if options.layers else "a quarter of its layers"
         raise ConfigError(asked, f"the target has {whole.num_layers} in all", f"give 1 to {whole.num_layers - 1}")
-    shape = options.shape(layers, folder.name, fingerprint(folder))
+    shape = SpireShape(
+        layers=layers,
+        window=options.window,
+        depth=options.depth,
+        target=folder.name,
+        fingerprint=fingerprint(folder),
+    )
     config = config_of_layers(folder, range(whole.num_layers)[-layers:])
-    network = Network(decoder_config(config), context.device)
-    if context.init is None:
-        _start(network, target, options, context.seed)
-    module = SpireModule(network, shape)
+    module = SpireModule(Network(decoder_config(config), context.device), shape)
+    take_layers(module.network, target, range(whole.num_layers)[-layers:])  # the pruned start (section 3.2)
     if context.init is not None:
-        _resume(module, shape, target, context.init)
+        continued(read_shape(context.init), shape, context.init, ("window", "sinks", "depth"))  # of no parameter
+        load_draft(module, shape, context.init)
     serving = compiled_scorer(folder, target)
-    return SpireRecipe(module, target, shape, options, config, context.held_out, context.hot, serving)
+    return SpireRecipe(module, target, shape, config, context.held_out, context.hot, serving)
 
 
 @torch.no_grad()
-def _start(network: Network, target: Network, options: SpireOptions, seed: int) -> None:
-    """Copy the target's embedding, last layers, norm and head (section 3.2), or draw random weights."""
-    if options.start == "pruned":
-        take_layers(network, target, range(len(target.layers))[-len(network.layers) :])
-        return
-    network.init_weights(seed)
-    if options.ends == "target":
-        _lend_ends(network, target)
-
-
-def _lend_ends(network: Network, target: Network) -> None:
-    """Share the target's embedding, norm and head."""
-    known = dict(target.decoder.named_parameters())
-    for name, parameter in network.decoder.named_parameters():
-        if not name.startswith("layers."):
-            parameter.copy_(known[name])
-
-
-@torch.no_grad()
-def load_draft(module: SpireModule, shape: SpireShape, target: Network, folder: Path) -> None:
-    """Fill a draft with what a folder holds.
-
-    Args:
-        shape: what it is.
-        target: whose ends it gets where the folder has none.
+def load_draft(module: SpireModule, shape: SpireShape, folder: Path) -> None:
+    """Fill the layers and the memory of a draft with what a folder holds.
 
     Raises:
         ConfigError: a folder that holds no such draft.
     """
-    decoder, lent = module.network.decoder, shape.ends == "target"
-    if lent:
-        _lend_ends(module.network, target)
-    load_weights(decoder, folder, layers_only=lent)
-    memory = read_memory(shape, folder)
-    if module.memory is not None and memory is not None:
-        module.memory.copy_(memory)
-
-
-def _resume(module: SpireModule, shape: SpireShape, target: Network, folder: Path) -> None:
-    """Take the weights of another draft, to train them on."""
-    free = ("window", "sinks", "depth", "past")  # of no parameter
-    continued(read_shape(folder), shape, folder, free)
-    load_draft(module, shape, target, folder)
+    load_weights(module.network.decoder, folder, layers_only=True)
+    module.memory.copy_(read_memory(shape, folder))

@@ -18,13 +18,13 @@ inline int64_t ring_seen(const RingShape& r, int64_t ring, int64_t start, int64_
   return n;
 }
 
-Refusal check_ring_chain(const Model& m, const Pass& p, const RingShape& r, const RingChain& c, bool feedback) {
+Refusal check_ring_chain(const Model& m, const Pass& p, const RingShape& r, const RingChain& c) {
   const int64_t slots = cache_slots(m, p);
   if (c.steps < 1 || c.steps > r.span - r.window + 1) return BAD_COUNT;  // drafts take no slot that a row sees
   if (c.position < 0 || c.position > INT32_MAX || (m.rotated && c.position + c.steps > p.num_positions))
     return BAD_POSITION;
   if (c.start < 0 || c.start > c.position) return BAD_POSITION;
-  if (feedback && (c.position == 0 || (r.sinks == 0 && c.start == c.position))) return BAD_POSITION;  // nothing is seen
+  if (c.position == 0 || (r.sinks == 0 && c.start == c.position)) return BAD_POSITION;  // nothing is seen
   if (c.root < 0 || c.root >= m.tokens) return BAD_TOKEN;
   return c.ring >= 0 && c.ring < slots / (r.sinks + r.span) ? DONE : BAD_SLOT;
 }
@@ -64,10 +64,9 @@ int pl_keys(const Model* m, const Pass* p, const char* const* states, int64_t mo
   return DONE;
 }
 
-// SPIRe's drafts: chains of several sequences at once whose rows see K and V in rings, a token a pass. With `mix`
-// [layers, layers + 1] they see memory of strictly earlier tokens, and a row's own is made of what its layers gave and
-// kept for the rows behind it; without it they see the layers' own K and V, theirs among them. A chain ends once its
-// cumulative log-probability is below `floor`. `p` as for `pl_roll`. Returns a `Refusal`. Source: SPIRe, 3.3.
+// SPIRe's drafts: chains of several sequences at once whose rows see K and V in rings, a token a pass. They
+// see memory of strictly earlier tokens; a row's own is made by `mix` [layers, layers + 1] of what its layers gave, and
+// kept for the rows after it. A chain ends once its cumulative log-probability is below `floor`. `p` as for `pl_roll`. Returns a `Refusal`. Source: SPIRe, 3.3.
 int pl_recall(const Model* m, const Pass* p, const Linear* words, int64_t limit, const RingShape* shape,
               RingChain* chains, int64_t count, const float* mix, double floor) {
   const int64_t layers = p->layers, d = m->d_model;
@@ -77,14 +76,14 @@ int pl_recall(const Model* m, const Pass* p, const Linear* words, int64_t limit,
     return BAD_COUNT;
   int64_t last = 0;
   for (int64_t i = 0; i < count; i++) {
-    const Refusal refusal = check_ring_chain(*m, *p, ring, chains[i], mix != nullptr);
+    const Refusal refusal = check_ring_chain(*m, *p, ring, chains[i]);
     if (refusal != DONE) return refusal;
     last = std::max(last, chains[i].position + chains[i].steps);
   }
   const int64_t most = std::min(ring.sinks + ring.window, last);
   DraftRows rows(*m, *p, *words, (layers + 1) * count);  // a row's states lie behind each layer
   const int64_t bytes = rows.bytes;
-  std::vector<char> memory(mix ? layers * count * bytes : 0);
+  std::vector<char> memory(layers * count * bytes);
   std::vector<int64_t> keys(count * most);
   std::vector<double> score(count, 0.0);
   std::vector<Choice> choices;
@@ -98,14 +97,14 @@ int pl_recall(const Model* m, const Pass* p, const Linear* words, int64_t limit,
       const RingChain& c = chains[live[r]];
       const int64_t here = c.position + c.made;
       int64_t* seen = keys.data() + r * most;
-      const int64_t n = ring_seen(ring, c.ring, c.start, here + (mix ? 0 : 1), seen);
-      rows.segments.push_back(segment_at(r, r + 1, mix ? n : n - 1, n, -1, seen));
-      rows.embed(c.made ? c.tokens[c.made - 1] : c.root, here, mix ? -1 : seen[n - 1]);
+      const int64_t n = ring_seen(ring, c.ring, c.start, here, seen);
+      rows.segments.push_back(segment_at(r, r + 1, n, n, -1, seen));
+      rows.embed(c.made ? c.tokens[c.made - 1] : c.root, here, -1);
       choices.push_back({c.rules, here + 1, c.tokens + c.made, c.log_q + c.made});
     }
     Pass pass = rows.pass();
     pass.hidden_out = rows.state(num_rows);
-    run_layers(*m, pass, 0, (int)layers, mix ? QUERIES : WHOLE, apart);
+    run_layers(*m, pass, 0, (int)layers, QUERIES, apart);
     choose(*m, rows.state(layers * num_rows), limit, choices, p->threads);
     std::vector<int64_t> next, from;
     for (int64_t r = 0; r < num_rows; r++) {
@@ -114,7 +113,7 @@ int pl_recall(const Model* m, const Pass* p, const Linear* words, int64_t limit,
       if (c.made < c.steps && score[live[r]] >= floor) next.push_back(live[r]), from.push_back(r);
     }
     live = std::move(next);
-    if (!mix || live.empty()) continue;
+    if (live.empty()) continue;
     const int64_t kept = live.size();
     rows.clear();
     for (int64_t k = 0; k < kept; k++) {
