@@ -24,12 +24,10 @@ RUNS = (  # kind, target, tokens ahead, what it began as, log and how many follo
     ("eagle", SMOLLM, 3, "target", "smollm2-135m/eagle", 2, 0.49, 2.9),
     ("lyanna", SMOLLM, 3, "target", "adapt/smollm2-135m-lyanna", 2, 1.73, 9.9),
     ("medusa", SMOLLM, 3, "random", "smollm2-135m/medusa", 1, 0.9, 4.0),
-    ("draft_model", SMOLLM, 4, "target", "smollm2-135m/draft", 1, 0.72, 3.9),  # not measured: as of the small target
     ("eagle", GEMMA, 3, "random", "adapt/gemma-3-270m-eagle", 2, 1.08, 7.0),
     ("eagle", SMALL, 3, "target", "adapt/paceline-small-eagle", 2, 0.89, 6.4),
     ("lyanna", SMALL, 3, "target", "adapt/paceline-small-lyanna", 2, 0.82, 4.6),
     ("medusa", SMALL, 3, "random", "adapt/paceline-small-medusa", 2, 1.0, 5.9),
-    ("draft_model", SMALL, 4, "random", "adapt/paceline-small-draft_model", 2, 0.72, 3.9),
 )
 
 

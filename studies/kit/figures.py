@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.figures import (
-    COLOURS,
-    MARKERS,
-    PANEL_HEIGHT,
-    PANEL_WIDTH,
-    canvas,
-    legend,
-    name_rows,
-    save,
-    tick_values,
-)
+from paceline.bench.figures import COLOURS, MARKERS, PANEL_WIDTH, canvas, legend, name_rows
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PANEL_HEIGHT = 3.5  # inches
+TICK_LETTERS = 48  # under a panel, with two for the space after each number
 
 BAR_HEIGHT, ROW_HEIGHT = 0.25, 0.32  # inches a bar, a row of stacked bars
 
@@ -76,6 +71,37 @@ def lines(panels: Sequence[Panel], path: Path, width: float = 1.0, kind: str = "
         if not panels[0].names:
             legend(picture, axes[0], panels[0].columns or len(panels[0].series))
         return save(picture, path)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a picture to a file, SVG or PNG by its suffix.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata=metadata, dpi=110)
+    except (OSError, ValueError) as error:
+        remedy = "name a .svg in a folder you own"
+        raise ConfigError(f"figure {path}", f"cannot be written ({error})", remedy) from error
+    return path
+
+
+def tick_values(axis: Axes, numbers: Iterable[float], log: bool) -> None:
+    """A tick at every value of a short axis; of a logarithmic one, at as many as there is room for.
+
+    A linear axis whose values do not fit side by side is measured, and keeps even ticks.
+    """
+    if log:
+        axis.set_xscale("log")
+    values = sorted(set(numbers))
+    while log and sum(len(f"{x:g}") + 2 for x in values) > TICK_LETTERS:
+        values = values[::2]
+    if values and len(values) <= 10 and sum(len(f"{x:g}") + 2 for x in values) <= TICK_LETTERS:
+        axis.set_xticks(values, [f"{x:g}" for x in values])
+        axis.minorticks_off()
 
 
 def _colour(series: Series, place: int) -> str:

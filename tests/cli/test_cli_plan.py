@@ -1,4 +1,4 @@
-"""``paceline plan``: tables, commands that the benchmark reads, JSON, plots, and mistakes that end in one line."""
+"""``paceline plan``: tables, commands that the benchmark reads, JSON, and mistakes that end in one line."""
 
 from __future__ import annotations
 
@@ -82,14 +82,6 @@ def test_a_gguf_file_is_planned_as_it_is_stored(run: Any, tmp_path: Path) -> Non
     assert "not predicted: suffix, eagle, lyanna, medusa, hybrid;" in run(*SMALL).stdout
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / f"plan{suffix}"
-    assert run(*SMALL, "--plot", str(file)).exit_code == 0
-    assert file.stat().st_size > 5000
-
-
 @pytest.mark.parametrize(
     ("args", "wrong"),
     [
@@ -107,7 +99,6 @@ def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
         (("--tau", "spire=9"), "Give 1 to 5"),
         (("--tau", "spire"), "not a name and a value"),
         (("--draft", "nobody"), "no such model"),
-        (("--plot", "plan.pdf"), "End it in .svg or .png"),
     ],
 )
 def test_mistakes_end_in_one_line(run: Any, args: tuple[str, ...], wrong: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kits.tiny import tiny_adapters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 from toolkit import write_data, write_target
@@ -31,8 +29,6 @@ from paceline.train.job import TrainingJob, finish, prepare
 from paceline.train.network import Network
 from paceline.train.scoring import network_scores, remembered_scores
 from paceline.train.trainer import Phase, TrainConfig
-from paceline.weights.files import fingerprint
-from paceline.weights.loader import read_config
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
 
@@ -259,47 +255,6 @@ def test_states_are_kept_as_the_target_computes_them_and_not_computed_again(
     monkeypatch.setattr(job, "make_scorer", lambda *given: pytest.fail("it scores"))
     task = files.read(folder / files.TASK)
     assert learner.learn(folder, task, served) == served[-24].number - 1  # with what was put aside
-    torch.set_num_threads(1)
-
-
-def test_applications_have_a_ring_and_a_drafter_of_their_own(
-    make: Callable[..., LLM], target: Path, heads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asked side by side; what one learned serves it alone, and the model without its adapters scores nothing."""
-    adapters = tiny_adapters(read_config(target), seed=3, size=0.5, dtype=torch.float32)
-    adapters.config = dataclasses.replace(adapters.config, target=target.name, fingerprint=fingerprint(target))
-    adapters.save(tmp_path / "sql")
-    given = {"applications": {"sql": str(tmp_path / "sql")}}
-    prompts = [{"prompt_token_ids": [5, 6, 7, 8 + i % 9]} for i in range(60)]
-    names = [None, "sql"] * 30
-
-    def answers(llm: LLM) -> list[list[int]]:
-        return [one.outputs[0].token_ids for one in llm.generate(prompts, PARAMS, application=names)]
-
-    plain = answers(LLM(str(target), threads=1, **given))
-    llm = make(**given)
-    assert answers(llm) == plain and plain[0] != plain[1]
-    (folder,) = (tmp_path / "learn" / files.APPLICATIONS).iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    for name, place in ((None, folder.parents[1]), ("sql", folder)):
-        served = kept_in(place, 30)
-        asked = [ids for ids, of in zip(plain, names, strict=True) if of == name]
-        assert sorted(one.answer for one in served) == sorted(asked)
-    monkeypatch.setattr(job, "make_scorer", lambda *given: pytest.fail("it scores"))
-    task, ring = files.read(folder / files.TASK), Ring(folder / files.RING)
-    ring.add([5, 6], [7, 8, 9])  # without states
-    known = learner.learnable(folder, task, ring.read())
-    assert len(known) == 30 and learner.learn(folder, task | {"rate": 1e-7}, known) == known[-24].number - 1
-    put(folder, 2, heads[1])
-    own = llm.learning._lanes["sql"]
-    wait_for(lambda: own._tried == 2 and own._ready)
-    renewed: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(llm.engine.budget, "renew", lambda *given: renewed.append(given))
-    assert answers(llm) == plain and renewed == [("sql", "eagle", 2.0)]
-    assert llm.engine.round.failure is None
-    told = llm.describe_learning()
-    assert (told["drafter"], told["applications"]["sql"]["drafter"]) == (0, 2)
-    assert (told["requests_kept"], told["applications"]["sql"]["requests_kept"]) == (60, 60)
     torch.set_num_threads(1)
 
 

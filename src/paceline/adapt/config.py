@@ -8,7 +8,7 @@ from pathlib import Path
 from ..api.options import MAX_THREADS, MODEL
 from ..core.options import check, option
 
-KINDS = ("eagle", "lyanna", "medusa", "draft_model")  # of drafters that are trained; `train.registry` makes them
+KINDS = ("eagle", "lyanna", "medusa")  # of drafters that are trained; `train.registry` makes them
 
 
 @dataclass(frozen=True, kw_only=True)

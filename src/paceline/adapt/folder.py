@@ -48,8 +48,6 @@ def leave(
         parameters = _parameters(fresh)
         card: dict[str, Any] = {"role": "head", "description": f"drafts for {name}, made by paceline adapt"}
         card |= {"parameters": parameters, "target": name, "read_by": plan.kind}
-        if plan.kind == "draft_model":
-            card = {"role": "draft", "description": card["description"], "parameters": parameters}
         (fresh / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
         told = page(plan, trained, found)
         made = "Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses."

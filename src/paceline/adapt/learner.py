@@ -49,27 +49,16 @@ def main(folder: Path, parent: int) -> None:
     ring = Ring(folder / files.RING)
     seen = int(files.read(folder / files.SEEN, 0))
     while os.getppid() == parent:
-        fresh = learnable(folder, task, ring.read(after=seen))
+        fresh = ring.read(after=seen)
         if len(fresh) < FRESH:
             time.sleep(LOOK_S)
             continue
         try:
-            seen = learn(folder, task, learnable(folder, task, ring.read()))
+            seen = learn(folder, task, ring.read())
             files.write(folder / files.SEEN, seen)
         except (PacelineError, OSError) as error:  # a full disk, for one: the serving drafter continues
             say(error=str(error))
             time.sleep(FAULT_S)
-
-
-def learnable(folder: Path, task: dict[str, Any], served: list[ServedRequest]) -> list[ServedRequest]:
-    """Return requests that can be learned from.
-
-    Of an application only those with states, since the model without its adapters would answer differently.
-    """
-    if "application" not in task or not served:
-        return served
-    with closing(StateRing(folder / files.STATES, task["width"])) as states:
-        return [one for one in served if part_with_states(one, states) is not None]
 
 
 def lowest_priority() -> None:

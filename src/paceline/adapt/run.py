@@ -179,7 +179,7 @@ class Adaptation:
         return {"answer": tokens / spent if tokens else 1.0, "prompt_share": both / max(1, said)}
 
     def _try_kinds(self, few: list[tuple[int, ...]]) -> dict[str, Any]:
-        names = [self.config.kind] if self.config.kind else list(KINDS[:3])
+        names = [self.config.kind] if self.config.kind else list(KINDS)
         file, enough = str(self._file("answers", f"{GIVEN}-0.jsonl")), PROBED * ROWS * self.room // self.part
         tried = SourceSpec(file=file, answer_tokens=self.answer, max_tokens=enough)
         making = replace(self.making(names[0]), sources=[tried], held_out=())

@@ -21,6 +21,7 @@ from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
 from ..plan.models import shape_of
+from ..train.recipes.heads import HeadOptions
 from .training import Making, probe
 
 REPEATS, ROWS, BATCHES, CONTEXTS = 5, (1, 2, 3, 4, 6, 8, 16), (1, 4, 8), (128, 512)
@@ -87,12 +88,12 @@ def ask(llm: LLM, ids: Sequence[int], most: int, **options: Any) -> RequestOutpu
     return llm.generate({"prompt_token_ids": list(ids)}, SamplingParams(temperature=0, max_tokens=most, **options))[0]
 
 
-def steps(llm: LLM, drafter: str, prompts: Sequence[Sequence[int]], depth: int) -> list[tuple[float, float]]:
+def steps(llm: LLM, drafter: str, prompts: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
     """Return times of steps that draft so many nodes, in plain steps of the same turn: drafts, passes and overhead.
 
-    Args:
-        depth: tokens ahead that the drafter drafts. Trees are timed of so many nodes, and of more.
+    Trees are timed of as many nodes as the drafter drafts tokens ahead, and of more.
     """
+    depth = HeadOptions.depth
     engines = [llm, *(beside(llm, drafter, budget=nodes) for nodes in (1, depth, 2 * depth, 4 * depth))]
     times: list[list[float]] = [[] for _ in engines]
     nodes: list[list[float]] = [[] for _ in engines]
@@ -150,7 +151,7 @@ def _kind(llm: LLM, making: Making, place: Path, prompts: Sequence[Sequence[int]
     shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
-        result, depth, speeds = probe(making, place)
-        return speeds | {"steps": steps(llm, f"{making.kind}:{result}", prompts, depth)}
+        result, speeds = probe(making, place)
+        return speeds | {"steps": steps(llm, f"{making.kind}:{result}", prompts)}
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -23,7 +23,6 @@ from ..model.families import DecoderConfig
 from ..train.data import SourceSpec
 from ..train.job import TrainingJob, finish, prepare
 from ..train.recipes import heads_start as start
-from ..train.recipes.heads import HeadOptions
 from ..train.trainer import LOG, Phase, TrainConfig, Trainer
 from .choice import further_gain
 
@@ -65,19 +64,7 @@ def starting_tokens(kind: str, shape: DecoderConfig) -> int:
 
 def _defaults(kind: str, shape: DecoderConfig) -> dict[str, Any]:
     hot = {"hot_head": min(0.25, HOT_TOKENS / shape.vocab_size)} if shape.vocab_size > HOT_TOKENS else {}
-    if kind in ("eagle", "lyanna"):
-        return {"anchors": 0.5, "start": "target", **hot}
-    if kind == "medusa":
-        return dict(hot)
-    width = max(64, shape.d_model // 3 // 64 * 64)
-    return {
-        "layers": max(1, shape.num_layers // 8),
-        "d_model": width,
-        "d_ff": 8 * width // 3 // 32 * 32,
-        "heads": width // 32,
-        "kv_heads": width // 32,
-        **hot,
-    }
+    return hot if kind == "medusa" else {"anchors": 0.5, "start": "target", **hot}
 
 
 def rate_of(options: Mapping[str, Any], shape: DecoderConfig) -> float:
@@ -128,12 +115,8 @@ def trainable(
 # -- what a kind costs
 
 
-def probe(making: Making, out: Path) -> tuple[Path, int, dict[str, Any]]:
-    """Train a kind for a few steps.
-
-    Returns:
-        The folder of the result, how many tokens ahead it drafts, and the fields of `Speeds` that training measures.
-    """
+def probe(making: Making, out: Path) -> tuple[Path, dict[str, Any]]:
+    """Train a kind for a few steps; return the folder of the result, and the fields of `Speeds` that training measures."""
     began = seconds = 0.0
     tokens, entered = 0, monotonic()
 
@@ -152,10 +135,9 @@ def probe(making: Making, out: Path) -> tuple[Path, int, dict[str, Any]]:
         making = replace(making, options={**making.options, "start": "random"})
     making, job, trainer = trainable(making, out, config_of(making, PROBED, evaluate_every=0), said)
     _run(trainer, TrainingPace(lambda: math.inf, 0.0, lambda figures: speeds.append(figures["tokens_per_s"])))
-    depth = 4 if making.kind == "draft_model" else HeadOptions.depth
     score = min(tokens / max(seconds, 1e-3), 1e9) if tokens else 1e9
     began = monotonic() - entered - seconds - sum(ROWS * making.length / speed for speed in speeds)
-    return finish(job, trainer), depth, {"score": score, "train": median(speeds[1:]), "start": max(0.0, began)}
+    return finish(job, trainer), {"score": score, "train": median(speeds[1:]), "start": max(0.0, began)}
 
 
 # -- the run

@@ -1,4 +1,4 @@
-"""Pictures of reports, plans and studies, all in one look.
+"""Pictures of reports and studies, all in one look.
 
 matplotlib draws them; it comes with ``pip install 'paceline[bench]'`` and nothing else needs it.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import CapabilityError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which most eyes can distinguish; yellow, too pale for a line, is left out.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
-TICK_LETTERS = 48  # under a panel, with two for the space after each number
+PANEL_WIDTH = 4.6  # inches
 _STYLE, _ON_A_PAGE = "figures.mplstyle", "figures-page.mplstyle"  # of a file, and what a page's has besides
 
 
@@ -59,22 +57,6 @@ def canvas(width: float, height: float, panels: int = 1, page: bool = False) -> 
         yield made, list(made.subplots(1, panels, squeeze=False)[0])
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """Write a picture to a file, SVG or PNG by its suffix.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata=metadata, dpi=110)
-    except (OSError, ValueError) as error:
-        remedy = "name a .svg in a folder you own"
-        raise ConfigError(f"figure {path}", f"the file cannot be written ({error})", remedy) from error
-    return path
-
-
 def svg(figure: Figure) -> str:
     """Return a picture as an SVG element for a page, as wide as it was drawn where there is room.
 
@@ -99,18 +81,3 @@ def name_rows(axis: Axes, names: list[str]) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.grid(axis="y", visible=False)
-
-
-def tick_values(axis: Axes, numbers: Iterable[float], log: bool) -> None:
-    """Set a tick at every value of a short axis; of a logarithmic one, as many as there is room for.
-
-    A linear axis whose values do not fit side by side is measured, and keeps even ticks.
-    """
-    if log:
-        axis.set_xscale("log")
-    values = sorted(set(numbers))
-    while log and sum(len(f"{x:g}") + 2 for x in values) > TICK_LETTERS:
-        values = values[::2]
-    if values and len(values) <= 10 and sum(len(f"{x:g}") + 2 for x in values) <= TICK_LETTERS:
-        axis.set_xticks(values, [f"{x:g}" for x in values])
-        axis.minorticks_off()

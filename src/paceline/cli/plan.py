@@ -19,7 +19,6 @@ from ..weights import zoo
 from ..weights.gguf import is_gguf
 from ..weights.hub import local
 from . import plan_view
-from .console import note
 from .options import takes
 
 app = typer.Typer(add_completion=False)
@@ -64,9 +63,6 @@ def plan(
             "Repeat it.",
         ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw multipliers by batch and by context (.svg or .png).")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     question: dict[str, Any],
@@ -97,13 +93,10 @@ def plan(
     found_ways = [(made, plan_view.how_to_run(asked, made, *names)) for made in rank(asked)]
     # What can be run comes first.
     ranked, ways = zip(*sorted(found_ways, key=lambda pair: pair[1][0] is None), strict=True)
-    file = None if plot is None else plan_view.draw(asked, plot)
     if as_json:
         plan_view.print_json(asked, ranked, ways, names[0])
     else:
         plan_view.show(asked, ranked, ways, names[0])
-    if file is not None:
-        note(f"drawn: {file}")
 
 
 def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:

@@ -7,29 +7,20 @@ import math
 import shlex
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..bench import figures
 from ..bench.methods import default_methods
-from ..core.errors import ConfigError
-from ..plan.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter, rank
+from ..plan.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter
 from ..plan.throughput import ServedModel, link_seconds, pass_cost
 from ..weights import zoo
 from .console import note, stdout
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 DTYPES = {None: None, 2.0: "bfloat16", 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
-SUFFIXES = (".svg", ".png")
 MOST_BATCH = 2**40  # beyond it nothing changes
-LEAST_BATCH, LEAST_CONTEXT = 256, 8192  # where plots end at least
 DEAR = 1.05  # a verification that costs more plain passes than this is reported to
 ADVICE = {  # where a drafter's weights are missing
     "streams": "train a set of streams (paceline train streams)",
@@ -103,19 +94,13 @@ def _title(q: PlanRequest) -> str:
 
 
 def _table(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> Table:
-    table = wide_table(HEAD, ("drafter", "why"))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in HEAD:
+        table.add_column(name, justify="left" if name in ("drafter", "why") else "right", overflow="fold")
     for made in ranked:
         form = ("", "") if made.drafter == PLAIN else (str(made.depth), str(made.width))
         figures_ = (f"{made.tau:.2f}", f"{made.multiplier:.2f}", f"{made.tokens_per_s:,.0f}")
         table.add_row(made.drafter, *form, *figures_, reason(q, made))
-    return table
-
-
-def wide_table(head: Sequence[str], words: Sequence[str]) -> Table:
-    """Return an empty table; columns of words are on the left, figures on the right."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in head:
-        table.add_column(name, justify="left" if name in words else "right", overflow="fold")
     return table
 
 
@@ -223,40 +208,3 @@ def _weights(made: RankedDrafter, target: str | None, draft: str | None) -> str 
     if made.drafter == "draft_model":
         return draft
     return zoo.weights(made.drafter, target or "") if made.drafter in ADVICE else ""
-
-
-def draw(question: PlanRequest, file: Path) -> Path:
-    """Draw multipliers by batch at this context, and by context at this batch, each drafter at its best.
-
-    Raises:
-        ConfigError: another kind of file, or one that cannot be written.
-        CapabilityError: there is no matplotlib.
-    """
-    if file.suffix not in SUFFIXES:
-        raise ConfigError(f"--plot {file}", "it is not a kind of picture", f"end it in {' or '.join(SUFFIXES)}")
-    batches = _powers(max(LEAST_BATCH, 2 * question.batch))
-    longest = min(question.drafting.max_position, question.target.max_position)
-    contexts = [n for n in _powers(min(longest, max(LEAST_CONTEXT, 2 * question.context))) if n >= 64]
-    with figures.canvas(2 * figures.PANEL_WIDTH, figures.PANEL_HEIGHT, panels=2) as (picture, [left, right]):
-        _draw_ratios(left, question, "batch", batches, f"Context {question.context:,}")
-        _draw_ratios(right, question, "context", contexts, f"Batch {question.batch:,}")
-        figures.legend(picture, left, columns=3)
-        return figures.save(picture, file)
-
-
-def _powers(last: int) -> list[int]:
-    return [2**n for n in range(last.bit_length()) if 2**n <= last]
-
-
-def _draw_ratios(axis: Axes, question: PlanRequest, name: str, values: Sequence[int], title: str) -> None:
-    """Draw a line for each drafter at its best; a broken one is plain decoding."""
-    changes: list[dict[str, Any]] = [{name: value} for value in values]
-    found = [{made.drafter: made.multiplier for made in rank(replace(question, **change))} for change in changes]
-    for place, drafter in enumerate(sorted(DRAFTERS)):
-        look: dict[str, Any] = {"color": figures.COLOURS[place], "marker": figures.MARKERS[place]}
-        axis.plot(values, [point[drafter] for point in found], label=drafter, **look)
-    figures.tick_values(axis, values, log=True)
-    axis.axhline(1.0, color="#666666", linestyle="--", linewidth=1)
-    axis.set_title(title, loc="left")
-    axis.set(xlabel=name, ylabel="times plain decoding")
-    axis.set_ylim(bottom=0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from ...draft.fit import TrainedDrafterConfig
 from ...draft.states.body import StateDrafter
 from ...engine.engine import Engine
 from ...weights.files import fingerprint
-from . import files
-from .applications import DrafterByApplication, put_in_place
 from .serving import Learning, learned_part
 
 log = logging.getLogger(__name__)
@@ -63,22 +60,9 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
         "options": {"depth": int(getattr(part, "depth", DEPTH))},
         "rate": min(1e-3, RATE * WIDTH / shape.d_model),
     }
-    folder, sizes = Path(config.learn).absolute(), (torch.get_num_threads(), config.max_sequences)
-    made = Learning(folder, engine, part, build, task, *sizes)
-    parts: dict[str | None, StateDrafter] = {}
-    others: dict[str, Learning] = {}
-    try:
-        for name, application in engine.applications.items():
-            parts[name] = build(task["weights"])
-            mark = sha256(f"{name} {application.identity}".encode()).hexdigest()[:16]
-            own = {**task, "application": name}
-            others[name] = Learning(folder / files.APPLICATIONS / mark, engine, parts[name], build, own, *sizes)
-    except ConfigError:
-        made.close()
-        raise
-    made.attend(others)
-    if parts:
-        put_in_place(engine, part, DrafterByApplication(parts | {None: part}))
+    sizes = torch.get_num_threads(), config.max_sequences
+    made = Learning(Path(config.learn).absolute(), engine, part, build, task, *sizes)
+    made.attend()
     log.warning(
         "learning is on: token ids and states of requests are kept in %s; a request with store: false is not",
         made.folder,

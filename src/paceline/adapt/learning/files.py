@@ -8,7 +8,6 @@ offer.json          the last one of them, and how it did
 refused.json        numbers of those that did worse at work
 learner-seen.json   number of the last request that it has learned from
 learner.log         the learner's log
-applications/ID/    the same for requests of an application; ID is of its files
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 RING, STATES, TASK, SEEN, LOG = "ring.bin", "states.bin", "learner.json", "learner-seen.json", "learner.log"
-OFFER, REFUSED, DRAFTERS, APPLICATIONS = "offer.json", "refused.json", "drafters", "applications"
+OFFER, REFUSED, DRAFTERS = "offer.json", "refused.json", "drafters"
 
 
 def write(file: Path, values: Any) -> None:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Thread
@@ -72,8 +72,6 @@ class Learning:
         threads: int,
         most: int,
     ) -> None:
-        self._lanes: dict[str | None, Learning] = {None: self}  # by application
-        self.application: str | None = None
         self.folder, self.engine, self.part, self._build, self._task = folder, engine, part, build, task
         self._private()
         self.ring = Ring(folder / files.RING)
@@ -107,13 +105,9 @@ class Learning:
         except OSError as error:
             raise ConfigError(f"learn={self.folder}", f"it cannot be used ({error})", "name another folder") from error
 
-    def attend(self, others: Mapping[str, Learning]) -> None:
-        """Learn from the engine's requests from now on, and let ``others`` learn from those of their applications."""
-        self._lanes.update(others)
-        for name, one in others.items():
-            one.application = name
-        self.engine.on_leave = lambda live: self._lanes[live.application].ended(live)
-        self.engine.between = self._between
+    def attend(self) -> None:
+        """Learn from the engine's requests from now on; not from those of applications, whose answers are others."""
+        self.engine.on_leave, self.engine.between = self.ended, self.between
 
     # -- in the engine's thread
 
@@ -126,15 +120,11 @@ class Learning:
             kept = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
             kept.append(1 + stats.accepted / stats.passes)
         whole = sequence.checker.finish_reason in ("stop", "length")
-        if not live.store or not whole or sequence.checker.num_tokens < 2:
+        if not live.store or not whole or sequence.checker.num_tokens < 2 or live.application is not None:
             self.left_out += 1
             return
         self._to_keep.append((list(live.prompt_ids), sequence.output_ids, states))
         self.kept += 1
-
-    def _between(self) -> None:
-        for one in self._lanes.values():
-            one.between()
 
     def between(self) -> None:
         """Make room for the learner before a step, and replace the drafter by one that is ready."""
@@ -185,8 +175,7 @@ class Learning:
                 idle = now
             elif now - idle > IDLE_S and self._stopped:
                 self._signal("SIGCONT")
-            wanted = "application" not in self._task or self.ring.last  # an application may never be requested
-            if wanted and (self._process is None or self._process.poll() is not None) and now >= again:
+            if (self._process is None or self._process.poll() is not None) and now >= again:
                 before, seen = seen, files.read(self.folder / files.SEEN, 0)
                 wait = AGAIN_S if seen != before else min(2 * wait, AGAIN_MOST_S)
                 self._start()
@@ -248,9 +237,6 @@ class Learning:
         """End the learner; stored requests stay."""
         self._ended.set()
         self.engine.on_leave = self.engine.between = None
-        for one in self._lanes.values():
-            if one is not self:
-                one.close()
         self._thread.join()
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
@@ -261,7 +247,6 @@ class Learning:
     def describe(self) -> dict[str, Any]:
         """Return the state, ready for JSON."""
         window = self._accepted.get(self.number, ())
-        others = {name: one.describe() for name, one in self._lanes.items() if name is not None}
         return {
             "state": "on: token ids of requests are kept, and the drafter learns from them when cores are idle",
             "requests_kept": self.kept,
@@ -272,7 +257,6 @@ class Learning:
             "learner_starts": self.starts,
             "last_check": self.last_check,
             "tokens_a_pass": fmean(window) if window else None,
-            **({"applications": others} if others else {}),
         }
 
 

@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from paceline.bench import figures
+from kit import figures
+
+from paceline.bench.figures import canvas, svg
 
 
 @pytest.mark.parametrize(
@@ -16,10 +18,10 @@ from paceline.bench import figures
 )
 def test_a_logarithmic_axis_shows_numbers_that_fit(last: int, shown: list[str]) -> None:
     values = [2**n for n in range(last + 1)]
-    with figures.canvas(4.6, 3.5, page=True) as (picture, [axis]):
+    with canvas(4.6, 3.5, page=True) as (picture, [axis]):
         axis.plot(values, values)
         figures.tick_values(axis, values, log=True)
-        drawn = figures.svg(picture)
+        drawn = svg(picture)
     found = re.findall(r">([^<>\n]+)</text>", drawn)
     assert "mathdefault" not in drawn
     assert found[: len(shown)] == shown
