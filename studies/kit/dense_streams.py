@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.papers.streaming.ahead import Aims
 from paceline.papers.streaming.model import StreamSet
 from paceline.papers.streaming.recipe import StreamRecipe
 from paceline.papers.streaming.visibility import main_sees, stream_sees
-from paceline.train.ahead import Aims
 from paceline.train.carriers import CarrierRows, choose_carriers
 from paceline.train.data import TokenBatch
 from paceline.train.network import Network, attend

@@ -17,9 +17,9 @@ from torch import Tensor
 from paceline.api.llm import LLM
 from paceline.bench import workloads
 from paceline.core.sampling import SamplingParams
+from paceline.papers.streaming.ahead import Aims
 from paceline.papers.streaming.model import StreamSet
 from paceline.papers.streaming.multistream import lossless_streams, main_pass, shared_pass
-from paceline.train.ahead import Aims
 from paceline.train.carriers import choose_carriers
 from paceline.train.data import Example, TokenBatch, collate
 from paceline.train.network import Network

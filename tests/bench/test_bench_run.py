@@ -90,7 +90,7 @@ class TestOrder:
 
     def test_the_trials_of_a_run_are_interleaved(self) -> None:
         seen = Seen()
-        Run(config(check=False), progress=seen).execute()
+        Run(config(), progress=seen).execute()
         blocks = [[text.split(", ")[1] for text in seen.trials[i : i + 3]] for i in range(0, len(seen.trials), 3)]
         assert [block[0] for block in blocks] == ["plain", "ngram", "suffix", "plain"]
         assert all(sorted(block) == ["ngram", "plain", "suffix"] for block in blocks)

@@ -75,7 +75,6 @@ def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(measure, "_fill", wrong)
     result = run(*SMALL, "--method", "ngram")
     assert result.exit_code == 1 and "wrong token" in result.stdout
-    assert run(*SMALL, "--method", "ngram", "--no-check").exit_code == 0
 
 
 def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:

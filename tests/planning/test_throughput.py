@@ -104,7 +104,6 @@ def test_an_all_reduce_is_a_rings() -> None:
 @pytest.mark.parametrize(
     ("make", "wrong"),
     [
-        (lambda: replace(machines.machine("h100"), bandwidth=0.0), "bandwidth must be above 0"),
         (lambda: SMALL.last_layers(9), "the model has 8"),
         (lambda: machines.machine("h10"), "Did you mean 'h100'"),
     ],

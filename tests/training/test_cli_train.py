@@ -193,23 +193,6 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     assert losses_with_steps(out).items() <= losses_with_steps(tmp_path / "whole").items()
 
 
-@pytest.mark.full
-def test_two_processes_of_the_command_train_as_one(
-    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
-) -> None:
-    """`torchrun -m paceline train`: losses within 2e-5 of one process's (relative), with a cache too."""
-    args = ["draft_model", "--target", target, "--data", data, *SMALL, *RUN, "--evaluate-every", "0"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    for name, more in {"two": [], "cached": ["--cache", tmp_path / "cache"]}.items():
-        command = [*launch, "train", *args, "--out", tmp_path / name, *more]
-        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=250)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert run(*args, "--out", tmp_path / f"{name} in one", *more).exit_code == 0
-        assert done.stdout.count(str(tmp_path / name / "result")) == 1
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / f"{name} in one"), rel=2e-5)
-
-
 # ---- answers
 
 

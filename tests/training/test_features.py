@@ -24,7 +24,7 @@ from paceline.train.losses import TargetHidden, TargetTop
 from paceline.train.network import Network
 from paceline.train.registry import KINDS
 from paceline.train.scoring import CompiledScorer, make_scorer
-from paceline.train.trainer import Phase, TrainConfig, products
+from paceline.train.trainer import Phase, TrainConfig, plan, products
 
 DRAFT = {"layers": 1, "d_model": 16, "d_ff": 24, "heads": 2, "kv_heads": 2}
 PHASES = (Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96))
@@ -106,7 +106,7 @@ def test_states_are_kept_where_a_recipe_reads_them(
     assert len(said) > 1
     assert all(contents(tmp_path / "cache")[name] == held for name, held in before.items())
     cache, network = run.recipe.features, run.recipe.target  # type: ignore[attr-defined]
-    batches = list(run._batches())
+    batches = [batch for _, batch in plan(run.mixture, run.phases, run.config.steps)]
     for batch in batches:
         needed = needed_states(batch)
         found, wanted = cache.states(batch), OnlineFeatures(network).states(batch)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -258,56 +255,3 @@ def test_a_disk_that_is_full_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     assert again.resume()
     again.run()
     assert again.finished
-
-
-# ---- several processes
-
-PHASES = [Phase(until=0.5, rows=4, length=48), Phase(rows=8, length=40)]
-LAUNCHED = """
-import sys
-from pathlib import Path
-sys.path[:0] = {paths!r}
-import torch
-from test_trainer import PHASES, draft
-from toolkit import trainer
-torch.set_num_threads(1)
-first = trainer(Path(sys.argv[1]), draft(), PHASES, steps=4)
-rank = first.accelerator.process_index
-assert first.accelerator.num_processes == 2
-if rank == 1:
-    first._stop.set()  # as a signal would that reached this process alone
-first.run()
-assert first.step == 1 and first.interrupted
-run = trainer(Path(sys.argv[1]), draft(), PHASES, steps=4)
-assert run.resume()
-run.run()
-assert run.finished
-torch.save({{n: p.data for n, p in run.trained.items()}}, sys.argv[1] + f"/rank{{rank}}.pt")
-"""
-
-
-@pytest.mark.full
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """The same rows a step: losses within 2e-5 (relative), weights within 2e-4, and both processes alike to the bit.
-
-    Prompts weigh less than answers here and rows are not full, so that processes have different sums of weights. A
-    signal to one of them stops both after the same step.
-    """
-    here = Path(__file__).parent
-    script = tmp_path / "train.py"
-    script.write_text(
-        LAUNCHED.format(paths=[str(here), str(here.parent), str(here.parents[1] / "zoo" / "recipes")]), encoding="utf-8"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path / "two")], env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    one = trainer(tmp_path / "one", draft(), PHASES, steps=4)
-    one.run()
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
-    ranks = [torch.load(tmp_path / "two" / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
-    for name, value in one.trained.items():
-        assert torch.equal(ranks[0][name], ranks[1][name]), name
-        torch.testing.assert_close(ranks[0][name], value.data, rtol=0, atol=2e-4, msg=name)

@@ -33,7 +33,7 @@ from ..plan.models import shape_of
 from ..train.answers import AnswerConfig
 from ..train.data import SourceSpec, sha256
 from ..train.files import writing
-from ..train.trainer import precision_of, require_accelerate
+from ..train.trainer import precision_of, training_device
 from ..weights.files import fingerprint, free_bytes
 from ..weights.loader import load_tokenizer, read_config, resolve_folder
 from . import answering, survey, verdict
@@ -371,7 +371,6 @@ def adapt(config: AdaptConfig, say: Say, show: Say, dry_run: bool = False, comma
             something else, a full disk. Results so far are kept.
         KeyboardInterrupt: it was interrupted. Results so far are kept.
     """
-    require_accelerate()
     target = resolve_folder(config.model)
     check_memory(config, target)
     if config.threads is not None:
@@ -439,7 +438,7 @@ def check_memory(config: AdaptConfig, target: Path) -> None:
 def expectation(known: Survey, ranked: list[Forecast], run: Adaptation) -> list[str]:
     """Return the measured and expected figures as lines; the last one names the choice."""
     table, plan = known.costs, ranked[0]
-    precision = precision_of("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    precision = precision_of("auto", training_device())
     one, five = table.chain_ms(1), table.chain_ms(5)
     lines = [
         f"a pass of one row takes {one:.2f} ms, of five rows {five / one:.2f} times that; "

@@ -116,7 +116,7 @@ def trainable(
 
 
 def probe(making: Making, out: Path) -> tuple[Path, dict[str, Any]]:
-    """Train a kind for a few steps; return the folder of the result, and the fields of `Speeds` that training measures."""
+    """Train a kind for a few steps; return the result's folder, and the fields of `Speeds` that training measures."""
     began = seconds = 0.0
     tokens, entered = 0, monotonic()
 

@@ -57,9 +57,7 @@ class BenchConfig:
     temperatures: tuple[Temperature, ...] = option(
         (0.0,), help="Temperatures to sample at; 0 is greedy.", flag="--temperature", metavar="T,T,.."
     )
-    top_ks: tuple[NotNegative, ...] = option(
-        (0,), help="Likeliest tokens that sampling chooses from; 0: all.", flag="--top-k", metavar="N,N,.."
-    )
+    top_ks: tuple[NotNegative, ...] = field(default=(0,), metadata={"cli": False})  # that sampling chooses from; 0: all
     # tokens that prompts are brought to (see `Run`); None: as they are
     contexts: tuple[Positive | None, ...] = field(default=(None,), metadata={"cli": False})
     repeats: int = option(3, help="Times each prompt runs.", metavar="N", minimum=1)
@@ -72,7 +70,6 @@ class BenchConfig:
         "(default: only with a random model).",
         flag="--ignore-eos/--stop-at-eos",
     )
-    check: bool = option(True, help="Compare every method's token ids with plain decoding's.")
     time_limit_s: float | None = field(default=None, metadata={"cli": False})  # no trial is begun after that long
     title: str = field(default="", metadata={"cli": False})  # of the report
     applications: Mapping[str, str] = field(default_factory=dict, metadata={"cli": False})  # folders of trained sets

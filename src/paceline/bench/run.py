@@ -120,7 +120,7 @@ class Run:
             if stopped is not None:
                 report.notes.append(f"interrupted after {len(self.trials)} of {total} trials; ids were not compared")
                 report.settings["interrupted"] = True
-            elif config.check:
+            else:
                 self._tell("comparing token ids with plain decoding's", None)
                 self.compare(report)
         if self.out is not None:

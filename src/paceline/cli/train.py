@@ -6,7 +6,6 @@ A recipe file (``*.toml``) takes the place of the kind: ``paceline train zoo/rec
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +17,11 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check, option, suggest
 from ..train import answers as answering
 from ..train.data import Encoder, SourceSpec
+from ..train.files import writing
 from ..train.job import TrainingJob, finish, run
 from ..train.recipe import locate, read_recipe
 from ..train.registry import KINDS, RecipeKind
-from ..train.trainer import Phase, TrainConfig, require_accelerate
+from ..train.trainer import Phase, TrainConfig
 from ..weights.files import fingerprint
 from ..weights.loader import load_tokenizer, resolve_folder
 from . import INTERRUPTED
@@ -71,7 +71,7 @@ class RunConfig:
     cache: str | None = option(
         None, help="Folder for the target's likeliest tokens and states; later runs read it.", metavar="DIR"
     )
-    rows: int = option(8, help="packed rows a step, over all processes")
+    rows: int = option(8, help="packed rows a step")
     length: int = option(512, help="tokens a row")
     prompt_weight: float = option(0.0, help="weight of prompt tokens in the loss")
 
@@ -167,21 +167,17 @@ def _size(text: str) -> float:
 
 
 def _train(job: TrainingJob, asked: RunConfig) -> None:
-    require_accelerate()
-    first = int(os.environ.get("RANK", "0")) == 0  # of several processes, one speaks
-    bar = Bar(stderr(), job.config.steps)
-    watchers: list[Any] = [bar, *event_file(job.out)] if first else []
+    watchers: list[Any] = [Bar(stderr(), job.config.steps), *event_file(job.out)]
     try:
-        trainer = run(job, watchers, asked.stop_after, note if first else lambda text: None)
+        trainer = run(job, watchers, asked.stop_after, note)
     finally:
         for watcher in watchers:
             watcher.close()
     if trainer.finished:
         result = finish(job, trainer)
-        if first:
-            note(f"{trainer.step} steps, {trainer.tokens:,} tokens; the last part took {trainer.seconds:.0f} s")
-            stdout().print(str(result), markup=False)
-    elif first:
+        note(f"{trainer.step} steps, {trainer.tokens:,} tokens; the last part took {trainer.seconds:.0f} s")
+        stdout().print(str(result), markup=False)
+    else:
         again = re.sub(r" --stop-after[ =]\S+", "", this_command())
         note(f"stopped after step {trainer.step} of {job.config.steps}, checkpoint in {job.out}; continue: {again}")
     if trainer.interrupted:
@@ -209,7 +205,11 @@ def answers(
     if tokenizer.eos_token_id is None:
         raise CapabilityError(f"--target {target}", "its tokenizer has no end-of-text token", "name another target")
     encoder = Encoder(tokenizer, length)
-    path = _answer_file(out)
+    path = Path(out)
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"--out {out}", "answers are JSON lines", "name a file that ends in .jsonl")
+    with writing(f"--out {out}", "name another file"):
+        path.parent.mkdir(parents=True, exist_ok=True)
     llm = LLM(target, max_sequences=batch, max_model_len=length + 8)
 
     answer = answerer(llm, length, temperature)
@@ -222,15 +222,3 @@ def answers(
             note(f"stopped; the answers in {part} are kept, continue: {this_command()}")
             raise typer.Exit(INTERRUPTED) from stop
         note(f"{count:,} answers in {part}")
-
-
-def _answer_file(out: str) -> Path:
-    """Return where answers are written, after making its folder."""
-    path = Path(out)
-    if path.suffix != ".jsonl":
-        raise ConfigError(f"--out {out}", "answers are JSON lines", "name a file that ends in .jsonl")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}", f"its folder cannot be made ({error})", "name another file") from error
-    return path

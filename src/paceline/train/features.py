@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor, nn
 
 from .data import TokenBatch
 from .losses import SoftTarget, TargetHidden, TargetTop
@@ -15,6 +16,7 @@ from .network import Network
 
 TOP = 32  # likeliest tokens of the target that are learned, all others as one outcome
 _CHUNK_LOGITS = 2**23  # elements held at a time
+EVALUATED_LOGITS = 2**24  # elements held at a time by evaluations: a head is read once for all rows of them
 
 
 class Features(Protocol):
@@ -92,3 +94,21 @@ def top_of(logits: Tensor, top: int) -> TargetTop:
     found = found - logits.logsumexp(-1, keepdim=True)
     others = 1 - found.double().exp().sum(-1, keepdim=True)
     return TargetTop(places, torch.cat((found, others.clamp_min(1e-7).log().float()), -1).half().float())
+
+
+def argmax(final: Tensor, head: Tensor) -> Tensor:
+    """[rows] likeliest tokens."""
+    step = max(1, EVALUATED_LOGITS // head.shape[0])
+    return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in final.split(step)])
+
+
+def said_at(said: SoftTarget, rows: Tensor) -> SoftTarget:
+    """What the target says of some ``rows`` [R] of those that it was asked for."""
+    if isinstance(said, TargetTop):
+        return TargetTop(said.ids[rows], said.log_probs[rows])
+    return TargetHidden(said.hidden[rows], said.head)
+
+
+def no_loss(module: nn.Module) -> Tensor:
+    """The loss of a batch without anything to learn: a zero that every trained parameter is part of."""
+    return sum((p.sum() * 0.0 for p in module.parameters() if p.requires_grad), start=torch.zeros(()))

@@ -31,7 +31,7 @@ from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
 from .scoring import Scorer, make_scorer, remembered_scores
-from .trainer import Trainer, Watcher, plan, precision_of, products, require_accelerate
+from .trainer import Trainer, Watcher, plan, precision_of, products, training_device
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 RESULT = "result"
@@ -71,9 +71,6 @@ def prepare(
     Raises:
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.
     """
-    require_accelerate()
-    from accelerate import PartialState
-
     made = kind(job.kind)
     options = fill(made.Options, dict(job.options), job.where)
     if not job.sources:
@@ -81,7 +78,7 @@ def prepare(
     if job.cache and not made.cached:
         wrong = "it learns from no likeliest tokens, which are what a cache holds"
         raise ConfigError(f"recipe {job.kind!r}", wrong, "leave --cache out")
-    state = PartialState(cpu=not torch.cuda.is_available())
+    device = training_device()
     tokenizer = load_tokenizer(job.tokenizer_folder)
     longest = max(phase.length for phase in job.phases)
     encoder = Encoder(tokenizer, longest)
@@ -89,11 +86,11 @@ def prepare(
     held = [load_source(spec, encoder) for spec in job.held_out]
     job.tokens = {spec.file: sum(len(e.tokens) for e in own) for spec, own in zip(job.sources, examples, strict=True)}
     context = BuildContext(
-        target=None if job.target is None else Network.load(job.target, state.device, frozen=True),
+        target=None if job.target is None else Network.load(job.target, device, frozen=True),
         target_folder=job.target,
         tokenizer=tokenizer,
         held_out=_held_out(job, held, longest),
-        device=state.device,
+        device=device,
         seed=job.config.seed,
         prompt_weight=job.prompt_weight,
         init=job.init,
@@ -107,8 +104,7 @@ def prepare(
     if made.imitates(options):
         _name_strangers(job.sources, facts["target"], say)
     if job.cache is not None:
-        with state.main_process_first():
-            context.features = cache = _cache(job, made, facts["target"], context, [*examples, *held], say)
+        context.features = cache = _cache(job, made, facts["target"], context, [*examples, *held], say)
         examples = cache.examples[: len(examples)]
         if job.known:
             context.held_out = _held_out(job, cache.examples[len(examples) :], longest)
@@ -200,11 +196,10 @@ def finish(job: TrainingJob, trainer: Trainer) -> Path:
         ConfigError: it cannot be written. The checkpoint is there: the same run, resumed, comes here at once.
     """
     result = job.out / RESULT
-    if trainer.accelerator.is_main_process:
-        remedy = "free space there; the same command writes it from the checkpoint"
-        with writing(f"result {result}", remedy, SafetensorError):
-            result.mkdir(parents=True, exist_ok=True)
-            _write_result(job, trainer, result)
+    remedy = "free space there; the same command writes it from the checkpoint"
+    with writing(f"result {result}", remedy, SafetensorError):
+        result.mkdir(parents=True, exist_ok=True)
+        _write_result(job, trainer, result)
     return result
 
 

@@ -2,7 +2,7 @@
 
 A run is a function of its configuration and its data: the order of the rows, the draws of a recipe and the
 learning rate depend on the step alone, so a run that was stopped and resumed is the run that was not.
-`accelerate` places it: one CPU, one GPU or several processes (``accelerate launch -m paceline train ...``).
+It runs in one process, on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -43,7 +42,7 @@ class Phase:
     """Part of a run, with rows of one length."""
 
     until: float = 1.0  # fraction of the steps at which it ends
-    rows: int = 8  # of a step, over all processes
+    rows: int = 8  # of a step
     length: int = 512  # tokens
 
 
@@ -86,7 +85,7 @@ class Recipe(Protocol):
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a batch (a mean), and its parts for the log.
 
-        ``generator``, seeded by run seed, step and process, is for the recipe's own draws.
+        ``generator``, seeded by run seed and step, is for the recipe's own draws.
         """
         ...
 
@@ -129,15 +128,11 @@ class Trainer:
         facts: Mapping[str, Any] | None = None,
         watchers: Sequence[Watcher] = (),
     ) -> None:
-        require_accelerate()
-        from accelerate import Accelerator
-
         self.recipe, self.mixture, self.phases, self.config, self.out = recipe, mixture, list(phases), config, out
         self.watchers = list(watchers)
-        # Precision is not left to it: a process may train several recipes, and its state is one for all of them.
-        self.accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
-        self.precision = precision_of(config.precision, self.accelerator.device)
-        _check_phases(self.phases, self.accelerator.num_processes)
+        self.device = training_device()
+        self.precision = precision_of(config.precision, self.device)
+        _check_phases(self.phases)
         phases_said = [asdict(p) for p in self.phases]
         own = {**asdict(config), "precision": self.precision, "phases": phases_said}
         self.facts = {"recipe": recipe.name, **own, **(facts or {})}
@@ -164,102 +159,43 @@ class Trainer:
         """
         began = time.perf_counter()
         self._check_out()
-        batches = self._batches()
+        batches = (batch for step, batch in plan(self.mixture, self.phases, self.config.steps) if step >= self.step)
         last = self.config.steps if stop_after is None else min(stop_after, self.config.steps)
         with self._interruptible():
             done = self.step >= last
             while not done:
                 self._report(self._one(next(batches)))
-                done = self._stopping() or self.step >= last
+                done = self._stop.is_set() or self.step >= last
                 if self.step % SAVE_EVERY == 0 and not done:
                     self.save()
         self.save()
         self.seconds = time.perf_counter() - began
 
     def _one(self, batch: TokenBatch) -> dict[str, float]:
-        """Return one optimizer step on a batch, of which each process has its own rows."""
+        """Make one optimizer step on a batch."""
         began = time.perf_counter()
         rate = self.config.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        total = self._backward(batch)
-        if not math.isfinite(total["loss"]):
-            asked, wrong = f"training at step {self.step}", f"the loss is {total['loss']}"
+        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + self.step) * 64 * 64)
+        with products(self.precision, self.device):
+            loss, figures = self.recipe.loss(batch.to(self.device), generator)
+        loss.backward()
+        if not math.isfinite(value := float(loss.detach())):
+            asked, wrong = f"training at step {self.step}", f"the loss is {value}"
             raise ConfigError(asked, wrong, "lower the learning rate")
-        self._sum_gradients()
-        norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), CLIP)
+        norm = nn.utils.clip_grad_norm_(self.trained.values(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        tokens = int(self._sum(float(batch.num_tokens)))
-        self.tokens += tokens
-        speed = tokens / (time.perf_counter() - began)
-        return {**total, "norm": float(norm), "rate": rate, "tokens": float(self.tokens), "tokens_per_s": speed}
-
-    def _backward(self, batch: TokenBatch) -> dict[str, float]:
-        """Gradients of this process's share of the step's loss. Returns the step's loss and its parts."""
-        weight = float(batch.weights.sum(dtype=torch.float64))
-        total, count = self._sum(weight), self.accelerator.num_processes
-        share = weight / total if total else 1 / count  # what this process's rows count for
-        with products(self.precision, self.accelerator.device):
-            loss, figures = self.recipe.loss(batch.to(self.accelerator.device), self._generator())
-        self.accelerator.backward(loss * share)
-        return self._over_processes({n: v * share for n, v in {"loss": float(loss.detach()), **figures}.items()})
-
-    # -- several processes
-
-    def _sum(self, value: float) -> float:
-        """Over all processes."""
-        return self._over_processes({"": value})[""]
-
-    def _over_processes(self, figures: dict[str, float]) -> dict[str, float]:
-        """Return sums of figures by name; a process may lack some."""
-        from accelerate.utils import gather_object
-
-        total: dict[str, float] = {}
-        for found in gather_object([figures]):
-            for name, value in found.items():
-                total[name] = total.get(name, 0.0) + value
-        return total
-
-    def _sum_gradients(self) -> None:
-        """Every process gets the sum of all processes' gradients; a parameter that no loss reached keeps none."""
-        if self.accelerator.num_processes == 1:
-            return
-        parameters = list(self.trained.values())
-        device = parameters[0].device
-        reached = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
-        used = [p for p, n in zip(parameters, self.accelerator.reduce(reached, "sum").tolist(), strict=True) if n]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
-        if not grads:
-            return
-        summed = self.accelerator.reduce(torch.cat([g.flatten() for g in grads]), "sum")
-        for parameter, piece in zip(used, summed.split([p.numel() for p in used]), strict=True):
-            parameter.grad = piece.view_as(parameter).clone()
-
-    def _stopping(self) -> bool:
-        """Return whether a signal reached any process: they stop after the same step."""
-        if self._sum(float(self._stop.is_set())):
-            self._stop.set()
-        return self._stop.is_set()
-
-    def _generator(self) -> torch.Generator:
-        key = (self.config.seed * 1_000_003 + self.step) * 64 * 64 + self.accelerator.process_index
-        return torch.Generator().manual_seed(key)
-
-    def _batches(self) -> Iterator[TokenBatch]:
-        """Yield the rows of this process from the current step on; what earlier steps took is passed over."""
-        count, rank = self.accelerator.num_processes, self.accelerator.process_index
-        for step, batch in plan(self.mixture, self.phases, self.config.steps):
-            if step >= self.step:
-                own = len(batch.tokens) // count
-                yield batch.rows(own * rank, own * (rank + 1))
+        self.tokens += batch.num_tokens
+        speed = batch.num_tokens / (time.perf_counter() - began)
+        done = {"norm": float(norm), "rate": rate, "tokens": float(self.tokens), "tokens_per_s": speed}
+        return {"loss": value, **figures, **done}
 
     # -- reports
 
     def _report(self, figures: dict[str, float]) -> None:
-        if not self.accelerator.is_main_process:
-            return
         for watcher in self.watchers:
             watcher.step(self.step, figures)
         every, last = self.config.evaluate_every, self.step == self.config.steps
@@ -272,7 +208,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Return held-out figures, logged in ``out``."""
         self.out.mkdir(parents=True, exist_ok=True)
-        with torch.no_grad(), products(self.precision, self.accelerator.device):
+        with torch.no_grad(), products(self.precision, self.device):
             figures = self.recipe.evaluate()
         if figures:
             self._log({"step": self.step, **figures})
@@ -293,25 +229,21 @@ class Trainer:
         Raises:
             ConfigError: it cannot be written; the one before it is as it was.
         """
-        if self.accelerator.is_main_process:
-            self.out.mkdir(parents=True, exist_ok=True)
-            scratch = self.out / f"{CHECKPOINT}.{os.getpid()}"
-            with writing(f"checkpoint in {self.out}", REMEDY, RuntimeError):  # torch's word for a full disk
-                try:
-                    torch.save(self._state(), scratch)
-                    scratch.replace(self.out / CHECKPOINT)
-                finally:
-                    scratch.unlink(missing_ok=True)
-        self.accelerator.wait_for_everyone()
-
-    def _state(self) -> dict[str, Any]:
-        return {
+        state = {
             "facts": json.dumps(self.facts, sort_keys=True),
             "step": self.step,
             "tokens": self.tokens,
             "parameters": {n: p.detach().cpu() for n, p in self.trained.items()},
             "optimizer": self.optimizer.state_dict(),
         }
+        self.out.mkdir(parents=True, exist_ok=True)
+        scratch = self.out / f"{CHECKPOINT}.{os.getpid()}"
+        with writing(f"checkpoint in {self.out}", REMEDY, RuntimeError):  # torch's word for a full disk
+            try:
+                torch.save(state, scratch)
+                scratch.replace(self.out / CHECKPOINT)
+            finally:
+                scratch.unlink(missing_ok=True)
 
     def _check_out(self) -> None:
         """Check that a checkpoint can be written: now, and not after the first hundred steps."""
@@ -358,7 +290,7 @@ class Trainer:
     def _trim_log(self) -> None:
         """Drop the log's lines after the checkpoint: their steps are repeated."""
         log = self.out / LOG
-        if self.accelerator.is_main_process and log.is_file():
+        if log.is_file():
             lines = [line for line in log.read_text("utf-8").splitlines() if _step_of(line) <= self.step]
             log.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
@@ -419,16 +351,13 @@ def products(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def require_accelerate() -> None:
-    """Raise:
-    ConfigError: the package that places runs is missing.
-    """
-    if find_spec("accelerate") is None:
-        raise ConfigError("training", "the package accelerate is missing", 'get it: pip install "paceline[train]"')
+def training_device() -> torch.device:
+    """Return where a run computes: a GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def plan(mixture: Mixture, phases: Sequence[Phase], steps: int) -> Iterator[tuple[int, TokenBatch]]:
-    """Yield the batch of every step of a run in its order, over all processes, with the step's number."""
+    """Yield the batch of every step of a run in its order, with the step's number."""
     first = 0
     for phase in phases:
         until = steps if phase is phases[-1] else round(phase.until * steps)
@@ -436,19 +365,16 @@ def plan(mixture: Mixture, phases: Sequence[Phase], steps: int) -> Iterator[tupl
         first = until
 
 
-def _check_phases(phases: Sequence[Phase], processes: int) -> None:
+def _check_phases(phases: Sequence[Phase]) -> None:
     ends = [p.until for p in phases]
     if not phases or ends != sorted(ends) or ends[-1] != 1.0 or min(ends) <= 0:
         raise ConfigError(
             f"phases that end at {ends}", "they must rise to 1.0", "give each phase a later end, the last 1.0"
         )
     for phase in phases:
-        if phase.rows < 1 or phase.length < 2 or phase.rows % processes:
-            raise ConfigError(
-                f"{phase.rows} rows of {phase.length} tokens, processes={processes}",
-                "rows must be a multiple of the processes, and at least two tokens long",
-                "change the phase, or the number of processes",
-            )
+        if phase.rows < 1 or phase.length < 2:
+            asked, wrong = f"{phase.rows} rows of {phase.length} tokens", "a step has no row of two tokens"
+            raise ConfigError(asked, wrong, "give 1 row or more, each of 2 tokens or more")
 
 
 def _groups(trained: Mapping[str, nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...train.ahead import EVALUATED_LOGITS
 from ...train.data import TokenBatch
+from ...train.features import EVALUATED_LOGITS
 from ...train.losses import TargetHidden, distilled
 from ...train.network import Network
 from ...train.registry import BuildContext

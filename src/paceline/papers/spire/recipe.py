@@ -15,8 +15,8 @@ from ...core.options import check, option
 from ...draft.fit import check_rotary
 from ...model.families import decoder_config
 from ...model.hot import hot_share, masked
-from ...train.ahead import EVALUATED_LOGITS, no_loss
 from ...train.data import TokenBatch
+from ...train.features import EVALUATED_LOGITS, no_loss
 from ...train.losses import TargetHidden, mixed
 from ...train.network import Network, config_of_layers, take_layers
 from ...train.scoring import CompiledScorer, compiled_scorer

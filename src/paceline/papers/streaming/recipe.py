@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...model.adapters import LINEARS, AdapterConfig, linear_shapes
-from ...train.ahead import EVALUATED_LOGITS, Aims, Tally, argmax, no_loss, said_at
 from ...train.carriers import CarrierRows, choose_carriers
 from ...train.chunked import KnownGradients
 from ...train.data import TokenBatch
-from ...train.features import likeliest
-from ...train.losses import SoftTarget, TargetHidden, cross_entropy, distilled
+from ...train.features import EVALUATED_LOGITS, TOP, argmax, likeliest, no_loss, said_at
+from ...train.losses import SoftTarget, cross_entropy, distilled
 from ...train.network import Network
 from ...weights.files import fingerprint
 from ...weights.trained_files import resumed
+from .ahead import Aims, Tally
 from .model import StreamConfig, StreamSet
 from .multistream import MainPass, lossless_streams, main_pass, shared_pass
 
@@ -51,8 +51,6 @@ class StreamsOptions:
     gamma: int = option(4, help="streams, tokens drafted ahead; 0 in shared mode: adapters alone")
     layers: int = option(4, help="layers at the top of the target that streams go through")
     rank: int = option(8, help="rank of the adapters", minimum=1)
-    alpha: float | None = option(None, help="adapters' output is scaled by alpha / rank; default: 4 times the rank")
-    linears: tuple[str, ...] = option(LINEARS, help="linear layers with an adapter: qkv, out, up, down")
     prune_rank: int = option(8, help="rank of the early exit that prunes trees; 0: none is trained")
     alpha_j: float | None = option(
         None, help="weight of each stream's loss; default: 1 lossless, 0.1 shared", minimum=0, below=math.inf
@@ -60,7 +58,6 @@ class StreamsOptions:
     distill: float = option(
         0.0, help="share of distillation from the target in the streams' loss, 0 to 1 (lossless)", minimum=0, maximum=1
     )
-    top: int = option(0, help="likeliest tokens that are learned, all others as one; 0: all", minimum=0)
     segment: int | None = option(
         None, help="carriers (answer tokens) run at a time, to bound memory; default: all", minimum=1
     )
@@ -75,7 +72,6 @@ class StreamsOptions:
         rules = (
             ("positions", self.positions == 1 or not shared, "in shared mode all tokens carry streams"),
             ("distill", not self.distill or not shared, "only a frozen target is distilled from"),
-            ("top", not self.top or self.distill > 0, "nothing is distilled (distill=0)"),
         )
         for name, holds, rule in rules:
             _require(name, getattr(self, name), holds, rule)
@@ -108,7 +104,9 @@ class StreamsOptions:
         c = network.config
         insertion = c.num_layers - self.layers
         adapted = range(0 if self.mode == "shared" else max(0, insertion), c.num_layers)
-        alpha = ALPHA_PER_RANK * self.rank if self.alpha is None else self.alpha
+        adapter = AdapterConfig(
+            rank=self.rank, alpha=ALPHA_PER_RANK * self.rank, layers=tuple(adapted), linears=LINEARS
+        )
         return StreamConfig(
             mode=self.mode,
             gamma=self.gamma,
@@ -117,7 +115,7 @@ class StreamsOptions:
             d_model=c.d_model,
             vocab_size=c.vocab_size,
             prune_rank=self.prune_rank if self.gamma else 0,
-            adapter=AdapterConfig(rank=self.rank, alpha=alpha, layers=tuple(adapted), linears=tuple(self.linears)),
+            adapter=adapter,
             target=target,
             fingerprint=mark,
         )
@@ -200,14 +198,11 @@ class StreamRecipe:
 
     def _said(self, final: Tensor, aims: Aims) -> Said | None:
         """What the target says in the main rows ``final`` [B * T, d] that streams stand for; None: it is not asked."""
-        head, top = self.network.head_weight, self.options.top
         if not self.options.distill:
             return None
-        if not top:
-            return lambda own: TargetHidden(final[own.main.flatten()], head)
         read = torch.zeros(len(final), dtype=torch.bool, device=final.device)
         read[aims.main] = True
-        found, places = likeliest(self.network, final[read], top), read.cumsum(0) - 1  # once, for all streams of a row
+        found, places = likeliest(self.network, final[read], TOP), read.cumsum(0) - 1  # once, for all streams of a row
         return lambda own: said_at(found, places[own.main.flatten()])
 
     def _stream_loss(self, streams: Tensor, aims: Aims, said: Said | None) -> tuple[Tensor, dict[str, float]]:

@@ -17,9 +17,8 @@ from ...model.families import Merge, decoder_config
 from ...model.hot import hot_share, places_of
 from ...papers.mirror.tracks_training import TracksNetwork
 from ...weights.loader import load_weights
-from ..ahead import argmax
 from ..data import TokenBatch
-from ..features import TOP, Features, OnlineFeatures
+from ..features import TOP, Features, OnlineFeatures, argmax
 from ..losses import TargetTop, cross_entropy, distilled
 from ..network import Network, config_of_layers, take_layers
 

@@ -35,10 +35,9 @@ from torch import Tensor
 from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...model.hot import hot_share, places_of
-from ..ahead import EVALUATED_LOGITS, argmax, no_loss, said_at
 from ..carriers import CarrierRows, group_attention, make_carriers
 from ..data import TokenBatch
-from ..features import TOP, OnlineFeatures, last_states
+from ..features import EVALUATED_LOGITS, TOP, OnlineFeatures, argmax, last_states, no_loss, said_at
 from ..losses import SoftTarget, TargetTop, mse_cross_entropy
 from ..network import attend, finish, project, rotation_of, visible
 from .heads_start import start_from_target

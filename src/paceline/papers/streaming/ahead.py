@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from torch import Tensor, nn
+from torch import Tensor
 
-from .carriers import CarrierRows
-from .data import TokenBatch
-from .losses import SoftTarget, TargetHidden, TargetTop
+from ...train.carriers import CarrierRows
+from ...train.data import TokenBatch
 
 TOP = 3  # children of a node that the simulated tree counts
-EVALUATED_LOGITS = 2**24  # elements held at a time: a head is read once for all rows of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +87,3 @@ class Tally:
                 made[f"agreement/{{}}/{j + 1}"] = float(self.hits[0, j] / self.found[j])
                 made[f"loss/{{}}/stream_{j + 1}"] = float(self.losses[j] / self.found[j])
         return made
-
-
-def argmax(final: Tensor, head: Tensor) -> Tensor:
-    """Return [rows] likeliest tokens."""
-    step = max(1, EVALUATED_LOGITS // head.shape[0])
-    return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in final.split(step)])
-
-
-def said_at(said: SoftTarget, rows: Tensor) -> SoftTarget:
-    """Return what the target says of some ``rows`` [R] of those that it was asked for."""
-    if isinstance(said, TargetTop):
-        return TargetTop(said.ids[rows], said.log_probs[rows])
-    return TargetHidden(said.hidden[rows], said.head)
-
-
-def no_loss(module: nn.Module) -> Tensor:
-    """Return the loss of a batch without anything to learn: a zero that every trained parameter is part of."""
-    return sum((p.sum() * 0.0 for p in module.parameters() if p.requires_grad), start=torch.zeros(()))
