@@ -301,10 +301,10 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
     body = Decoder(shape, decoder.attention, dtype=dtype, native=True, lender=decoder.handle(), normed=True)
     tiny_weights(body)
     stack: Any = body.finish().stack
-    summed, rank = draw.random() < 0.3, draw.choice(RANKS)
-    both, state = (linear_of(n, d, dtype) for n in (d if summed else 2 * d, d))
+    rank = draw.choice(RANKS)
+    both, state = (linear_of(n, d, dtype) for n in (2 * d, d))
     target = draw.choice([None, decoder.stack])
-    fused = NativeFuse(both, state, torch.randn(1, d).to(dtype), summed, draw.random() < 0.7, target)
+    fused = NativeFuse(both, state, torch.randn(1, d).to(dtype), draw.random() < 0.7, target)
     info = token_info(torch.randn(vocab, rank).to(dtype), linear_of(rank, vocab, dtype))
     sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([0, 1, 2, 5])) for _ in range(3)]
     cache, order, at = Cache(body, sum(map(sum, sizes))), torch.randperm(sum(map(sum, sizes))), 0
@@ -348,20 +348,19 @@ def one_recall(decoder: Decoder, draw: random.Random) -> None:
     ring = RingCache(body.cache_shape, SinkWindow(sinks, window), spare, 3, decoder.dtype, decoder.device)
     cache = Cache(body, 3 * ring.size)
     ring.k, ring.v = cache.k, cache.v
-    layers, feedback = len(ring.k), draw.random() < 0.7
-    chains, named = [], []
+    layers, chains, named = len(ring.k), [], []
     for index in range(3):
         position, steps = draw.choice([1, 2, window, 40, 63]), draw.randint(1, spare + 1)
         start = draw.randint(max(0, position - window), position - 1)
         first = min(sinks, position)
         known = [*range(first), *range(max(first, start), position)]
-        named += ring.slots(index, [*known, *range(position, position + steps - feedback)])
+        named += ring.slots(index, [*known, *range(position, position + steps - 1)])
         states = torch.randn(layers, len(known) + 2, decoder.config.d_model).to(decoder.dtype)
         rows = [draw.randrange(len(known) + 2) for _ in known]
         write_keys(stack, ring, [*states], rows, known, ring.slots(index, known))
         rules = draw.choice([None, some_rules(draw, vocab)])
         chains.append(RingChain(draw.randrange(vocab), position, steps, index, start, rules))
-    mix = torch.rand(layers, layers + 1) if feedback else None
+    mix = torch.rand(layers, layers + 1)
     for chain, found in zip(chains, recall(stack, ring, chains, mix, -math.inf, vocab), strict=True):
         assert len(found) == chain.steps and all(0 <= token < vocab for token, _ in found)
     cache.check(torch.tensor(named))

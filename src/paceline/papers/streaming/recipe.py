@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Streams start far from what they are to say (9.6 nats a token where a trained set has 2), so adapters must move fast:
 # with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
-ALPHA_PER_RANK = 4.0
+SCALE = 4.0
 Said: TypeAlias = "Callable[[Aims], SoftTarget]"  # the target's distributions in the main rows of some aims
 _OF_STREAMS = ("layers", "prune_rank", "alpha_j", "segment", "positions")  # of no meaning to adapters alone
 
@@ -104,9 +104,6 @@ class StreamsOptions:
         c = network.config
         insertion = c.num_layers - self.layers
         adapted = range(0 if self.mode == "shared" else max(0, insertion), c.num_layers)
-        adapter = AdapterConfig(
-            rank=self.rank, alpha=ALPHA_PER_RANK * self.rank, layers=tuple(adapted), linears=LINEARS
-        )
         return StreamConfig(
             mode=self.mode,
             gamma=self.gamma,
@@ -115,7 +112,7 @@ class StreamsOptions:
             d_model=c.d_model,
             vocab_size=c.vocab_size,
             prune_rank=self.prune_rank if self.gamma else 0,
-            adapter=adapter,
+            adapter=AdapterConfig(rank=self.rank, alpha=SCALE * self.rank, layers=tuple(adapted), linears=LINEARS),
             target=target,
             fingerprint=mark,
         )
