@@ -103,12 +103,12 @@ def argmax(final: Tensor, head: Tensor) -> Tensor:
 
 
 def said_at(said: SoftTarget, rows: Tensor) -> SoftTarget:
-    """What the target says of some ``rows`` [R] of those that it was asked for."""
+    """Return what the target says of some ``rows`` [R] of those that it was asked for."""
     if isinstance(said, TargetTop):
         return TargetTop(said.ids[rows], said.log_probs[rows])
     return TargetHidden(said.hidden[rows], said.head)
 
 
 def no_loss(module: nn.Module) -> Tensor:
-    """The loss of a batch without anything to learn: a zero that every trained parameter is part of."""
+    """Return the loss of a batch without anything to learn: a zero that every trained parameter is part of."""
     return sum((p.sum() * 0.0 for p in module.parameters() if p.requires_grad), start=torch.zeros(()))
