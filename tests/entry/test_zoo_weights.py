@@ -76,7 +76,13 @@ def test_the_zoos_exits_are_the_mirror_rounds(llm: LLM) -> None:
         round_: Any = mirror.engine.round
         round_.watch = lambda *_, counts=counts: lambda _, branches, __: counts.append(len(branches))
         assert (round_.exit.heads is not None) == trained
-        mirror.generate(["SELECT name FROM", "The sea"], SamplingParams(temperature=0, max_tokens=48))
+        prompts = [
+            "SELECT name FROM",
+            "The sea",
+            "def add(a, b):",
+            "name[The Eagle], food[",
+        ]  # a text alone may go either way
+        mirror.generate(prompts, SamplingParams(temperature=0, max_tokens=48))
         reused[options] = sum(counts)
     assert reused[""] > reused[",heads=own"], reused
 
