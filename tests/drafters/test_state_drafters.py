@@ -367,9 +367,8 @@ def test_an_automatic_budget_asks_lyanna_once_and_learns_of_both_kinds_of_nodes(
     outs = run(engine, JOBS)
     assert [o.outputs[0].token_ids for o in outs] == plain
     assert sum(o.stats.accepted for o in outs) > 0
-    (kind,) = budget._kinds.values()
-    assert len(kind.chances) == 2 and budget.describe()["sources"].keys() == {"lyanna"}
-    assert all(chances.by_depth() != Chances().by_depth() for chances in kind.chances)
+    assert len(budget._chances) == 2 and budget.describe()["sources"].keys() == {"lyanna"}
+    assert all(chances.by_depth() != Chances().by_depth() for chances in budget._chances)
 
 
 SHAPES: dict[str, Any] = {

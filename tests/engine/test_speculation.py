@@ -96,7 +96,7 @@ def test_a_snapshot_counts_what_ended_and_what_runs():
     assert (now.running, now.waiting, now.steps, now.ended) == (3, 1, 2, {})
     assert 0 < now.kv_used <= now.kv_tokens and now.stats.emitted > 0
     assert engine.snapshot() == now  # reading changes nothing
-    engine.abort(lives[0].request.id)
+    engine.abort(lives[0].id)
     while engine.busy:
         engine.step()
     last, outputs = engine.snapshot(), [engine.output(live) for live in lives]

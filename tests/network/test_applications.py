@@ -149,7 +149,7 @@ def test_missing_and_broken_files_are_refused(folders: dict[str, str], tmp_path:
 
 def test_the_serial_round_refuses_what_needs_streams(target: Decoder) -> None:
     made = random_streams(tiny_config())
-    with pytest.raises(CapabilityError, match="'sql' in round 'serial'.*drafter='streams'"):
+    with pytest.raises(CapabilityError, match="'sql' in round 'serial'.*the drafter that its files are for"):
         assemble(decoder=target, applications=[tiny_application("sql", target, made)])
 
 

@@ -88,7 +88,7 @@ def _entry(plain: Path, name: str) -> int:
         (4, struct.pack("<Q", 0), "shape"),
         (12, struct.pack("<Q", 2**55), "shape"),
         (20, struct.pack("<I", 77), "type 77"),
-        (24, struct.pack("<Q", 33), "no multiple of 32"),
+        (24, struct.pack("<Q", 33), "not a multiple of 32"),
         (24, struct.pack("<Q", 2**50), "ends at byte"),
         (24, struct.pack("<Q", 0), "overlap"),
     ],

@@ -374,7 +374,7 @@ def test_a_hub_out_of_reach_and_a_name_it_does_not_know(monkeypatch: pytest.Monk
     failures = [RuntimeError("timed out"), LocalEntryNotFoundError("no network")]
     with pytest.raises(ConfigError, match="out of reach.*check the network|out of reach.*Check the network"):
         resolve_folder("some-org/some-model", revision="v2")
-    with pytest.raises(ConfigError, match="does not give it .timed out"):
+    with pytest.raises(ConfigError, match="the hub refuses it .timed out"):
         resolve_folder("some-org/some-model")
     assert asked[0]["revision"] == "v2"
     assert not asked[0]["local_files_only"]

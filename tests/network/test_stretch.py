@@ -64,7 +64,7 @@ def test_exits_of_the_original_serve_the_mirror_round(twice: Path, tmp_path: Pat
 
 
 def test_what_was_trained_for_layers_by_number_is_refused(twice: Path) -> None:
-    with pytest.raises(CapabilityError, match="it has num_layers=12, .* has 24"):
+    with pytest.raises(CapabilityError, match="has num_layers=12, .* has 24"):
         LLM(str(twice), drafter="streams:paceline-small-streams")
 
 

@@ -27,11 +27,10 @@ def load(name: str, folder: Path, decoder: Decoder, target: str, known: str) -> 
             f"draft with it: drafter='streams:{folder}', or train it with mode='shared'",
         )
     check_target(asked, config, target, decoder.config, known)
-    digest = hashlib.sha256()
+    made, digest = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device), hashlib.sha256()
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         content = (folder / file).read_bytes()
         digest.update(len(content).to_bytes(8, "little") + content)
-    made = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device)
     return make_application(name, made, decoder, digest.hexdigest())
 
 
