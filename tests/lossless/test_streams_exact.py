@@ -172,7 +172,7 @@ def test_generated_rows_are_no_prefix_of_a_longer_prompt() -> None:
 def test_the_reference_differs_from_the_adapters_alone() -> None:
     """Streams matter to a shared set: a reference that left them out would give other ids."""
     app = tiny_application("one", target(), shared("plain"))
-    alone = SimpleNamespace(name="one", identity="alone", adapter=app.adapter, beside=None)
+    alone = SimpleNamespace(name="one", identity="alone", adapter=app.adapter, beside=None, rows=0)
     engine = assemble(streams(chain=True), decoder=target(), applications=[alone], budget=0)
     assert answers(engine, GREEDY, "one") != [reference("plain", i, False) for i in range(len(PROMPTS))]
 
