@@ -17,23 +17,23 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class CompiledKernels(BuildHookInterface):
-    """Adds a library for each level and source to a wheel, whose tag then names the platform."""
+    """Adds a library for each level to a wheel, whose tag then names the platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile what the wheel lacks; an editable install compiles at first use."""
+        if version == "editable":
+            return
         sys.path.insert(0, str(Path(self.root) / "src"))
         from paceline import kernels
-        from paceline.kernels import channels
 
         levels = os.environ.get("PACELINE_LEVELS", " ".join(kernels.LEVELS)).replace(",", " ").split()
-        if version == "editable" or not levels:
+        if not levels:
             return
         kernels.COMPILE_SECONDS = 3600  # several compile at once
-        wanted = [(source, level) for level in levels for source in (kernels.SOURCE, channels.SOURCE)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            libraries = list(pool.map(kernels.built, *zip(*wanted, strict=True)))
+            libraries = list(pool.map(lambda level: kernels.built(kernels.SOURCE, level), levels))
         folder = kernels.SHIPPED.relative_to(Path(self.root) / "src")
-        for library, (source, level) in zip(libraries, wanted, strict=True):
-            build_data["force_include"][str(library)] = str(folder / kernels._shipped_name(source, level))
+        for library, level in zip(libraries, levels, strict=True):
+            build_data["force_include"][str(library)] = str(folder / kernels._shipped_name(kernels.SOURCE, level))
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
