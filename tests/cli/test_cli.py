@@ -326,7 +326,7 @@ class TestCommands:
             (["generate", "--prompt", "x", "--pipeline", "2,cores=<4096,0>", "--drafter", "ngram"], "core 4096"),
             (["generate", "--prompt", "x", "--pipeline", "127.0.0.1:9", "--drafter", "ngram"], "no number of stages"),
             (["generate", "--prompt", "x", "--pipeline", "2", "--round", "mirror"], "pipeline round"),
-            (["generate", "--prompt", "x", "--cluster", "nowhere"], "address is no address"),
+            (["generate", "--prompt", "x", "--cluster", "nowhere"], "address is not an address"),
             (["chat", "--n", "2"], "--n 2"),
             (["genrate"], "mean 'generate'"),
             (["adapt", "paceline-small", "--kind", "nosuch", "--dry-run"], "one of: eagle, lyanna"),

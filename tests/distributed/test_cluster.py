@@ -162,14 +162,14 @@ def what_replicas_are_refused_for(cluster: Any, wanted: list[list[int]]) -> None
 
 def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
     from paceline.api.assembly.models import open_source
-    from paceline.runtime.cluster import reserve
+    from paceline.runtime.cluster import ClusterHosts
     from paceline.runtime.remote import Remote, Timeouts
     from paceline.runtime.stage_worker import stage_spec
 
     config = LLMConfig(model=MODEL, pipeline=2, exact=True, cluster="auto,cores=1")
-    places = reserve(config)
+    hosts = ClusterHosts(config)
     source = open_source(config, MODEL, "auto")
-    spec = stage_spec(config, 0, {"start": 0, "stop": 6, "slots": 512}, places.placement("cpu", None), source)
+    spec = stage_spec(config, 0, {"start": 0, "stop": 6, "slots": 512}, hosts.placement("cpu", None), source)
     lacking = {**spec.options, "options": {**spec.options["options"], "model": "/not/on/this/host"}}
     for changed, error, why in (
         (replace(spec, options=lacking), ConfigError, r"for stage 0 on \d+\.\d+\.\d+\.\d+: "),
@@ -179,7 +179,7 @@ def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
             r"worker stage 0 on \d.*: its instructions is .*, and others is expected. Use hosts with the same kind",
         ),
     ):
-        worker = Remote(changed, Timeouts(start_s=LONG), places.stage(0))
+        worker = Remote(changed, Timeouts(start_s=LONG), hosts.launch(0))
         with pytest.raises(error, match=why):
             worker.start()
         worker.stop()
@@ -210,8 +210,8 @@ def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"cluster": ""}, "it is no address"),
-        ({"cluster": "here"}, "address is no address"),
+        ({"cluster": ""}, "it is not an address"),
+        ({"cluster": "here"}, "address is not an address"),
         ({"cluster": "auto,place=far"}, "place"),
         ({"cluster": "auto,cores=0"}, "cores must be 1 or more"),
         ({"cluster": "auto", "pipeline": None, "tensor_parallel": 2}, "neither stages nor a drafter have a process"),

@@ -170,12 +170,6 @@ def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Ti
     [
         (Fault("ValueError: no"), "failed: ValueError: no"),
         (Open.of(opening()), "says Open, which is no answer"),
-        (Grew(1, {9: Grown()}, True, 0.0, 0.0), "another form"),
-        (Grew(1, {0: Grown([], [0], [1], [2], [])}, True, 0.0, 0.0), "another form"),
-        (Grew(1, {0: Grown([], [0], [1], [-2], [0.0], [0])}, True, 0.0, 0.0), "another form"),
-        (Grew(1, {0: Grown([1])}, True, 0.0, 0.0), "another form"),
-        (Grew(1, {}, False, 0.0, 0.0), "another form"),
-        (Grew(1, {0: Grown()}, False, 0.0, 0.0), "another form"),  # one level more than asked for
         (Grew(1, {}, True, 0.0, 0.0), "leaves a sequence out"),
     ],
 )

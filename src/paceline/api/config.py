@@ -20,11 +20,10 @@ from ..engine.scheduler import parse_prompt_rows
 from ..engine.verification import DEFAULT_VERIFIER, VERIFIERS
 from ..papers.specpipe.config import PipelineConfig
 from ..plan import machines
-from ..runtime.placement import ClusterConfig, parse_cluster
 from ..weights.loader import check_dtype, parse_device
 from .options import AUTO_DRAFTER, AUTO_ROUND, DRAFTER, LLMOptions
 from .options import MAX_THREADS as MAX_THREADS
-from .split import parse_split
+from .split import ClusterConfig, parse_cluster, parse_split
 
 AUTO_COSTS = "auto"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}

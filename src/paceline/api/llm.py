@@ -20,77 +20,26 @@ from ..draft import adapted
 from ..draft.fit import reader_of
 from ..draft.hybrid import with_parts
 from ..draft.registry import DrafterConfig
-from ..draft.sessions import GoingSessions
-from ..engine.base import Place
 from ..engine.calibration import Fingerprint
 from ..engine.engine import LiveRequest
 from ..engine.lock import ReentryError
 from ..engine.tokens import Prompt, chat_ids, encode
-from ..kv.pool import KVPool
 from ..model.applications import locate, rows_beside
 from ..model.decoder import Decoder
-from ..model.parallel import Ranks
-from ..model.stage_line import StageLine
 from ..weights import generation, zoo
 from ..weights.loader import read_config as model_config
 from ..weights.loader import resolve_folder
 from .assembly.drafting import fingerprint
 from .assembly.engine import build_engine, check_shared, load_target
-from .assembly.models import LoadedModel, Source, TargetPart
+from .assembly.models import LoadedModel
+from .assembly.runtime import Runtime
 from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .options import AUTO_DRAFTER
-from .split import Split
 
 Message = Mapping[str, Any]  # {"role": .., "content": ..}
 log = logging.getLogger(__name__)
 Job = Callable[..., str]  # `Engine.submit` of a request that is all but submitted
-
-
-def _serve_apart(places: Any, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions:
-    """The drafter in a process of its own; what that takes is imported where it is asked for."""
-    from ..runtime.draft_worker import serve_apart
-
-    return serve_apart(config, pool_tokens, rows, place, places)
-
-
-def _start_stages(places: Any, config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageLine:
-    """The target's stages in processes of their own, likewise."""
-    from ..runtime.stage_worker import start_stages
-
-    return start_stages(config, split, target, pool, places)
-
-
-def _reserve(config: LLMConfig) -> Any:
-    """Room on the cluster that is named, likewise; None: none is."""
-    if config.cluster is None:
-        return None
-    from ..runtime.cluster import reserve
-
-    return reserve(config)
-
-
-def _start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
-    """The target's other ranks in processes of their own, likewise."""
-    from ..runtime.rank_worker import start_ranks
-
-    return start_ranks(config, source, part)
-
-
-def _start_tracks(config: LLMConfig, source: Source) -> Ranks:
-    """The tracks of a draft in processes of their own, likewise."""
-    from ..runtime.rank_worker import start_tracks
-
-    return start_tracks(config, source)
-
-
-def _cut(config: LLMConfig) -> LLMConfig:
-    """With a cut into stages that is measured, where one is asked for; likewise."""
-    if config.pipeline is None:
-        return config
-    from ..runtime.stage_worker import with_cut
-
-    return with_cut(config)
 
 
 class LLM:
@@ -113,23 +62,18 @@ class LLM:
     def __init__(self, model: str, *, share: LLM | None = None, beside: Sequence[str] = (), **options: Any) -> None:
         self.config = config_of(model, options)
         candidates = drafters_of(self.config, beside)
-        self.config = _cut(replace(self.config, drafter=candidates[0]))
+        self.config = replace(self.config, drafter=candidates[0])
+        runtime = Runtime(self.config)
+        self.config = runtime.cut(self.config)
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        places = _reserve(self.config)
-        self._target = load_target(self.config, _start_ranks) if share is None else self._shared(share)
+        self._target = load_target(self.config, runtime) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
         refusals: list[CapabilityError] = []
         for drafter in candidates:
             self.config = replace(self.config, drafter=drafter)
             try:
-                self.engine = build_engine(
-                    self.config,
-                    self._target,
-                    partial(_serve_apart, places),
-                    partial(_start_stages, places),
-                    _start_tracks,
-                )
+                self.engine = build_engine(self.config, self._target, runtime)
                 break
             except CapabilityError as error:
                 refusals.append(error)

@@ -1,16 +1,17 @@
-"""How a target is split over processes, as a user writes it."""
+"""How a target is split over processes, and over which hosts, as a user writes it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ..core.errors import ConfigError
 from ..core.named import NamedConfig, made, pairs
 from ..core.options import MOST_TEXT, option, shown
 
 MOST = 1024  # stages
+_HOST_PORT = re.compile(r"[^\s:,=/\[\]]+:\d{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +37,35 @@ def parse_split(given: int | str) -> Split:
         raise ConfigError(asked, "it is no number of stages", "write 4, or 4,cores=<0,1,2,3>")
     split: Split = made(asked, Split, [("stages", first.strip()), *pairs(asked, Split, rest or None)])
     return split
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig(NamedConfig):
+    """A Ray cluster, and what each worker gets of it."""
+
+    kind: ClassVar[str] = "cluster"
+
+    address: str = option("auto", help="auto: the one that this host has joined; or HOST:PORT of its head")
+    place: Literal["spread", "pack"] = option("spread", help="workers on as many hosts as there are, or on few")
+    cores: int | None = option(None, help="cores and threads of each worker; none: an even share of a host", minimum=1)
+    gpus: int | None = option(None, help="GPUs of each worker; none: 1 with device=cuda, else 0", minimum=0)
+
+    def validate(self) -> None:
+        """An address is a word or a host and a port."""
+        self.require(
+            "address", self.address == "auto" or _HOST_PORT.fullmatch(self.address) is not None, "is not an address"
+        )
+
+
+def parse_cluster(given: str) -> ClusterConfig:
+    """Read what a user gives as ``cluster``: ``auto``, ``10.0.0.1:6379``, ``auto,place=pack,cores=8``.
+
+    Raises:
+        ConfigError: neither, or options that do not fit.
+    """
+    asked, (first, _, rest) = f"cluster={shown(given)}", given.partition(",")
+    if len(given) > MOST_TEXT or not first.strip():
+        raise ConfigError(asked, "it is not an address", "write auto, or HOST:PORT of the cluster's head")
+    given_options = [("address", first.strip()), *pairs(asked, ClusterConfig, rest or None)]
+    found: ClusterConfig = made(asked, ClusterConfig, given_options)
+    return found

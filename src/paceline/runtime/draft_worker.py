@@ -16,6 +16,7 @@ import torch
 
 from ..api.assembly.drafting import drafter_context, drafter_of
 from ..api.assembly.models import Source, draft_device, open_source
+from ..api.assembly.runtime import Runtime
 from ..api.config import LLMConfig
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import written
@@ -30,11 +31,10 @@ from ..weights.loader import parse_device, read_config, resolve_folder
 from .drafts import KINDS, DraftService, RemoteSessions
 from .handshake import Facts
 from .placement import Placement, cores, pin
-from .rank_worker import start_tracks
-from .remote import Remote, Timeouts, WorkerSpec, launch_here
+from .remote import LocalHandle, Remote, Timeouts, WorkerSpec
 
 if TYPE_CHECKING:
-    from .cluster import Places
+    from .cluster import ClusterHosts
 
 # What the drafter's process must know of the options; the rest is the target's and its engine's.
 OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences", "revision", "offline")
@@ -72,37 +72,33 @@ def draft_worker(
     )
 
 
-def serve_apart(
-    config: LLMConfig, pool_tokens: int, rows: int, place: Place, places: Places | None = None
+def start_drafter(
+    config: LLMConfig, pool_tokens: int, rows: int, place: Place, hosts: ClusterHosts | None
 ) -> RemoteSessions:
     """Start the process of a configuration's drafter, and wait until it is ready. It ends with what is returned.
 
     Where it gets cores of its own, this process keeps to the others, and its layers to as many threads.
 
-    Args:
-        config: the options of this process.
-        pool_tokens: tokens that the target's K/V pool holds.
-        rows: drafted nodes that a sequence may hold at once.
-        place: where it runs.
-        places: on a cluster; None: on this host.
+    Arguments are those of `Runtime.start_drafter`; without ``hosts`` it runs on this one.
 
     Raises:
         ConfigError: cores that are not there, or no core left for the target; a drafter that cannot be had there.
         WorkerFailed: it does not start.
     """
     device = draft_device(config, place)
-    placement = Placement(cores=place.cores, threads=place.threads, device=device)
-    if places is not None:
-        if getattr(_chosen(config), "processes", 1) > 1:
-            wrong = "the drafter runs on another host, and its tracks are placed beside the target's process alone"
-            raise CapabilityError(f"drafter {config.drafter!r} with cluster=..", wrong, "leave processes out")
-        placement = places.placement(device, place.threads)
+    if hosts is None:
+        placement = Placement(cores=place.cores, threads=place.threads, device=device)
+    elif getattr(_chosen(config), "processes", 1) > 1:
+        wrong = "the drafter runs on another host, and its tracks are placed with the target's process alone"
+        raise CapabilityError(f"drafter {config.drafter!r} with cluster=..", wrong, "leave processes out")
+    else:
+        placement = hosts.placement(device, place.threads)
     rest = [core for core in cores() if core not in place.cores]
     if place.cores and not rest:
         wrong = "no core is left for the target"
         raise ConfigError(f"cores={written(place.cores)} of the drafter", wrong, "leave one out")
     spec = draft_worker(config, rows, pool_tokens, placement, place.level_ms)
-    worker = Remote(spec, TIMEOUTS, launch_here if places is None else places.drafter)
+    worker = Remote(spec, TIMEOUTS, LocalHandle if hosts is None else hosts.launch(None))
     worker.start()
     sessions = RemoteSessions(worker)
     finalize(sessions, worker.stop)
@@ -123,7 +119,7 @@ def service(
     config = LLMConfig(**{**options, "device": device})
     chosen, source = _chosen(config), open_source(config, config.model, config.dtype)
     of_target = source.name, source.folder, source.dtype
-    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False, tracks=start_tracks))
+    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False, runtime=Runtime(config)))
     if not drafter.spec.ahead:
         wrong = "it cannot draft below tokens that are not decided on"
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")

@@ -276,17 +276,12 @@ class RemoteSessions:
         if not isinstance(message, Grew):
             self._give_up(f"says {type(message).__name__}, which is no answer")
         if (growing := self._growing.get(message.ticket)) is not None:
-            self._note(growing, message)
+            growing.times.append((message.began, message.ended))
+            growing.levels.append(message.level)
+            if message.last:
+                growing.done = True
+                del self._growing[growing.ticket]
         return True
-
-    def _note(self, growing: LocalGrowing, message: Grew) -> None:
-        if not _fits(message, growing):
-            self._give_up("gives an answer of another form than its question")
-        growing.times.append((message.began, message.ended))
-        growing.levels.append(message.level)
-        if message.last:
-            growing.done = True
-            del self._growing[growing.ticket]
 
     def _give_up(self, why: str) -> NoReturn:
         self._worker.failed(why)
@@ -297,15 +292,3 @@ class RemoteSessions:
         self._growing.clear()
         why = f": {self._worker.faults[-1]}" if self._worker.faults else ""
         raise DraftsLost(f"the drafter's worker is not there{why}")
-
-
-def _fits(message: Grew, growing: LocalGrowing) -> bool:
-    """Whether it is a level of what was asked for, and has no number below 0."""
-    levels = max(max(ask.most) for ask in growing.asks.values())
-    fits = len(growing.levels) < levels and (message.last or len(message.level) > 0)
-    for key, grown in message.level.items():
-        lists = grown.parents, grown.nodes, grown.tokens, grown.sources
-        even = len({len(one) for one in (*lists, grown.log_q)}) == 1
-        known = key in growing.asks and len(grown.given) == (0 if growing.levels else len(growing.asks[key].given))
-        fits &= even and known and min((n for one in (*lists, grown.given) for n in one), default=0) >= 0
-    return fits

@@ -6,7 +6,7 @@ Each process reads its share of the checkpoint and nothing else. Rank 0's is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -17,14 +17,14 @@ import torch
 from ..api.assembly.memory import kv_layout
 from ..api.assembly.models import Source, TargetPart, compiled_layers, load_part, load_track, open_source, share_of
 from ..api.config import LLMConfig
-from ..api.split import Split, parse_split
+from ..api.split import Split, parse_cluster, parse_split
 from ..core.errors import ConfigError
 from ..model.joins import Joins, RankMemory
 from ..model.parallel import Ranks, Share
 from ..papers.mirror.tracks import track_share
 from ..weights.files import fingerprint
 from .handshake import Facts
-from .placement import Placement, cores, parse_cluster
+from .placement import Placement, cores
 from .rank_service import KINDS, RankService
 from .rank_workers import RankWorkers
 from .remote import Remote, WorkerSpec
@@ -34,7 +34,7 @@ OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", 
 
 
 def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
-    """Rank 0, and the processes of the others, which load their shares while it loads its own.
+    """Start the other ranks' processes, which load their shares while this one loads its own; return rank 0.
 
     They end with the line that is returned. Each has as many threads, so that together they use once the cores that
     this process has, or its stage, where the options name no other number for each.
@@ -52,31 +52,45 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
     usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
     where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
-    ranks = _started(share, lambda rank, memory: _rank_spec(config, source, rank, memory, part, where))
+    own = {"count": share.count, **asdict(part)}
+    ranks = _started(config, source, share, where, "rank", own)
     torch.set_num_threads(where.threads or 1)
     return ranks
 
 
 def start_tracks(config: LLMConfig, source: Source) -> Ranks:
-    """The same for a draft of tracks, a track a process. They join apart from the target's ranks.
+    """Start the other tracks of a draft, a track a process. They join apart from the target's ranks.
 
     Raises:
         CapabilityError: as of `start_ranks`.
     """
     share = track_share(source.shape, 0)
-    threads = max(1, len(cores()) // share.count)
-    return _started(share, lambda rank, memory: _track_spec(config, source, rank, memory, threads))
+    where = Placement(threads=max(1, len(cores()) // share.count))
+    own = {"name": str(source.folder), "dtype": source.quant or str(source.dtype).removeprefix("torch.")}
+    return _started(config, source, share, where, "track", own)
 
 
-def _started(share: Share, spec: Callable[[int, RankMemory], WorkerSpec]) -> Ranks:
-    """Rank 0, and the processes of the others."""
+def _started(
+    config: LLMConfig, source: Source, share: Share, where: Placement, kind: str, own: Mapping[str, Any]
+) -> Ranks:
+    """Start the processes of the others; ``own``: further arguments of ``kind``'s service."""
     memory = RankMemory(share.count)
-    workers = [Remote(spec(rank, memory), TIMEOUTS) for rank in range(1, share.count)]
+    workers = []
+    for rank in range(1, share.count):
+        spec = WorkerSpec(
+            name=f"{kind} {rank}",
+            service=f"{__name__}:{kind}_service",
+            options={"options": options_of(config, source), "rank": rank, "memory": memory.path, **own},
+            kinds=KINDS,
+            expected=facts_of(source),
+            placement=where,
+        )
+        workers.append(Remote(spec, TIMEOUTS))
     joins = memory.joins()
     line = RankWorkers(workers, joins)
     finalize(line, _stop, workers, memory, joins)
     for worker in workers:
-        with suppress(ConfigError):  # said again where it is waited for
+        with suppress(ConfigError):  # raised again where it is waited for
             worker.poll()
     return Ranks(share, joins, line)
 
@@ -85,29 +99,6 @@ def _stop(workers: Sequence[Remote], memory: RankMemory, joins: Joins) -> None:
     end_all(workers)
     memory.close()
     joins.close()
-
-
-def _rank_spec(
-    config: LLMConfig, source: Source, rank: int, memory: RankMemory, part: TargetPart, where: Placement
-) -> WorkerSpec:
-    own = {"rank": rank, "count": memory.count, "memory": memory.path, **asdict(part)}
-    return _spec(f"rank {rank}", "service", own, config, source, where)
-
-
-def _track_spec(config: LLMConfig, source: Source, rank: int, memory: RankMemory, threads: int) -> WorkerSpec:
-    dtype = source.quant or str(source.dtype).removeprefix("torch.")
-    own = {"name": str(source.folder), "dtype": dtype, "rank": rank, "memory": memory.path}
-    where = Placement(threads=min(threads, len(cores())))
-    return _spec(f"track {rank}", "track_service", own, config, source, where)
-
-
-def _spec(
-    name: str, service: str, own: Mapping[str, Any], config: LLMConfig, source: Source, where: Placement
-) -> WorkerSpec:
-    """A worker with a rank or a track; ``own``: arguments of its service beside the options."""
-    options, function = {"options": options_of(config, source), **own}, f"{__name__}:{service}"
-    expected = facts_of(source)
-    return WorkerSpec(name=name, service=function, options=options, kinds=KINDS, expected=expected, placement=where)
 
 
 def options_of(config: LLMConfig, source: Source) -> dict[str, Any]:
@@ -119,7 +110,7 @@ def options_of(config: LLMConfig, source: Source) -> dict[str, Any]:
 def track_service(
     device: str, options: Mapping[str, Any], name: str, dtype: str, rank: int, memory: str
 ) -> RankService:
-    """What such a worker of a track makes; arguments as of `service`, and the draft's folder and dtype."""
+    """Make the service of a track; arguments as of `rank_service`, and the draft's folder and dtype."""
     config = LLMConfig(**{**options, "device": device})
     source = open_source(config, name, dtype)
     share = track_share(source.shape, rank)
@@ -127,7 +118,7 @@ def track_service(
     return RankService(decoder, decoder.cache_shape, decoder.dtype, facts_of(source))
 
 
-def service(
+def rank_service(
     device: str,
     options: Mapping[str, Any],
     rank: int,
@@ -136,7 +127,7 @@ def service(
     layers: Sequence[int] | None = None,
     ends: bool = True,
 ) -> RankService:
-    """What such a worker makes, in its own process.
+    """Make the service of a rank, in its own process.
 
     Args:
         device: where it computes.

@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 from weakref import finalize
 
+from ..api.split import ClusterConfig
 from ..core.errors import CapabilityError, ConfigError
 from .handshake import BEGIN
-from .placement import ClusterConfig
 from .remote import HOST_LEFT, Handle, Launch, WorkerSpec
 
 try:
@@ -242,14 +242,12 @@ def _give_back(group: Any) -> None:
 
 
 class _Actor(Handle):
-    """A worker of a reservation; see `WorkerHandle`.
+    """A worker of a reservation; see `Handle`.
 
     Args:
         reservation, index: in which of its bundles.
         spec, beat_s: as of `Launch`.
     """
-
-    pid: int | None = None
 
     def __init__(self, reservation: Reservation, index: int, spec: WorkerSpec, beat_s: float) -> None:
         super().__init__(spec, beat_s, reservation.host)

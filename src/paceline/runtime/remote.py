@@ -15,12 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from ..core.errors import CapabilityError, ConfigError, PacelineError
-from ..core.options import check, option
 from .clock import Clock, Late, RealClock
 from .handshake import BEGIN, GREETINGS, Begin, Facts, Fault, Hello, Refused, compare
 from .placement import Placement
@@ -38,17 +37,14 @@ class WorkerFailed(PacelineError):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long a worker is waited for, and how it is started again."""
+    """How long a worker is waited for, and how it is started again; in seconds."""
 
-    start_s: float = option(120.0, help="seconds from its start to its hello", above=0.0)
-    silent_s: float = option(10.0, help="seconds without a heartbeat after which it is taken for dead", above=0.0)
-    stuck_s: float = option(30.0, help="seconds at one piece of work after which it is taken to hang", above=0.0)
-    rest_s: float = option(0.1, help="seconds before it is started again, doubled with every failure", above=0.0)
-    most_rest_s: float = option(5.0, help="seconds, at most", above=0.0)
-    healthy_s: float = option(10.0, help="seconds after which earlier failures do not count", above=0.0)
-
-    def __post_init__(self) -> None:
-        check(self, "timeouts ")
+    start_s: float = 120.0  # from its start to its hello
+    silent_s: float = 10.0  # without a heartbeat, after which it is taken for dead
+    stuck_s: float = 30.0  # at one piece of work, after which it is taken to hang
+    rest_s: float = 0.1  # before it is started again, doubled with every failure ..
+    most_rest_s: float = 5.0  # .. at most
+    healthy_s: float = 10.0  # after which earlier failures do not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,45 +64,26 @@ class WorkerSpec:
         return Begin(self.name, self.service, dict(self.options), [*where.cores], where.device, line, beats, beat_s)
 
 
-class WorkerHandle(Protocol):
-    """A worker that was started, here or on another host."""
-
-    line: Line
-
-    @property
-    def pid(self) -> int | None:
-        """Its process's number; None: it runs on another host."""
-        ...
-
-    def poll(self) -> int | str | None:
-        """Return its exit status, below 0 a signal's number, or how it ended in words; None: it runs."""
-        ...
-
-    def beat(self) -> float | None:
-        """Return the seconds at its current piece of work by the heartbeat that arrived; None: none did."""
-        ...
-
-    def end(self) -> None:
-        """End it at once, and the line to it."""
-        ...
-
-
-Launch = Callable[[WorkerSpec, float], WorkerHandle]  # of a worker, and the seconds between two of its heartbeats
-
-
 class Handle:
-    """The ends of a worker's lines that are here; a base of `WorkerHandle`.
+    """A worker that was started, with this end of its lines.
 
     Args:
-        spec, beat_s: as of `Launch`.
+        spec: what it is.
+        beat_s: seconds between two of its heartbeats.
         host: as of `wire.listening`.
     """
+
+    pid: int | None = None  # of its process; None: it runs on another host
 
     def __init__(self, spec: WorkerSpec, beat_s: float, host: str = "") -> None:
         socket, line = listening(zmq.DEALER, host)
         self.line = Line(socket, Codec(*GREETINGS, *spec.kinds))
         self._beats, beats = listening(zmq.PULL, host, last_only=True)
         self.begin = spec.begin(line, beats, beat_s)
+
+    def poll(self) -> int | str | None:
+        """Return its exit status, below 0 a signal's number, or how it ended in words; None: it runs."""
+        raise NotImplementedError
 
     def beat(self) -> float | None:
         """Return the seconds at its current piece of work by the heartbeat that arrived; None: none did."""
@@ -115,54 +92,55 @@ class Handle:
         return None
 
     def end(self) -> None:
-        """Close the lines."""
+        """End it at once, and its lines."""
         self.line.close()
         self._beats.close(0)
 
 
-class _Process:
-    """A process of this host that waits to be told what it is."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "paceline.runtime.begin"],
-            stdin=subprocess.PIPE,
-            env=os.environ | spec.placement.environment(),
-            process_group=0,  # Ctrl-C is for its parent, with which it ends
-        )
-
-    def tell(self, begin: Begin) -> None:
-        """Tell it; one that has ended already is found by the next look."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(BEGIN.dump_json(begin) + b"\n")
-            self.process.stdin.flush()
-
-    def end(self) -> None:
-        """End it at once."""
-        self.process.kill()
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
+Launch = Callable[[WorkerSpec, float], Handle]  # of a worker, and the seconds between two of its heartbeats
 
 
-class _Local(Handle):
-    """A worker of this host; see `WorkerHandle`."""
+class LocalHandle(Handle):
+    """A worker in a process of this host; ``process``: one that waits to be told what it is."""
 
-    def __init__(self, spec: WorkerSpec, beat_s: float, process: _Process) -> None:
+    def __init__(self, spec: WorkerSpec, beat_s: float, process: subprocess.Popen[bytes] | None = None) -> None:
         super().__init__(spec, beat_s)
-        self._process = process
-        self.pid, self.poll = process.process.pid, process.process.poll
-        process.tell(self.begin)
+        self._process = process or _process(spec)
+        self.pid = self._process.pid
+        _tell(self._process, self.begin)
+
+    def poll(self) -> int | None:
+        """See `Handle`."""
+        return self._process.poll()
 
     def end(self) -> None:
+        """See `Handle`."""
         super().end()
-        self._process.end()
+        _kill(self._process)
 
 
-def launch_here(spec: WorkerSpec, beat_s: float) -> WorkerHandle:
-    """Start a worker on this host."""
-    return _Local(spec, beat_s, _Process(spec))
+def _process(spec: WorkerSpec) -> subprocess.Popen[bytes]:
+    """Start a process that waits to be told what it is."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "paceline.runtime.begin"],
+        stdin=subprocess.PIPE,
+        env=os.environ | spec.placement.environment(),
+        process_group=0,  # Ctrl-C is for its parent, with which it ends
+    )
+
+
+def _tell(process: subprocess.Popen[bytes], begin: Begin) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # one that has ended already is found by the next look
+        process.stdin.write(BEGIN.dump_json(begin) + b"\n")
+        process.stdin.flush()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
 
 
 class WarmStandby:
@@ -177,7 +155,7 @@ class WarmStandby:
 
     def __init__(self, spec: WorkerSpec, prepare: str) -> None:
         self._spec, self._prepare = spec, prepare
-        self._waiting: _Process | None = None
+        self._waiting: subprocess.Popen[bytes] | None = None
 
     def prepare(self) -> None:
         """Start one, if there is none yet; one that ended is not replaced before the next worker.
@@ -186,24 +164,24 @@ class WarmStandby:
             OSError: a process cannot be started.
         """
         if self._waiting is None:
-            self._waiting = _Process(self._spec)
-            self._waiting.tell(replace(self._spec.begin(), service=self._prepare, waits=True))
+            self._waiting = _process(self._spec)
+            _tell(self._waiting, replace(self._spec.begin(), service=self._prepare, waits=True))
 
-    def launch(self, spec: WorkerSpec, beat_s: float) -> WorkerHandle:
+    def launch(self, spec: WorkerSpec, beat_s: float) -> Handle:
         """Start the worker in it, or in a new process if there is none."""
         waiting = self._waiting
-        if waiting is None or waiting.process.poll() is not None:
+        if waiting is None or waiting.poll() is not None:
             self.close()
-            return launch_here(spec, beat_s)
+            return LocalHandle(spec, beat_s)
         self._waiting = None
-        return _Local(spec, beat_s, waiting)
+        return LocalHandle(spec, beat_s, waiting)
 
     def close(self) -> None:
         """End it."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            waiting.end()
-            waiting.process.wait()
+            _kill(waiting)
+            waiting.wait()
 
 
 class Remote:
@@ -220,7 +198,7 @@ class Remote:
         self,
         spec: WorkerSpec,
         timeouts: Timeouts | None = None,
-        launch: Launch = launch_here,
+        launch: Launch = LocalHandle,
         clock: Clock | None = None,
     ) -> None:
         self.spec, self.timeouts = spec, timeouts or Timeouts()
@@ -231,7 +209,7 @@ class Remote:
         self.busy_s = 0.0  # at its current piece of work, by its last heartbeat ..
         self.silent_s = 0.0  # .. which came so long ago
         self._launch, self._clock = launch, clock or RealClock()
-        self._handle: WorkerHandle | None = None
+        self._handle: Handle | None = None
         self._refused: ConfigError | None = None
         self._next = self._clock.now()  # when to start it
         self._since = self._looked = 0.0
@@ -334,7 +312,7 @@ class Remote:
             handle.end()
             _status(handle)
 
-    def _wrong(self, handle: WorkerHandle, status: int | str | None, now: float) -> str:
+    def _wrong(self, handle: Handle, status: int | str | None, now: float) -> str:
         """Return what is wrong with it; empty: nothing."""
         if status == HOST_LEFT and self.line is None and self.faults:
             self._end()  # its place has gone with what was wrong: another one is found
@@ -352,7 +330,7 @@ class Remote:
             return f"is not ready {now - self._since:.1f} s after its start"
         return ""
 
-    def _greet(self, handle: WorkerHandle, seconds: float) -> None:
+    def _greet(self, handle: Handle, seconds: float) -> None:
         """Read its hello, if it arrives within so many seconds."""
         try:
             hello = handle.line.receive(seconds)
@@ -416,7 +394,7 @@ def ended(status: int | str) -> str:
     return f"died: killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def _status(handle: WorkerHandle) -> int | str | None:
+def _status(handle: Handle) -> int | str | None:
     """Return the exit status of a process that is about to end, which leaves no zombie."""
     for _ in range(100):
         if (status := handle.poll()) is not None:

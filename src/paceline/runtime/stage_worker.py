@@ -37,32 +37,23 @@ from .handshake import Facts
 from .messages import KINDS
 from .placement import Placement, cores, pin
 from .rank_worker import facts_of, options_of, start_ranks
-from .remote import Remote, WorkerSpec, launch_here
+from .remote import LocalHandle, Remote, WorkerSpec
 from .stage_service import StageService
 from .stage_workers import StageWorkers
 from .workers import TIMEOUTS, end_all
 
 if TYPE_CHECKING:
-    from .cluster import Places
+    from .cluster import ClusterHosts
 
 TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: tokens in front, passes of which the median counts
 
 log = logging.getLogger(__name__)
 
 
-def start_stages(
-    config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool, places: Places | None = None
-) -> StageWorkers:
+def start_stages(config: LLMConfig, target: LoadedModel, pool: KVPool, hosts: ClusterHosts | None) -> StageWorkers:
     """Start the stages of a target but the last one, which is the coordinator's, and wait until they are ready.
 
     They end with what is returned. Where stages have cores, this process keeps to its own from then on.
-
-    Args:
-        config: the options of this process.
-        split: into stages.
-        target: the last stage's layers.
-        pool: of their K/V.
-        places: on a cluster; None: on this host.
 
     Raises:
         ConfigError: cores that are not there, or a host that differs in weights, vocabulary, dtype or version.
@@ -70,18 +61,17 @@ def start_stages(
     """
     source = open_source(config, config.model, config.dtype)
     chosen = parse_round(config.round)
-    assert isinstance(chosen, PipelineConfig), "the configuration makes it one"
+    assert isinstance(chosen, PipelineConfig) and config.pipeline is not None, "the configuration makes it one"
     bounds = chosen.bounds(source.shape.num_layers)
     slots = pool.tensors.all_k.shape[2]
-    placements = place(split, config.device, places)
+    placements = place(parse_split(config.pipeline), config.device, hosts)
     workers = []
     for index, (start, stop) in enumerate(zip(bounds[:-2], bounds[1:-1], strict=True)):
         part = {"start": start, "stop": stop, "slots": slots}
         spec = stage_spec(config, index, part, placements[index], source)
-        launch = launch_here if places is None else places.stage(index)
-        workers.append(Remote(spec, TIMEOUTS, launch))
+        workers.append(Remote(spec, TIMEOUTS, LocalHandle if hosts is None else hosts.launch(index)))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
-    stage_line = StageWorkers(workers, last, target.layers, "" if places is None else places.reservation.host)
+    stage_line = StageWorkers(workers, last, target.layers, "" if hosts is None else hosts.address)
     finalize(stage_line, end_all, workers)
     stage_line.start()
     if placements[-1].cores:
@@ -151,16 +141,16 @@ def _median_s(call: Callable[[], Any]) -> float:
     return median(times[2:])
 
 
-def place(split: Split, device: str, places: Places | None = None) -> list[Placement]:
-    """Where each stage runs, the coordinator's last: on cores of its own, where cores are named, and with ``cuda`` on a
-    GPU of its own, where there are as many; on a cluster in its bundle.
+def place(split: Split, device: str, hosts: ClusterHosts | None = None) -> list[Placement]:
+    """Return where each stage runs, the coordinator's last: on cores of its own, where cores are named, and with
+    ``cuda`` on a GPU of its own, where there are as many; on a cluster in its bundle.
 
     Raises:
         ConfigError: fewer cores than stages, cores that do not go evenly into them or are not there.
     """
     count = split.stages
-    if places is not None:
-        return [places.placement(device, split.threads)] * count
+    if hosts is not None:
+        return [hosts.placement(device, split.threads)] * count
     devices = share_devices(device, count, torch.cuda.device_count())
     if device == ALL_GPUS and len(set(devices)) < count:
         log.warning("%d stages share %d GPUs: those on the same one wait for each other", count, len(set(devices)))
@@ -217,7 +207,7 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     part = TargetPart((start, stop), ends=False)
     if config.tensor_parallel > 1:  # they share the threads that this process was given
         own = replace(config, threads=max(1, torch.get_num_threads() // config.tensor_parallel))
-        decoder = load_ranks(own, source, part, start_ranks)
+        decoder = load_ranks(own, source, part, start_ranks(own, source, part))
     else:
         decoder = load_part(config, source, part)
     shape, kind = kv_layout(config, decoder.own, source.dtype)

@@ -20,8 +20,8 @@ from ray.exceptions import RayError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..api.options import LLMOptions
+from ..api.split import ClusterConfig, parse_cluster
 from ..core.errors import CapabilityError, ConfigError
-from ..runtime.placement import ClusterConfig, parse_cluster
 from ..runtime.ray_cluster import Bundle, check_fit, connect, even_share
 from .app import make_app
 from .client import EngineClient

@@ -25,20 +25,21 @@ from ...plan.throughput import ServedModel, pass_seconds
 from ...weights import zoo
 from ...weights.loader import parse_device, resolve_folder
 from ..config import AUTO_COSTS, LLMConfig
-from .models import LoadedModel, StartTracks, compiled_layers, load_source, load_track, open_source, stage_devices
+from .models import LoadedModel, compiled_layers, load_source, load_track, open_source, stage_devices
+from .runtime import Runtime
 
 
 def _load_drafts(
     config: LLMConfig,
     texts: bool,
     auto: torch.dtype,
-    start: StartTracks | None,
+    runtime: Runtime | None,
     name: str,
     dtype: str,
     processes: int = 1,
 ) -> LoadedModel:
-    """A model that a drafter runs, loaded as the target was; ``auto`` is what dtype "auto" means, and ``start`` starts
-    all but this one of its ``processes``."""
+    """A model that a drafter runs, loaded as the target was; ``auto`` is what dtype "auto" means, and ``runtime``
+    starts all but this one of its ``processes``."""
     wanted = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
     source = open_source(config, name, wanted)
     if processes == 1:
@@ -47,10 +48,10 @@ def _load_drafts(
     if source.shape.tracks != processes:
         wrong = f"its tracks are {source.shape.tracks}" if source.shape.tracks > 1 else "it is no draft of tracks"
         raise ConfigError(asked, wrong, "give as many processes as tracks, or leave processes out")
-    if start is None or parse_device(config.device).type != "cpu":
+    if runtime is None or parse_device(config.device).type != "cpu":
         wrong = "processes share a draft's tracks on CPUs, beside an engine"
         raise CapabilityError(asked, wrong, "leave processes out")
-    tokenizer, ranks = source.tokenizer(texts), start(config, source)
+    tokenizer, ranks = source.tokenizer(texts), runtime.start_tracks(config, source)
     decoder = load_track(config, source, ranks)
     assert ranks.line is not None, "rank 0 has the line to the others"
     ranks.line.start()
@@ -83,15 +84,15 @@ def _of_the_zoo(model: str, kind: str) -> str:
 
 
 def build_drafter(
-    config: LLMConfig, target: LoadedModel, beside: int, tracks: StartTracks | None = None
+    config: LLMConfig, target: LoadedModel, beside: int, runtime: Runtime | None = None
 ) -> Drafter | None:
-    """The drafter that the configuration names; None: it names none. Applications have at most ``beside`` rows next to
-    each of theirs, and ``tracks`` starts the processes of a draft's tracks."""
+    """Build the drafter that the configuration names; None: it names none. Applications have at most ``beside`` rows
+    next to each of theirs, and ``runtime`` starts the processes of a draft's tracks."""
     chosen = drafter_of(config)
     if chosen is None:
         return None
     source = target.name, target.folder, target.decoder.dtype
-    return registry.build(chosen, drafter_context(config, *source, beside, tracks=tracks))
+    return registry.build(chosen, drafter_context(config, *source, beside, runtime=runtime))
 
 
 def drafter_context(
@@ -101,12 +102,12 @@ def drafter_context(
     dtype: torch.dtype,
     beside: int = 0,
     texts: bool = True,
-    tracks: StartTracks | None = None,
+    runtime: Runtime | None = None,
 ) -> DrafterContext:
-    """What a drafter may use while it is built, for a target of this name, folder and dtype; ``beside`` and ``tracks``
-    as of `build_drafter`. Without ``texts`` none are read or written here: of tokenizers their vocabulary is enough."""
+    """Return what a drafter may use while it is built, for a target of this name, folder and dtype; ``beside`` and
+    ``runtime`` as of `build_drafter`. Without ``texts`` the vocabulary of tokenizers is enough."""
     return DrafterContext(
-        load_model=partial(_load_drafts, config, texts, dtype, tracks),
+        load_model=partial(_load_drafts, config, texts, dtype, runtime),
         dtype=dtype,
         device=parse_device(stage_devices(config)[-1]),
         find=partial(resolve_folder, offline=config.offline),

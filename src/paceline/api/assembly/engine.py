@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from ...core.errors import CapabilityError, ConfigError
 from ...draft.base import Drafter
-from ...draft.sessions import GoingSessions
-from ...engine.base import Origin, Place
+from ...engine.base import Origin
 from ...engine.engine import Engine, EngineLimits
 from ...engine.grammar import Grammars
 from ...engine.rounds import make_round, parse_round, round_of
 from ...engine.scheduler import SchedulerConfig, parse_prompt_rows
 from ...engine.tokens import texts_of
-from ...kv.pool import KVPool
 from ...model.applications import load_applications, locate
-from ...model.stage_line import StageLine
 from ...weights import zoo
 from ...weights.loader import resolve_folder
 from ..config import TARGET_OPTIONS, LLMConfig
-from ..split import Split, parse_split
 from .drafting import build_drafter, drafter_of, make_budget
 from .memory import kv_layout, make_pool, model_length, pool_tokens
 from .models import (
     LoadedModel,
-    StartRanks,
-    StartTracks,
     TargetPart,
     exact_layers,
     load_ranks,
@@ -37,13 +30,14 @@ from .models import (
     own_layers,
     share_of,
 )
+from .runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 
-def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedModel:
-    """The target; ``start`` starts its other ranks, where it has some. Everything that can be checked without the
-    weights is checked before they are read."""
+def load_target(config: LLMConfig, runtime: Runtime | None = None) -> LoadedModel:
+    """Load the target; ``runtime`` starts its other ranks, where it has some. Everything that can be checked without
+    the weights is checked before they are read."""
     source = open_source(config, config.model, config.dtype)
     if source.shape.tracks > 1:
         wrong = "it is a draft of tracks, which no target is"
@@ -54,31 +48,15 @@ def load_target(config: LLMConfig, start: StartRanks | None = None) -> LoadedMod
     layers = own_layers(config, source.shape)
     if config.tensor_parallel > 1:
         share_of(config, source, 0)
-        assert start is not None, "nobody starts the other ranks"
-        tokenizer = source.tokenizer()
-        decoder = load_ranks(config, source, TargetPart(layers), start)
+        assert runtime is not None, "ranks need a runtime"
+        tokenizer, part = source.tokenizer(), TargetPart(layers)
+        decoder = load_ranks(config, source, part, runtime.start_ranks(config, source, part))
         return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
     return load_source(config, source, exact_layers(config, source), layers)
 
 
-# Starts the process of a configuration's drafter: given the tokens of the target's K/V pool, the drafted nodes of a
-# sequence that its sessions have room for, and where it runs.
-ServeApart = Callable[[LLMConfig, int, int, Place], GoingSessions]
-
-
-# Starts the processes of a target's stages, and gives the line over them, for the pipeline round.
-StartStages = Callable[[LLMConfig, Split, LoadedModel, KVPool], StageLine]
-
-
-def build_engine(
-    config: LLMConfig,
-    target: LoadedModel,
-    serve: ServeApart | None = None,
-    start: StartStages | None = None,
-    tracks: StartTracks | None = None,
-) -> Engine:
-    """Drafter, pool, budget, round and engine over a loaded target; ``serve`` starts a drafter's own process, ``start``
-    the stages', and ``tracks`` those of a draft's tracks, where these have some.
+def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> Engine:
+    """Build drafter, pool, budget, round and engine over a loaded target.
 
     Raises:
         ConfigError: a part that is not available, or parts that do not fit together.
@@ -87,7 +65,7 @@ def build_engine(
     folders = locate(config.applications or {}, config.offline)
     applications = load_applications(folders, decoder, target.name, target.folder)
     beside = max([0, *(application.rows for application in applications.values())])
-    drafter = build_drafter(config, target, beside, tracks)
+    drafter = build_drafter(config, target, beside, runtime)
     if drafter is not None:
         round_of(config.round, drafter.spec)  # before anything is allocated or started
     if decoder.ranks is not None:
@@ -111,13 +89,12 @@ def build_engine(
         info = decoder.info(target.name, target.tokenizer)
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
     budget = make_budget(config, drafter, target)
-    starts = None if serve is None else partial(serve, config, pool.num_tokens)
     find, trained = partial(resolve_folder, offline=config.offline), partial(zoo.weights, model=config.model)
     origin = Origin(target.name, target.folder, find, trained)
     parts: dict[str, Any] = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
-    parts |= {"origin": origin, "serve": starts}
-    if config.pipeline is not None and start is not None:
-        parts["start"] = partial(start, config, parse_split(config.pipeline), target, pool)
+    parts |= {"origin": origin, "serve": partial(runtime.start_drafter, config, pool.num_tokens)}
+    if config.pipeline is not None:
+        parts["start"] = partial(runtime.start_stages, config, target, pool)
     round_ = make_round(config.round, **parts)
     shape = decoder.config
     limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=max_model_len, eos_ids=shape.eos_ids)

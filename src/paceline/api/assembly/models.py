@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,17 +56,8 @@ class TargetPart:
     ends: bool = True  # whether embedding, final norm and head are there, too
 
 
-# Starts the processes of a target's ranks: rank 0, with the line to the others.
-StartRanks = Callable[[LLMConfig, "Source", TargetPart], Ranks]
-
-
-# Starts the processes of a draft's tracks, in the same way.
-StartTracks = Callable[[LLMConfig, "Source"], Ranks]
-
-
-def load_ranks(config: LLMConfig, source: Source, part: TargetPart, start: StartRanks) -> Decoder:
-    """Rank 0's share of a part of the target, while the other ranks load theirs; errors as of `load_model`."""
-    ranks = start(config, source, part)
+def load_ranks(config: LLMConfig, source: Source, part: TargetPart, ranks: Ranks) -> Decoder:
+    """Load rank 0's share of a part of the target, while the other ranks load theirs; errors as of `load_model`."""
     decoder = load_part(config, source, part, ranks)
     assert ranks.line is not None, "rank 0 has the line to the others"
     ranks.line.start()
