@@ -16,7 +16,7 @@ from paceline.draft import Drafter, DrafterConfig, DrafterSpec, Proposal, option
 from paceline.train.data import Encoder, Mixture, SourceSpec, load_source
 from paceline.train.network import Network
 from paceline.weights import zoo
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 
 
 @register

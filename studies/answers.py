@@ -20,7 +20,7 @@ from paceline.api.llm import LLM
 from paceline.bench import machine
 from paceline.bench import report as say
 from paceline.papers.streaming.model import read_config
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.model.decoder import Decoder
 from paceline.model.families import linear_shapes
 from paceline.model.linear import LinearOp
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 JOINED = 768  # floats of a row that `joins` sums
 MOST_PROMPT = 512  # tokens of what `parts` asks

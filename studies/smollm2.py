@@ -22,7 +22,7 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.bench.workloads import load
-from paceline.weights.loader import load_tokenizer, resolve_folder
+from paceline.weights.source import load_tokenizer, resolve_folder
 
 WORKLOADS = ("spec_bench", "gsm8k", "humaneval", "mmlu", "wikisql")  # chat prompts that come along, 40 of each
 CATEGORIES = {"translation": "translation", "summarization": "summarization", "qa": "question answering"}

@@ -25,7 +25,7 @@ import numpy as np
 from paceline.core.errors import ConfigError
 from paceline.train.answers import AnswerConfig, answer_line, choose, making, sidecar
 from paceline.train.data import Encoder, SourceSpec
-from paceline.weights.loader import load_tokenizer, resolve_folder
+from paceline.weights.source import load_tokenizer, resolve_folder
 
 SUFFIX = ".ids.xz"
 MANIFEST = "manifest.json"

@@ -19,7 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.model.adapters import linear_shapes
 from paceline.papers.streaming.model import StreamSet
 from paceline.weights.files import fingerprint
-from paceline.weights.loader import read_config
+from paceline.weights.source import read_config
 
 
 def deepen(trained: StreamSet, layers: int, target: Path, seed: int = 0) -> StreamSet:

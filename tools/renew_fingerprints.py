@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.weights.files import fingerprint
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 PIECES, PIECE_BYTES, HEADER_BYTES = 16, 4096, 100_000_000
 

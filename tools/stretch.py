@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.weights.files import FINGERPRINT, fingerprint
 from paceline.weights.gguf import is_gguf, read_gguf
-from paceline.weights.loader import read_config, resolve_folder
+from paceline.weights.source import read_config, resolve_folder
 
 KEPT = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "*.jinja", "*.model", "vocab*", "merges.txt")
 LAYER = re.compile(r"(.*\blayers\.|blk\.|adapters\.)(\d+)(\..*)", re.DOTALL)

@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.papers.streaming.model import read_config
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 OF_TARGET = ("exact", "kernels", "attention")  # settings on which an application's answers may depend
 

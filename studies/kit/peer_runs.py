@@ -26,7 +26,7 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import named_values, read, suggest
 from paceline.core.sampling import SamplingParams
 from paceline.weights import zoo
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 from . import near_ties
 from .filled import encoded

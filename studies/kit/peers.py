@@ -25,7 +25,7 @@ from typing import Any
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import suggest
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 WORKERS = Path(__file__).resolve().parent / "peer_workers"
 LOG_LINES = 12  # of a worker's log, quoted when it fails

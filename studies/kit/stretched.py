@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import CapabilityError
 from paceline.weights.gguf import is_gguf
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 WEIGHTS, HEAD = "model.safetensors", "lm_head.weight"
 _TOOL = Path(__file__).resolve().parents[2] / "tools" / "stretch.py"

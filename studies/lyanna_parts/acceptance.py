@@ -20,7 +20,7 @@ from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import ConfigError
 from paceline.model.hot import load_hot, save_hot
 from paceline.papers.lyanna.model import FILES, LyannaModel
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 Floats = NDArray[np.float64]
 TRAINED, INFO_TAKEN, FIRST_TAKEN = "as trained", "token-info taken away at use", "first token taken away at use"

@@ -14,7 +14,7 @@ from kit.study import Options, Study, asked
 from paceline.bench.records import Method
 from paceline.core.errors import ConfigError
 from paceline.papers.lyanna.model import LyannaShape, read_shape
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 Value = TypeVar("Value")
 STEPS = 3  # of a draft (section 7.2)

@@ -18,7 +18,7 @@ from paceline.train.data import Encoder, load_source
 from paceline.train.job import occurrences
 from paceline.train.recipe import RecipeFile, locate, read_recipe
 from paceline.train.trainer import LOG
-from paceline.weights.loader import load_tokenizer, read_config, resolve_folder
+from paceline.weights.source import load_tokenizer, read_config, resolve_folder
 
 KINDS = {"acceptance": "the likeliest token", "acceptance_top4": "one of the four likeliest"}
 HOT = 0.25  # share of the vocabulary (section 6.1)

@@ -13,7 +13,7 @@ from mirror_parts.common import MirrorFlags, study
 from mirror_parts.latency import MirrorStep
 from paceline.papers.mirror.exits import shares
 from paceline.plan.models import read_shape
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 TASKS = ("Translation", "Summarization", "Question Answering", "Mathematical Reasoning", "RAG", "Conversation")
 # Table 1: speed-ups of Vanilla-SD and of Mirror-SD over decoding with the target alone, by task.

@@ -120,7 +120,7 @@ def draft_of(ask: PipeFlags) -> Any:
     llm = target(ask)
     chosen = registry.parse(f"draft_model:{ask.draft}")
     assert chosen is not None
-    return registry.build(chosen, drafter_context(llm.config, llm.config.model, llm.folder, llm.decoder.dtype))
+    return registry.build(chosen, drafter_context(llm.config, llm.config.resolve()))
 
 
 class Evenly(LookUp):

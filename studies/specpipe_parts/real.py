@@ -20,7 +20,6 @@ from kit.synthetic import write_answers
 
 from paceline import LLM
 from paceline.api.assembly.engine import load_target
-from paceline.api.assembly.models import open_source
 from paceline.api.config import LLMConfig
 from paceline.core.errors import CapabilityError
 from paceline.core.inference import inference
@@ -104,10 +103,10 @@ def _stage(ask: PipeFlags, index: int) -> tuple[Stage, Any]:
     """A stage as a process has it, and the head that belongs to the last one."""
     config = LLMConfig(model=ask.model, dtype=ask.dtype, pipeline=2)
     if index:
-        decoder = load_target(config).decoder
+        decoder = load_target(config, config.resolve()).decoder
         pool = KVPool(*decoder.cache_shape, 2 * KEYS, decoder.dtype, decoder.device)
         return Stage(decoder, 0, decoder.num_layers, pool.tensors), decoder.read
-    layers = open_source(config, config.model, config.dtype).shape.num_layers
+    layers = config.resolve().shape.num_layers
     start, stop = PipelineConfig(stages=2).bounds(layers)[:2]
     made = service("cpu", {"model": ask.model, "dtype": ask.dtype}, start, stop, 2 * KEYS)
     return made.stage, lambda hidden: hidden

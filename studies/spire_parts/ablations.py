@@ -20,7 +20,7 @@ from paceline.papers.spire.recipe import SpireModule, SpireRecipe, load_draft
 from paceline.train.data import Encoder, SourceSpec, TokenBatch, load_source
 from paceline.train.job import held_out
 from paceline.train.network import Network, take_layers
-from paceline.weights.loader import load_tokenizer, read_config, resolve_folder
+from paceline.weights.source import load_tokenizer, read_config, resolve_folder
 from spire_parts.common import SPIRE, BoundedMean, Floats, SpireFlags, mean_of, path_of, ratio_of, study
 
 LENGTH, ROWS = 512, 4  # of a row; rows of a batch

@@ -30,7 +30,7 @@ from paceline.model.hot import load_hot
 from paceline.papers.spire.model import read_shape as read_draft
 from paceline.plan.models import read_shape, shape_of
 from paceline.plan.throughput import ServedModel
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,

@@ -17,7 +17,7 @@ from paceline.train.data import Example, TokenBatch, collate
 from paceline.train.losses import TargetHidden, mixed
 from paceline.train.network import Network
 from paceline.train.registry import BuildContext
-from paceline.weights.loader import load_tokenizer, resolve_folder
+from paceline.weights.source import load_tokenizer, resolve_folder
 from spire_parts.common import DEPTH, SpireFlags, study, verdict
 
 WANTED = 0.8  # of the plain network's tokens a second

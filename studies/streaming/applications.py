@@ -17,7 +17,7 @@ from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.papers.streaming.drafter import StreamsConfig
 from paceline.papers.streaming.model import StreamSet, read_config
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 from streaming.common import CHOOSE, CUT, StreamingFlags, study, written
 
 BASE, ADAPTER, STREAMS = "base model", "adapter", "streams"  # who answers: the target, or a set of an application

@@ -15,7 +15,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.papers.streaming.drafter import StreamsConfig
 from paceline.papers.streaming.model import StreamConfig, read_config
 from paceline.weights import zoo
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 Value = TypeVar("Value")
 FULL_TREE = 128  # most drafted nodes of a tree that is verified whole

@@ -25,7 +25,7 @@ from paceline.papers.streaming.model import StreamSet
 from paceline.papers.streaming.recipe import StreamRecipe, StreamsOptions
 from paceline.train.data import Example, TokenBatch, collate
 from paceline.train.network import Network
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 from streaming.common import StreamingFlags, study
 
 SEGMENT = {"gamma": 4, "layers": 4, "rank": 8, "rows": 4, "length": 512, "prompt": 128, "steps": 3}

@@ -23,7 +23,7 @@ from paceline.papers.streaming.multistream import lossless_streams, main_pass, s
 from paceline.train.carriers import choose_carriers
 from paceline.train.data import Example, TokenBatch, collate
 from paceline.train.network import Network
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 from streaming.common import StreamingFlags, TrainedSet, study
 
 

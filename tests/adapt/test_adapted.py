@@ -26,7 +26,8 @@ def made(folder: Path, target: Path, drafter: str = "suffix,depth=5", dtype: str
 
 
 def chosen(model: str | Path, **options: Any) -> Any:
-    return drafters_of(LLMConfig(model=str(model), drafter="auto", **options))[0]
+    config = LLMConfig(model=str(model), drafter="auto", **options)
+    return drafters_of(config, config.resolve())[0]
 
 
 def test_the_folder_is_a_drafter(tmp_path: Path, target: Path) -> None:

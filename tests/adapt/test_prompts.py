@@ -11,7 +11,7 @@ from paceline.adapt.prompts import JUDGED_OF_MIX, LEAST, MIX, collect, write_pro
 from paceline.bench.workloads import load
 from paceline.core.errors import ConfigError
 from paceline.train.data import Encoder, SourceSpec, load_source
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 
 
 def test_the_mix_has_every_kind_and_judges_on_the_benchs_own_choice(target: Path) -> None:

@@ -161,14 +161,13 @@ def what_replicas_are_refused_for(cluster: Any, wanted: list[list[int]]) -> None
 
 
 def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
-    from paceline.api.assembly.models import open_source
     from paceline.runtime.cluster import ClusterHosts
     from paceline.runtime.remote import Remote, Timeouts
     from paceline.runtime.stage_worker import stage_spec
 
     config = LLMConfig(model=MODEL, pipeline=2, exact=True, cluster="auto,cores=1")
     hosts = ClusterHosts(config)
-    source = open_source(config, MODEL, "auto")
+    source = config.resolve()
     spec = stage_spec(config, 0, {"start": 0, "stop": 6, "slots": 512}, hosts.placement("cpu", None), source)
     lacking = {**spec.options, "options": {**spec.options["options"], "model": "/not/on/this/host"}}
     for changed, error, why in (

@@ -17,7 +17,7 @@ from paceline import LLM
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
 from paceline.draft.draft_model import DraftModel, DraftModelConfig
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, dict[str, Any]] = {

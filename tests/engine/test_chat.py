@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError
 from paceline.engine.tokens import chat_ids
 from paceline.serve.schemas import ChatRequest
 from paceline.serve.texts import ServedTexts
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 
 ZOO = load_tokenizer(Path(__file__).parents[2] / "zoo" / "paceline-small")
 USER = {"role": "user", "content": "hi"}

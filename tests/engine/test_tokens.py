@@ -13,7 +13,7 @@ from kits.byte_tokens import BYTES_VOCAB, SPECIAL, byte_id, byte_ids, byte_token
 
 from paceline.core.errors import ConfigError
 from paceline.engine.tokens import TokenizerTexts, chat_ids, encode, texts_of
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 
 ZOO_MODEL = Path(__file__).parents[2] / "zoo" / "paceline-small"
 EMOJI = byte_ids("😀")

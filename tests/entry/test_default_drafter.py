@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,15 @@ REPEATS = "def add(a, b):\n    return a + b\n\n\n" * 4
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
+def drafters(beside: Sequence[str] = (), **options: Any) -> Any:
+    config = LLMConfig(**{"model": MODEL, "drafter": "auto", **options})
+    return drafters_of(config, config.resolve(), beside)
+
+
 @pytest.mark.parametrize("model", [MODEL, str(zoo.find(MODEL))])
 def test_the_zoo_chooses_by_name_and_by_folder(model: str) -> None:
     wanted = ["hybrid:paceline-small-draft,dtype=int8", "suffix"]
-    assert drafters_of(LLMConfig(model=model, drafter="auto")) == wanted
+    assert drafters(model=model) == wanted
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), [("auto", "ngram"), ("bfloat16", "ngram"), ("q4_0", "prediction")])
@@ -36,7 +43,7 @@ def test_a_card_names_a_drafter_for_a_type_of_weights(
     card = {"role": "target", "description": "", "parameters": 1, "drafter": "prediction"}
     (tmp_path / "own" / "zoo.json").write_text(json.dumps({**card, "drafter_in": {"bfloat16": "ngram"}}), "utf-8")
     monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
-    assert drafters_of(LLMConfig(model="own", drafter="auto", dtype=dtype)) == [wanted, "suffix"]
+    assert drafters(model="own", dtype=dtype) == [wanted, "suffix"]
 
 
 def test_a_model_that_the_zoo_does_not_know_has_look_ups(tmp_path: Path) -> None:
@@ -55,8 +62,8 @@ def test_a_server_s_own_drafters_stand_beside_the_one_that_is_chosen(
     chosen: str | None, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zoo, "default_drafter", lambda *asked: chosen)
-    assert drafters_of(LLMConfig(model=MODEL, drafter="auto"), SERVED)[0] == f"hybrid:{parts}"
-    assert drafters_of(LLMConfig(model=MODEL, drafter="ngram"), SERVED) == ["ngram"]
+    assert drafters(SERVED)[0] == f"hybrid:{parts}"
+    assert drafters(SERVED, drafter="ngram") == ["ngram"]
 
 
 @pytest.mark.parametrize("round_", ["mirror", "pipeline"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.api.assembly.engine import load_target
-from paceline.api.assembly.models import draft_device, open_source, stage_devices
+from paceline.api.assembly.models import draft_device, stage_devices
 from paceline.api.config import LLMConfig
 from paceline.api.split import Split
 from paceline.core.errors import ConfigError
@@ -49,7 +49,7 @@ def test_stages_and_their_coordinator(gpus: Any, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         placements = place(Split(stages=8), "cuda")
     assert [p.device for p in placements] == [f"cuda:{i}" for i in range(8)] and not caplog.records
-    source = open_source(split(), MODEL, "auto")
+    source = split().resolve()
     specs = [
         stage_spec(split(kernels="torch"), i, {"start": 0, "stop": 1, "slots": 8}, placements[i], source)
         for i in (0, 6)
@@ -99,5 +99,5 @@ def test_this_process_loads_onto_the_last_device(gpus: Any, monkeypatch: pytest.
     monkeypatch.setattr("paceline.api.assembly.models.load_model", load)
     monkeypatch.setattr("paceline.api.assembly.memory.free_bytes", lambda device: seen.append(str(device)))
     with pytest.raises(ConfigError, match="it is seen"):
-        load_target(split())
+        load_target(split(), split().resolve())
     assert seen == ["cuda:3", "cuda:3"]

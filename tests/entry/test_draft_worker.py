@@ -24,10 +24,10 @@ DRAFTER = "draft_model:paceline-small-draft,depth=3"
 
 def test_it_drafts_what_the_drafter_here_drafts():
     config = LLMConfig(model="paceline-small-draft", drafter=DRAFTER, max_sequences=2)
-    spec = draft_worker(config, 40, 512, Placement())
+    spec = draft_worker(config, config.resolve(), 40, 512, Placement())
     made = service("cpu", **json.loads(json.dumps(spec.options)))
     assert made.facts == spec.expected and made.facts.weights.endswith(" (2 layers)")
-    target = load_target(config)
+    target = load_target(config, config.resolve())
     drafter: Any = build_drafter(config, target, 0)
     drafter.bind(target.decoder.info(target.name, target.tokenizer), 2, 512, torch.device("cpu"))
     sessions = [drafter.sessions(40), made.sessions]
@@ -40,15 +40,17 @@ def test_it_drafts_what_the_drafter_here_drafts():
 
 def test_what_reads_and_writes_no_text_is_not_imported():
     """It takes longer than all else that a drafter's process does before it can draft."""
-    options = draft_worker(LLMConfig(model="paceline-small", drafter=DRAFTER), 40, 512, Placement()).options
+    config = LLMConfig(model="paceline-small", drafter=DRAFTER)
+    options = draft_worker(config, config.resolve(), 40, 512, Placement()).options
     made = f"from paceline.runtime.draft_worker import service; service('cpu', **json.loads({json.dumps(options)!r}))"
     code = f"import sys, json; {made}; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_what_cannot_be():
+    config = LLMConfig(model="paceline-small")
     with pytest.raises(ConfigError, match="no drafter is named"):
-        draft_worker(LLMConfig(model="paceline-small"), 8, 64, Placement())
+        draft_worker(config, config.resolve(), 8, 64, Placement())
     options = {"model": "paceline-small", "drafter": "draft_model:paceline-small-draft,proposes=sampled"}
     with pytest.raises(CapabilityError, match="not decided on"):
         service("cpu", options, 8, 64)

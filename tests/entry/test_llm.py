@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 pytestmark = pytest.mark.timeout(120)
 

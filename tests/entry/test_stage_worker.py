@@ -14,7 +14,6 @@ import torch
 
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.api.assembly.engine import load_target
-from paceline.api.assembly.models import open_source
 from paceline.api.config import LLMConfig
 from paceline.kv.pool import KVPool
 from paceline.model.stages import Frame, Stage, StageRows
@@ -32,14 +31,17 @@ DRAFTER = "draft_model:paceline-small-draft"
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float64"])
 def test_layers_in_two_parts_compute_what_they_compute_together(dtype: str) -> None:
-    whole = load_target(LLMConfig(model=MODEL, dtype=dtype)).decoder
     config = LLMConfig(model=MODEL, dtype=dtype, pipeline=2)
-    own = load_target(config)
-    assert config.round == "pipeline,stages=2" and own.layers == LAYERS and own.decoder.num_layers == LAYERS // 2
+    source = config.resolve()
+    whole, own = load_target(LLMConfig(model=MODEL, dtype=dtype), source).decoder, load_target(config, source)
+    assert (
+        config.round == "pipeline,stages=2"
+        and source.shape.num_layers == LAYERS
+        and own.decoder.num_layers == LAYERS // 2
+    )
     pools = [KVPool(*d.cache_shape, 32, d.dtype, d.device) for d in (whole, own.decoder)]
     slots = pools[0].tensors.all_k.shape[2]
     part = {"start": 0, "stop": LAYERS // 2, "slots": slots}
-    source = open_source(config, MODEL, dtype)
     spec = stage_spec(config, 0, part, Placement(), source)
     made = service("cpu", **json.loads(json.dumps(spec.options)))
     assert made.facts == spec.expected and len(made.facts.vocabulary) == 64 and " layers)" in made.facts.weights

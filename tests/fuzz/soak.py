@@ -256,7 +256,7 @@ async def turn(llm: AsyncLLM, soak: Soak, seed: int, began: float, seconds: floa
 
 def _limits() -> dict[str, Any]:
     from paceline.kv.pool import KVPool
-    from paceline.weights.loader import parse_dtype, read_config, resolve_folder
+    from paceline.weights.source import parse_dtype, read_config, resolve_folder
 
     shape = read_config(resolve_folder(MODEL))
     per_token = KVPool.bytes_per_token(

@@ -11,7 +11,7 @@ import transformers
 from paceline import LLM, SamplingParams
 from paceline.model.adapters import AdapterConfig, linear_shapes
 from paceline.papers.streaming.model import StreamConfig, StreamSet
-from paceline.weights.loader import read_config
+from paceline.weights.source import read_config
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 from paceline.model.adapters import LINEARS, AdapterConfig, linear_shapes
 from paceline.papers.streaming.model import StreamConfig, StreamSet
 from paceline.weights.files import fingerprint
-from paceline.weights.loader import read_config, resolve_folder
+from paceline.weights.source import read_config, resolve_folder
 
 MODEL = "paceline-small-draft"  # the smaller of the embedded two
 

@@ -31,6 +31,7 @@ from paceline.model.packing import RowPacker
 from paceline.model.rope import RopeConfig
 from paceline.weights import zoo
 from paceline.weights.loader import load_model
+from paceline.weights.source import resolve
 
 DTYPES = ("bfloat16", "float16", "float32", "int8")
 MODELS = ("paceline-small", "tiny", "gemma")
@@ -78,7 +79,7 @@ def model(name: str, dtype: str, exact: bool = True) -> Decoder:
         return tiny_decoder(shape, dtype=KINDS[dtype], exact=exact, quant=quant, attention="sdpa")
     folder = zoo.find(name)
     assert folder is not None
-    return load_model(folder, attention=make_backend("sdpa", KINDS[dtype], exact=exact), dtype=dtype, exact=exact)
+    return load_model(resolve(folder, dtype), attention=make_backend("sdpa", KINDS[dtype], exact=exact), exact=exact)
 
 
 def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
@@ -261,7 +262,7 @@ def prompts(name: str) -> list[list[int]]:
     if name in SHAPES:
         once = [random_tokens(n, TINY["vocab_size"], seed=n) for n in (1, 20, 37, 70)]  # type: ignore[call-overload]
         return [*once, once[1] * 4]
-    from paceline.weights.loader import load_tokenizer
+    from paceline.weights.source import load_tokenizer
 
     folder = zoo.find(name)
     assert folder is not None

@@ -13,7 +13,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.request import RequestOutput
 from paceline.weights.gguf import read_gguf
 from paceline.weights.gguf_tokenizer import load_gguf_tokenizer
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 PROMPTS = ["Question: How many names are there?\nSQL:", "name[The Mill], food[English], area[riverside]"]
 

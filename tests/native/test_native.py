@@ -46,6 +46,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.packing import RowPacker
 from paceline.model.rope import RopeConfig
 from paceline.weights.loader import load_model
+from paceline.weights.source import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import MAKERS, build  # noqa: E402  (the builders live beside the parity tests)
@@ -67,16 +68,16 @@ def threads() -> Iterator[Callable[[int], None]]:
 def test_every_family_gives_the_logits_of_torch(family: str, tmp_path: Path):
     build(family, tmp_path, seed=4)
     reference = make_backend("reference", torch.float32)
-    plain = load_model(tmp_path, attention=reference, dtype="float32")
+    plain = load_model(resolve(tmp_path, "float32"), attention=reference)
     oracle = whole(plain, tokens_of(plain, 150))
     assert oracle.std() > 0.5
-    ours = load_model(tmp_path, attention=reference, dtype="float32", native=True)
+    ours = load_model(resolve(tmp_path, "float32"), attention=reference, native=True)
     for width in (150, 40, 1):
         torch.testing.assert_close(whole(ours, tokens_of(ours, 150), width), oracle, atol=2e-4, rtol=1e-4)
     for dtype in ("bfloat16", "int8"):
         kind = KINDS[dtype]
-        torchs = load_model(tmp_path, attention=make_backend("sdpa", kind), dtype=dtype)
-        ours = load_model(tmp_path, attention=make_backend("sdpa", kind), dtype=dtype, native=True)
+        torchs = load_model(resolve(tmp_path, dtype), attention=make_backend("sdpa", kind))
+        ours = load_model(resolve(tmp_path, dtype), attention=make_backend("sdpa", kind), native=True)
         tokens = tokens_of(ours, 150)
         least = error(whole(torchs, tokens), oracle)
         most = 1.3 if dtype == "bfloat16" else 1.6  # beside int8 weights the inputs may be rounded to bytes too

@@ -27,7 +27,7 @@ from paceline.model.families import DecoderConfig
 from paceline.papers.streaming.model import StreamConfig, StreamSet
 from paceline.weights import zoo
 from paceline.weights.files import fingerprint
-from paceline.weights.loader import read_config, resolve_folder
+from paceline.weights.source import read_config, resolve_folder
 
 pytestmark = pytest.mark.timeout(120)
 MODEL = "paceline-small"
@@ -259,7 +259,8 @@ def test_an_application_with_streams_brings_its_drafter(
     cli: Callable[..., Any], folders: dict[str, str], fast: str
 ) -> None:
     given = ({}, folders, {**folders, "fast": fast})
-    chosen = [drafters_of(LLMConfig(model=MODEL, drafter="auto", applications=named)) for named in given]
+    configs = [LLMConfig(model=MODEL, drafter="auto", applications=named) for named in given]
+    chosen = [drafters_of(config, config.resolve()) for config in configs]
     assert chosen[0] == chosen[1] == [zoo.default_drafter(MODEL), "suffix"] and chosen[2] == ["streams"]
     length = ("--max-tokens", "8", "--max-model-len", "256")
     result = cli("generate", "--json", "--application", f"fast={fast}", "-p", PROMPT, "--ignore-eos", *length)

@@ -21,16 +21,16 @@ from paceline.model.base import Batch
 from paceline.model.decoder import Decoder
 from paceline.weights.blocks import BY_NAME, TYPES, dequantise
 from paceline.weights.gguf import read_gguf
-from paceline.weights.loader import load_model, parse_dtype, read_config, resolve_folder
+from paceline.weights.loader import load_model
+from paceline.weights.source import read_config, resolve, resolve_folder
 
 TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
 TEXT = torch.randint(VOCABULARY, (64,), generator=torch.Generator().manual_seed(0))
 
 
 def load(place: Path, dtype: str = "auto", native: bool = True, **options: Any) -> Decoder:
-    kind, _ = parse_dtype(dtype, read_config(place))
-    backend = make_backend("sdpa", kind, exact=False)
-    return load_model(place, attention=backend, dtype=dtype, native=native, **options)
+    source = resolve(place, dtype)
+    return load_model(source, attention=make_backend("sdpa", source.dtype, exact=False), native=native, **options)
 
 
 @torch.inference_mode()

@@ -226,7 +226,7 @@ def test_a_text_is_encoded_as_by_transformers_without_it(eos: int, tmp_path: Pat
     code = """if True:
         import json, sys
         from paceline.engine.tokens import encode, texts_of
-        from paceline.weights.loader import load_tokenizer
+        from paceline.weights.source import load_tokenizer
         tokenizer, text = load_tokenizer(sys.argv[1]), "hello #w12 <end> \u00c9 <turn>"
         ids = [encode(text, tokenizer)[0], tokenizer.encode(text, add_special_tokens=False)]
         said = [texts_of(tokenizer).prompt(ids[0], skip) for skip in (True, False)]

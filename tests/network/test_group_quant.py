@@ -22,7 +22,8 @@ from paceline.model.attention.base import Segment
 from paceline.model.base import Batch
 from paceline.model.decoder import Decoder
 from paceline.weights.blocks import GROUPED, dequantise
-from paceline.weights.loader import load_model, parse_dtype, read_config, read_layout
+from paceline.weights.loader import load_model, read_layout
+from paceline.weights.source import read_config, resolve
 
 TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
 EACH = pytest.mark.parametrize("form", FORMS)
@@ -30,8 +31,8 @@ GROUPS = {"awq": 128, "gptq": 32, "compressed": -1, "gptq_v2": -1}  # of a form;
 
 
 def load(folder: Path, dtype: str = "auto", native: bool = True, **options: Any) -> Decoder:
-    kind, _ = parse_dtype(dtype, read_config(folder))
-    return load_model(folder, attention=make_backend("sdpa", kind, exact=False), dtype=dtype, native=native, **options)
+    source = resolve(folder, dtype)
+    return load_model(source, attention=make_backend("sdpa", source.dtype, exact=False), native=native, **options)
 
 
 @torch.inference_mode()

@@ -29,8 +29,9 @@ from paceline.model.families import FAMILIES, decoder_config
 from paceline.papers.streaming.model import CONFIG_FILE, StreamSet
 from paceline.weights import generation, loader
 from paceline.weights.files import MAX_JSON_BYTES, read_json
-from paceline.weights.loader import load_model, read_config
+from paceline.weights.loader import load_model
 from paceline.weights.names import weight_map
+from paceline.weights.source import read_config, resolve
 
 # Hypothesis wants fixtures that are made anew for every example; these are only read.
 shared = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -43,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def refuse(folder: Path, words: str) -> ConfigError:
     with pytest.raises(ConfigError, match=words) as caught:
-        load_model(folder, attention=ReferenceAttention(), dtype="float32")
+        load_model(resolve(folder, "float32"), attention=ReferenceAttention())
     return caught.value
 
 
@@ -196,10 +197,10 @@ def test_memory_is_held_against_what_is_free(checkpoint: Path, dtype: str, fits:
     needed = 3 * (count + 50 * 16)  # more than two bytes of each, less than four
     monkeypatch.setattr(loader, "free_bytes", lambda device: needed)
     if fits:
-        load_model(checkpoint, attention=ReferenceAttention(), dtype=dtype)
+        load_model(resolve(checkpoint, dtype), attention=ReferenceAttention())
         return
     with pytest.raises(ConfigError, match=rf"as {dtype} on cpu: its {count:,} parameters take 0.0 GiB.*are free"):
-        load_model(checkpoint, attention=ReferenceAttention(), dtype=dtype)
+        load_model(resolve(checkpoint, dtype), attention=ReferenceAttention())
 
 
 def test_weights_larger_than_the_machine_are_refused_in_words(tmp_path: Path):
@@ -219,7 +220,7 @@ def test_an_allocator_that_gives_up_is_heard(checkpoint: Path, monkeypatch: pyte
     refuse(checkpoint, "more than this machine has")
     monkeypatch.setattr(loader, "Decoder", lambda *_, **__: [][1])
     with pytest.raises(IndexError):  # a fault of ours is not dressed up as the user's
-        load_model(checkpoint, attention=ReferenceAttention())
+        load_model(resolve(checkpoint), attention=ReferenceAttention())
 
 
 def test_a_draft_model_is_checked_alike(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -290,7 +291,7 @@ def test_a_tensor_in_two_shards_is_refused(checkpoint: Path):
     names = sorted(tensors)
     first, second = ({n: tensors[n] for n in part} for part in (names[:9], names[9:]))
     shard(checkpoint, {"a.safetensors": first, "b.safetensors": second})
-    load_model(checkpoint, attention=ReferenceAttention())
+    load_model(resolve(checkpoint), attention=ReferenceAttention())
     shard(checkpoint, {"a.safetensors": first, "b.safetensors": second | {names[0]: tensors[names[0]] * 2}})
     refuse(checkpoint, "it is there twice, in a.safetensors and in b.safetensors")
 
@@ -322,7 +323,7 @@ def test_no_damage_to_the_weights_gets_through(tmp_path_factory: pytest.TempPath
         raw[place : place + draw.choice([0, 1, 1, 1, 40])] = draw.randbytes(draw.choice([0, 1, 1, 8]))
     (folder / "model.safetensors").write_bytes(raw)
     try:
-        load_model(folder, attention=ReferenceAttention())
+        load_model(resolve(folder), attention=ReferenceAttention())
     except ConfigError as error:
         assert len(str(error)) < 3000
 

@@ -25,16 +25,9 @@ from paceline.model.decoder import Decoder
 from paceline.model.families import decoder_config
 from paceline.model.rope import RopeConfig
 from paceline.weights import zoo
-from paceline.weights.loader import (
-    load_model,
-    load_tokenizer,
-    load_vocabulary,
-    load_weights,
-    parse_device,
-    read_config,
-    resolve_folder,
-)
+from paceline.weights.loader import load_model, load_weights
 from paceline.weights.names import weight_map
+from paceline.weights.source import load_tokenizer, load_vocabulary, parse_device, read_config, resolve, resolve_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import LLAMA3_ROPE, build  # noqa: E402  (the builders live beside the parity tests)
@@ -51,8 +44,8 @@ LLAMA = {
 }
 
 
-def load(folder: Path, **options: Any) -> Decoder:
-    return load_model(folder, attention=ReferenceAttention(), **{"dtype": "float32", **options})
+def load(folder: Path, dtype: str = "float32", **options: Any) -> Decoder:
+    return load_model(resolve(folder, dtype), attention=ReferenceAttention(), **options)
 
 
 def outputs(decoder: Decoder) -> torch.Tensor:
@@ -433,7 +426,7 @@ def test_a_hub_that_never_answers_costs_one_wait(
 
 STARTED = r"""
 import sys
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
 quick = "torch._dynamo" not in sys.modules
 from transformers import AutoTokenizer

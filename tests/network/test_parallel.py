@@ -22,7 +22,8 @@ from paceline.model.joins import RankMemory
 from paceline.model.packing import RowPacker
 from paceline.model.parallel import Ranks, Share
 from paceline.weights import loader, zoo
-from paceline.weights.loader import load_model, read_config
+from paceline.weights.loader import load_model
+from paceline.weights.source import read_config, resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import MAKERS, build
@@ -32,11 +33,12 @@ FEW = {"llama3", "llama-biased", "phi3", "gemma3"}
 
 
 def load(folder: Path, rank: int, memory: RankMemory, by_outputs: bool = False, **how: Any) -> Decoder:
-    share = Share(read_config(folder), rank, memory.count, by_outputs)
-    how = {"dtype": "float64", "attention": make_backend("reference", torch.float64)} | how
+    source = resolve(folder, how.pop("dtype", "float64"))
+    share = Share(source.shape, rank, memory.count, by_outputs)
+    how = {"attention": make_backend("reference", torch.float64)} | how
     joins = memory.joins()
     joins.struct.rank = joins.rank = rank
-    return load_model(folder, ranks=Ranks(share, joins), **how)
+    return load_model(source, ranks=Ranks(share, joins), **how)
 
 
 @torch.inference_mode()
@@ -56,8 +58,7 @@ def answer(decoder: Decoder) -> Tensor:
 def test_ranks_make_the_logits_of_one_process(family: str, tmp_path: Path) -> None:
     """By inputs and by outputs; of 4 ranks each two have one head of K and V, or each has one of its own."""
     build(family, tmp_path, vocab_size=202)  # which 4 do not divide
-    how = {"attention": make_backend("reference", torch.float64), "dtype": "float64"}
-    whole = answer(load_model(tmp_path, **how))
+    whole = answer(load_model(resolve(tmp_path, "float64"), attention=make_backend("reference", torch.float64)))
     heads = read_config(tmp_path).num_kv_heads
     for count, by_outputs in ((2, False), (2, True), (4, False)):
         if max(count, heads) % min(count, heads):
@@ -82,12 +83,16 @@ def test_a_rank_reads_and_holds_its_part(dtype: str, monkeypatch: pytest.MonkeyP
         return found
 
     monkeypatch.setattr(loader, "get_tensor", reading)
-    how: dict[str, Any] = {"attention": make_backend("sdpa", torch.bfloat16), "dtype": dtype, "native": True}
+    how: dict[str, Any] = {"attention": make_backend("sdpa", torch.bfloat16), "native": True}
     sizes, reads = [], []
     for rank in (None, 0, 1):
         read.clear()
-        how |= {} if rank is None else {"rank": rank, "memory": RankMemory(2), "by_outputs": dtype == "int8"}
-        decoder = load_model(folder, **how) if rank is None else load(folder, **how)
+        part = (
+            {}
+            if rank is None
+            else {"rank": rank, "memory": RankMemory(2), "by_outputs": dtype == "int8", "dtype": dtype}
+        )
+        decoder = load(folder, **how, **part) if part else load_model(resolve(folder, dtype), **how)
         assert decoder.stack is not None
         sizes.append(sum(part.nbytes for part in decoder.stack.weights.products) + decoder.embedding.nbytes)
         reads.append(sum(read))

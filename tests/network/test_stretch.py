@@ -16,7 +16,7 @@ from paceline.api.assembly.models import open_source
 from paceline.api.config import LLMConfig
 from paceline.runtime.rank_worker import facts_of
 from paceline.weights.files import FINGERPRINT, fingerprint
-from paceline.weights.loader import read_config, resolve_folder
+from paceline.weights.source import read_config, resolve_folder
 
 write_stretched = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "stretch.py"))["write_stretched"]
 PROMPTS = ["Once upon a time", "def add(a, b):"]

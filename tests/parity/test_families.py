@@ -15,6 +15,7 @@ from paceline.model.attention.reference import ReferenceAttention
 from paceline.model.base import Batch, ForwardState, Taps
 from paceline.model.decoder import Decoder
 from paceline.weights.loader import load_model
+from paceline.weights.source import resolve
 
 PROMPT_LENGTHS = (1, 7, 65, 300)
 TOKENS = 64
@@ -39,7 +40,7 @@ class Pair(NamedTuple):
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp(request.param)
     reference = build(request.param, folder, seed=1)
-    return Pair(reference, load_model(folder, attention=ReferenceAttention(), dtype="float32"))
+    return Pair(reference, load_model(resolve(folder, "float32"), attention=ReferenceAttention()))
 
 
 def start(decoder: Decoder, tokens: list[int], first: int, slots_as_tensor: bool = False) -> ForwardState:
@@ -167,7 +168,7 @@ def test_float64_is_float64_throughout(tmp_path: Path):
     """The oracle: no step of it may round to float32, so chunking changes nothing above 1e-12."""
     for family in ("llama3", "phi3", "llama-biased", "qwen3", "gemma3", "smollm3"):
         build(family, tmp_path / family, seed=2)
-        decoder = load_model(tmp_path / family, attention=ReferenceAttention(), dtype="float64")
+        decoder = load_model(resolve(tmp_path / family, "float64"), attention=ReferenceAttention())
         prompt = prompt_of(90)
         whole = logits(decoder, Cache(decoder), prompt)
         cache = Cache(decoder)
@@ -182,7 +183,7 @@ def test_float64_is_float64_throughout(tmp_path: Path):
 def test_exact_bits_do_not_depend_on_the_width(family: str, dtype: str, tmp_path: Path):
     """All but attention: a pass over many one-token sequences against a pass over each alone."""
     build(family, tmp_path, seed=3)
-    decoder = load_model(tmp_path, attention=_SelfAttention(), dtype=dtype, exact=True)
+    decoder = load_model(resolve(tmp_path, dtype), attention=_SelfAttention(), exact=True)
     tokens = torch.tensor(prompt_of(64))
     positions = torch.arange(64) % 7
     alone = torch.cat([_independent(decoder, tokens[i : i + 1], positions[i : i + 1]) for i in range(64)])

@@ -10,7 +10,7 @@ import torch
 from kits.weights import gemma, smollm2
 
 from paceline import LLM, SamplingParams
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 
 PROMPTS = (
     "The capital of France is",

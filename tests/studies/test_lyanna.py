@@ -33,7 +33,7 @@ from paceline.train.data import SourceSpec
 from paceline.train.network import Network
 from paceline.train.recipes.distillation import ModelShape
 from paceline.weights.files import fingerprint
-from paceline.weights.loader import load_tokenizer, read_config, resolve_folder
+from paceline.weights.source import load_tokenizer, read_config, resolve_folder
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ("--model", MODEL, "--prompts", 2, "--repeats", 1, "--max-new-tokens", 6, "--threads", 1, "--tasks", "sql")

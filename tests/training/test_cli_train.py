@@ -25,7 +25,7 @@ from paceline.train import answers
 from paceline.train.answers import AnswerConfig, making, sidecar
 from paceline.train.data import Encoder, SourceSpec, load_source
 from paceline.train.trainer import CHECKPOINT
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 
 SHAPE = {"layers": 1, "d-model": 32, "d-ff": 48, "heads": 2, "kv-heads": 2}
 STEPS = {"steps": 8, "warmup": 2, "rows": 4, "length": 64, "precision": "fp32", "evaluate-every": 4}

@@ -20,7 +20,7 @@ from toolkit import CONTEXT, examples
 
 from paceline.core.errors import ConfigError
 from paceline.train.data import OPEN_ROWS, Encoder, Example, Mixture, SourceSpec, load_source, read_documents
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import train_target
 
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 
 RECIPE = """recipe = "target"
 options = {layers = 1, d_model = 32, d_ff = 48, heads = 2, kv_heads = 2, vocab_size = 300, context = 128}

@@ -35,7 +35,7 @@ from paceline.train.recipes.heads_start import start_from_target
 from paceline.train.recipes.medusa import DECAY, of_anchors
 from paceline.train.registry import BuildContext
 from paceline.train.trainer import TrainConfig
-from paceline.weights.loader import load_tokenizer
+from paceline.weights.source import load_tokenizer
 
 LAYER = layer_json(tiny_config())
 HOT = torch.arange(0, VOCAB, 3)

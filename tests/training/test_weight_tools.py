@@ -25,7 +25,7 @@ from paceline.papers.streaming.model import StreamSet
 from paceline.train.answers import AnswerConfig, write
 from paceline.train.data import Encoder, SourceSpec
 from paceline.train.network import Network
-from paceline.weights.loader import load_tokenizer, resolve_folder
+from paceline.weights.source import load_tokenizer, resolve_folder
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

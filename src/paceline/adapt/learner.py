@@ -27,7 +27,7 @@ from ..core.errors import PacelineError
 from ..model.hot import FILE as HOT
 from ..train.data import SourceSpec
 from ..train.job import finish, prepare
-from ..weights.loader import read_config, resolve_folder
+from ..weights.source import read_config, resolve_folder
 from .learning import files
 from .learning.ring import ANSWER, PROMPT, Ring, ServedRequest, StateRing
 from .training import Making, accepted_of, config_of, job_of

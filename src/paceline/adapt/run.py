@@ -35,7 +35,7 @@ from ..train.data import SourceSpec, sha256
 from ..train.files import writing
 from ..train.trainer import precision_of, training_device
 from ..weights.files import fingerprint, free_bytes
-from ..weights.loader import load_tokenizer, read_config, resolve_folder
+from ..weights.source import load_tokenizer, read_config, resolve_folder
 from . import answering, survey, verdict
 from .choice import EPOCHS, Forecast, Survey, answer_seconds, forecasts
 from .config import KINDS, AdaptConfig

@@ -20,7 +20,7 @@ from ..engine.scheduler import parse_prompt_rows
 from ..engine.verification import DEFAULT_VERIFIER, VERIFIERS
 from ..papers.specpipe.config import PipelineConfig
 from ..plan import machines
-from ..weights.loader import check_dtype, parse_device
+from ..weights.source import Source, check_dtype, parse_device, resolve
 from .options import AUTO_DRAFTER, AUTO_ROUND, DRAFTER, LLMOptions
 from .options import MAX_THREADS as MAX_THREADS
 from .split import ClusterConfig, parse_cluster, parse_split
@@ -75,6 +75,14 @@ class LLMConfig(LLMOptions):
         if self.exact and isinstance(filled, PipelineConfig) and filled.accept != "strict":
             asked = f"exact=True with round={shown(self.round)}"
             raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
+
+    def resolve(self) -> Source:
+        """Find the model, and read its configuration.
+
+        Raises:
+            ConfigError: there is no such model, or it cannot be used.
+        """
+        return resolve(self.model, self.dtype, self.revision, self.offline)
 
     def _check_ranks(self) -> None:
         """Refuse stages of this process, or a device other than the CPU, next to ranks."""

@@ -17,7 +17,6 @@ from ..core.options import shown
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..draft import adapted
-from ..draft.fit import reader_of
 from ..draft.hybrid import with_parts
 from ..draft.registry import DrafterConfig
 from ..engine.calibration import Fingerprint
@@ -27,8 +26,7 @@ from ..engine.tokens import Prompt, chat_ids, encode
 from ..model.applications import locate, rows_beside
 from ..model.decoder import Decoder
 from ..weights import generation, zoo
-from ..weights.loader import read_config as model_config
-from ..weights.loader import resolve_folder
+from ..weights.source import Source, reader_of
 from .assembly.drafting import fingerprint
 from .assembly.engine import build_engine, check_shared, load_target
 from .assembly.models import LoadedModel
@@ -61,13 +59,12 @@ class LLM:
 
     def __init__(self, model: str, *, share: LLM | None = None, beside: Sequence[str] = (), **options: Any) -> None:
         self.config = config_of(model, options)
-        candidates = drafters_of(self.config, beside)
-        self.config = replace(self.config, drafter=candidates[0])
-        runtime = Runtime(self.config)
-        self.config = runtime.cut(self.config)
+        source, runtime = self.config.resolve(), Runtime(self.config)
+        candidates = drafters_of(self.config, source, beside)
+        self.config = runtime.cut(replace(self.config, drafter=candidates[0]), source)
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        self._target = load_target(self.config, runtime) if share is None else self._shared(share)
+        self._target = load_target(self.config, source, runtime) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
         refusals: list[CapabilityError] = []
         for drafter in candidates:
@@ -320,7 +317,7 @@ def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
     return list(given)
 
 
-def drafters_of(config: LLMConfig, beside: Sequence[str] = ()) -> list[str | DrafterConfig | None]:
+def drafters_of(config: LLMConfig, source: Source, beside: Sequence[str] = ()) -> list[str | DrafterConfig | None]:
     """List the drafters that a configuration allows, best first: the one that it names, or where it says ``auto`` what
     `paceline adapt` made for the model's weights, the zoo's choice, and look-ups; each with ``beside`` before it.
 
@@ -333,14 +330,8 @@ def drafters_of(config: LLMConfig, beside: Sequence[str] = ()) -> list[str | Dra
         return [config.drafter]
     if found := [*filter(rows_beside, locate(config.applications or {}, config.offline).values())]:
         return [reader_of(found[0])]
-    name = config.model
-    try:
-        folder = resolve_folder(name, offline=True)
-    except ConfigError:  # loading it reports this
-        own = [zoo.default_drafter(name, config.dtype)]
-    else:
-        made = adapted.found(folder, config.dtype) if adapted.any_made() else None
-        stored = config.dtype == "auto" and folder.is_dir() and model_config(folder).checkpoint_dtype
-        own = [made and adapted.named(made), zoo.default_drafter(str(folder), stored or config.dtype)]
+    made = adapted.found(source.folder, config.dtype) if adapted.any_made() else None
+    stored = config.dtype == "auto" and source.folder.is_dir() and source.shape.checkpoint_dtype
+    own = [made and adapted.named(made), zoo.default_drafter(str(source.folder), stored or config.dtype)]
     names = dict.fromkeys([*filter(None, own), zoo.LOOK_UP])
     return [with_parts(beside, name) if beside else name for name in names]

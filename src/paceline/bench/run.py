@@ -34,7 +34,7 @@ import torch
 from .. import __version__
 from ..api.llm import LLM
 from ..core.errors import ConfigError
-from ..weights.loader import resolve_folder
+from ..weights.source import resolve_folder
 from . import lossless, machine, workloads
 from .config import BenchConfig, Progress
 from .encoding import Encoded, prompt_ids, random_workload

@@ -127,7 +127,7 @@ def calibrate(
     if model.startswith(RANDOM):
         raise ConfigError(f"--model {model}", "this model is removed when the command ends", "name a model that stays")
     config = LLMConfig(model=model, drafter=drafter, dtype=llm["dtype"])
-    chosen = drafter_of(replace(config, drafter=drafters_of(config)[0]))
+    chosen = drafter_of(replace(config, drafter=drafters_of(config, config.resolve())[0]))
     with steps() as progress:
         made, file = measure_costs(LLM(**llm), chosen, progress, repeats=repeats)
     console = stdout()

@@ -25,7 +25,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..weights import zoo
-from ..weights.loader import read_config
+from ..weights.source import read_config
 from .console import Painter, legend, note, stderr, stdout
 from .options import DEFAULT_MODEL, DEFAULTS, takes
 from .session import Color, counting, open_llm

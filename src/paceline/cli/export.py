@@ -9,7 +9,7 @@ import typer
 
 from ..bridges.export import Engine
 from ..bridges.export import export as write
-from ..weights.loader import resolve_folder
+from ..weights.source import resolve_folder
 
 app = typer.Typer(add_completion=False)
 

@@ -23,7 +23,7 @@ from ..train.recipe import locate, read_recipe
 from ..train.registry import KINDS, RecipeKind
 from ..train.trainer import Phase, TrainConfig
 from ..weights.files import fingerprint
-from ..weights.loader import load_tokenizer, resolve_folder
+from ..weights.source import load_tokenizer, resolve_folder
 from . import INTERRUPTED
 from .console import note, stderr, stdout, this_command
 from .help import Group

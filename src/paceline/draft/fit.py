@@ -10,46 +10,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.errors import CapabilityError, ConfigError
-from ..weights.files import check_target, fingerprint, is_file, opened, read_json
-from ..weights.gguf import is_gguf
+from ..weights.files import check_target, fingerprint
+from ..weights.source import HEAD, MODEL, READERS, reader_of
 from ..weights.trained_files import TrainedConfig
 from .registry import DrafterConfig, DrafterContext, option
 
 if TYPE_CHECKING:
     from ..model.decoder import TargetInfo
     from ..model.families import DecoderConfig
-
-
-MODEL, HEAD = "draft_model", "eagle"  # drafters that read a config.json next to tensors
-READERS = {  # files that one drafter alone reads
-    "lyanna.json": "lyanna",
-    "medusa.json": "medusa",
-    "medusa_lm_head.safetensors": "medusa",
-    "medusa_lm_head.pt": "medusa",
-    "spire.json": "spire",
-    "streams.json": "streams",
-}
-
-
-def reader_of(folder: Path) -> str | None:
-    """Return the name of the drafter that reads the files of a folder, `MODEL` for a model; None: not known."""
-    for file, kind in READERS.items():
-        if is_file(folder / file):
-            return kind
-    if is_gguf(folder):
-        return MODEL
-    try:
-        if "speculators_model_type" in read_json(folder / "config.json", ""):
-            return HEAD
-        if is_file(index := folder / "model.safetensors.index.json"):
-            tensors = [*read_json(index, "")["weight_map"]]
-        else:
-            with opened(folder / "model.safetensors", "") as file:
-                tensors = [*file.keys()]
-    except (ConfigError, TypeError, LookupError):  # loading it reports this
-        return None
-    names = {name.removeprefix("model.") for name in tensors}
-    return HEAD if "fc.weight" in names else MODEL if "norm.weight" in names else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..core.options import shown
 from ..weights.files import fingerprint
-from ..weights.loader import resolve_folder
+from ..weights.source import resolve_folder
 from .adapters import AdapterRange, LowRank, joined
 from .decoder import Decoder
 

@@ -15,7 +15,7 @@ from weakref import finalize
 import torch
 
 from ..api.assembly.drafting import drafter_context, drafter_of
-from ..api.assembly.models import Source, draft_device, open_source
+from ..api.assembly.models import draft_device
 from ..api.assembly.runtime import Runtime
 from ..api.config import LLMConfig
 from ..core.errors import CapabilityError, ConfigError
@@ -27,7 +27,7 @@ from ..engine.base import Place
 from ..engine.grammar import Grammars
 from ..model.decoder import TargetInfo
 from ..weights.files import fingerprint
-from ..weights.loader import parse_device, read_config, resolve_folder
+from ..weights.source import Source, parse_device, read_config, resolve_folder
 from .drafts import KINDS, DraftService, RemoteSessions
 from .handshake import Facts
 from .placement import Placement, cores, pin
@@ -45,12 +45,13 @@ TIMEOUTS = Timeouts(silent_s=5.0, most_rest_s=1.0)
 
 
 def draft_worker(
-    config: LLMConfig, rows: int, pool_tokens: int, placement: Placement, level_ms: float | None = None
+    config: LLMConfig, source: Source, rows: int, pool_tokens: int, placement: Placement, level_ms: float | None = None
 ) -> WorkerSpec:
     """A worker that serves the draft sessions of the drafter that the configuration names.
 
     Args:
         config: the options of the target's process.
+        source: the target.
         rows: drafted nodes that a sequence may hold at once.
         pool_tokens: tokens that the target's K/V pool holds.
         placement: where it runs.
@@ -61,7 +62,6 @@ def draft_worker(
     """
     chosen = _chosen(config)
     options = {name: getattr(config, name) for name in OPTIONS} | {"drafter": named(chosen)}
-    source = open_source(config, config.model, config.dtype)
     return WorkerSpec(
         name="draft",
         service=f"{__name__}:service",
@@ -73,7 +73,7 @@ def draft_worker(
 
 
 def start_drafter(
-    config: LLMConfig, pool_tokens: int, rows: int, place: Place, hosts: ClusterHosts | None
+    config: LLMConfig, source: Source, pool_tokens: int, rows: int, place: Place, hosts: ClusterHosts | None
 ) -> RemoteSessions:
     """Start the process of a configuration's drafter, and wait until it is ready. It ends with what is returned.
 
@@ -97,7 +97,7 @@ def start_drafter(
     if place.cores and not rest:
         wrong = "no core is left for the target"
         raise ConfigError(f"cores={written(place.cores)} of the drafter", wrong, "leave one out")
-    spec = draft_worker(config, rows, pool_tokens, placement, place.level_ms)
+    spec = draft_worker(config, source, rows, pool_tokens, placement, place.level_ms)
     worker = Remote(spec, TIMEOUTS, LocalHandle if hosts is None else hosts.launch(None))
     worker.start()
     sessions = RemoteSessions(worker)
@@ -117,9 +117,8 @@ def service(
         ConfigError: the drafter cannot be had, or is not for the target.
     """
     config = LLMConfig(**{**options, "device": device})
-    chosen, source = _chosen(config), open_source(config, config.model, config.dtype)
-    of_target = source.name, source.folder, source.dtype
-    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False, runtime=Runtime(config)))
+    chosen, source = _chosen(config), config.resolve()
+    drafter: Any = registry.build(chosen, drafter_context(config, source, texts=False, runtime=Runtime(config)))
     if not drafter.spec.ahead:
         wrong = "it cannot draft below tokens that are not decided on"
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")

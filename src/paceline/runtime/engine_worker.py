@@ -27,7 +27,6 @@ from ..draft import registry
 from ..engine.live import LiveRequest
 from ..weights import generation
 from ..weights.gguf import is_gguf
-from ..weights.loader import load_tokenizer, resolve_folder
 from .requests import (
     KINDS,
     Abort,
@@ -71,10 +70,11 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
 
 def prepare(device: str, options: Mapping[str, Any]) -> None:
     """Import what `service` will need with these options, ahead of it; errors are left to that."""
-    registry.parse(drafters_of(LLMConfig(**{**options, "device": device}), SERVED)[0])
-    folder = resolve_folder(options["model"], revision=options["revision"], offline=options["offline"])
-    if not is_gguf(folder):
-        load_tokenizer(folder)  # transformers takes a second
+    config = LLMConfig(**{**options, "device": device})
+    source = config.resolve()
+    registry.parse(drafters_of(config, source, SERVED)[0])
+    if not is_gguf(source.folder):
+        source.tokenizer()  # transformers takes a second
 
 
 def warm(llm: LLM) -> None:

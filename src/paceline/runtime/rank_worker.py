@@ -15,7 +15,7 @@ from weakref import finalize
 import torch
 
 from ..api.assembly.memory import kv_layout
-from ..api.assembly.models import Source, TargetPart, compiled_layers, load_part, load_track, open_source, share_of
+from ..api.assembly.models import TargetPart, compiled_layers, load_part, load_track, share_of
 from ..api.config import LLMConfig
 from ..api.split import Split, parse_cluster, parse_split
 from ..core.errors import ConfigError
@@ -23,6 +23,7 @@ from ..model.joins import Joins, RankMemory
 from ..model.parallel import Ranks, Share
 from ..papers.mirror.tracks import track_share
 from ..weights.files import fingerprint
+from ..weights.source import Source, resolve
 from .handshake import Facts
 from .placement import Placement, cores
 from .rank_service import KINDS, RankService
@@ -112,7 +113,7 @@ def track_service(
 ) -> RankService:
     """Make the service of a track; arguments as of `rank_service`, and the draft's folder and dtype."""
     config = LLMConfig(**{**options, "device": device})
-    source = open_source(config, name, dtype)
+    source = resolve(name, dtype)
     share = track_share(source.shape, rank)
     decoder = load_track(config, source, Ranks(share, Joins.opened(memory, rank, share.count)))
     return RankService(decoder, decoder.cache_shape, decoder.dtype, facts_of(source))
@@ -140,7 +141,7 @@ def rank_service(
         ConfigError: a checkpoint that cannot be used, too little memory.
     """
     config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
-    source = open_source(config, config.model, config.dtype)
+    source = config.resolve()
     part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
     ranks = Ranks(share_of(config, source, rank, part), Joins.opened(memory, rank, count))
     decoder = load_part(config, source, part, ranks)

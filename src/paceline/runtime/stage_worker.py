@@ -20,7 +20,7 @@ import torch
 
 from .. import kernels
 from ..api.assembly.memory import kv_layout
-from ..api.assembly.models import LoadedModel, Source, TargetPart, load_part, load_ranks, open_source
+from ..api.assembly.models import LoadedModel, TargetPart, load_part, load_ranks
 from ..api.config import LLMConfig
 from ..api.split import Split, parse_split
 from ..core.errors import ConfigError
@@ -32,7 +32,7 @@ from ..kv.store import KVStore
 from ..model.devices import ALL_GPUS, share_devices
 from ..model.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
 from ..papers.specpipe.config import MEASURED, PipelineConfig
-from ..weights.loader import parse_device
+from ..weights.source import Source, parse_device
 from .handshake import Facts
 from .messages import KINDS
 from .placement import Placement, cores, pin
@@ -59,8 +59,7 @@ def start_stages(config: LLMConfig, target: LoadedModel, pool: KVPool, hosts: Cl
         ConfigError: cores that are not there, or a host that differs in weights, vocabulary, dtype or version.
         WorkerFailed: a stage does not start.
     """
-    source = open_source(config, config.model, config.dtype)
-    chosen = parse_round(config.round)
+    source, chosen = target.source, parse_round(config.round)
     assert isinstance(chosen, PipelineConfig) and config.pipeline is not None, "the configuration makes it one"
     bounds = chosen.bounds(source.shape.num_layers)
     slots = pool.tensors.all_k.shape[2]
@@ -71,7 +70,7 @@ def start_stages(config: LLMConfig, target: LoadedModel, pool: KVPool, hosts: Cl
         spec = stage_spec(config, index, part, placements[index], source)
         workers.append(Remote(spec, TIMEOUTS, LocalHandle if hosts is None else hosts.launch(index)))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
-    stage_line = StageWorkers(workers, last, target.layers, "" if hosts is None else hosts.address)
+    stage_line = StageWorkers(workers, last, source.shape.num_layers, "" if hosts is None else hosts.address)
     finalize(stage_line, end_all, workers)
     stage_line.start()
     if placements[-1].cores:
@@ -81,7 +80,7 @@ def start_stages(config: LLMConfig, target: LoadedModel, pool: KVPool, hosts: Cl
     return stage_line
 
 
-def with_cut(config: LLMConfig) -> LLMConfig:
+def with_cut(config: LLMConfig, source: Source) -> LLMConfig:
     """The options with ``layers=auto`` replaced by a cut from what a layer and the head take here.
 
     A layer is timed with one row and with w rows. Rows fall along a pipeline, since its trees are pruned on their way:
@@ -97,7 +96,6 @@ def with_cut(config: LLMConfig) -> LLMConfig:
     if config.cluster is not None:
         wrong = "what other hosts take is not measured"
         raise ConfigError(f"cluster={shown(config.cluster)} with layers=auto", wrong, "name the layers of each stage")
-    source = open_source(config, config.model, config.dtype)
     count, width = source.shape.num_layers, chosen.width
     even_cuts(count, split.stages)  # says now what is wrong with their number
     layer, head = _timed(config, source, place(split, config.device)[-1].num_threads, (1, width))
@@ -199,7 +197,7 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
         ConfigError: a checkpoint that cannot be used, layers that it does not have, too little memory.
     """
     config = LLMConfig(**{**options, "device": device})
-    source = open_source(config, config.model, config.dtype)
+    source = config.resolve()
     layers, where = source.shape.num_layers, parse_device(device)
     if not 0 <= start < stop <= layers:
         asked = f"a stage of layers {start} to {stop - 1} of {config.model}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..model.hot import most_frequent, save_hot
 from ..weights.files import fingerprint
-from ..weights.loader import load_tokenizer
+from ..weights.source import load_tokenizer
 from .answers import answered_by
 from .cache import TopCache
 from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark

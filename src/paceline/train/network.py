@@ -24,8 +24,9 @@ from ..model.layers import _ACTIVATIONS, Layer, Norm
 from ..model.linear import Dense
 from ..model.rope import RopeTable, RopeTables, rotated
 from ..weights.files import read_json
-from ..weights.loader import WEIGHTS, load_weights, read_config
+from ..weights.loader import WEIGHTS, load_weights
 from ..weights.names import weight_map
+from ..weights.source import read_config
 from .data import TokenBatch
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and signed sin [B, T, 1, dim]

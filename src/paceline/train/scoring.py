@@ -24,7 +24,8 @@ from ..model.attention import make_backend
 from ..model.base import Taps
 from ..model.decoder import Decoder
 from ..model.packing import RowPacker
-from ..weights.loader import load_model, read_config
+from ..weights.loader import load_model
+from ..weights.source import resolve
 from .data import Example, TokenBatch, collate
 from .features import joined, last_states, likeliest, top_of
 from .losses import TargetTop
@@ -138,6 +139,7 @@ def make_scorer(folder: Path, target: Network, compiled: bool, products: Product
 def compiled_scorer(folder: Path, target: Network) -> CompiledScorer | None:
     """Return the target in ``folder`` by compiled layers, in bfloat16; None: they do not run it where ``target`` is."""
     kind = torch.bfloat16
-    if unsupported(read_config(folder), kind, target.head_weight.device):
+    source = resolve(folder, kind)
+    if unsupported(source.shape, kind, target.head_weight.device):
         return None
-    return CompiledScorer(load_model(folder, attention=make_backend("sdpa", kind), dtype=kind, native=True))
+    return CompiledScorer(load_model(source, attention=make_backend("sdpa", kind), native=True))

@@ -41,7 +41,7 @@ from paceline.model.decoder import Decoder
 from paceline.papers.mirror.exits import ExitHeads, ExitsConfig
 from paceline.papers.mirror.round import MirrorRound
 from paceline.weights.files import fingerprint
-from paceline.weights.loader import resolve_folder
+from paceline.weights.source import resolve_folder
 
 DECODER = tiny_decoder()
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]

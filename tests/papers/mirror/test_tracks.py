@@ -28,7 +28,7 @@ from paceline.train.data import Example, Mixture
 from paceline.train.network import Network
 from paceline.train.recipes.distillation import DraftModelRecipe, TracksOptions
 from paceline.weights import zoo
-from paceline.weights.loader import read_config
+from paceline.weights.source import read_config, resolve
 
 IDS = [*range(7, 40, 3)]
 MERGES = "gather", "sum"
@@ -38,6 +38,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "compiled": {"attention": make_backend("sdpa", torch.bfloat16), "dtype": "bfloat16", "native": True},
 }
 EACH = pytest.mark.parametrize("kind", [pytest.param(k, marks=needs_kernels if k == "compiled" else ()) for k in KINDS])
+
+
+def load(folder: Path, kind: str, ranks: Ranks | None = None) -> Tracks:
+    how = {**KINDS[kind]}
+    return load_tracks(resolve(folder, how.pop("dtype")), ranks=ranks, **how)
 
 
 def draft(folder: Path, merge: Any = "gather", tracks: int = 2, vocab: int = 202, width: int = 32) -> TracksNetwork:
@@ -81,14 +86,14 @@ def test_a_process_a_track_gives_the_bits_of_one_at_two_joins_and_a_choice(
 ) -> None:
     tracks, vocab, rows = 4, 202, len(IDS)
     draft(tmp_path, merge, tracks)
-    whole, memory = answer(load_tracks(tmp_path, **KINDS[kind])), RankMemory(tracks)
+    whole, memory = answer(load(tmp_path, kind)), RankMemory(tracks)
     ranks = []
     for rank in range(tracks):
         joins = memory.joins()
         joins.struct.rank = joins.rank = rank
         ranks.append(Ranks(track_share(read_config(tmp_path), rank), joins))
     with ThreadPoolExecutor(tracks) as threads:
-        decoders = [load_tracks(tmp_path, ranks=own, **KINDS[kind]) for own in ranks]
+        decoders = [load(tmp_path, kind, own) for own in ranks]
         found = [*threads.map(answer, decoders)]
     memory.close()
     assert whole.std() > 0.5 and all(torch.equal(own, whole) for own in found)
@@ -99,7 +104,7 @@ def test_a_process_a_track_gives_the_bits_of_one_at_two_joins_and_a_choice(
         assert own.joins.struct.collectives == 2 * (2 + 1)  # of two passes; tensor parallel has 2 a layer, 2 more
         assert own.joins.struct.bytes == rows * (merged + 32 * state + logits)
     held = sum(p.numel() for d in decoders for p in d.parameters())
-    assert held < 1.1 * sum(p.numel() for p in load_tracks(tmp_path, **KINDS[kind]).parameters())
+    assert held < 1.1 * sum(p.numel() for p in load(tmp_path, kind).parameters())
 
 
 def test_training_reduces_the_loss(tmp_path: Path) -> None:
@@ -187,7 +192,7 @@ def test_a_folder_that_is_wrong_is_refused(edit: Callable[[Path], None], words: 
     draft(tmp_path)
     edit(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        load_tracks(tmp_path, **KINDS["bfloat16"])
+        load(tmp_path, "bfloat16")
 
 
 @pytest.mark.parametrize(

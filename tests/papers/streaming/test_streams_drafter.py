@@ -29,7 +29,7 @@ from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
 from paceline.papers.streaming.model import STREAM_ROWS
 from paceline.papers.streaming.pruning import surviving
 from paceline.weights.files import fingerprint
-from paceline.weights.loader import read_config, resolve_folder
+from paceline.weights.source import read_config, resolve_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPT = [*range(20, 50)]

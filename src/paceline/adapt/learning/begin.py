@@ -40,7 +40,7 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
         raise CapabilityError(asked, f"the {engine.round.name} round drafts ahead of its steps", "use round=serial")
     if config.tensor_parallel > 1:
         raise CapabilityError(asked, "the target lies in several ranks", "leave out learn or tensor_parallel")
-    context = drafter_context(config, target.name, target.folder, target.decoder.dtype)
+    context = drafter_context(config, target.source)
     shape = target.decoder.config
 
     @inference

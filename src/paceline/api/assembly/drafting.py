@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -23,9 +22,9 @@ from ...plan import machines
 from ...plan.models import shape_of
 from ...plan.throughput import ServedModel, pass_seconds
 from ...weights import zoo
-from ...weights.loader import parse_device, resolve_folder
+from ...weights.source import Source, parse_device, resolve, resolve_folder
 from ..config import AUTO_COSTS, LLMConfig
-from .models import LoadedModel, compiled_layers, load_source, load_track, open_source, stage_devices
+from .models import LoadedModel, compiled_layers, load_source, load_track, stage_devices
 from .runtime import Runtime
 
 
@@ -41,7 +40,8 @@ def _load_drafts(
     """A model that a drafter runs, loaded as the target was; ``auto`` is what dtype "auto" means, and ``runtime``
     starts all but this one of its ``processes``."""
     wanted = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
-    source = open_source(config, name, wanted)
+    revision = config.revision if name == config.model else None
+    source = resolve(name, wanted, revision, config.offline)
     if processes == 1:
         return load_source(config, source, exact=False, texts=texts)
     asked = f"drafter='draft_model:{name}' with processes={processes}"
@@ -55,7 +55,7 @@ def _load_drafts(
     decoder = load_track(config, source, ranks)
     assert ranks.line is not None, "rank 0 has the line to the others"
     ranks.line.start()
-    return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
+    return LoadedModel(source, decoder, tokenizer)
 
 
 def drafter_of(config: LLMConfig) -> DrafterConfig | None:
@@ -91,28 +91,25 @@ def build_drafter(
     chosen = drafter_of(config)
     if chosen is None:
         return None
-    source = target.name, target.folder, target.decoder.dtype
-    return registry.build(chosen, drafter_context(config, *source, beside, runtime=runtime))
+    return registry.build(chosen, drafter_context(config, target.source, beside, runtime=runtime))
 
 
 def drafter_context(
     config: LLMConfig,
-    name: str,
-    folder: Path,
-    dtype: torch.dtype,
+    target: Source,
     beside: int = 0,
     texts: bool = True,
     runtime: Runtime | None = None,
 ) -> DrafterContext:
-    """Return what a drafter may use while it is built, for a target of this name, folder and dtype; ``beside`` and
+    """Return what a drafter may use while it is built, for a target; ``beside`` and
     ``runtime`` as of `build_drafter`. Without ``texts`` the vocabulary of tokenizers is enough."""
     return DrafterContext(
-        load_model=partial(_load_drafts, config, texts, dtype, runtime),
-        dtype=dtype,
+        load_model=partial(_load_drafts, config, texts, target.dtype, runtime),
+        dtype=target.dtype,
         device=parse_device(stage_devices(config)[-1]),
         find=partial(resolve_folder, offline=config.offline),
-        target=name,
-        target_folder=folder,
+        target=target.name,
+        target_folder=target.folder,
         rows_beside=beside,
     )
 

@@ -16,7 +16,7 @@ from ...engine.scheduler import SchedulerConfig, parse_prompt_rows
 from ...engine.tokens import texts_of
 from ...model.applications import load_applications, locate
 from ...weights import zoo
-from ...weights.loader import resolve_folder
+from ...weights.source import Source, resolve_folder
 from ..config import TARGET_OPTIONS, LLMConfig
 from .drafting import build_drafter, drafter_of, make_budget
 from .memory import kv_layout, make_pool, model_length, pool_tokens
@@ -26,7 +26,6 @@ from .models import (
     exact_layers,
     load_ranks,
     load_source,
-    open_source,
     own_layers,
     share_of,
 )
@@ -35,10 +34,9 @@ from .runtime import Runtime
 log = logging.getLogger(__name__)
 
 
-def load_target(config: LLMConfig, runtime: Runtime | None = None) -> LoadedModel:
+def load_target(config: LLMConfig, source: Source, runtime: Runtime | None = None) -> LoadedModel:
     """Load the target; ``runtime`` starts its other ranks, where it has some. Everything that can be checked without
     the weights is checked before they are read."""
-    source = open_source(config, config.model, config.dtype)
     if source.shape.tracks > 1:
         wrong = "it is a draft of tracks, which no target is"
         raise CapabilityError(f"model {config.model!r}", wrong, f"draft with it: drafter='draft_model:{config.model}'")
@@ -51,7 +49,7 @@ def load_target(config: LLMConfig, runtime: Runtime | None = None) -> LoadedMode
         assert runtime is not None, "ranks need a runtime"
         tokenizer, part = source.tokenizer(), TargetPart(layers)
         decoder = load_ranks(config, source, part, runtime.start_ranks(config, source, part))
-        return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
+        return LoadedModel(source, decoder, tokenizer)
     return load_source(config, source, exact_layers(config, source), layers)
 
 
@@ -61,9 +59,9 @@ def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> En
     Raises:
         ConfigError: a part that is not available, or parts that do not fit together.
     """
-    decoder = target.decoder
+    source, decoder = target.source, target.decoder
     folders = locate(config.applications or {}, config.offline)
-    applications = load_applications(folders, decoder, target.name, target.folder)
+    applications = load_applications(folders, decoder, source.name, source.folder)
     beside = max([0, *(application.rows for application in applications.values())])
     drafter = build_drafter(config, target, beside, runtime)
     if drafter is not None:
@@ -86,13 +84,13 @@ def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> En
     round_config = parse_round(config.round)
     apart = round_config is not None and round_config.place is not None
     if drafter is not None and not apart:
-        info = decoder.info(target.name, target.tokenizer)
+        info = decoder.info(source.name, target.tokenizer)
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
     budget = make_budget(config, drafter, target)
     find, trained = partial(resolve_folder, offline=config.offline), partial(zoo.weights, model=config.model)
-    origin = Origin(target.name, target.folder, find, trained)
+    origin = Origin(source.name, source.folder, find, trained)
     parts: dict[str, Any] = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
-    parts |= {"origin": origin, "serve": partial(runtime.start_drafter, config, pool.num_tokens)}
+    parts |= {"origin": origin, "serve": partial(runtime.start_drafter, config, source, pool.num_tokens)}
     if config.pipeline is not None:
         parts["start"] = partial(runtime.start_stages, config, target, pool)
     round_ = make_round(config.round, **parts)

@@ -9,7 +9,7 @@ from ...kv.pool import KVPool
 from ...model.families import DecoderConfig
 from ...model.padding import cache_shape, packed_shape
 from ...weights.files import free_bytes
-from ...weights.loader import parse_device
+from ...weights.source import parse_device
 from ..config import LLMConfig, parse_bytes
 from .models import LoadedModel, compiled_layers, stage_devices
 
@@ -79,7 +79,7 @@ def make_pool(config: LLMConfig, target: LoadedModel, max_model_len: int, scratc
     decoder = target.decoder
     kept, kind = kv_layout(config, decoder.own, decoder.dtype)
     whole, _ = kv_layout(config, decoder.config, decoder.dtype)
-    all_layers = target.layers, *whole[1:]
+    all_layers = target.source.shape.num_layers, *whole[1:]
     tokens = pool_tokens(config, all_layers, kind, max_model_len, scratch)
     try:
         pool = KVPool(*kept, tokens, kind, decoder.device, scratch_slots=scratch)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ...core.errors import CapabilityError, ConfigError
-from ...draft.fit import MODEL, reader_of
 from ...engine.base import Place
 from ...engine.rounds import parse_round
 from ...kernels.layers import unsupported
@@ -18,34 +17,33 @@ from ...model.attention.base import AttentionBackend
 from ...model.decoder import Decoder
 from ...model.devices import share_devices
 from ...model.families import DecoderConfig
-from ...model.linear import Quant
 from ...model.parallel import Ranks, Share, by_outputs
 from ...papers.mirror.tracks import load_tracks
 from ...papers.specpipe.config import PipelineConfig
-from ...weights.files import is_file
 from ...weights.gguf import is_gguf
-from ...weights.loader import (
-    load_model,
-    load_tokenizer,
-    load_vocabulary,
-    parse_device,
-    parse_dtype,
-    read_config,
-    resolve_folder,
-)
+from ...weights.loader import load_model
+from ...weights.source import Source, parse_device
 from ..config import LLMConfig
 from ..split import parse_split
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder with its tokenizer."""
+    """A decoder of a checkpoint, or of some of its layers, with its tokenizer."""
 
-    name: str
+    source: Source
     decoder: Decoder
     tokenizer: Any  # None for a folder without one
-    folder: Path
-    layers: int  # of the whole target, of which the decoder may have the last ones alone
+
+    @property
+    def name(self) -> str:
+        """Return the name that the user gave it."""
+        return self.source.name
+
+    @property
+    def folder(self) -> Path:
+        """Return its folder, or its GGUF file."""
+        return self.source.folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +94,14 @@ def _decoder(
     """Return a part of a checkpoint, or one rank's share of it."""
     given: dict[str, Any] = {
         "attention": make_attention(config, source.dtype, exact),
-        "dtype": source.quant or source.dtype,
         "device": device,
         "native": compiled_layers(config, source.shape, source.dtype),
         "ranks": ranks,
     }
     if source.shape.tracks > 1:
-        return load_tracks(source.folder, **given)
+        return load_tracks(source, **given)
     given |= {"layers": part.layers, "ends": part.ends}
-    return load_model(source.folder, exact=exact, **given)
+    return load_model(source, exact=exact, **given)
 
 
 def stage_devices(config: LLMConfig) -> list[str]:
@@ -139,58 +136,13 @@ def own_layers(config: LLMConfig, shape: DecoderConfig) -> tuple[int, int] | Non
     return start, stop
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint whose configuration was read, and nothing else."""
-
-    name: str
-    folder: Path
-    shape: DecoderConfig
-    dtype: torch.dtype  # of the activations
-    quant: Quant | None  # how the weights are stored
-
-    def tokenizer(self, texts: bool = True) -> Any:
-        """Return its tokenizer, or without ``texts`` what knows ids and pieces (``get_vocab``) alone; None: it has
-        none.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
-        load = load_tokenizer if texts else load_vocabulary
-        return load(self.folder) if self.tokenizer_files() else None
-
-    def tokenizer_files(self) -> list[Path]:
-        """Return those that are there; a GGUF file is its own."""
-        if is_gguf(self.folder):
-            return [self.folder]
-        files = [self.folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
-        return [file for file in files if is_file(file)]
-
-
-def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
-    """Return a checkpoint's configuration; ``dtype`` as of `LLMConfig`.
-
-    Raises:
-        ConfigError: it is none that can be used.
-    """
-    revision = config.revision if name == config.model else None
-    folder = resolve_folder(name, revision=revision, offline=config.offline)
-    if (reader := reader_of(folder)) not in (None, MODEL):
-        also = ", or give it as an application" if reader == "streams" else ""
-        wrong = f"{folder} holds weights of the drafter {reader!r}, not a model"
-        raise ConfigError(f"model {name!r}", wrong, f"write drafter='{reader}:{name}'{also}")
-    shape = read_config(folder)
-    kind, quant = parse_dtype(dtype, shape)
-    return Source(name, folder, shape, kind, quant)
-
-
 def load_source(
     config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None, texts: bool = True
 ) -> LoadedModel:
     """Return a checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
     tokenizer = source.tokenizer(texts)  # before the weights: what is wrong with it is said at once
     decoder = _decoder(config, source, exact, stage_devices(config)[-1], TargetPart(layers))
-    return LoadedModel(source.name, decoder, tokenizer, source.folder, source.shape.num_layers)
+    return LoadedModel(source, decoder, tokenizer)
 
 
 def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:

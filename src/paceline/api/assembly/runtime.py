@@ -10,8 +10,9 @@ from ...engine.base import Place
 from ...kv.pool import KVPool
 from ...model.parallel import Ranks
 from ...model.stage_line import StageLine
+from ...weights.source import Source
 from ..config import LLMConfig
-from .models import LoadedModel, Source, TargetPart
+from .models import LoadedModel, TargetPart
 
 
 class Runtime:
@@ -29,9 +30,9 @@ class Runtime:
     def __init__(self, config: LLMConfig) -> None:
         self._hosts = None if config.cluster is None else _module("cluster").ClusterHosts(config)
 
-    def cut(self, config: LLMConfig) -> LLMConfig:
+    def cut(self, config: LLMConfig, source: Source) -> LLMConfig:
         """Return the options with ``layers=auto`` of a pipeline replaced by a cut that is measured."""
-        cut: LLMConfig = config if config.pipeline is None else _module("stage_worker").with_cut(config)
+        cut: LLMConfig = config if config.pipeline is None else _module("stage_worker").with_cut(config, source)
         return cut
 
     def start_ranks(self, config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
@@ -49,16 +50,20 @@ class Runtime:
         stages: StageLine = _module("stage_worker").start_stages(config, target, pool, self._hosts)
         return stages
 
-    def start_drafter(self, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> GoingSessions:
+    def start_drafter(
+        self, config: LLMConfig, source: Source, pool_tokens: int, rows: int, place: Place
+    ) -> GoingSessions:
         """Start a configuration's drafter.
 
         Args:
             config: the options.
+            source: the target.
             pool_tokens: tokens that the target's K/V pool holds.
             rows: drafted nodes that a sequence may hold at once.
             place: where it runs.
         """
-        sessions: GoingSessions = _module("draft_worker").start_drafter(config, pool_tokens, rows, place, self._hosts)
+        start = _module("draft_worker").start_drafter
+        sessions: GoingSessions = start(config, source, pool_tokens, rows, place, self._hosts)
         return sessions
 
 

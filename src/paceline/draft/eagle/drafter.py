@@ -20,7 +20,7 @@ from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...kernels.drafts import TreeStart, grow
 from ...model.hot import load_hot
-from ...weights.loader import read_config
+from ...weights.source import read_config
 from ..base import DrafterSpec, DraftRequest
 from ..fit import TrainedDrafterConfig
 from ..growth import Grower, Growth, compiles, pack_frontier

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,8 +35,9 @@ from ...model.families import SEGMENTS, DecoderConfig, linear_shapes
 from ...model.layers import Norm
 from ...model.linear import Dense, LinearOp, Quant, make_linear, nan_parameter
 from ...model.parallel import Ranks, Share
-from ...weights.loader import fill_all, memory_for, parse_device, parse_dtype, read_config, read_layout
+from ...weights.loader import fill_all, memory_for, read_layout
 from ...weights.names import Piece
+from ...weights.source import Source, parse_device
 
 
 def track_share(config: DecoderConfig, rank: int) -> Share:
@@ -230,10 +230,9 @@ class Tracks(Decoder):
 
 
 def load_tracks(
-    folder: Path,
+    source: Source,
     *,
     attention: AttentionBackend,
-    dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     native: bool = False,
     ranks: Ranks | None = None,
@@ -242,11 +241,9 @@ def load_tracks(
 
     Args, errors: as of `loader.load_model`.
     """
-    config = read_config(folder)
-    kind, quant = parse_dtype(dtype, config)
-    layout, place = read_layout(folder, config), parse_device(device)
-    with memory_for(folder, layout, config, kind, place, {}):
-        given: dict[str, Any] = {"device": place, "quant": quant, "native": native, "ranks": ranks}
-        made = Tracks(config, attention, dtype=kind, **given)
+    config, layout, place = source.shape, read_layout(source.folder, source.shape), parse_device(device)
+    with memory_for(source.folder, layout, config, source.dtype, place, {}):
+        given: dict[str, Any] = {"device": place, "quant": source.quant, "native": native, "ranks": ranks}
+        made = Tracks(config, attention, dtype=source.dtype, **given)
         fill_all(made, layout.cut(made.cut_of))
         return made.finish()

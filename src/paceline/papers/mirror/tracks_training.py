@@ -20,8 +20,9 @@ from ...model.linear import nan_parameter
 from ...model.rope import RopeTable
 from ...train.data import TokenBatch
 from ...train.network import Rotation, attend, rotate, rotation_of, start_values, visible, write_checkpoint
-from ...weights.loader import WEIGHTS, read_config, read_layout
+from ...weights.loader import WEIGHTS, read_layout
 from ...weights.names import Piece, weight_map
+from ...weights.source import read_config
 
 
 class TrackLayer(nn.Module):

@@ -37,7 +37,8 @@ from ...model.base import Taps
 from ...model.decoder import Decoder
 from ...model.hot import load_hot
 from ...model.packing import RowPacker
-from ...weights.loader import load_weights, read_config
+from ...weights.loader import load_weights
+from ...weights.source import read_config
 from .model import SpireShape, read_memory, read_shape
 from .network import SpireNetwork
 
