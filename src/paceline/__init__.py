@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api.async_llm import AsyncLLM as AsyncLLM
-    from .api.chunks import Chunk as Chunk
     from .api.llm import LLM as LLM
     from .core.errors import CapabilityError as CapabilityError
     from .core.errors import ConfigError as ConfigError
     from .core.errors import PacelineError as PacelineError
     from .core.errors import RequestError as RequestError
-    from .core.request import CompletionOutput as CompletionOutput
-    from .core.request import RequestOutput as RequestOutput
+    from .core.outputs import Chunk as Chunk
+    from .core.outputs import CompletionOutput as CompletionOutput
+    from .core.outputs import RequestOutput as RequestOutput
     from .core.sampling import SamplingParams as SamplingParams
 
 __version__ = "0.2.0"
@@ -32,10 +32,10 @@ if "OMP_WAIT_POLICY" not in os.environ:
 _HOME = {  # public name -> module that defines it
     "LLM": ".api.llm",
     "AsyncLLM": ".api.async_llm",
-    "Chunk": ".api.chunks",
+    "Chunk": ".core.outputs",
     "SamplingParams": ".core.sampling",
-    "RequestOutput": ".core.request",
-    "CompletionOutput": ".core.request",
+    "RequestOutput": ".core.outputs",
+    "CompletionOutput": ".core.outputs",
     "PacelineError": ".core.errors",
     "ConfigError": ".core.errors",
     "CapabilityError": ".core.errors",

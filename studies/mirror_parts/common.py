@@ -17,7 +17,7 @@ from kit.study import Options, Study, asked
 from paceline import LLM, SamplingParams
 from paceline.bench import workloads
 from paceline.core.options import written
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.papers.mirror.round import MirrorRound
 
 CATEGORIES = "spec_bench"  # the workload whose categories are tasks, too

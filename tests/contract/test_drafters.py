@@ -11,7 +11,7 @@ import pytest
 from kits.contract import BUDGET, LIMITS, MODEL, PROMPTS, plain, reference, same
 
 from paceline import LLM, ConfigError, PacelineError, SamplingParams, Speculation
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.core.tree import TokenTree
 from paceline.draft.base import DraftRequest
 from paceline.draft.registry import describe, names

@@ -11,14 +11,8 @@ import pytest
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.request import (
-    CompletionOutput,
-    GrowingText,
-    Logprob,
-    RequestOutput,
-    StopChecker,
-    token_logprobs,
-)
+from paceline.core.outputs import CompletionOutput, Logprob, RequestOutput
+from paceline.core.request import GrowingText, StopChecker, token_logprobs
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.sequence import Sequence
 from paceline.core.stats import SpecStats
@@ -333,7 +327,7 @@ class TestSequence:
         assert s.emit([2, 3, 1], 2) == 3
         assert s.emit([2, EOS, 3], 2) == 2
         assert s.finished
-        assert s.output() == CompletionOutput(
+        assert s.output(CompletionOutput) == CompletionOutput(
             index=1,
             text="abcab",
             token_ids=[1, 2, 3, 1, 2, EOS],
@@ -349,27 +343,27 @@ class TestSequence:
         s = sequence(max_tokens=6)
         s.emit([1, 2, 3, 1, 2, 3, 1, 2], 7)
         assert s.sampler.output_ids == [1, 2, 3, 1, 2, 3] == s.output_ids
-        assert s.output().finish_reason == "length"
+        assert s.output(CompletionOutput).finish_reason == "length"
 
     def test_logprobs_are_cut_with_the_tokens_and_summed(self):
         s = sequence(logprobs=0)
         entries = [{t: Logprob(-t / 8, 1)} for t in (1, 2, EOS, 3)]
         s.emit([1, 2, EOS, 3], 3, entries)
-        out = s.output()
+        out = s.output(CompletionOutput)
         assert out.logprobs == entries[:3]
         assert out.cumulative_logprob == -3 / 8
 
     def test_unfinished_output_shows_stable_text_only(self):
         s = sequence(stop="bc")
         s.emit([1, 2], 1)
-        assert (s.output().text, s.output().finish_reason) == ("a", None)
+        assert (s.output(CompletionOutput).text, s.output(CompletionOutput).finish_reason) == ("a", None)
         s.checker.end("abort")
-        assert (s.output().text, s.output().finish_reason) == ("ab", "abort")
+        assert (s.output(CompletionOutput).text, s.output(CompletionOutput).finish_reason) == ("ab", "abort")
 
     def test_outputs_are_detached(self):
         s = sequence()
         s.emit([1], 0)
-        out = s.output()
+        out = s.output(CompletionOutput)
         s.emit([2], 0)
         assert (out.token_ids, out.origins) == ([1], ["target"])
 
@@ -380,7 +374,7 @@ def test_request_output_carries_its_parts():
         prompt=None,
         prompt_token_ids=[1],
         prompt_logprobs=None,
-        outputs=[sequence().output()],
+        outputs=[sequence().output(CompletionOutput)],
         stats=SpecStats(),
         finished=False,
     )

@@ -9,7 +9,7 @@ import torch
 from kits.tiny import VOCAB, assemble, hybrid, run, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.core.speculation import Speculation
 from paceline.draft.prediction import PredictionConfig

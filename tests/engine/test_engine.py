@@ -12,7 +12,7 @@ import torch
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.errors import ConfigError
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, StepFeatures

@@ -17,7 +17,7 @@ from kits.tiny import TOY_TEXTS, VOCAB, ToyText, assemble, draft_model, run, str
 
 import paceline
 from paceline.core.errors import ConfigError
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.draft.ngram import NgramConfig
 from paceline.engine.engine import Engine

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.tiny import EOS, TOY_TEXTS, VOCAB, assemble, draft_model, run, tiny_decoder
 
-from paceline.api.chunks import StreamedChunks
 from paceline.core.errors import ConfigError
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.live import LiveRequest
@@ -56,12 +55,12 @@ def test_a_run_cut_anywhere_goes_on_with_the_same_tokens(name: str, data: st.Dat
     runner = engine(drafting)
     said = [sample.token_ids[:cut] for sample, cut in zip(whole.outputs, cuts, strict=True)]
     live = runner.live[runner.submit(PROMPT, params, said=said)]
-    sent, told = StreamedChunks(), [""] * params.n
+    told = [""] * params.n
     told_ids: list[list[int]] = [[] for _ in told]
     heads = [live.sequences[i].checker.stable_text() for i in range(params.n)]
     while live.ended is None:
         runner.step()
-        for chunk in sent.new_chunks(runner, live):
+        for chunk in runner.chunks(live):
             told[chunk.index] += chunk.text
             told_ids[chunk.index] += chunk.token_ids
     again = finish(runner, live)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline import LLM, AsyncLLM, SamplingParams, Speculation
-from paceline.api.chunks import Chunk
+from paceline.core.outputs import Chunk
 
 PROMPT = {"prompt_token_ids": [0, 70, 300, 4000, 5, 6]}
 WARM = SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True)

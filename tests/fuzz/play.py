@@ -17,8 +17,8 @@ from witness import Witness
 from worlds import ADAPTERS, MAX_LEN, SHARED, World, available, build, tokenizer_of
 from worlds import TinyLLM as Front
 
-from paceline.api.chunks import Chunk
 from paceline.core.errors import ConfigError
+from paceline.core.outputs import Chunk
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.engine.auto import AutoBudget

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM, SamplingParams
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 
 MODEL = "paceline-small"
 BUDGET = 6

@@ -41,7 +41,7 @@ from kits.tiny import (
 )
 from torch import Tensor
 
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.sequence import Sequence
 from paceline.core.tree import TokenTree

@@ -21,7 +21,7 @@ from kits.tiny import (
     tiny_streams,
 )
 
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.draft.base import Drafter
 from paceline.draft.ngram import NgramConfig

@@ -19,7 +19,7 @@ from kits.tiny import assemble, draft_model, run, tiny_config, tiny_decoder
 from torch import Tensor
 
 from paceline import LLM
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.draft.draft_model import DraftModel, DraftModelConfig
 from paceline.draft.ngram import NgramConfig

@@ -10,7 +10,7 @@ from kits.gguf_files import as_folder, write
 from kits.native import needs_kernels
 
 from paceline import LLM, SamplingParams
-from paceline.core.request import RequestOutput
+from paceline.core.outputs import RequestOutput
 from paceline.weights.gguf import read_gguf
 from paceline.weights.gguf_tokenizer import load_gguf_tokenizer
 from paceline.weights.source import resolve_folder

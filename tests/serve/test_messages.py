@@ -14,7 +14,7 @@ import pytest
 from kits.server import LiveServer, live_server
 from kits.tools import CITY
 
-from paceline.runtime.requests import SampleUpdate
+from paceline.core.outputs import Chunk
 from paceline.serve.messages import MessageReply, MessagesRequest
 from paceline.serve.tools import ToolUse
 
@@ -103,8 +103,8 @@ class Said:
 
     async def into(self, take: Any) -> None:
         for text in self._texts:
-            take([SampleUpdate("a", 0, text, [1], None, None, None, None, None)])
-        take([SampleUpdate("a", 0, "", [], None, "stop", None, None, None)])
+            take([Chunk(0, text, [1], None, None, None, None, [], 0)])
+        take([Chunk(0, "", [], "stop", None, None, None, [], 0)])
 
     def ends(self) -> dict[str, Any]:
         return {"stats": {}}

@@ -17,7 +17,7 @@ from ..api.config import TARGET_OPTIONS
 from ..api.llm import LLM
 from ..bench.calibrate import measure
 from ..core.errors import ConfigError, StorageError
-from ..core.request import RequestOutput
+from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
 from ..plan.models import shape_of

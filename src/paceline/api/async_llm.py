@@ -13,11 +13,10 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.inference import inference
-from ..core.request import RequestOutput
+from ..core.outputs import Chunk, RequestOutput
 from ..core.sampling import SamplingParams
 from ..engine.engine import LiveRequest
 from ..engine.tokens import Prompt
-from .chunks import Chunk, StreamedChunks, raise_failed
 from .llm import LLM, Job, Message
 
 log = logging.getLogger(__name__)
@@ -91,7 +90,6 @@ class AsyncLLM:
     async def _stream(self, job: Job) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[list[Chunk] | Exception] = asyncio.Queue()
-        sent = StreamedChunks()
         request_ids: list[str] = []
 
         def post(item: list[Chunk] | Exception) -> None:
@@ -99,7 +97,7 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(inbox.put_nowait, item)
 
         def tell(news: LiveRequest | Exception) -> None:  # in the engine's thread
-            post(news if isinstance(news, Exception) else sent.new_chunks(self._llm.engine, news))
+            post(news if isinstance(news, Exception) else self._llm.engine.chunks(news))
 
         def submit() -> None:  # in the engine's thread
             try:
@@ -128,7 +126,7 @@ class AsyncLLM:
                 for chunk in item:
                     output = chunk.output
                     yield chunk
-            raise_failed(output)
+            output.raise_failed()
         finally:
             self._orders.put(abort)
 

@@ -14,7 +14,7 @@ import torch
 from .. import kernels as native
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from ..core.request import RequestOutput
+from ..core.outputs import Chunk, RequestOutput
 from ..core.sampling import SamplingParams
 from ..draft import adapted
 from ..draft.hybrid import with_parts
@@ -31,7 +31,6 @@ from .assembly.drafting import fingerprint
 from .assembly.engine import build_engine, check_shared, load_target
 from .assembly.models import LoadedModel
 from .assembly.runtime import Runtime
-from .chunks import Chunk, StreamedChunks, raise_failed
 from .config import LLMConfig, config_of
 from .options import AUTO_DRAFTER
 
@@ -271,21 +270,19 @@ class LLM:
         engine = self.engine
         with engine.lock:
             live = engine.live[job()]
-        sent = StreamedChunks()
 
         def chunks() -> Iterator[Any]:
+            output: RequestOutput | None = None  # comes with the last chunk
             try:
                 yield None  # taken below: a generator that was never entered would not run its end
-                while live.ended is None:
+                while output is None:
                     with engine.lock:
                         if live.ended is None:  # another thread's steps, or an abort, may have ended it
                             engine.step()
-                        news = sent.new_chunks(engine, live)
-                    yield from news
-                with engine.lock:
-                    news = sent.new_chunks(engine, live)
-                yield from news
-                raise_failed(sent.output)
+                        found = engine.chunks(live)
+                    yield from found
+                    output = found[-1].output if found else None
+                output.raise_failed()
             except ReentryError:  # the lock belongs to the step that this was called from
                 raise
             except (Exception, KeyboardInterrupt):

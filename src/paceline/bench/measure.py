@@ -17,7 +17,7 @@ from typing import Any
 
 from ..api.config import TARGET_OPTIONS, LLMConfig
 from ..api.llm import LLM
-from ..core.request import RequestOutput
+from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from ..core.sequence import Sequence
 from ..core.stats import SpecStats

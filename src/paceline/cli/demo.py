@@ -22,7 +22,7 @@ from ..api.config import LLMConfig
 from ..api.llm import LLM
 from ..bench.measure import ask
 from ..core.errors import CapabilityError, ConfigError
-from ..core.request import RequestOutput
+from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from ..weights import zoo
 from ..weights.source import read_config

@@ -17,7 +17,7 @@ from rich.console import Console
 from ..api.config import LLMConfig
 from ..api.llm import LLM
 from ..core.errors import ConfigError, RequestError
-from ..core.request import RequestOutput
+from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from .console import Painter, coloured, legend, note, stdout
 from .options import DEFAULTS, takes

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..api.llm import LLM
 from ..core.errors import CapabilityError, ConfigError
-from ..core.request import RequestOutput
+from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from ..model.applications import BASE
 from ..weights import generation

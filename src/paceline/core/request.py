@@ -1,21 +1,17 @@
-"""Stop rules, log-probabilities and answers."""
+"""Stop rules and log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
+from .outputs import FinishReason, Logprob, StopReason
 from .sampling import SamplingParams
-from .stats import SpecStats
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # "error": see `CompletionOutput.error`
-StopReason = int | str | None  # the stop id or the stop string; None for EOS and "length"
-Origin = Literal["drafted", "target"]
 DecodeToken = Callable[[int], str]  # the text of one token by itself
 
 
@@ -239,15 +235,6 @@ class StopChecker:
 # Log-probabilities
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """One token's natural log-probability and its rank (1: the likeliest; equal ones share a rank)."""
-
-    logprob: float
-    rank: int
-    decoded: str | None = None
-
-
 def token_logprobs(
     logits: Tensor, chosen: Tensor, k: int, decode: DecodeToken | None = None
 ) -> list[dict[int, Logprob]]:
@@ -285,42 +272,3 @@ def _as_logprobs(
         if token not in row:
             row[token] = Logprob(value, higher + 1, decode(token) if decode else None)
     return row
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Answers
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One sample of the answer."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None  # None: it goes on
-    stop_reason: StopReason
-    logprobs: list[dict[int, Logprob]] | None  # one a token; None unless asked for
-    cumulative_logprob: float | None  # of the chosen tokens; None unless asked for, and where some are not known
-    origins: list[Origin]  # one a token: drafted and accepted, or the target's own choice
-    seed: int  # with it, the same request gives the same tokens
-    error: str | None = None  # what ended it, where finish_reason is "error"
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """The answer to one request."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None  # the first token's is None: nothing precedes it
-    outputs: list[CompletionOutput]
-    stats: SpecStats
-    finished: bool
-    application: str | None = None  # whose adapter answered; None: the base model
-
-    @property
-    def error(self) -> str | None:
-        """The error that ended a sample early; None if there was none."""
-        return next((sample.error for sample in self.outputs if sample.error is not None), None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .request import CompletionOutput, DecodeToken, Logprob, Origin, StopChecker
+from .outputs import CompletionOutput, Logprob, Origin
+from .request import DecodeToken, StopChecker
 from .sampling import SamplingParams, SequenceSampler
 from .stats import SpecStats
 from .trace import StepTrace
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ..kv.pool import SequenceCache
     from ..model.applications import Application
 
+Part = TypeVar("Part", bound=CompletionOutput)
 _DRAFTED: tuple[Origin, ...] = ("drafted",)
 _TARGET: tuple[Origin, ...] = ("target",)
 
@@ -117,20 +119,30 @@ class Sequence:
         """Return what ended it, where its own sampling rules, text or stop rules failed."""
         return None if self.fault is None else f"{type(self.fault).__name__}: {self.fault}"
 
-    def output(self) -> CompletionOutput:
-        """Return the answer so far; its text leaves out what a stop string may still remove."""
-        requested, ids = self.params.logprobs is not None, self.output_ids
-        known = requested and all(self.logprobs)  # those of tokens that another engine emitted are empty
-        total = sum(row[t].logprob for row, t in zip(self.logprobs, ids, strict=True)) if known else None
-        return CompletionOutput(
+    def output(self, kind: type[Part], tokens: int = 0, chars: int = 0, **more: Any) -> Part:
+        """Return the answer so far, or what follows so many of its tokens and characters.
+
+        The text leaves out what a stop string may still remove.
+
+        Args:
+            kind: of the record.
+            tokens, chars: to leave out at the beginning.
+            more: further fields of the record.
+        """
+        ids, logprobs = self.tokens[self.prompt_len + tokens :], self.logprobs[tokens:]
+        requested = self.params.logprobs is not None
+        known = requested and all(logprobs)  # those of tokens that another engine emitted are empty
+        total = sum(row[t].logprob for row, t in zip(logprobs, ids, strict=True)) if known else None
+        return kind(
             index=self.sampler.sample_index,
-            text=self.checker.stable_text(),
+            text=self.checker.stable_text(chars),
             token_ids=ids,
             finish_reason=self.checker.finish_reason,
             stop_reason=self.checker.stop_reason,
-            logprobs=list(self.logprobs) if requested else None,
+            logprobs=logprobs if requested else None,
             cumulative_logprob=total,
-            origins=list(self.origins),
+            origins=self.origins[tokens:],
             seed=self.sampler.seed,
             error=self.error,
+            **more,
         )

@@ -14,7 +14,8 @@ from time import perf_counter
 from typing import Any, Literal
 
 from ..core.errors import ConfigError, PassesLost, QueueFull
-from ..core.request import RequestOutput, StopChecker
+from ..core.outputs import Chunk, CompletionOutput, RequestOutput
+from ..core.request import StopChecker
 from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
 from ..core.sequence import Sequence
 from ..core.speculation import Speculation
@@ -169,8 +170,7 @@ class Engine:
         self._begin()
         try:
             self.live[request_id] = live
-            if said:
-                live.said = [(len(s.output_ids), s.checker.stable_length) for s in live.sequences]
+            live.sent = [(len(s.output_ids), s.checker.stable_length) for s in live.sequences]
             if deadline_s is not None:
                 live.deadline = live.submitted + deadline_s
                 self._timed.append(live)
@@ -433,6 +433,24 @@ class Engine:
 
     # -- answers
 
+    def chunks(self, live: LiveRequest) -> list[Chunk]:
+        """Return a chunk of each sample with something new since the last call; the last one of all has the output.
+
+        Its cost does not depend on what was streamed before.
+        """
+        found = []
+        for index, (sequence, sent) in enumerate(zip(live.sequences, live.sent, strict=True)):
+            if sent is None or not (sequence.finished or sequence.checker.num_tokens > sent[0]):
+                continue
+            chunk = sequence.output(Chunk, *sent, request_id=live.id, prompt_token_ids=live.prompt_ids)
+            live.sent[index] = None if chunk.finished else (sequence.checker.num_tokens, sent[1] + len(chunk.text))
+            if not sent[0]:
+                chunk.text = live.text_prefix + chunk.text
+            found.append(chunk)
+        if found and not any(live.sent):
+            found[-1].output = self.output(live)
+        return found
+
     def output(self, live: LiveRequest) -> RequestOutput:
         """A request's output so far, or its whole answer."""
         stats = SpecStats()
@@ -446,7 +464,7 @@ class Engine:
         # The user must learn of a drafter that failed or ended on the way, whatever it had drafted before.
         reasons = {sequence.stats.off_reason for sequence in live.sequences}
         stats.off_reason = self.round.failure or stats.off_reason or (reasons.pop() if len(reasons) == 1 else None)
-        outputs = [s.output() for s in live.sequences]
+        outputs = [s.output(CompletionOutput) for s in live.sequences]
         for completion in outputs:
             completion.text = live.text_prefix + completion.text
         wants_prompt = live.params.prompt_logprobs is not None

@@ -35,8 +35,8 @@ class LiveRequest:
     first_token: float | None = None
     ended: float | None = None
     deadline: float = inf  # perf_counter seconds
-    # Tokens and characters of each sample that a stream does not tell again; empty: it tells all.
-    said: abc.Sequence[tuple[int, int]] = ()
+    # Tokens and characters of each sample that were streamed, or came from another engine; None: all was streamed.
+    sent: list[tuple[int, int] | None] = field(default_factory=list)
     text_prefix: str = ""  # the prompt's text, where it is to be echoed
     store: bool = True  # whether it may be learned from
     on_end: abc.Callable[[LiveRequest], None] | None = None  # called when its last sample has ended; twice after Ctrl-C

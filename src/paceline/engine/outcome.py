@@ -7,7 +7,8 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from ..core.request import Logprob, token_logprobs
+from ..core.outputs import Logprob
+from ..core.request import token_logprobs
 from ..core.sequence import Sequence
 from ..core.trace import StepTrace
 from ..draft.base import DrafterSpec

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
-from ..api.chunks import Chunk, StreamedChunks
 from ..api.config import LLMConfig
 from ..api.llm import LLM, drafters_of
 from ..core.errors import CapabilityError, ConfigError, QueueFull
 from ..core.grammar import Grammar
 from ..core.inference import inference
-from ..core.request import Logprob
+from ..core.outputs import Chunk
 from ..core.sampling import SamplingParams
 from ..core.speculation import Speculation
+from ..core.trace import Shown
 from ..draft import registry
 from ..engine.live import LiveRequest
 from ..weights import generation
@@ -33,15 +33,11 @@ from .requests import (
     Accepted,
     Describe,
     Description,
-    Ended,
-    LogprobRow,
     Look,
     Looked,
-    News,
     Rejected,
-    SampleUpdate,
-    Shown,
     Submit,
+    Updates,
 )
 from .serving import Service
 
@@ -89,13 +85,12 @@ def warm(llm: LLM) -> None:
 
 @dataclass(slots=True)
 class _Stream:
-    """A request, and how much of it was streamed."""
+    """A request, and when its next chunk is sent."""
 
     live: LiveRequest
-    sent: StreamedChunks
     shows: str  # see `Submit`
     interval_s: float
-    due: float  # when the next piece may go
+    due: float  # when the next chunk may be sent
 
 
 class EngineService(Service):
@@ -174,7 +169,7 @@ class EngineService(Service):
         except ConfigError as error:
             return Rejected(asked.id, error.asked, error.wrong, error.remedy)
         live = self._engine.live[asked.id]
-        self._streams[asked.id] = _Stream(live, StreamedChunks(), asked.shows, asked.interval_s, 0.0)
+        self._streams[asked.id] = _Stream(live, asked.shows, asked.interval_s, 0.0)
         return Accepted(asked.id)
 
     @inference
@@ -190,18 +185,23 @@ class EngineService(Service):
                 self._late[live.id] = stream
         now = time.monotonic()
         due = [stream for stream in self._late.values() if stream.live.finished or now >= stream.due]
-        pieces = [piece for stream in due for piece in self._pieces(stream, now)]
-        return [*answers, News(pieces)] if pieces else answers
+        chunks = [chunk for stream in due for chunk in self._chunks(stream, now)]
+        return [*answers, Updates(chunks)] if chunks else answers
 
-    def _pieces(self, stream: _Stream, now: float) -> Iterator[SampleUpdate]:
-        request_id = stream.live.id
-        del self._late[request_id]
+    def _chunks(self, stream: _Stream, now: float) -> list[Chunk]:
+        live = stream.live
+        del self._late[live.id]
         stream.due = now + stream.interval_s
-        if stream.live.finished:
-            del self._streams[request_id]
-        for chunk in stream.sent.new_chunks(self._engine, stream.live):
-            piece = _piece(request_id, chunk, stream.live)
-            yield replace(piece, shown=_shown(stream, chunk.index)) if stream.shows else piece
+        if live.finished:
+            del self._streams[live.id]
+        chunks = self._engine.chunks(live)
+        for chunk in chunks:  # its tokens and their log-probabilities are all that the other process needs
+            chunk.origins, chunk.prompt_token_ids = [], ()
+            if chunk.output is not None:
+                chunk.output = replace(chunk.output, prompt=None, prompt_token_ids=[], outputs=[])
+            if stream.shows:
+                chunk.shown = _shown(stream, chunk.index)
+        return chunks
 
     def _counters(self) -> dict[str, Any]:
         counted = self._engine.snapshot()
@@ -209,24 +209,8 @@ class EngineService(Service):
         return {**counted.as_dict(), "speculation": own}
 
 
-def _piece(request_id: str, chunk: Chunk, live: LiveRequest) -> SampleUpdate:
-    sequence = live.sequences[chunk.index]
-    output = chunk.output
-    return SampleUpdate(
-        id=request_id,
-        index=chunk.index,
-        text=chunk.text,
-        token_ids=chunk.token_ids,
-        logprobs=None if chunk.logprobs is None else [_row(row) for row in chunk.logprobs],
-        finish_reason=chunk.finish_reason,
-        stop_reason="deadline" if chunk.finish_reason == "deadline" else sequence.checker.stop_reason,
-        error=sequence.error,
-        ended=None if output is None else Ended(_rows(output.prompt_logprobs), output.stats.as_dict()),
-    )
-
-
 def _shown(stream: _Stream, index: int) -> Shown:
-    """What a sample's request asked to see of the steps since the last piece; they are taken out."""
+    """What a sample's request asked to see of the steps since the last chunk; they are taken out."""
     sequence = stream.live.sequences[index]
     steps, sequence.trace = sequence.trace or [], []
     tokens, text = sequence.output_ids, sequence.token_text or str
@@ -235,14 +219,6 @@ def _shown(stream: _Stream, index: int) -> Shown:
     if stream.shows != "steps":
         return Shown(origins, counts, None)
     return Shown(origins, counts, [step.as_dict() | {"texts": [*map(text, step.tokens)]} for step in steps])
-
-
-def _rows(rows: Sequence[dict[int, Logprob] | None] | None) -> list[LogprobRow | None] | None:
-    return None if rows is None else [None if row is None else _row(row) for row in rows]
-
-
-def _row(row: Mapping[int, Logprob]) -> LogprobRow:
-    return [(token, found.logprob, found.rank, found.decoded) for token, found in row.items()]
 
 
 def description(llm: LLM) -> Description:

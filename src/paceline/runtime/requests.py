@@ -1,11 +1,11 @@
 """Requests to an engine in a process of its own: the messages.
 
     Describe   what the engine serves; is answered by `Description`
-    Submit     a request; is answered by `Accepted` or `Rejected`, and then by its pieces in `News`
+    Submit     a request; is answered by `Accepted` or `Rejected`, and then by its chunks in `Updates`
     Abort      the end of a request; has no answer
     Look       counters; is answered by `Looked`
 
-A step's pieces of all requests are one message. Nothing here needs torch: the process that speaks HTTP has none.
+A step's chunks of all requests are one message. Nothing here needs torch: the process that speaks HTTP has none.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-TokenOrigin = tuple[str, str | None, int]  # text of the token, who proposed it (None: the target), its depth (0)
-LogprobRow = list[tuple[int, float, int, str | None]]  # token, its log-probability, its rank, its text
+from ..core.outputs import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,12 @@ class Submit:
     ids: list[int]  # of the prompt
     params: dict[str, Any]  # fields of `SamplingParams`; the seed is among them
     application: str | None
-    interval_s: float  # least time between two pieces of a sample, but the last; 0: a piece a step
+    interval_s: float  # least time between two chunks of a sample, but the last; 0: a chunk a step
     priority: int = 0
     deadline_s: float | None = None
     speculation: dict[str, Any] | None = None  # fields of `Speculation`
     said: list[list[int]] = field(default_factory=list)  # of each sample, by an engine that was lost; not told again
-    shows: Literal["", "origins", "steps"] = ""  # what pieces have in `Shown`
+    shows: Literal["", "origins", "steps"] = ""  # what chunks have in `Shown`
     taken: bool = False  # by an engine that was lost: a full queue does not refuse it
     store: bool = True  # whether it may be learned from, where anybody learns
 
@@ -82,45 +81,12 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """What is known of a request when its last sample has ended."""
+class Updates:
+    """What a step brought: chunks without ``origins`` and prompt, and with the last one of a request an output without
+    prompt and samples.
+    """
 
-    prompt_logprobs: list[LogprobRow | None] | None
-    stats: dict[str, Any]  # `SpecStats.as_dict`
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """Where the tokens of a piece come from, where that was asked for."""
-
-    origins: list[TokenOrigin]  # of each token; shorter where a step ended in its middle
-    counts: list[tuple[int, int]]  # of each step that had drafts, tokens drafted and accepted
-    steps: (
-        list[dict[str, Any]] | None
-    )  # `StepTrace.as_dict` and the ``texts`` of the tree's tokens; None: not asked for
-
-
-@dataclass(frozen=True, slots=True)
-class SampleUpdate:
-    """What is new in a sample of a request."""
-
-    id: str
-    index: int  # sample
-    text: str
-    token_ids: list[int]
-    logprobs: list[LogprobRow] | None  # of each token; None: not asked for
-    finish_reason: str | None  # None: it continues
-    stop_reason: int | str | None
-    error: str | None  # what ended it, where ``finish_reason`` is "error"
-    ended: Ended | None  # with the last piece of all
-    shown: Shown | None = None  # None: nothing was asked for
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What a step brought."""
-
-    pieces: list[SampleUpdate]
+    chunks: list[Chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +104,4 @@ class Looked:
     counters: dict[str, Any]
 
 
-KINDS = Describe, Description, Submit, Abort, Accepted, Rejected, News, Look, Looked
+KINDS = Describe, Description, Submit, Abort, Accepted, Rejected, Updates, Look, Looked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..runtime.requests import SampleUpdate
+from ..core.outputs import Chunk
 from .schemas import SpeculationChoice
 
 
@@ -71,17 +71,17 @@ def _acceptance(stats: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def add_shown(into: dict[str, Any], wanted: bool | SpeculationChoice | None, piece: SampleUpdate) -> None:
-    """Add to an answer the sources of a piece's tokens, where the request sets ``provenance`` or ``trace``.
+def add_shown(into: dict[str, Any], wanted: bool | SpeculationChoice | None, chunk: Chunk) -> None:
+    """Add to an answer the sources of a chunk's tokens, where the request sets ``provenance`` or ``trace``.
 
     ``provenance``: of each token its text, who drafted it (null: it is the target's own choice) and how deep in the
     draft it was. ``trace``: of each step the tree, the accepted path, what the budget chose, and times.
     """
-    if piece.shown is None or not isinstance(wanted, SpeculationChoice):
+    if chunk.shown is None or not isinstance(wanted, SpeculationChoice):
         return
     if wanted.provenance:
         names = ("token", "source", "depth")
-        origins = (dict(zip(names, one, strict=True)) for one in piece.shown.origins)
+        origins = (dict(zip(names, one, strict=True)) for one in chunk.shown.origins)
         into.setdefault("provenance", []).extend(origins)
     if wanted.trace:
-        into.setdefault("trace", []).extend(piece.shown.steps or ())
+        into.setdefault("trace", []).extend(chunk.shown.steps or ())

@@ -11,9 +11,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from ..runtime.requests import LogprobRow
+from ..core.outputs import Chunk
 from .acceptance import add_shown
-from .generation import Answer, Delta, usage
+from .generation import Answer, usage
 from .http import APIError, EventStream, Write, event, json_response
 from .schemas import Sampling
 
@@ -37,7 +37,7 @@ class Reply:
         """Return the events that precede all pieces."""
         return ()
 
-    def take(self, place: int, delta: Delta) -> Iterable[Event]:
+    def take(self, place: int, chunk: Chunk) -> Iterable[Event]:
         """Add a piece of the answer at a place, and yield its events; each is written before the next is made."""
         raise NotImplementedError
 
@@ -58,10 +58,10 @@ class Reply:
         if streams:
             self.streams = True
             return EventStream(self._events, self._abort)
-        await self._follow(lambda place, deltas: [[*self.take(place, delta)] for delta in deltas])
+        await self._follow(lambda place, chunks: [[*self.take(place, chunk)] for chunk in chunks])
         return json_response(self.whole())
 
-    async def _follow(self, take: Callable[[int, list[Delta]], object]) -> None:
+    async def _follow(self, take: Callable[[int, list[Chunk]], object]) -> None:
         """Take the pieces of each answer, with its place; one that fails ends the others."""
         with ExitStack() as all_of_them:
             for answer in self.answers:
@@ -69,8 +69,8 @@ class Reply:
             await asyncio.gather(*(one.into(partial(take, place)) for place, one in enumerate(self.answers)))
 
     async def _events(self, write: Write) -> None:
-        def take(place: int, deltas: list[Delta]) -> None:
-            write(b"".join([event(one) for delta in deltas for one in self.take(place, delta)]))
+        def take(place: int, chunks: list[Chunk]) -> None:
+            write(b"".join([event(one) for chunk in chunks for one in self.take(place, chunk)]))
 
         try:
             write(b"".join(map(event, self.begin())))
@@ -107,7 +107,7 @@ class Choices(Reply):
         self._head["model"] = self.answer.model
         self.choices: list[Choice] = [{"index": index} for index in range(len(answers) * self.samples)]  # whole ones
 
-    def _parts(self, place: int, delta: Delta) -> list[Choice]:
+    def _parts(self, place: int, chunk: Chunk) -> list[Choice]:
         """Return the choices of a piece's chunks."""
         raise NotImplementedError
 
@@ -118,9 +118,9 @@ class Choices(Reply):
             found["usage"] = usage([self.answers[place]])
         return found
 
-    def take(self, place: int, delta: Delta) -> Iterable[Event]:
+    def take(self, place: int, chunk: Chunk) -> Iterable[Event]:
         """Add a piece, see `Reply`."""
-        for part in self._parts(place, delta):
+        for part in self._parts(place, chunk):
             if self.streams:
                 yield self._chunk(part, place)
             else:
@@ -146,19 +146,22 @@ class Choices(Reply):
         if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             found["prompt_logprobs"] = rows = list[dict[str, Any] | None]()
             for row in answer.prompt_logprobs:
-                entries = ((str(t), max(p, LEAST_LOGPROB), rank, text) for t, p, rank, text in row or ())
-                told = {t: {"logprob": p, "rank": rank, "decoded_token": text} for t, p, rank, text in entries}
+                told = {
+                    str(token): {"logprob": max(p.logprob, LEAST_LOGPROB), "rank": p.rank, "decoded_token": p.decoded}
+                    for token, p in (row or {}).items()
+                }
                 rows.append(told if row is not None else None)
         return found
 
-    def _add(self, choice: Choice, delta: Delta) -> None:
+    def _add(self, choice: Choice, chunk: Chunk) -> None:
         """Add to a choice what chat and completions have of a piece, next to its text."""
-        if delta.finish_reason is not None:
-            reason = {"abort": "stop", "deadline": "length"}.get(delta.finish_reason, delta.finish_reason)
-            choice["finish_reason"], choice["stop_reason"] = reason, delta.stop_reason
+        if chunk.finish_reason is not None:
+            reason = {"abort": "stop", "deadline": "length"}.get(chunk.finish_reason, chunk.finish_reason)
+            choice["finish_reason"] = reason
+            choice["stop_reason"] = "deadline" if chunk.finish_reason == "deadline" else chunk.stop_reason
         if self._body.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        add_shown(choice, self._body.speculation, delta)
+            choice["token_ids"] = chunk.token_ids
+        add_shown(choice, self._body.speculation, chunk)
 
 
 def _merge(whole: Choice, part: Choice) -> None:
@@ -173,8 +176,3 @@ def _merge(whole: Choice, part: Choice) -> None:
             whole[name] = whole.get(name, "") + value
         elif value is not None or name not in whole:
             whole[name] = value
-
-
-def chosen(row: LogprobRow, token: int) -> tuple[int, float, int, str | None]:
-    """Return the entry of the token that was sampled."""
-    return next(entry for entry in row if entry[0] == token)

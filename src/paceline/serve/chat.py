@@ -8,9 +8,9 @@ from typing import Any
 from starlette.responses import Response
 
 from ..core.errors import ConfigError
-from ..runtime.requests import LogprobRow
-from .answers import LEAST_LOGPROB, Choice, Choices, Event, chosen
-from .generation import MOST_LOGPROBS, Answer, Delta, Server, begin, field_of
+from ..core.outputs import Chunk, Logprob
+from .answers import LEAST_LOGPROB, Choice, Choices, Event
+from .generation import MOST_LOGPROBS, Answer, Server, begin, field_of
 from .http import APIError
 from .schemas import ChatRequest
 from .tools import CallReader, ToolUse, tool_use
@@ -76,10 +76,10 @@ class _ChatReply(Choices):
         for index in range(self.samples):
             yield self._chunk(_choice(index, {"role": "assistant", "content": ""}), 0) | self._prompt(0)
 
-    def _parts(self, place: int, delta: Delta) -> list[Choice]:
+    def _parts(self, place: int, chunk: Chunk) -> list[Choice]:
         """Return the choices of a piece, see `Choices`."""
-        reader, found = self._readers[delta.index], list[Choice]()
-        for kind, text in reader.read(delta):
+        reader, found = self._readers[chunk.index], list[Choice]()
+        for kind, text in reader.read(chunk):
             if kind == "content":
                 part: dict[str, Any] = {"content": text}
             else:
@@ -89,15 +89,15 @@ class _ChatReply(Choices):
                     part["tool_calls"][0] |= {"id": reader.calls[-1]["id"], "type": "function"}
                 if self._functions:
                     part = {"function_call": function} if len(reader.calls) == 1 else {}
-            found.append(_choice(delta.index, part))
+            found.append(_choice(chunk.index, part))
         if not found:
-            found.append(_choice(delta.index, {"content": ""} if delta.token_ids and not self._tools else {}))
+            found.append(_choice(chunk.index, {"content": ""} if chunk.token_ids and not self._tools else {}))
         choice = found[-1]
-        self._add(choice, delta)
+        self._add(choice, chunk)
         if choice["finish_reason"] == "stop" and reader.calls and not reader.named:  # it called of its own will
             choice["finish_reason"] = "function_call" if self._functions else "tool_calls"
-        if delta.logprobs is not None:
-            rows = [self._row(row, token) for row, token in zip(delta.logprobs, delta.token_ids, strict=True)]
+        if chunk.logprobs is not None:
+            rows = [self._row(row, token) for row, token in zip(chunk.logprobs, chunk.token_ids, strict=True)]
             choice["logprobs"] = {"content": rows, "refusal": None}
         return found
 
@@ -116,12 +116,16 @@ class _ChatReply(Choices):
             choice["message"] = message
         return super().whole() | self._prompt(0)
 
-    def _row(self, row: LogprobRow, token: int) -> dict[str, Any]:
+    def _row(self, row: dict[int, Logprob], token: int) -> dict[str, Any]:
         """Return the log-probabilities of a token and of the likeliest."""
-        likeliest = sorted(row, key=lambda entry: entry[2])[: self._most]
+        likeliest = sorted(row, key=lambda number: row[number].rank)[: self._most]
         own, *others = (
-            {"token": text or "", "logprob": max(value, LEAST_LOGPROB), "bytes": [*self.answer.token_bytes(number)]}
-            for number, value, _, text in [chosen(row, token), *likeliest]
+            {
+                "token": row[number].decoded or "",
+                "logprob": max(row[number].logprob, LEAST_LOGPROB),
+                "bytes": [*self.answer.token_bytes(number)],
+            }
+            for number in [token, *likeliest]
         )
         return {**own, "top_logprobs": others}
 

@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
+from ..core.outputs import Chunk
 from ..runtime.clock import Late
 from ..runtime.handshake import Fault
 from ..runtime.placement import Placement
@@ -31,10 +32,9 @@ from ..runtime.requests import (
     Description,
     Look,
     Looked,
-    News,
     Rejected,
-    SampleUpdate,
     Submit,
+    Updates,
 )
 from ..runtime.wire import Line, MessageError
 
@@ -63,8 +63,8 @@ class OpenRequest:
     asked: Submit
     accepted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    take: Callable[[list[SampleUpdate]], object] | None = None  # is given what comes; None: nobody follows yet
-    early: list[SampleUpdate] = field(default_factory=list)  # what came before
+    take: Callable[[list[Chunk]], object] | None = None  # is given what comes; None: nobody follows yet
+    early: list[Chunk] = field(default_factory=list)  # what came before
     lives: int = 1  # engines that it was sent to since something came of it
     tokens: list[list[int]] = field(default_factory=list)  # of each sample, so far
     finished: set[int] = field(default_factory=set)  # samples
@@ -78,27 +78,27 @@ class OpenRequest:
         tokens = self.tokens if any(self.tokens) else []
         return replace(self.asked, said=tokens, taken=self.accepted.done(), deadline_s=deadline_s)
 
-    def new(self, piece: SampleUpdate) -> SampleUpdate | None:
-        """Return the part of a piece that an earlier engine has not sent; None: nothing."""
-        if piece.index in self.finished:
-            return None if piece.ended is None else replace(piece, finish_reason=None)
+    def new(self, chunk: Chunk) -> Chunk | None:
+        """Return the part of a chunk that an earlier engine has not sent; None: nothing."""
+        if chunk.index in self.finished:
+            return None if chunk.output is None else replace(chunk, finish_reason=None)
         self.lives = 1
-        self.tokens[piece.index] += piece.token_ids
-        if piece.finish_reason is not None:
-            self.finished.add(piece.index)
-        return piece
+        self.tokens[chunk.index] += chunk.token_ids
+        if chunk.finish_reason is not None:
+            self.finished.add(chunk.index)
+        return chunk
 
-    def deliver(self, pieces: list[SampleUpdate]) -> None:
+    def deliver(self, chunks: list[Chunk]) -> None:
         """Give on what has come at once."""
         if self.take is None:
-            self.early += pieces
-        elif pieces and not self.ended.done():
+            self.early += chunks
+        elif chunks and not self.ended.done():
             try:
-                self.take(pieces)
+                self.take(chunks)
             except Exception as error:
                 self.fail(error)
             else:
-                if pieces[-1].ended is not None:
+                if chunks[-1].output is not None:
                     self.ended.set_result(None)
 
     def fail(self, error: Exception) -> None:
@@ -227,7 +227,7 @@ class EngineClient:
             raise
         return one
 
-    async def follow(self, one: OpenRequest, take: Callable[[list[SampleUpdate]], object]) -> None:
+    async def follow(self, one: OpenRequest, take: Callable[[list[Chunk]], object]) -> None:
         """Deliver every update of a request to ``take`` until it finishes; leaving this does not end the request.
 
         Args:
@@ -267,11 +267,11 @@ class EngineClient:
 
     def _take(self, message: Any) -> None:
         """Read a message of the engine's."""
-        if isinstance(message, News):
-            for request_id, pieces in groupby(message.pieces, attrgetter("id")):
+        if isinstance(message, Updates):
+            for request_id, chunks in groupby(message.chunks, attrgetter("request_id")):
                 if (one := self._open.get(request_id)) is not None:
-                    new = [part for piece in pieces if (part := one.new(piece)) is not None]
-                    if new and new[-1].ended is not None:
+                    new = [part for chunk in chunks if (part := one.new(chunk)) is not None]
+                    if new and new[-1].output is not None:
                         del self._open[request_id]
                     one.deliver(new)
         elif isinstance(message, Accepted):

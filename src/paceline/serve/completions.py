@@ -8,9 +8,9 @@ from typing import Any
 from starlette.responses import Response
 
 from ..core.errors import ConfigError
-from ..runtime.requests import LogprobRow
-from .answers import LEAST_LOGPROB, Choice, Choices, chosen
-from .generation import MOST_SAMPLES, Answer, Delta, Server, begin
+from ..core.outputs import Chunk, Logprob
+from .answers import LEAST_LOGPROB, Choice, Choices
+from .generation import MOST_SAMPLES, Answer, Server, begin
 from .http import APIError
 from .schemas import CompletionRequest
 
@@ -58,19 +58,19 @@ class _CompletionReply(Choices):
         self._offsets = [*map(len, self._echoes)]
         self._begun: set[int] = set()  # choices of which something has come
 
-    def _parts(self, place: int, delta: Delta) -> list[Choice]:
+    def _parts(self, place: int, chunk: Chunk) -> list[Choice]:
         """Return the choice of a piece, see `Choices`."""
-        index = place * self.samples + delta.index
+        index = place * self.samples + chunk.index
         first = index not in self._begun
         self._begun.add(index)
-        choice: Choice = {"index": index, "text": delta.text, "logprobs": None, "finish_reason": None}
+        choice: Choice = {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": None}
         choice["stop_reason"] = None
         if first:
-            choice["text"] = self._echoes[index] + delta.text
+            choice["text"] = self._echoes[index] + chunk.text
             choice |= self._prompt(place) if self.streams else {}
-        self._add(choice, delta)
+        self._add(choice, chunk)
         if self._logprobs is not None:
-            rows = zip(delta.logprobs or (), delta.token_ids if delta.logprobs else (), strict=True)
+            rows = zip(chunk.logprobs or (), chunk.token_ids if chunk.logprobs else (), strict=True)
             choice["logprobs"] = self._columns(index, [(token, row) for row, token in rows])
         return [choice]
 
@@ -83,22 +83,22 @@ class _CompletionReply(Choices):
                 self._offsets[index] = 0
                 rows = zip(answer.asked.ids, answer.prompt_logprobs or (), strict=True)
                 texts = self._texts
-                told = [(token, row or [(token, 0.0, 0, texts.decode([token]))]) for token, row in rows]
+                told = [(token, row or {token: Logprob(0.0, 0, texts.decode([token]))}) for token, row in rows]
                 columns = self._columns(index, told)
                 columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
                 choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in columns.items()}
         return super().whole()
 
-    def _columns(self, index: int, rows: list[tuple[int, LogprobRow]]) -> dict[str, list[Any]]:
+    def _columns(self, index: int, rows: list[tuple[int, dict[int, Logprob]]]) -> dict[str, list[Any]]:
         """Return tokens with their log-probabilities and those of the likeliest."""
         found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, row in rows:
-            own = chosen(row, token)
-            others = [entry for entry in row if entry is own or entry[2] <= (self._logprobs or 0)]
-            found["tokens"].append(own[3] or "")
-            found["token_logprobs"].append(max(own[1], LEAST_LOGPROB))
-            found["top_logprobs"].append({entry[3] or "": max(entry[1], LEAST_LOGPROB) for entry in others})
+            own = row[token]
+            others = [one for one in row.values() if one is own or one.rank <= (self._logprobs or 0)]
+            found["tokens"].append(own.decoded or "")
+            found["token_logprobs"].append(max(own.logprob, LEAST_LOGPROB))
+            found["top_logprobs"].append({one.decoded or "": max(one.logprob, LEAST_LOGPROB) for one in others})
             found["text_offset"].append(self._offsets[index])
             if token not in self._special:
-                self._offsets[index] += len(own[3] or "")
+                self._offsets[index] += len(own.decoded or "")
         return found

@@ -1,7 +1,7 @@
 """Run one request: what every endpoint that generates stands on.
 
     answer = await begin(server, body, ids, params)  # APIError: refused, before a byte was sent
-    await answer.into(take)                          # take(deltas): what came at once, of each text, token_ids, ...
+    await answer.into(take)                          # take(chunks): what came at once, of each text, token_ids, ...
     answer.abort()                                   # ends the request, if it has not ended
     answer.stats, usage([answer])                    # afterwards
 
@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..runtime.requests import Description, LogprobRow, SampleUpdate, Submit
+from ..core.outputs import Chunk, Logprob
+from ..runtime.requests import Description, Submit
 from .acceptance import speculative_decoding
 from .client import STUCK_S, EngineClient, EngineDown, OpenRequest, TooMany
 from .config import ServeConfig
@@ -31,8 +32,7 @@ from .texts import ServedTexts, renderer
 
 MOST_SAMPLES = 128  # of a request
 MOST_LOGPROBS = 20  # of a token
-WHOLE_INTERVAL_S = 0.5  # between pieces of an answer that is not streamed: so much is computed again after a failure
-Delta = SampleUpdate  # the new part of a sample
+WHOLE_INTERVAL_S = 0.5  # between chunks of an answer that is not streamed: so much is computed again after a failure
 
 
 @dataclass(slots=True)
@@ -118,28 +118,28 @@ class Answer:
         self.name = f"{one.asked.params['seed']:x}{time.time_ns():x}"  # of the answer
         self.completion_tokens = 0
         self.stats: dict[str, Any] = {}  # `SpecStats.as_dict`, when it has ended
-        self.prompt_logprobs: list[LogprobRow | None] | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._steps: list[tuple[int, int]] = []  # of each with drafts, tokens drafted and accepted, in a trace
         self._server, self._one, self._streams, self._begun = server, one, streams, begun
         self.token_bytes = server.texts.token_bytes
-        self._last: dict[int, float] = {}  # when a sample's last piece came
+        self._last: dict[int, float] = {}  # when a sample's last chunk came
         ANSWERS.get([]).append(self)
 
     def abort(self) -> None:
         """End the request, if it has not ended."""
         self._server.client.abort(self._one.asked.id)
 
-    async def into(self, take: Callable[[list[Delta]], object]) -> None:
+    async def into(self, take: Callable[[list[Chunk]], object]) -> None:
         """Have what comes taken, all that is there at once, until the end.
 
         Raises:
             APIError: the request failed, or took too long.
         """
 
-        def taken(deltas: list[Delta]) -> None:
-            for delta in deltas:
-                self._took(delta)
-            take(deltas)
+        def taken(chunks: list[Chunk]) -> None:
+            for chunk in chunks:
+                self._took(chunk)
+            take(chunks)
 
         # The engine keeps the deadline, and one that hangs is found out after `STUCK_S`.
         left = max(0.0, self._begun + self._server.config.request_s + STUCK_S - time.monotonic())
@@ -150,21 +150,21 @@ class Answer:
         except (EngineDown, ConfigError) as error:
             raise APIError(503, str(error), code="engine_down") from error
 
-    def _took(self, delta: Delta) -> None:
+    def _took(self, chunk: Chunk) -> None:
         now, counts = time.monotonic(), self._server.counts
-        self.completion_tokens += len(delta.token_ids)
-        if delta.token_ids:
+        self.completion_tokens += len(chunk.token_ids)
+        if chunk.token_ids:
             if not self._last:
                 counts.times["time_to_first_token_seconds"].observe(now - self._begun)
-            elif self._streams and delta.index in self._last:
-                counts.times["inter_token_latency_seconds"].observe(now - self._last[delta.index])
-            self._last[delta.index] = now
-        if delta.shown is not None:
-            self._steps += delta.shown.counts
-        if delta.finish_reason == "error":
-            raise APIError(400, f"the request's own rules failed: {delta.error}", code="request_failed")
-        if delta.ended is not None:
-            self.stats, self.prompt_logprobs = delta.ended.stats, delta.ended.prompt_logprobs
+            elif self._streams and chunk.index in self._last:
+                counts.times["inter_token_latency_seconds"].observe(now - self._last[chunk.index])
+            self._last[chunk.index] = now
+        if chunk.shown is not None:
+            self._steps += chunk.shown.counts
+        if chunk.finish_reason == "error":
+            raise APIError(400, f"the request's own rules failed: {chunk.error}", code="request_failed")
+        if (output := chunk.output) is not None:
+            self.stats, self.prompt_logprobs = output.stats.as_dict(), output.prompt_logprobs
             counts.ended(self.stats, now - self._begun, self.prompt_tokens, self.completion_tokens, self.samples)
 
     def summary(self) -> str:

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.responses import Response
 
+from ..core.outputs import Chunk
 from .acceptance import add_shown
 from .answers import Event, Reply
 from .chat import begin_chat, prompt_of
-from .generation import Answer, Delta, Server
+from .generation import Answer, Server
 from .http import MESSAGES as PATH
 from .http import APIError, Strict, checked, json_response
 from .schemas import ChatRequest, MessagePart, SpeculationChoice, ToolName
@@ -225,9 +226,9 @@ class MessageReply(Reply):
         yield {"type": "message_start", "message": self._message()}
         yield {"type": "ping"}
 
-    def take(self, place: int, delta: Delta) -> Iterator[Event]:
+    def take(self, place: int, chunk: Chunk) -> Iterator[Event]:
         """Add a piece, see `Reply`."""
-        for kind, text in self._reader.read(delta):
+        for kind, text in self._reader.read(chunk):
             if kind == "name":
                 name = self._reader.calls[-1]["id"].replace("call_", "toolu_", 1)
                 yield from self._open({"type": "tool_use", "id": name, "name": text, "input": {}})
@@ -239,11 +240,11 @@ class MessageReply(Reply):
             more = {"text": text} if kind == "content" else {"partial_json": text}
             more["type"] = "text_delta" if kind == "content" else "input_json_delta"
             yield {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": more}
-        add_shown(self._shown, self._speculation, delta)
-        if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
-            self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
-        elif delta.finish_reason is not None:
-            short = delta.finish_reason in ("length", "deadline")
+        add_shown(self._shown, self._speculation, chunk)
+        if chunk.finish_reason == "stop" and isinstance(chunk.stop_reason, str):
+            self._stop = {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_reason}
+        elif chunk.finish_reason is not None:
+            short = chunk.finish_reason in ("length", "deadline")
             self._stop["stop_reason"] = "max_tokens" if short else "tool_use" if self._reader.calls else "end_turn"
 
     def _open(self, block: dict[str, Any]) -> Iterator[Event]:

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.responses import Response
 
+from ..core.outputs import Chunk
 from .acceptance import add_shown
 from .answers import Event, Reply
 from .chat import begin_chat
-from .generation import Answer, Delta, Server, usage
+from .generation import Answer, Server, usage
 from .http import APIError, Strict, checked
 from .schemas import ChatRequest, FunctionName, Ignored, JSONSchema, SpeculationChoice, ToolName
 from .tools import CallReader, ToolUse
@@ -231,10 +232,10 @@ class _ResponseReply(Reply):
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self.whole())
 
-    def take(self, place: int, delta: Delta) -> Iterator[Event]:
+    def take(self, place: int, chunk: Chunk) -> Iterator[Event]:
         """Add a piece, see `Reply`."""
-        add_shown(self._shown, self._body.speculation, delta)
-        for kind, text in self._reader.read(delta):
+        add_shown(self._shown, self._body.speculation, chunk)
+        for kind, text in self._reader.read(chunk):
             if kind == "content":
                 yield from self._write(text)
             elif kind == "name":
@@ -243,11 +244,11 @@ class _ResponseReply(Reply):
             else:
                 self._items[-1]["arguments"] += text
                 yield self._of_item("function_call_arguments.delta", delta=text)
-        if delta.finish_reason is not None:
+        if chunk.finish_reason is not None:
             if not self._items:
                 yield from self._write("")
             yield from self._close()
-            self._status = "incomplete" if delta.finish_reason in ("length", "deadline") else "completed"
+            self._status = "incomplete" if chunk.finish_reason in ("length", "deadline") else "completed"
 
     def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
         """Begin an item."""

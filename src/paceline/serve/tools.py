@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..runtime.requests import SampleUpdate
+from ..core.outputs import Chunk
 from .http import APIError
 from .parsers import ParsedPiece, ToolParser
 from .schemas import ChatRequest, Function
@@ -135,13 +135,13 @@ class CallReader:
         self.named = use is not None and use.named
         self._parser = None if use is None else ToolParser(use.family)
 
-    def read(self, delta: SampleUpdate) -> Iterator[ParsedPiece]:
+    def read(self, chunk: Chunk) -> Iterator[ParsedPiece]:
         """Yield what a piece brings, as it is added to content and calls."""
         if self._parser is None:
-            pieces: list[ParsedPiece] = [("content", delta.text)] if delta.text else []
+            pieces: list[ParsedPiece] = [("content", chunk.text)] if chunk.text else []
         else:
-            pieces = self._parser.feed(delta.text)
-            if delta.finish_reason is not None:
+            pieces = self._parser.feed(chunk.text)
+            if chunk.finish_reason is not None:
                 pieces += self._parser.end()
         for kind, text in pieces:
             if kind == "content":
