@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from .options import AUTO_DRAFTER
 
 Message = Mapping[str, Any]  # {"role": .., "content": ..}
 log = logging.getLogger(__name__)
+_LEARN = "paceline.adapt.learning.begin:begin"  # imported where it is needed
 Job = Callable[..., str]  # `Engine.submit` of a request that is all but submitted
 
 
@@ -78,7 +80,9 @@ class LLM:
         if refusals:
             words = "drafter %r, the default of this model, cannot be used here: %s. The drafter %r is used instead."
             log.warning(words, candidates[0], refusals[0].wrong, drafter)
-        self.learning = None if self.config.learn is None else _learn(self)
+        self.learning: Any = None
+        if self.config.learn is not None:
+            self.learning = resolve_name(_LEARN)(self.config, self._target, self.engine)
 
     def _shared(self, other: Any) -> LoadedModel:
         """Another one's target, if it is what this one's configuration asks for."""
@@ -115,8 +119,7 @@ class LLM:
         """Whether requests are learned from, and how that stands; ready for JSON."""
         if self.learning is None:
             return {"state": "off: nothing of any request is kept, and nothing is learned"}
-        found: dict[str, Any] = self.learning.describe()
-        return found
+        return self.learning.describe()
 
     # -- answers
 
@@ -295,13 +298,6 @@ class LLM:
         answer = chunks()
         next(answer)
         return answer
-
-
-def _learn(llm: LLM) -> Any:
-    """Let the drafter learn; what that takes is imported where it is asked for."""
-    from ..adapt.learning.begin import begin
-
-    return begin(llm.config, llm._target, llm.engine)
 
 
 def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:

@@ -32,23 +32,19 @@ class Runtime:
 
     def cut(self, config: LLMConfig, source: Source) -> LLMConfig:
         """Return the options with ``layers=auto`` of a pipeline replaced by a cut that is measured."""
-        cut: LLMConfig = config if config.pipeline is None else _module("stage_worker").with_cut(config, source)
-        return cut
+        return config if config.pipeline is None else _module("stage_worker").with_cut(config, source)
 
     def start_ranks(self, config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
         """Start the other ranks of a target, or of a part of it; return rank 0, with the line to them."""
-        ranks: Ranks = _module("rank_worker").start_ranks(config, source, part)
-        return ranks
+        return _module("rank_worker").start_ranks(config, source, part)
 
     def start_tracks(self, config: LLMConfig, source: Source) -> Ranks:
         """Start the other tracks of a draft in the same way."""
-        ranks: Ranks = _module("rank_worker").start_tracks(config, source)
-        return ranks
+        return _module("rank_worker").start_tracks(config, source)
 
     def start_stages(self, config: LLMConfig, target: LoadedModel, pool: KVPool) -> StageLine:
         """Start the stages of a target but the last one, which ``target`` and ``pool`` have."""
-        stages: StageLine = _module("stage_worker").start_stages(config, target, pool, self._hosts)
-        return stages
+        return _module("stage_worker").start_stages(config, target, pool, self._hosts)
 
     def start_drafter(
         self, config: LLMConfig, source: Source, pool_tokens: int, rows: int, place: Place
@@ -63,8 +59,7 @@ class Runtime:
             place: where it runs.
         """
         start = _module("draft_worker").start_drafter
-        sessions: GoingSessions = start(config, source, pool_tokens, rows, place, self._hosts)
-        return sessions
+        return start(config, source, pool_tokens, rows, place, self._hosts)
 
 
 def _module(name: str) -> Any:
