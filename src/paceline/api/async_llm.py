@@ -49,7 +49,7 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None, **options: Any
     ) -> RequestOutput:
-        """The whole answer to one prompt.
+        """Return the whole answer to one prompt.
 
         Raises:
             ConfigError: the prompt, the parameters or the application cannot be used.
@@ -64,8 +64,9 @@ class AsyncLLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None, **options: Any
     ) -> AsyncIterator[Chunk]:
-        """Chunks of the answer, one after each step that brings text or tokens. Closing the iterator, or cancelling the
-        task, ends the request.
+        """Yield chunks of the answer, one after each step that brings text or tokens.
+
+        Closing the iterator, or cancelling the task, ends the request.
 
         Args:
             prompt, params, application, options: as for `LLM.stream`.
@@ -84,7 +85,7 @@ class AsyncLLM:
         application: str | None = None,
         **options: Any,
     ) -> AsyncIterator[Chunk]:
-        """Chunks of the answer to a conversation."""
+        """Yield chunks of the answer to a conversation."""
         return self._stream(self._llm.chat_job(messages, params, application, **options))
 
     async def _stream(self, job: Job) -> AsyncIterator[Chunk]:

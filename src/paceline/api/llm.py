@@ -97,26 +97,26 @@ class LLM:
 
     @property
     def decoder(self) -> Decoder:
-        """The target's network."""
+        """Return the target's network."""
         return self._target.decoder
 
     @property
     def folder(self) -> Path:
-        """The target's local folder."""
+        """Return the target's local folder."""
         return self._target.folder
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The conditions that the target's speed depends on: a calibration must have been made under the same ones."""
+        """Return what the target's speed depends on: a calibration must have been made under the same conditions."""
         return fingerprint(self.config, self.decoder)
 
     @property
     def kernels(self) -> str:
-        """The kernels of the layers: "native" with the instructions in use, or "torch"."""
+        """Return the kernels of the layers: "native" with the instructions in use, or "torch"."""
         return "torch" if self.decoder.stack is None else f"native ({native.describe()})"
 
     def describe_learning(self) -> dict[str, Any]:
-        """Whether requests are learned from, and how that stands; ready for JSON."""
+        """Return whether requests are learned from, and how that stands; ready for JSON."""
         if self.learning is None:
             return {"state": "off: nothing of any request is kept, and nothing is learned"}
         return self.learning.describe()
@@ -124,7 +124,7 @@ class LLM:
     # -- answers
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
-        """How the model is sampled by ``paceline chat``: as its ``generation_config.json`` says.
+        """Return how the model is sampled by ``paceline chat``: as its ``generation_config.json`` says.
 
         Of that file come temperature, top_p, top_k, min_p and repetition_penalty; with ``do_sample: false`` the
         temperature is 0.
@@ -200,14 +200,14 @@ class LLM:
         return self._stream(self.job(prompt, params, application, **options))
 
     def job(self, prompt: Prompt, params: SamplingParams | None, application: str | None, **options: Any) -> Job:
-        """A request for `stream`, not submitted yet; errors as there."""
+        """Return a request for `stream` that is not submitted yet; errors as there."""
         self.engine.check_application(application)
         return self._job(*encode(prompt, self.tokenizer), params, application, options)
 
     def chat_job(
         self, messages: Sequence[Message], params: SamplingParams | None, application: str | None, **options: Any
     ) -> Job:
-        """A request for `chat`, not submitted yet; errors as there."""
+        """Return a request for `chat` that is not submitted yet; errors as there."""
         self.engine.check_application(application)
         ids, text = chat_ids(messages, self.tokenizer, self.config.model)
         return self._job(ids, text, params, application, options)
@@ -301,7 +301,7 @@ class LLM:
 
 
 def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
-    """What belongs to each prompt: one of ``kind`` (or None) for all, or one a prompt."""
+    """Return what belongs to each prompt: one of ``kind`` (or None) for all, or one a prompt."""
     if given is None or isinstance(given, kind):
         return [given] * count
     if len(given) != count:
@@ -311,9 +311,10 @@ def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
 
 
 def drafters_of(config: LLMConfig, source: Source, beside: Sequence[str] = ()) -> list[str | DrafterConfig | None]:
-    """List the drafters that a configuration allows, best first: the one that it names, or where it says ``auto`` what
-    `paceline adapt` made for the model's weights, the zoo's choice, and look-ups; each with ``beside`` before it.
+    """List the drafters that a configuration allows, best first, each with ``beside`` before it.
 
+    That is the one that it names, or for ``auto`` what `paceline adapt` made for the model's weights, the zoo's choice,
+    and look-ups.
     Applications whose rows have others next to them leave no choice: their answers depend on these.
 
     Raises:

@@ -51,7 +51,7 @@ class ClusterConfig(NamedConfig):
     gpus: int | None = option(None, help="GPUs of each worker; none: 1 with device=cuda, else 0", minimum=0)
 
     def validate(self) -> None:
-        """An address is a word or a host and a port."""
+        """Check that an address is a word, or a host and a port."""
         self.require(
             "address", self.address == "auto" or _HOST_PORT.fullmatch(self.address) is not None, "is not an address"
         )

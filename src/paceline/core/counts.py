@@ -25,7 +25,7 @@ class TokenCounts:
             self.seen = len(tokens)
 
     def with_paths(self, paths: Tensor | None) -> Tensor:
-        """[n or 1, V] int32: occurrences in each row's output, its drafted ancestors included."""
+        """Return [n or 1, V] int32: occurrences in each row's output, its drafted ancestors included."""
         if paths is None or paths.shape[1] == 0:
             return self.counts[None]
         counts = self.counts.repeat(len(paths), 1)

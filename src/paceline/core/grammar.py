@@ -81,5 +81,4 @@ class Matcher(Protocol):
         """Return which paths the grammar allows after an output; none where that cannot be determined."""
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
-        """Return the tokens that follow whatever is chosen: the beginning of every text that the grammar allows, as
-        far as that can be found out."""
+        """Return the tokens that every text that the grammar allows begins with, as far as they can be found out."""

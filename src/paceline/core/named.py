@@ -137,5 +137,5 @@ def _is_spellable(kind: Any) -> bool:
 
 
 def default(spec: Field[Any]) -> Any:
-    """Of an option; MISSING where one must be given."""
+    """Return the default of an option; MISSING: a value must be given."""
     return spec.default if spec.default_factory is MISSING else spec.default_factory()

@@ -1,5 +1,4 @@
-"""The fields of a config dataclass: what each may hold, declared once and checked in the same way for text, files and
-Python.
+"""The fields of a config dataclass: what each may hold, declared once for text, files and Python.
 
 A field comes from `option`. Its type hint says which values fit, strictly: no number is taken for a truth value, no
 text for a number. pydantic checks hints and bounds; `check` turns what it finds into a `ConfigError`.
@@ -30,7 +29,7 @@ class IsNumber:
     """Annotates a float: an int or a float, where pydantic takes whatever can be made one, such as a tensor."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The check, then pydantic's own."""
+        """Return the check, followed by pydantic's own."""
         return core_schema.chain_schema([core_schema.is_instance_schema((int, float)), handler(source)])
 
 
@@ -45,7 +44,7 @@ _LIMITS = {  # pydantic's name of a broken bound -> the bound in its context, an
 def option(
     default: Any = MISSING, *, help: str, minimum: float | None = None, maximum: float | None = None, **rules: Any
 ) -> Any:
-    """A config field.
+    """Declare a config field.
 
     Args:
         default: its value if none is given; left out: the field is required.
@@ -80,7 +79,7 @@ def check(config: Any, prefix: str = "") -> None:
 
 @cache
 def _validator(config_class: type[Any]) -> TypeAdapter[Any]:
-    """Checks the fields of a dataclass, given as a dict."""
+    """Return a validator of a dataclass's fields, given as a dict."""
     hints = get_type_hints(config_class, include_extras=True)
     held = {spec.name: _held(hints[spec.name], spec.metadata) for spec in fields(config_class)}
     make: Any = TypedDict
@@ -90,7 +89,7 @@ def _validator(config_class: type[Any]) -> TypeAdapter[Any]:
 
 
 def _held(hint: Any, rules: Mapping[str, Any]) -> Any:
-    """A type hint with the bounds of its field, for pydantic."""
+    """Return a type hint with the bounds of its field, for pydantic."""
     if rules.get("choices"):
         return Literal[tuple(rules["choices"])]
     return Union[tuple(_bounded(kind, rules) for kind in alternatives(hint))]  # noqa: UP007  (made of values)
@@ -119,7 +118,7 @@ def _plain_text(value: str) -> str:
 
 
 def _refusal(config: Any, prefix: str, name: str, faults: list[Any]) -> ConfigError:
-    """One field's faults in our words."""
+    """Return the error of one field's faults."""
     value = getattr(config, name)
     rules = type(config).__dataclass_fields__[name].metadata
     asked, remedy = f"{prefix}{name}={shown(value)}", remedy_of(type(config), name)
@@ -134,13 +133,13 @@ def _refusal(config: Any, prefix: str, name: str, faults: list[Any]) -> ConfigEr
 
 
 def remedy_of(config_class: type[Any], name: str) -> str:
-    """What to do about a value that a field cannot hold: what the field says and may hold."""
+    """Return what to do about a value that a field cannot hold: what the field means and may hold."""
     text = config_class.__dataclass_fields__[name].metadata.get("help")
     return f"give a valid {name}: {text.rstrip('.')}" if text else f"correct {name}"
 
 
 def _limit(fault: Any) -> str | None:
-    """The bound that a value breaks, in words; None: it is of another type."""
+    """Return the bound that a value breaks, in words; None: it is of another type."""
     if fault["type"] == "text":
         return str(fault["msg"])
     if fault["type"] not in _LIMITS:
@@ -153,7 +152,7 @@ def _limit(fault: Any) -> str | None:
 
 
 def read(text: str, hint: Any) -> Any:
-    """A value as it is written -> the type of its field: ``none``, ``yes``, ``3``, ``<1,1,3>``, text with a comma too.
+    """Convert text to the type of a field: ``none``, ``yes``, ``3``, ``<1,1,3>``, text with a comma too.
 
     Raises:
         ValueError: the text fits no alternative of the type.
@@ -167,7 +166,7 @@ def read(text: str, hint: Any) -> Any:
 
 
 def _read_as(text: str, kind: Any) -> Any:
-    """One of `alternatives`; ValueError (pydantic's is one) where the text does not fit it."""
+    """Convert text to one of `alternatives`; raise ValueError (pydantic's is one) where it does not fit."""
     if kind is str:
         return text[1:-1] if _enclosed(text) else text
     if kind in (int, float):
@@ -188,7 +187,7 @@ def _enclosed(text: str) -> bool:
 
 
 def named_values(flag: str, pairs: Iterable[str]) -> dict[str, str]:
-    """``["sql=a/folder"]`` -> ``{"sql": "a/folder"}``; a name stands for one thing.
+    """Convert ``["sql=a/folder"]`` to ``{"sql": "a/folder"}``; a name stands for one thing.
 
     Raises:
         ConfigError: text of another form, or a name twice; ``flag`` is what the text was given for.
@@ -204,7 +203,7 @@ def named_values(flag: str, pairs: Iterable[str]) -> dict[str, str]:
 
 
 def written(value: Any) -> str:
-    """The inverse of `read`."""
+    """Return a value as text: the inverse of `read`."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple) or (isinstance(value, str) and "," in value):
@@ -213,14 +212,14 @@ def written(value: Any) -> str:
 
 
 def alternatives(hint: Any) -> list[Any]:
-    """The members of a union, None first and text last, since text takes anything."""
+    """Return the members of a union, None first and text last, since text takes anything."""
     if get_origin(hint) not in (Union, UnionType):
         return [hint]
     return sorted(get_args(hint), key=lambda kind: 0 if kind is NoneType else 2 if kind is str else 1)
 
 
 def type_name(hint: Any) -> str:
-    """A type in words."""
+    """Return a type in words."""
     return " or ".join(_plain_name(kind) for kind in reversed(alternatives(hint)))
 
 
@@ -256,7 +255,7 @@ _SHOWN.maxlevel, _SHOWN.maxstring = 4, SHOWN
 
 
 def suggest(word: str, known: Iterable[str], what: str) -> str:
-    """What to write in place of a word that is not known, of those that are."""
+    """Return what to write in place of a word that is not known, of those that are."""
     listed = list(known)
     return f"{did_you_mean(word, listed)}Known {what}s: {', '.join(listed) or 'none'}"
 
@@ -268,6 +267,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its repr, cut short; for any value whatever, however long, deep or broken."""
+    """Return the repr of a value for a message, cut short; any value works, however long, deep or broken."""
     text = _SHOWN.repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 20]} ... {text[-15:]}"

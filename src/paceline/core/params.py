@@ -101,7 +101,7 @@ class SamplingParams:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> SamplingParams:
-        """From its fields as JSON has them, where keys of ``logit_bias`` are texts; errors as of this class."""
+        """Read the fields as JSON has them, where keys of ``logit_bias`` are texts; errors as of this class."""
         bias = fields.get("logit_bias")
         return SamplingParams(**{**fields, "logit_bias": bias and {int(token): by for token, by in bias.items()}})
 
@@ -125,15 +125,15 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the argmax of the processed logits."""
+        """Return whether each token is the argmax of the processed logits."""
         return self.temperature == 0
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, empty where there is none."""
+        """Return `stop` as a tuple, empty where there is none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 def refuse(name: str, value: object, wrong: str, remedy: str) -> None:
-    """Raises ConfigError: a field has a value that cannot be."""
+    """Raise ConfigError: a field has a value that cannot be."""
     raise ConfigError(f"{name}={shown(value)}", wrong, remedy)

@@ -20,13 +20,13 @@ class TextStream(Protocol):
 
     @property
     def sure(self) -> bool:
-        """Whether `push` never fails, so that it may be called later than its token comes."""
+        """Return whether `push` never fails, so that it may be called later than its token comes."""
 
     def push(self, token: int) -> str:
-        """The text that the next token adds; "" while a character is incomplete."""
+        """Return the text that the next token adds; "" while a character is incomplete."""
 
     def end(self) -> str:
-        """The remaining text at the end of the output: U+FFFD for an incomplete character."""
+        """Return the remaining text at the end of the output: U+FFFD for an incomplete character."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ _MOST_UNREAD = 64  # tokens that wait for their text: for many at once it takes 
 
 
 def find_stop(stops: Sequence[str], text: str, new: int) -> tuple[int, str] | None:
-    """The first of ``stops`` in ``text`` that ends in its last ``new`` characters: (start, string).
+    """Find the first of ``stops`` in ``text`` that ends in its last ``new`` characters: (start, string).
 
     First means the one that ends first, as if the text had come character by character, so the answer does not depend
     on where tokens begin; of two that end together, the longer.
@@ -50,7 +50,7 @@ def find_stop(stops: Sequence[str], text: str, new: int) -> tuple[int, str] | No
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that is a beginning of stop, but not all of it."""
+    """Return the length of the longest end of text that is a beginning of stop, but not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -64,7 +64,7 @@ class GrowingText:
         self.length = 0  # characters
 
     def append(self, piece: str) -> None:
-        """Put a piece behind what is there."""
+        """Append a piece."""
         if piece:
             self._pieces.append(piece)
             self.length += len(piece)
@@ -75,13 +75,13 @@ class GrowingText:
         self.length = len(self._pieces[0])
 
     def whole(self) -> str:
-        """All of it."""
+        """Return all of it."""
         if len(self._pieces) != 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
     def slice(self, start: int, stop: int) -> str:
-        """Characters start .. stop - 1; cheap near the end."""
+        """Return characters start .. stop - 1; cheap near the end."""
         at, last = self.length, len(self._pieces)
         while last and at > start:
             last -= 1
@@ -126,7 +126,7 @@ class StopChecker:
         self._min_tokens, self._keeps_stop_string = params.min_tokens, params.include_stop_str_in_output
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self._stop_ids, self._stops = frozenset(params.stop_token_ids or ()), params.stop_strings
-        self.enders = self._eos_ids | self._stop_ids  # ids that end the output behind ``min_tokens``
+        self.enders = self._eos_ids | self._stop_ids  # ids that end the output after ``min_tokens``
         self._longest = max(map(len, self._stops), default=0)
         self._said = GrowingText()
         self._unread: list[int] = []  # tokens whose text is not made yet
@@ -139,12 +139,12 @@ class StopChecker:
 
     @property
     def text(self) -> str:
-        """All text so far, the possible beginning of a stop string included."""
+        """Return all text so far, the possible beginning of a stop string included."""
         return self._text.whole()
 
     @property
     def _text(self) -> GrowingText:
-        """The text of all tokens so far."""
+        """Return the text of all tokens so far."""
         unread, self._unread = self._unread, []
         if self._stream is not None:
             for token in unread:
@@ -153,14 +153,14 @@ class StopChecker:
 
     @property
     def stable_length(self) -> int:
-        """Characters that will not change any more: all but the possible beginning of a stop string."""
+        """Return how many characters will not change any more: all but the possible beginning of a stop string."""
         if self.finished or not self._longest:
             return self._text.length
         end = self._text.slice(self._text.length - self._longest, self._text.length)
         return self._text.length - max(_overlap(end, stop) for stop in self._stops)
 
     def stable_text(self, start: int = 0) -> str:
-        """The text from character ``start`` on that will not change any more."""
+        """Return the text from character ``start`` on that will not change any more."""
         return self._text.slice(start, self.stable_length)
 
     def feed(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None, StopReason]:
@@ -187,7 +187,7 @@ class StopChecker:
         return len(tokens), None, None
 
     def pass_over(self, tokens: Sequence[int]) -> bool:
-        """`feed` of tokens that end nothing and whose text can wait; False: they are none, nothing was done."""
+        """Take tokens as `feed` does, if they end nothing and their text can wait; False: nothing was done."""
         count = len(tokens)
         if not self._waits or self.num_tokens + count >= self.max_tokens or not self.enders.isdisjoint(tokens):
             return False
@@ -238,7 +238,7 @@ class StopChecker:
 def token_logprobs(
     logits: Tensor, chosen: Tensor, k: int, decode: DecodeToken | None = None
 ) -> list[dict[int, Logprob]]:
-    """Log-probabilities of the chosen token and of the k likeliest, row by row.
+    """Return log-probabilities of the chosen token and of the k likeliest, row by row.
 
     Args:
         logits: [n, V]; raw or processed, as the request wants it.

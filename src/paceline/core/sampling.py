@@ -96,17 +96,17 @@ class SequenceSampler:
 
     @property
     def plain(self) -> bool:
-        """Whether every choice from now on is the argmax of the raw logits."""
+        """Return whether every choice from now on is the argmax of the raw logits."""
         return self.greedy and not self._steps
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn by temperature and truncations alone."""
+        """Return whether tokens are drawn by temperature and truncations alone."""
         return not self.greedy and len(self._steps) == self._truncations
 
     @property
     def rules(self) -> bytes:
-        """``struct Rules`` of compiled code: by temperature, truncations and a grammar's masks alone."""
+        """Return ``struct Rules`` of compiled code: of temperature, truncations and a grammar's masks alone."""
         if self._rules is None or self._rules[0] != len(self._steps):
             p, known = self.params, len(self._steps) == self._truncations + (self.matcher is not None)
             min_p = math.log(p.min_p) if p.min_p > 0 else 1.0
@@ -117,7 +117,7 @@ class SequenceSampler:
 
     @property
     def output_ids(self) -> list[int]:
-        """A copy of the committed output."""
+        """Return a copy of the committed output."""
         return self.tokens[self.prompt_len :]
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class SequenceSampler:
     # -- choosing
 
     def process(self, logits: Tensor, paths: Tensor | None = None) -> Tensor:
-        """The logits after all rules of the request, -inf where a token is excluded.
+        """Return the logits after all rules of the request, -inf where a token is excluded.
 
         Args:
             logits: [n, V], any float dtype.
@@ -159,7 +159,7 @@ class SequenceSampler:
         return result
 
     def scores(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
-        """[n, V]: `process`, plus each row's noise unless greedy. The next token is the argmax.
+        """Return [n, V]: `process`, plus each row's noise unless greedy. The next token is the argmax.
 
         Source: the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014, section 2).
         """
@@ -172,7 +172,7 @@ class SequenceSampler:
     def candidates(
         self, logits: Tensor, paths: Sequence[Sequence[int]], positions: Sequence[int], noisy: bool
     ) -> Tensor:
-        """[n, V]: what several tokens of another network are ranked by, as candidates for this sequence's next one.
+        """Return [n, V]: what candidates of another network for this sequence's next token are ranked by.
 
         Like `ranked`, but tokens that top-k, top-p or min-p exclude come `BEHIND` the others and not out: the target's
         own truncation may keep them.
@@ -188,7 +188,7 @@ class SequenceSampler:
         return ranked + self.noise(positions, device=ranked.device) if noisy else ranked
 
     def ranked(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: Sequence[int], noisy: bool) -> Tensor:
-        """[n, V]: what drafts are ranked by, before a softmax: `scores` (``noisy``) or `process`.
+        """Return [n, V]: what drafts are ranked by, before a softmax: `scores` (``noisy``) or `process`.
 
         Args:
             logits: [n, V] of the drafting network.
@@ -202,11 +202,11 @@ class SequenceSampler:
         return self.scores(logits, drafted, positions) if noisy else self.process(logits, drafted)
 
     def choose(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
-        """[n] int64: the token that plain decoding chooses after each row."""
+        """Return [n] int64: the token that plain decoding chooses after each row."""
         return self.scores(logits, paths, positions).argmax(dim=-1)
 
     def probs(self, logits: Tensor, paths: Tensor | None = None) -> Tensor:
-        """[n, V]: the distribution p from which each row's token is drawn; one-hot when greedy."""
+        """Return [n, V]: the distribution p from which each row's token is drawn; one-hot when greedy."""
         processed = self.process(logits, paths)
         if self.greedy:
             chosen = processed.argmax(dim=-1, keepdim=True)
@@ -216,7 +216,7 @@ class SequenceSampler:
     # -- noise
 
     def noise(self, positions: Tensor | Sequence[int], device: torch.device | None = None) -> Tensor:
-        """[n, V] float32 Gumbel noise of the target's own choice, and of coupled drafts.
+        """Return [n, V] float32 Gumbel noise of the target's own choice, and of coupled drafts.
 
         Args:
             positions: [n] the position that each row's token will occupy. A list spares a GPU the wait.
@@ -236,7 +236,7 @@ class SequenceSampler:
         device: torch.device | None = None,
         domain: int = DRAFT,
     ) -> Tensor:
-        """[n, V] float32 Gumbel noise for drafts that are drawn independently of the target's choice.
+        """Return [n, V] float32 Gumbel noise for drafts that are drawn independently of the target's choice.
 
         The k largest of log q + noise are k draws without replacement, in draw order (Kool et al. 2019).
         ``branch`` (one for all rows, or [n]) distinguishes rows at one position that are to differ.
@@ -248,11 +248,11 @@ class SequenceSampler:
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, device=device)
 
     def draw(self, probs: Tensor, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
-        """[n] int64: one draw from each row of probs [n, V], independent of the target's noise."""
+        """Return [n] int64: one draw from each row of probs [n, V], independent of the target's noise."""
         return (probs.log() + self.draft_noise(positions, branch, probs.device)).argmax(dim=-1)
 
     def accept_uniform(self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
-        """[n] float64 in (0, 1), on the CPU: decides whether rejection sampling accepts a drafted token.
+        """Return [n] float64 in (0, 1), on the CPU: decides whether rejection sampling accepts a drafted token.
 
         ``branch`` (one for all, or [n]) distinguishes nodes at one position.
         """
@@ -263,11 +263,11 @@ class SequenceSampler:
     def residual_gumbel(
         self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0, device: torch.device | None = None
     ) -> Tensor:
-        """[n, V] float32 Gumbel noise for the token drawn where rejection sampling stops."""
+        """Return [n, V] float32 Gumbel noise for the token drawn where rejection sampling stops."""
         return self.draft_noise(positions, branch, device, noise.RESIDUAL)
 
     def _cached_noise(self, positions: list[int], device: torch.device) -> dict[int, Tensor]:
-        """Rows by position. A draft and its check use the same rows, so they are kept until they are passed."""
+        """Return rows by position. A draft and its check use the same rows, so they are kept until they are passed."""
         rows = {p: self._noise_rows.get((device, p)) for p in positions}
         missing = [p for p, row in rows.items() if row is None]
         keys = self._keys(noise.TARGET, missing, [0] * len(missing))
@@ -284,7 +284,7 @@ class SequenceSampler:
     # -- the rules, in their order
 
     def _active_steps(self) -> list[_Step]:
-        """The rules that can change a logit, in the order in which they apply."""
+        """Return the rules that can change a logit, in the order in which they apply."""
         p = self.params
         warm = not p.greedy
         table: tuple[tuple[bool, _Step], ...] = (

@@ -44,7 +44,7 @@ class Speculation:
         object.__setattr__(self, "sources", tuple(self.sources))
 
     def chosen(self, known: Sequence[str]) -> frozenset[int] | None:
-        """Which of the engine's sources are asked; None: all.
+        """Return the marks of the engine's sources that draft for it; None: all.
 
         Args:
             known: the sources that a request may choose among, by their mark; none: there is no drafter.

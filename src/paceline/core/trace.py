@@ -26,7 +26,7 @@ class StepTrace:
     host_ms: float = 0.0
 
     def origins(self) -> list[tuple[str | None, int]]:
-        """Of each emitted token who proposed it (None: nobody, it is the target's own), and its depth (0)."""
+        """Return for each emitted token its proposer (None: it is the target's own) and its depth (0)."""
         found: list[tuple[str | None, int]] = [(self.sources[n], d) for d, n in enumerate(self.path, 1)]
         return (found + [(None, 0)])[: self.emitted]
 

@@ -1,5 +1,4 @@
-"""Verification: which drafted path is accepted, as pure functions of a tree, the target's data at every node, and
-noise.
+"""Verification: choose the accepted path, as pure functions of a tree, the target's data at every node, and noise.
 
 No model and no cache. ``p`` is the target's distribution and ``q`` the draft's, everywhere. Node n's row
 of ``p`` (or its entry of ``chosen``) is the target's choice *after* node n.
@@ -24,9 +23,9 @@ ResidualGumbel = Callable[[int, int], Tensor]
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> Accepted:
-    """Sample and match: follow one tree along the tokens that the target itself chose after each node (argmax, or a
-    draw from p with noise keyed by seed, sample index and position).
+    """Follow one tree along the tokens that the target itself chose after each node (sample and match).
 
+    It chooses by argmax, or by a draw from p with noise keyed by seed, sample index and position.
     Lossless for any tree at all: every emitted token is the target's own choice after the tokens before it, so the
     output is that of plain decoding with the same noise. One scan, since children come after their parents; of siblings
     with the same token the first is followed. A node after which nothing could be chosen (-1) is not entered.
@@ -207,9 +206,7 @@ class _Drafts:
         return p_token, q_token
 
     def stopped(self, count: Tensor, leftover: Tensor) -> list[Accepted]:
-        """Return chains of which the first ``count`` [B] nodes were accepted, the next token is drawn from
-        ``leftover``.
-        """
+        """Return chains with the first ``count`` [B] nodes accepted, and the next token drawn from ``leftover``."""
         paths = [[*range(1, n + 1)] for n in count.tolist()]
         return [*zip(paths, _draw(leftover, count, self.noise), strict=True)]
 

@@ -18,7 +18,7 @@ class Clock(Protocol):
     """Seconds, from an arbitrary zero."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the seconds."""
         ...
 
     def sleep_until(self, when: float) -> None:
@@ -30,7 +30,7 @@ class RealClock:
     """The system's monotonic clock, which all processes of a host share."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the seconds."""
         return time.perf_counter()
 
     def sleep_until(self, when: float) -> None:
@@ -52,7 +52,7 @@ class Pace:
 
     @contextmanager
     def work(self, rows: int = 1) -> Iterator[None]:
-        """What is inside ends when its given time has passed, and not before."""
+        """Let what is inside end when its time has passed, and not before."""
         began = self._clock.now()
         yield
         if self._seconds is not None:

@@ -47,7 +47,7 @@ TIMEOUTS = Timeouts(silent_s=5.0, most_rest_s=1.0)
 def draft_worker(
     config: LLMConfig, source: Source, rows: int, pool_tokens: int, placement: Placement, level_ms: float | None = None
 ) -> WorkerSpec:
-    """A worker that serves the draft sessions of the drafter that the configuration names.
+    """Describe a worker that serves the draft sessions of the drafter that the configuration names.
 
     Args:
         config: the options of the target's process.
@@ -111,7 +111,7 @@ def start_drafter(
 def service(
     device: str, options: Mapping[str, Any], rows: int, pool_tokens: int, level_ms: float | None = None
 ) -> DraftService:
-    """What that worker makes, in its own process; arguments as of `draft_worker`.
+    """Make that worker's service, in its own process; arguments as of `draft_worker`.
 
     Raises:
         ConfigError: the drafter cannot be had, or is not for the target.
@@ -136,7 +136,7 @@ def service(
 
 
 def named(chosen: DrafterConfig) -> str:
-    """A drafter's options as they are written; `registry.parse` reads it."""
+    """Return a drafter's options as they are written; `registry.parse` reads it."""
     given = [(spec.name, getattr(chosen, spec.name), spec.default) for spec in fields(chosen)]
     return ",".join([chosen.kind, *(f"{name}={written(value)}" for name, value, usual in given if value != usual)])
 
@@ -149,7 +149,7 @@ def _chosen(config: LLMConfig) -> DrafterConfig:
 
 
 def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
-    """The draft's weights, where it has any, and the target's vocabulary and dtype."""
+    """Return the draft's weights, where it has any, and the target's vocabulary and dtype."""
     draft = getattr(chosen, "model", None)
     folder = None if draft is None else resolve_folder(draft, offline=config.offline)
     return Facts(

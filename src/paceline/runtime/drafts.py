@@ -50,7 +50,7 @@ class Open:
 
     @staticmethod
     def of(opening: Opening) -> Open:
-        """The message."""
+        """Return the message."""
         o = opening
         rules = asdict(o.params), o.seed, o.sample_index
         sources = None if o.sources is None else sorted(o.sources)
@@ -103,7 +103,7 @@ KINDS = Open, Grow, Grew, Tell
 
 
 class DraftService(Service):
-    """Draft sessions behind a line.
+    """Draft sessions that a line serves.
 
     Args:
         sessions: of a drafter that is bound.
@@ -147,7 +147,7 @@ class DraftService(Service):
                 growth.call_off(key)
 
     def work(self) -> Iterable[Grew] | None:
-        """One level of the oldest growth."""
+        """Grow one level of the oldest growth."""
         if not self._growths:
             return None
         growth = self._growths[0]
@@ -189,7 +189,7 @@ class RemoteSessions:
         self._growing: dict[int, LocalGrowing] = {}  # as far as they are known, by ticket
 
     def ready(self) -> bool:
-        """Whether sessions may be opened and used; looks after the worker in passing.
+        """Return whether sessions may be opened and used; look after the worker in passing.
 
         Raises:
             ConfigError: as of `Worker.poll`.
@@ -246,7 +246,7 @@ class RemoteSessions:
             pass
 
     def wait(self, growing: Growing) -> None:
-        """Until a growth is done, a level at a time; looks after the worker meanwhile, which may be known to hang."""
+        """Wait until a growth is done, a level at a time; look after the worker meanwhile, which may hang."""
         waited = 0.0
         while not growing.done:
             if self._take(min(LOOK_S, self._patience_s)):
@@ -267,7 +267,7 @@ class RemoteSessions:
             self._gone()
 
     def _take(self, timeout: float) -> bool:
-        """One message, if it comes in time."""
+        """Take one message, if it comes in time."""
         message = receive(self._worker, timeout)
         if self._worker.line is None:
             self._gone()

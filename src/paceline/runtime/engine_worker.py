@@ -47,7 +47,7 @@ WARM_TOKENS = 8  # of an answer before the first request: kernels, buffers and t
 
 
 def service(device: str, options: Mapping[str, Any]) -> EngineService:
-    """What that worker makes, in its own process: loaded, and warm.
+    """Make that worker's service, in its own process: loaded, and warm.
 
     Raises:
         ConfigError: an option, file or combination that cannot be used.
@@ -124,7 +124,7 @@ class EngineService(Service):
             yield description(self._llm)
 
     def _compiles(self, asked: Submit) -> bool:
-        """Whether a request waits for its grammar, which may take a second: steps go on beside it."""
+        """Return whether a request waits for its grammar, which may take a second: steps continue meanwhile."""
         try:
             grammar, grammars = Grammar.read(asked.params.get("grammar")), self._engine.grammars
         except ConfigError:
@@ -142,7 +142,7 @@ class EngineService(Service):
         return True
 
     def _compiled(self) -> list[Accepted | Rejected]:
-        """The answers to requests whose grammar is there."""
+        """Return the answers to requests whose grammar is compiled."""
         done = [asked for asked, thread in self._compiling.values() if not thread.is_alive()]
         for asked in done:
             del self._compiling[asked.id]
@@ -174,7 +174,7 @@ class EngineService(Service):
 
     @inference
     def work(self) -> Iterable[Any] | None:
-        """One step of the engine, and what it brought."""
+        """Run one step of the engine, and return what it brought."""
         answers: list[Any] = self._compiled() if self._compiling else []
         if not self._engine.busy:
             if self._compiling:
@@ -210,7 +210,7 @@ class EngineService(Service):
 
 
 def _shown(stream: _Stream, index: int) -> Shown:
-    """What a sample's request asked to see of the steps since the last chunk; they are taken out."""
+    """Take out the steps since the last chunk; return what the request asks to see of them."""
     sequence = stream.live.sequences[index]
     steps, sequence.trace = sequence.trace or [], []
     tokens, text = sequence.output_ids, sequence.token_text or str
@@ -222,7 +222,7 @@ def _shown(stream: _Stream, index: int) -> Shown:
 
 
 def description(llm: LLM) -> Description:
-    """What an `LLM` serves."""
+    """Describe what an `LLM` serves."""
     config, limits, tokenizer = llm.config, llm.engine.limits, llm.tokenizer
     backend, template = getattr(tokenizer, "_tokenizer", None), getattr(tokenizer, "chat_template", None)
     return Description(
@@ -246,12 +246,12 @@ def description(llm: LLM) -> Description:
 
 
 def _most_nodes(budget: Mapping[str, Any]) -> int:
-    """Most nodes that a budget, as it describes itself, allows a step."""
+    """Return the most nodes that a budget, as it describes itself, allows a step."""
     if budget["kind"] == "table":
         return max(budget["table"].values())
     return int(budget["cap"] if budget["kind"] == "auto" else budget["nodes"])
 
 
 def _special(tokenizer: Any) -> dict[str, str]:
-    """Tokens that templates name, as text."""
+    """Return the tokens that templates name, as text."""
     return {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}

@@ -39,7 +39,7 @@ class Adapter:
 
     @staticmethod
     def of(number: int, adapter: LowRank) -> Adapter:
-        """As a message."""
+        """Return adapters as a message."""
         c = adapter.config
         values = torch.cat([part.data.reshape(-1) for _, _, *pair in adapter.pairs() for part in pair])
         return Adapter(number, c.rank, c.alpha, [*c.layers], [*c.linears], values)
@@ -66,7 +66,7 @@ KINDS = Run, Adapter, Clear
 
 
 class RankService(Service):
-    """A rank after a line.
+    """A rank that a line serves.
 
     Args:
         decoder: its share of the target.

@@ -1,5 +1,4 @@
-"""Ranks of a target, and tracks of a draft, in processes of their own: from the options of an `LLM` to workers and the
-line to them.
+"""Ranks of a target, and tracks of a draft, in processes: from the options of an `LLM` to workers and their line.
 
 Each process reads its share of the checkpoint and nothing else. Rank 0's is the engine's process, or the drafter's.
 """
@@ -103,7 +102,7 @@ def _stop(workers: Sequence[Remote], memory: RankMemory, joins: Joins) -> None:
 
 
 def options_of(config: LLMConfig, source: Source) -> dict[str, Any]:
-    """What a rank's or a stage's process must know of the options; its layers are compiled where they are here."""
+    """Return the options that a rank's or a stage's process needs; its layers are compiled where they are here."""
     options = {name: getattr(config, name) for name in OPTIONS}
     return options | {"kernels": "native" if compiled_layers(config, source.shape, source.dtype) else "torch"}
 
@@ -150,6 +149,6 @@ def rank_service(
 
 
 def facts_of(source: Source) -> Facts:
-    """The checkpoint's."""
+    """Return the facts of the checkpoint."""
     weights = f"{fingerprint(source.folder)} ({source.shape.num_layers} layers)"  # more may add zero
     return Facts(weights=weights, dtype=str(source.dtype).removeprefix("torch."))

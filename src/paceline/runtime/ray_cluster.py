@@ -54,7 +54,7 @@ class Bundle:
         return f"{self.cores} cores" + (f" and {self.gpus} GPUs" if self.gpus else "")
 
     def resources(self, host: str = "") -> dict[str, float]:
-        """In Ray's words; on one host, where it is named."""
+        """Return Ray's resources; on one host, where it is named."""
         found = {"CPU": float(self.cores), "GPU": float(self.gpus), f"node:{host}": PIN if host else 0.0}
         return {name: amount for name, amount in found.items() if amount}
 
@@ -63,7 +63,7 @@ class Bundle:
 
 
 def connect(cluster: ClusterConfig, insecure: bool) -> str:
-    """Join a cluster, or find that this process has; the address of this host in it.
+    """Join a cluster, unless this process has; return the address of this host in it.
 
     Args:
         cluster: which.
@@ -89,7 +89,7 @@ def connect(cluster: ClusterConfig, insecure: bool) -> str:
 
 
 def _check_head(asked: str, address: str, insecure: bool) -> None:
-    """Whether a cluster's head is there, knows this process's token, and knows nobody without one."""
+    """Check that a cluster's head is there, accepts this process's token, and refuses clients without one."""
     _probe(asked, address, _token())
     if not insecure and _probe(asked, address, ""):
         wrong = "it asks nobody for a token: whoever reaches it runs code on all its hosts"
@@ -114,7 +114,7 @@ def _join(asked: str, address: str) -> None:
 
 
 def _probe(asked: str, address: str, token: str) -> bool:
-    """Whether a cluster's head answers who gives a token, or none.
+    """Return whether a cluster's head answers a client with a token, or with none.
 
     Raises:
         ConfigError: nobody answers, the token is wrong, or it is another version of Ray.
@@ -143,7 +143,7 @@ def _probe(asked: str, address: str, token: str) -> bool:
 
 
 def _token() -> str:
-    """This process's, where Ray looks for it; empty: none."""
+    """Return this process's token, where Ray looks for it; empty: none."""
     if given := os.environ.get("RAY_AUTH_TOKEN"):
         return given.strip()
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
@@ -156,12 +156,12 @@ def _token() -> str:
 
 
 def hosts() -> dict[str, Mapping[str, float]]:
-    """What each host of the cluster has, by Ray's number of it."""
+    """Return what each host of the cluster has, by Ray's number of it."""
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
 def even_share(count: int) -> int:
-    """Cores for each of so many processes, if all hosts get as many of them."""
+    """Return the cores for each of so many processes, if all hosts get as many of them."""
     found = hosts()
     each = math.ceil(count / len(found))
     return max(1, int(min(has.get("CPU", 0) for has in found.values()) // each))
@@ -216,18 +216,18 @@ class Reservation:
             raise ConfigError(asked, wrong, "wait for them, ask for fewer cores, or let more hosts join")
 
     def launch(self, index: int) -> Launch:
-        """How the worker of one of the bundles is started."""
+        """Return how the worker of one of the bundles is started."""
         return partial(_Actor, self, index)
 
     def room(self) -> str:
-        """What is wrong with the bundles' places; empty: nothing. A host that left may have had one of them."""
+        """Return what is wrong with the bundles' places; empty: nothing. A host that left may have had one of them."""
         if placement_group_table(self._group)["state"] == "CREATED":
             return ""
         there = ", ".join(_has(has) for has in hosts().values())
         return f"has no host: none is left with {self.bundle} that nobody uses; those that are there have {there}"
 
     def actor(self, index: int) -> Any:
-        """A new one in one of the bundles."""
+        """Return a new actor in one of the bundles."""
         where = PlacementGroupSchedulingStrategy(self._group, index + 1)
         sizes = {"num_cpus": self.bundle.cores, "num_gpus": self.bundle.gpus}
         return _ACTOR.options(**sizes, scheduling_strategy=where).remote()
@@ -279,7 +279,7 @@ class _Actor(Handle):
 
 
 def _words(error: BaseException) -> str:
-    """How an actor ended."""
+    """Return how an actor ended."""
     text = str(error)
     if not isinstance(error, ray.exceptions.RayActorError):
         return f"failed: {text.strip().splitlines()[-1]}"

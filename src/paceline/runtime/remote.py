@@ -218,14 +218,14 @@ class Remote:
 
     @property
     def pid(self) -> int | None:
-        """Its process; None: there is none at the moment, or it is not known yet."""
+        """Return its process; None: there is none at the moment, or it is not known yet."""
         if self._handle is None:
             return None
         return self._handle.pid or (None if self.hello is None else self.hello.pid)
 
     @property
     def host(self) -> str:
-        """Where it runs; empty: here, or not known yet."""
+        """Return where it runs; empty: here, or not known yet."""
         return "" if self.hello is None else self.hello.host
 
     def start(self) -> Line:

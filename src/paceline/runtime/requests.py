@@ -82,9 +82,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """What a step brought: chunks without ``origins`` and prompt, and with the last one of a request an output without
-    prompt and samples.
-    """
+    """What a step brought: chunks without origins and prompt; outputs have neither prompt nor samples."""
 
     chunks: list[Chunk]
 

@@ -35,8 +35,10 @@ class Service:
         raise NotImplementedError
 
     def work(self) -> Iterable[Any] | None:
-        """Do a piece of the remaining work and return its answers; None: there is none. Messages that arrive meanwhile
-        are handled between two pieces."""
+        """Do a piece of the remaining work and return its answers; None: there is none.
+
+        Messages that arrive meanwhile are handled between two pieces.
+        """
         return None
 
 

@@ -25,7 +25,7 @@ from .wire import Codec, Line, connected, listening
 
 
 class StageService(Service):
-    """A stage behind a line.
+    """A stage that a line serves.
 
     Args:
         stage: of a decoder without embedding and head.

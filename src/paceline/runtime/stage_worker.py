@@ -81,7 +81,7 @@ def start_stages(config: LLMConfig, target: LoadedModel, pool: KVPool, hosts: Cl
 
 
 def with_cut(config: LLMConfig, source: Source) -> LLMConfig:
-    """The options with ``layers=auto`` replaced by a cut from what a layer and the head take here.
+    """Return the options with ``layers=auto`` replaced by a cut from what a layer and the head take here.
 
     A layer is timed with one row and with w rows. Rows fall along a pipeline, since its trees are pruned on their way:
     taken are w of them in the first stage, one in the last, and even factors between.
@@ -112,7 +112,7 @@ def with_cut(config: LLMConfig, source: Source) -> LLMConfig:
 def _timed(
     config: LLMConfig, source: Source, threads: int | None, rows: Sequence[int]
 ) -> tuple[dict[int, float], float]:
-    """Median seconds of the last layer by rows, and of the head with one row, with so many threads."""
+    """Return the median seconds of the last layer by rows, and of the head with one row, with so many threads."""
     before = torch.get_num_threads()
     decoder = load_part(config, source, TargetPart((source.shape.num_layers - 1, source.shape.num_layers), ends=True))
     pool = KVPool(*decoder.cache_shape, TIMED_KEYS + max(rows), decoder.dtype, decoder.device)
@@ -140,8 +140,10 @@ def _median_s(call: Callable[[], Any]) -> float:
 
 
 def place(split: Split, device: str, hosts: ClusterHosts | None = None) -> list[Placement]:
-    """Return where each stage runs, the coordinator's last: on cores of its own, where cores are named, and with
-    ``cuda`` on a GPU of its own, where there are as many; on a cluster in its bundle.
+    """Return where each stage runs, the coordinator's last.
+
+    It has cores of its own, where cores are named, and with ``cuda`` a GPU of its own, where there are as many; on a
+    cluster it runs in its bundle.
 
     Raises:
         ConfigError: fewer cores than stages, cores that do not go evenly into them or are not there.
@@ -164,7 +166,7 @@ def place(split: Split, device: str, hosts: ClusterHosts | None = None) -> list[
 
 
 def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Placement, source: Source) -> WorkerSpec:
-    """A worker with a stage.
+    """Describe a worker with a stage.
 
     Args:
         config: the options of the coordinator.
@@ -185,7 +187,7 @@ def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Pl
 
 
 def service(device: str, options: Mapping[str, Any], start: int, stop: int, slots: int) -> StageService:
-    """What such a worker makes, in its own process.
+    """Make the service of a stage, in its own process.
 
     Args:
         device: where it computes.
@@ -220,7 +222,7 @@ def _facts(source: Source, exact: bool) -> Facts:
 
 
 def _vocabulary(source: Source) -> str:
-    """sha256 over the tokenizer's files: a stage has no tokenizer, and would be long in reading one."""
+    """Return the sha256 of the tokenizer's files: a stage has no tokenizer, and reading one takes long."""
     digest = sha256()
     for file in source.tokenizer_files():
         digest.update(file.name.encode() + sha256(file.read_bytes()).digest())

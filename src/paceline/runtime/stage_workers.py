@@ -71,8 +71,10 @@ class InFlight:
         self._took.append((self._now() - sent.at) / self._hops)
 
     def rest_s(self) -> float:
-        """Return the seconds until a late level is to be looked for again, if a tick lasts as long as frames take from
-        stage to stage; 0: it is over, or no frame is in flight."""
+        """Return the seconds until a late level is looked for again; 0: the tick is over, or no frame is in flight.
+
+        A tick lasts as long as frames take from stage to stage.
+        """
         if not any(self._sent):
             return 0.0
         hop = median(self._took) if self._took else FIRST_S

@@ -37,8 +37,10 @@ def _load_drafts(
     dtype: str,
     processes: int = 1,
 ) -> LoadedModel:
-    """A model that a drafter runs, loaded as the target was; ``auto`` is what dtype "auto" means, and ``runtime``
-    starts all but this one of its ``processes``."""
+    """Load a model that a drafter runs, as the target was loaded.
+
+    ``auto`` is what dtype "auto" means, and ``runtime`` starts all but this one of its ``processes``.
+    """
     wanted = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
     revision = config.revision if name == config.model else None
     source = resolve(name, wanted, revision, config.offline)
@@ -59,7 +61,7 @@ def _load_drafts(
 
 
 def drafter_of(config: LLMConfig) -> DrafterConfig | None:
-    """The drafter that the configuration names, with the zoo's weights for the target where it means those.
+    """Return the drafter that the configuration names, with the zoo's weights for the target where it means those.
 
     Raises:
         ConfigError: the zoo has none.
@@ -86,8 +88,11 @@ def _of_the_zoo(model: str, kind: str) -> str:
 def build_drafter(
     config: LLMConfig, target: LoadedModel, beside: int, runtime: Runtime | None = None
 ) -> Drafter | None:
-    """Build the drafter that the configuration names; None: it names none. Applications have at most ``beside`` rows
-    next to each of theirs, and ``runtime`` starts the processes of a draft's tracks."""
+    """Build the drafter that the configuration names; None: it names none.
+
+    Applications have at most ``beside`` rows next to each of theirs, and ``runtime`` starts the processes of a draft's
+    tracks.
+    """
     chosen = drafter_of(config)
     if chosen is None:
         return None
@@ -101,8 +106,10 @@ def drafter_context(
     texts: bool = True,
     runtime: Runtime | None = None,
 ) -> DrafterContext:
-    """Return what a drafter may use while it is built, for a target; ``beside`` and
-    ``runtime`` as of `build_drafter`. Without ``texts`` the vocabulary of tokenizers is enough."""
+    """Return what a drafter may use while it is built; ``beside`` and ``runtime`` as of `build_drafter`.
+
+    Without ``texts`` the vocabulary of tokenizers is enough.
+    """
     return DrafterContext(
         load_model=partial(_load_drafts, config, texts, target.dtype, runtime),
         dtype=target.dtype,
@@ -115,7 +122,7 @@ def drafter_context(
 
 
 def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel) -> DraftBudget:
-    """The draft budget: what was asked for, or chosen by the engine."""
+    """Make the draft budget that was requested, or let the engine choose."""
     if drafter is None:
         return FixedBudget(size=0, why="no drafter was named")
     chosen = parse_budget(config.budget)
@@ -136,7 +143,7 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
 
 
 def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> AutoBudget:
-    """Costs of a machine that is named; else from the model's calibration, where there is one; else estimated now."""
+    """Make a budget from costs of a machine that is named, else from the model's calibration, else estimated now."""
     decoder = target.decoder
     if config.costs != AUTO_COSTS:
         return AutoBudget.of(drafter.spec, _predicted(config.costs, target))
@@ -149,7 +156,7 @@ def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> Au
 
 
 def _predicted(machine: str, target: LoadedModel) -> CostTable:
-    """The planner's costs of this target on a machine that has a name."""
+    """Return the planner's costs of this target on a machine that has a name."""
     decoder = target.decoder
     sizes, named = shape_of(decoder.config), machines.machine(machine)
     network = ServedModel(shape=sizes, weight_bytes=decoder.weight_bytes, kv_bytes=decoder.dtype.itemsize)
@@ -158,19 +165,19 @@ def _predicted(machine: str, target: LoadedModel) -> CostTable:
 
 
 def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
-    """Under which conditions this target's speed was, or would be, measured."""
+    """Return the conditions under which this target's speed is measured."""
     kernels = "native" if compiled_layers(config, decoder.config, decoder.dtype) else "torch"
     kernels += f" in {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
     return calibration.fingerprint(decoder, kernels)
 
 
 def _draft_name(config: LLMConfig) -> str:
-    """The calibration's name for the draft model that the drafter runs; empty where it runs none."""
+    """Return the calibration's name for the draft model that the drafter runs; empty where it runs none."""
     chosen = drafter_of(config)
     name = getattr(chosen, "model", None)
     return draft_key(str(name), str(getattr(chosen, "dtype", "auto"))) if name else ""
 
 
 def draft_key(name: str, dtype: str) -> str:
-    """What a calibration calls the passes of a draft model."""
+    """Return what a calibration calls the passes of a draft model."""
     return f"{name},dtype={dtype}"

@@ -35,8 +35,10 @@ log = logging.getLogger(__name__)
 
 
 def load_target(config: LLMConfig, source: Source, runtime: Runtime | None = None) -> LoadedModel:
-    """Load the target; ``runtime`` starts its other ranks, where it has some. Everything that can be checked without
-    the weights is checked before they are read."""
+    """Load the target; ``runtime`` starts its other ranks, where it has some.
+
+    Everything that can be checked without the weights is checked before they are read.
+    """
     if source.shape.tracks > 1:
         wrong = "it is a draft of tracks, which no target is"
         raise CapabilityError(f"model {config.model!r}", wrong, f"draft with it: drafter='draft_model:{config.model}'")

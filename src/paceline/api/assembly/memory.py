@@ -17,7 +17,7 @@ DEFAULT_KV_BYTES = 512 * 2**20
 
 
 def kv_layout(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Layers, K/V heads and width of a row of the target's K/V, and what its numbers are.
+    """Return layers, K/V heads and width of a row of the target's K/V, and the type of its numbers.
 
     Raises:
         CapabilityError: K/V in int8 under layers that torch runs.
@@ -35,6 +35,7 @@ def kv_layout(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> tu
 
 
 def model_length(config: LLMConfig, shape: DecoderConfig) -> int:
+    """Return the most tokens of prompt and output."""
     context = shape.max_position
     wanted = config.max_model_len or context
     if wanted > context:
@@ -48,7 +49,7 @@ def model_length(config: LLMConfig, shape: DecoderConfig) -> int:
 def pool_tokens(
     config: LLMConfig, kept: tuple[int, int, int], dtype: torch.dtype, max_model_len: int, scratch: int = 0
 ) -> int:
-    """Tokens that a K/V pool of this shape will hold; checks that there is memory for them."""
+    """Return the tokens that a K/V pool of this shape will hold; check that there is memory for them."""
     per_token = KVPool.bytes_per_token(*kept, dtype)
     # One sequence alone must always fit, with its last token's row.
     least = max_model_len + 1
@@ -70,8 +71,7 @@ def pool_tokens(
 
 
 def make_pool(config: LLMConfig, target: LoadedModel, max_model_len: int, scratch: int) -> KVPool:
-    """The target's K/V pool, with ``scratch`` slots. Its tokens are as many as memory for all layers holds,
-    wherever these are.
+    """Make the target's K/V pool, with ``scratch`` slots, for as many tokens as memory for all layers holds.
 
     Raises:
         ConfigError: too little memory.

@@ -105,8 +105,9 @@ def _decoder(
 
 
 def stage_devices(config: LLMConfig) -> list[str]:
-    """Return the devices of the target's stages on this host. The last one is this process's; a target that is not
-    split over processes here has that one alone.
+    """Return the devices of the target's stages on this host.
+
+    The last one is this process's; a target that is not split over processes here has that one alone.
     """
     split = None if config.pipeline is None else parse_split(config.pipeline)
     if split is None or config.cluster is not None:
@@ -115,9 +116,7 @@ def stage_devices(config: LLMConfig) -> list[str]:
 
 
 def draft_device(config: LLMConfig, place: Place) -> str:
-    """Return the device of a drafter in a process of its own: the one that is named, or the next one after the
-    stages'.
-    """
+    """Return the device of a drafter in a process of its own: the named one, or the next one after the stages'."""
     devices = len(stage_devices(config)) + 1
     return place.device or share_devices(config.device, devices, torch.cuda.device_count())[-1]
 
@@ -151,8 +150,10 @@ def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
 
 
 def exact_layers(config: LLMConfig, source: Source) -> bool:
-    """Return whether the target's layers must be told to give a row the same bits in every pass. Compiled ones do it
-    anyway, and in float64 what differs decides no token."""
+    """Return whether the target's layers must be configured to give a row the same bits in every pass.
+
+    Compiled ones do it anyway, and in float64 what differs decides no token.
+    """
     if config.exact is not None:
         return config.exact
     able = config.tensor_parallel == 1 and config.attention != "reference" and source.dtype != torch.float64
