@@ -17,10 +17,9 @@ from paceline.weights.source import load_tokenizer
 
 ZOO = load_tokenizer(Path(__file__).parents[2] / "zoo" / "paceline-small")
 USER = {"role": "user", "content": "hi"}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1, "x"]}'}}
 TEMPLATE = (
-    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{{ mood or '' }}{% for m in messages %}<{{ m.role }}>"
+    "{% for m in messages %}<{{ m.role }}>"
     "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.a[1] }})"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -32,9 +31,9 @@ def with_template(template: str) -> Any:
     return made
 
 
-def text(messages: Any, template: str = TEMPLATE, **options: Any) -> str:
+def text(messages: Any, template: str = TEMPLATE) -> str:
     tokenizer = with_template(template)
-    ids, said = chat_ids(messages, tokenizer, "m", **options)
+    ids, said = chat_ids(messages, tokenizer, "m")
     assert tokenizer.decode(ids) == said
     return said
 
@@ -74,39 +73,24 @@ def test_developers_are_systems_where_the_template_knows_none():
     assert text(messages, TEMPLATE + "{# developer #}") == "<developer>be<user>hi<assistant>"
 
 
-def test_tools_their_calls_and_what_they_said():
+def test_calls_of_tools_and_their_answers():
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
-    assert text(messages, tools=TOOLS) == "[add]<user>hi<assistant>add(x)<tool>3<assistant>"
+    assert text(messages) == "<user>hi<assistant>add(x)<tool>3<assistant>"
     assert CALL["function"]["arguments"].startswith("{")  # type: ignore[index]  # the caller's own is as it was
 
 
-def test_variables_of_the_template():
-    assert text([USER], chat_template_kwargs={"mood": "calm"}) == "calm<user>hi<assistant>"
-
-
-def test_the_final_message_goes_on():
-    messages = [USER, {"role": "assistant", "content": "I am"}]
-    assert text(messages, continue_final_message=True) == "<user>hi<assistant>I am"
-    ids, said = chat_ids(messages, ZOO, "m", continue_final_message=True)
-    assert said.endswith("I am") and ids[-1] != ZOO.eos_token_id
-
-
 @pytest.mark.parametrize(
-    ("messages", "options", "word"),
+    ("messages", "word"),
     [
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "reads text alone"),
-        ([{"role": "user", "content": ["x"]}], {}, "reads text alone"),
-        ([{"role": "user", "content": None}], {}, "a role and a text"),
-        ([{"role": 3, "content": "x"}], {}, "a role and a text"),
-        (["x"], {}, "a role and a text"),
-        ([USER], {"tools": TOOLS}, "has none"),
-        ([USER], {"continue_final_message": True}, "no assistant's"),
-        ([USER], {"chat_template_kwargs": {"tokenize": True}}, "not a variable"),
-        ([USER], {"chat_template_kwargs": {"frog": True}}, "chat_template_kwargs='frog'"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {}, "no JSON"),
-        ([{"role": "assistant", "tool_calls": ["f"]}], {}, "names no function"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "reads text alone"),
+        ([{"role": "user", "content": ["x"]}], "reads text alone"),
+        ([{"role": "user", "content": None}], "a role and a text"),
+        ([{"role": 3, "content": "x"}], "a role and a text"),
+        (["x"], "a role and a text"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "no JSON"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "names no function"),
     ],
 )
-def test_what_a_conversation_cannot_have(messages: Any, options: Any, word: str):
+def test_what_a_conversation_cannot_have(messages: Any, word: str):
     with pytest.raises(ConfigError, match=word):
-        chat_ids(messages, ZOO, "m", **options)
+        chat_ids(messages, ZOO, "m")

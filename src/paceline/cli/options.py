@@ -145,7 +145,7 @@ def _typed(spec: Field[Any]) -> str:
 
 def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mapping[str, str]) -> Flag:
     flag = _typed(spec)
-    default = defaults.get(spec.name, _default(spec))
+    default = defaults.get(spec.name, ... if spec.default is MISSING else spec.default)
     kind: Any
     read: Callable[[Any], Any]
     if spec.metadata.get("metavar", "").endswith(",.."):  # several numbers in one text
@@ -167,12 +167,6 @@ def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mappi
     kind = kind | None if default is None else kind
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(spec.name, keyword, default=default, annotation=Annotated[kind, declared]), read
-
-
-def _default(spec: Field[Any]) -> Any:
-    if spec.default is not MISSING:
-        return spec.default
-    return spec.default_factory() if spec.default_factory is not MISSING else ...
 
 
 def _number_or_none(kind: type, text: Any) -> Any:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
-from types import NoneType
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, get_type_hints
 
 from .errors import CapabilityError, ConfigError
-from .options import alternatives, check, read, remedy_of, shown, suggest, type_name, written
+from .options import check, read, remedy_of, shown, suggest, type_name, written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,6 @@ class NamedConfig:
     refuses: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __post_init__(self) -> None:
-        hints(type(self))
         check(self, f"{self.kind},")
         self.validate()
 
@@ -67,7 +65,7 @@ def made(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[str, str]]
     """
     values = _read_options(asked, chosen, given)
     for field in fields(chosen):
-        if default(field) is MISSING and field.name not in values:
+        if field.default is MISSING and field.name not in values:
             form = ":MODEL" if field.name == "model" else f",{field.name}=..."
             raise ConfigError(asked, f"{chosen.kind} needs {field.name}", f"write {chosen.kind}{form}")
     return chosen(**values)
@@ -111,31 +109,12 @@ def option_rows(chosen: type[NamedConfig]) -> Iterator[OptionRow]:
     """Yield the options of a config class."""
     known = hints(chosen)
     for spec in fields(chosen):
-        value = "required" if default(spec) is MISSING else written(default(spec))
+        value = "required" if spec.default is MISSING else written(spec.default)
         about = spec.metadata.get("help", "")
         yield OptionRow(name=spec.name, type=type_name(known[spec.name]), default=value, help=about)
 
 
 def hints(chosen: type[NamedConfig]) -> dict[str, Any]:
-    """Return the options' types; those that a text cannot spell are refused."""
+    """Return the options' types."""
     found = get_type_hints(chosen)
-    options = {spec.name: found[spec.name] for spec in fields(chosen)}
-    for name, hint in options.items():
-        if not all(map(_is_spellable, alternatives(hint))):
-            raise ConfigError(
-                f"{chosen.__name__}.{name}: {type_name(hint)}",
-                "an option of this type cannot be written in a drafter's name",
-                "use int, float, bool, str, Literal, tuple[..., ...] or a union of these with None",
-            )
-    return options
-
-
-def _is_spellable(kind: Any) -> bool:
-    if get_origin(kind) is tuple:
-        return len(get_args(kind)) == 2 and get_args(kind)[1] is Ellipsis and get_args(kind)[0] in (int, float, str)
-    return kind in (NoneType, bool, int, float, str) or get_origin(kind) is Literal
-
-
-def default(spec: Field[Any]) -> Any:
-    """Return the default of an option; MISSING: a value must be given."""
-    return spec.default if spec.default_factory is MISSING else spec.default_factory()
+    return {spec.name: found[spec.name] for spec in fields(chosen)}

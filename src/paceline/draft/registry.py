@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.named import NamedConfig, default, hints, made, option_rows, pairs
+from ..core.named import NamedConfig, hints, made, option_rows, pairs
 from ..core.named import OptionRow as OptionRow
 from ..core.options import MOST_TEXT, shown, suggest
 from ..core.options import option as option
@@ -151,7 +151,7 @@ def without_weights() -> list[str]:
     """Those that draft for any target as they are: their names alone can be given, and they read nothing trained."""
     found = {name: config_class(name) for name in names() if name != NONE}
     free = {name: chosen for name, chosen in found.items() if not chosen.weights}
-    return [name for name, chosen in free.items() if all(default(spec) is not MISSING for spec in fields(chosen))]
+    return [name for name, chosen in free.items() if all(spec.default is not MISSING for spec in fields(chosen))]
 
 
 def config_class(name: str) -> type[DrafterConfig]:

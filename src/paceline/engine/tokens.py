@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from ..core.chat_templates import check_variables
 from ..core.contents import as_read
 from ..core.errors import ConfigError
 from ..core.options import shown
@@ -74,27 +73,16 @@ def _encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
         raise ConfigError("a text prompt", wrong, "give other text, or token ids") from error
 
 
-def chat_ids(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    model: str,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    continue_final_message: bool = False,
-) -> tuple[list[int], str]:
+def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any, model: str) -> tuple[list[int], str]:
     """Return ids and text of a conversation in the model's chat template.
 
     Args:
         messages: as OpenAI's: a role, and as content text or parts of text (see `core.contents`), or tool calls.
         tokenizer: with the template.
         model: its name, for messages.
-        tools: functions that the model may call, as OpenAI's.
-        chat_template_kwargs: further variables of the template.
-        continue_final_message: the answer continues in the last message, rather than in a new one.
 
     Raises:
-        ConfigError: no template, or messages, tools or variables that it has no use for.
+        ConfigError: no template, or messages that it has no use for.
     """
     template = None if tokenizer is None else getattr(tokenizer, "chat_template", None)
     if not template:
@@ -102,21 +90,11 @@ def chat_ids(
     if not messages:
         raise ConfigError("a chat without messages", "there is nothing to answer", "give at least one message")
     told = [_message(message, "developer" in str(template)) for message in messages]
-    if tools and "tools" not in str(template):
-        raise ConfigError("a chat with tools", f"the template of {model} has none", "leave tools out")
-    if continue_final_message and (told[-1]["role"] != "assistant" or not told[-1].get("content")):
-        wrong = "the last message is no assistant's with text"
-        raise ConfigError("continue_final_message", wrong, "end with the beginning of the answer")
-    own = dict(chat_template_kwargs or {})
-    check_variables(own, str(template))
     try:
         text = tokenizer.apply_chat_template(
             as_read(told, lambda probe: str(tokenizer.apply_chat_template(probe, tokenize=False))),
-            tools=list(tools) if tools else None,
-            add_generation_prompt=not continue_final_message,
-            continue_final_message=continue_final_message,
+            add_generation_prompt=True,
             tokenize=False,
-            **own,
         )
     except Exception as error:  # templates are programs of the checkpoint and raise what they like
         raise ConfigError(

@@ -7,17 +7,21 @@ by transformers' function, which needs no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..core.chat_templates import check_variables
 from ..core.contents import as_read
 from ..core.errors import ConfigError
 from ..runtime.requests import Description
 from .schemas import ChatRequest, TokenizeRequest
+
+# Arguments of `apply_chat_template` itself, and what it gives every template.
+_TAKEN = {"self", "conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"}
+_TAKEN |= {"add_generation_prompt", "continue_final_message", "truncation", "max_length", "return_tensors"}
+_TAKEN |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
 
 
 class ServedTexts:
@@ -91,7 +95,7 @@ class ServedTexts:
         if not template or self._tokenizer is None:
             raise ConfigError("a chat", "the model has no chat template", "use /v1/completions with a plain prompt")
         variables = body.chat_template_kwargs or {}
-        check_variables(variables, template)
+        _check_variables(variables, template)
         render = partial(renderer(), chat_template=template)
         try:
             made: Any = render(
@@ -105,6 +109,18 @@ class ServedTexts:
             wrong = f"the model's template refuses them ({error})"
             raise ConfigError("these messages", wrong, "check roles") from error
         return self.encode(str(made[0][0]), special=False)
+
+
+def _check_variables(names: Iterable[str], template: str) -> None:
+    """Refuse variables that the template does not read, or that a caller may not set.
+
+    Raises:
+        ConfigError: the first of them.
+    """
+    for name in names:
+        if not isinstance(name, str) or name in _TAKEN or not re.search(rf"\b{re.escape(name)}\b", template):
+            wrong = "it is not a variable of the model's chat template"
+            raise ConfigError(f"chat_template_kwargs={name!r}", wrong, "leave it out")
 
 
 def renderer() -> Callable[..., Any]:
