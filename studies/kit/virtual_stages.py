@@ -19,11 +19,12 @@ from paceline.core.inference import inference
 from paceline.draft.local_sessions import LocalGrowing, LocalSessions
 from paceline.draft.sessions import Ask, DraftSessions, Growing, Grown
 from paceline.model.stages import Frame, Stage, StagesInTurn
-from paceline.runtime.clock import Clock, Late, Pace
+from paceline.runtime.clock import Clock, Late
 from paceline.runtime.stage_workers import InFlight, Sent
 
 from .clock import Mailbox, VirtualClock
 from .links import Link
+from .paced import Pace
 from .timeline import Timeline
 
 ROW_BYTES = 16  # of a row in a frame, beside its states: node, position, token, slot

@@ -16,6 +16,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from kit.grid import apart
+from kit.paced import paced_drafters
 
 from mirror_parts.common import Heard, MirrorFlags, drafter_of, listen, mirror_of, prompts_of
 from mirror_parts.latency import MirrorStep
@@ -225,9 +226,9 @@ class MadeUp:
 
 def _drafter_llm(ask: MirrorFlags) -> LLM:
     """With a drafter's process, placed as in the mirror round."""
-    place = f",rollout=process,cores=<{ask.core}>" + (f",level_ms={ask.level_ms}" if ask.level_ms else "")
-    options = {**ask.llm, "threads": 1}
-    return LLM(ask.model, drafter=drafter_of(ask), round=mirror_of(ask, ask.candidates, more=place), **options)
+    place, options = f",rollout=process,cores=<{ask.core}>", {**ask.llm, "threads": 1}
+    with paced_drafters(ask.level_ms):
+        return LLM(ask.model, drafter=drafter_of(ask), round=mirror_of(ask, ask.candidates, more=place), **options)
 
 
 def drafter_parts(ask: MirrorFlags, shapes: Sequence[Shape]) -> list[Step]:

@@ -14,6 +14,7 @@ from typing import Any
 from kit import figures
 from kit.figures import Panel, Series
 from kit.grid import apart
+from kit.paced import Pace, paced_drafters
 from kit.study import Entry, Grid, Table
 
 from mirror_parts.common import SIX, MirrorFlags, drafter_of, listen, mirror_of, prompts_of, study
@@ -22,7 +23,7 @@ from paceline import LLM
 from paceline.bench.methods import parse_method
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.papers.streaming.draft_sessions import StreamingSessions
-from paceline.runtime.clock import Pace, RealClock
+from paceline.runtime.clock import RealClock
 from paceline.runtime.placement import cores, pin
 
 STRETCHED: dict[str, Any] = {"times": 8, "draft_times": 4}
@@ -80,11 +81,11 @@ def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> TimedRun:
     options: dict[str, Any] = {**ask.llm, "threads": threads, "share": base}
     if more:
         core = f",cores=<{ask.core}>" if alone else ""
-        given = f",level_ms={ask.level_ms}" if alone and ask.level_ms else ""
-        options["round"] = mirror_of(ask, ask.candidates, more=f",{more}{core}{given}")
+        options["round"] = mirror_of(ask, ask.candidates, more=f",{more}{core}")
     else:
         options["budget"] = gamma
-    llm = LLM(ask.model, drafter=drafter_of(ask, gamma), **options)
+    with paced_drafters(ask.level_ms):
+        llm = LLM(ask.model, drafter=drafter_of(ask, gamma), **options)
     if not more and ask.level_ms:
         slow(llm, ask.level_ms)
     chains = None if more else _streaming(llm)

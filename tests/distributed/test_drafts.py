@@ -15,6 +15,7 @@ from distributed_drafts import bound
 from kit.clock import VirtualClock
 from kit.links import Link
 from kit.mirror_watch import WindowVerdict, watch
+from kit.paced import PacedDrafts
 from kits.channels import InProcess, RealTime
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
@@ -132,7 +133,7 @@ class Timed:
         self.rows: list[int] = []
         link = Link(latency_ms=0.5)
         self.clock = clock
-        service = DraftService(bound(), Facts(), clock, self.seconds)
+        service = PacedDrafts(bound(), Facts(), clock, seconds=self.seconds)
         self.served = InProcess(service, clock, link)
         self.sessions = RemoteSessions(self.served, LONG)
         self.sessions.open(opening())

@@ -27,7 +27,6 @@ class AheadConfig(RoundConfig):
     automatic: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     chooser: ClassVar[str]
-    apart_only: ClassVar[tuple[str, ...]] = ("cores", "threads", "device")  # options of a drafter's process
 
     cores: tuple[int, ...] = option(
         (), help="CPU cores of the drafter's process, such as <1>; the target keeps to the others"
@@ -41,7 +40,7 @@ class AheadConfig(RoundConfig):
 
     def validate(self) -> None:
         """Options of a process need one."""
-        for name in self.apart_only:
+        for name in ("cores", "threads", "device"):
             self.require(name, self._apart or not getattr(self, name), f"is for {self.chooser}=process")
 
     @property

@@ -105,7 +105,6 @@ class Place:
 
     cores: tuple[int, ...] = ()  # of the CPU; none: all
     threads: int | None = None  # of its layers; None: one a core
-    level_ms: float | None = None  # that a level is given, as on another device; None: as long as it takes
     device: str = ""  # none: one behind the target's
 
 

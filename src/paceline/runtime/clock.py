@@ -1,10 +1,8 @@
-"""Time: what waits by it, and work that is given one."""
+"""Time, real or virtual."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 from ..core.errors import PacelineError
@@ -37,23 +35,3 @@ class RealClock:
         """Wait for a time."""
         while (left := when - time.perf_counter()) > 0:
             time.sleep(left)
-
-
-class Pace:
-    """The time that a stage's work takes, where it is given one: another device's, or a slower one's.
-
-    Args:
-        clock: that is waited by.
-        seconds: of work on so many rows; None: as long as it takes (in virtual time: none).
-    """
-
-    def __init__(self, clock: Clock, seconds: Callable[[int], float] | None = None) -> None:
-        self._clock, self._seconds = clock, seconds
-
-    @contextmanager
-    def work(self, rows: int = 1) -> Iterator[None]:
-        """Let what is inside end when its time has passed, and not before."""
-        began = self._clock.now()
-        yield
-        if self._seconds is not None:
-            self._clock.sleep_until(began + self._seconds(rows))

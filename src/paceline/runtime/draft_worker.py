@@ -44,9 +44,7 @@ OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences
 TIMEOUTS = Timeouts(silent_s=5.0, most_rest_s=1.0)
 
 
-def draft_worker(
-    config: LLMConfig, source: Source, rows: int, pool_tokens: int, placement: Placement, level_ms: float | None = None
-) -> WorkerSpec:
+def draft_worker(config: LLMConfig, source: Source, rows: int, pool_tokens: int, placement: Placement) -> WorkerSpec:
     """Describe a worker that serves the draft sessions of the drafter that the configuration names.
 
     Args:
@@ -55,7 +53,6 @@ def draft_worker(
         rows: drafted nodes that a sequence may hold at once.
         pool_tokens: tokens that the target's K/V pool holds.
         placement: where it runs.
-        level_ms: what a level is given; None: as long as it takes.
 
     Raises:
         ConfigError: no drafter is named, or one that cannot run ahead of the target.
@@ -65,7 +62,7 @@ def draft_worker(
     return WorkerSpec(
         name="draft",
         service=f"{__name__}:service",
-        options={"options": options, "rows": rows, "pool_tokens": pool_tokens, "level_ms": level_ms},
+        options={"options": options, "rows": rows, "pool_tokens": pool_tokens},
         kinds=KINDS,
         expected=_facts(config, chosen, source),
         placement=placement,
@@ -97,7 +94,7 @@ def start_drafter(
     if place.cores and not rest:
         wrong = "no core is left for the target"
         raise ConfigError(f"cores={written(place.cores)} of the drafter", wrong, "leave one out")
-    spec = draft_worker(config, source, rows, pool_tokens, placement, place.level_ms)
+    spec = draft_worker(config, source, rows, pool_tokens, placement)
     worker = Remote(spec, TIMEOUTS, LocalHandle if hosts is None else hosts.launch(None))
     worker.start()
     sessions = RemoteSessions(worker)
@@ -108,9 +105,7 @@ def start_drafter(
     return sessions
 
 
-def service(
-    device: str, options: Mapping[str, Any], rows: int, pool_tokens: int, level_ms: float | None = None
-) -> DraftService:
+def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int) -> DraftService:
     """Make that worker's service, in its own process; arguments as of `draft_worker`.
 
     Raises:
@@ -124,15 +119,13 @@ def service(
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")
     info = TargetInfo.of(source.name, source.shape, source.dtype, source.tokenizer(texts=False))
     drafter.bind(info, config.max_sequences, pool_tokens, parse_device(device))
-    given = None if level_ms is None else level_ms / 1e3
-    level_s = None if given is None else (lambda nodes: given)
 
     @cache  # with the first grammar: a drafter that no request asks for one is back sooner after its process has died
     def grammars() -> Grammars:
         return Grammars(source.tokenizer(), source.shape.vocab_size, source.shape.eos_ids)
 
     facts = _facts(config, chosen, source)
-    return DraftService(drafter.sessions(rows), facts, level_s=level_s, matcher=lambda one: grammars().matcher(one))
+    return DraftService(drafter.sessions(rows), facts, matcher=lambda one: grammars().matcher(one))
 
 
 def named(chosen: DrafterConfig) -> str:

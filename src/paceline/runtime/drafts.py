@@ -23,7 +23,7 @@ from ..core.grammar import Grammar, Matcher
 from ..core.sampling import SamplingParams
 from ..draft.local_sessions import LocalGrowing
 from ..draft.sessions import Ask, DraftSessions, Growing, Grown, Opening
-from .clock import Clock, Pace, RealClock
+from .clock import Clock, RealClock
 from .handshake import Facts
 from .remote import Remote, receive, send
 from .serving import Service
@@ -109,7 +109,6 @@ class DraftService(Service):
         sessions: of a drafter that is bound.
         facts: about it.
         clock: by which levels are timed.
-        level_s: the time that a level is given, by the nodes that it expands; None: as long as it takes.
         matcher: compiles a request's grammar; None: drafts follow none.
     """
 
@@ -120,12 +119,10 @@ class DraftService(Service):
         sessions: DraftSessions,
         facts: Facts,
         clock: Clock | None = None,
-        level_s: Callable[[int], float] | None = None,
         matcher: MakeMatcher | None = None,
     ) -> None:
         self.sessions, self.facts, self._clock = sessions, facts, clock or RealClock()
         self._matcher = matcher
-        self._pace = Pace(self._clock, level_s)
         self._growths: deque[LocalGrowing] = deque()
 
     def handle(self, message: Any) -> Iterable[Any]:
@@ -157,10 +154,7 @@ class DraftService(Service):
         return [Grew(growth.ticket, growth.levels[-1], growth.done, *growth.times[-1])]
 
     def _level(self, asks: Sequence[Ask]) -> list[Grown]:
-        if not asks:
-            return []
-        with self._pace.work(sum(len(ask.given) + len(ask.expand) for ask in asks)):
-            return self.sessions.grow(asks)
+        return self.sessions.grow(asks) if asks else []
 
 
 # -- who asks

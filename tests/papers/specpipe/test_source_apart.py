@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.paced import PacedDrafts
 from kits.stage import Stand
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_config, tiny_decoder
 
@@ -46,7 +47,7 @@ def apart(level_s: float = 0.0, noise: float = 0.03) -> tuple[Engine, Stand, lis
     def service(rows: int) -> DraftService:
         own = draft_model(noise=noise, target={"config": CONFIG})
         own.bind(DECODER.info("tiny"), 8, 1024, torch.device("cpu"))
-        return DraftService(own.sessions(rows), Facts(), level_s=(lambda nodes: level_s) if level_s else None)
+        return PacedDrafts(own.sessions(rows), Facts(), seconds=lambda nodes: level_s)
 
     made: list[Stand] = []
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...draft.base import DrafterSpec
 from ...engine.ahead import AheadConfig
-from ...engine.base import UNKNOWN, Origin, Place, RoundParts
+from ...engine.base import UNKNOWN, Origin, RoundParts
 from ...model.decoder import Decoder
 from ...weights.files import fingerprint
 from .exits import ExitHead, exit_layer, exit_of
@@ -28,7 +28,6 @@ class MirrorConfig(AheadConfig):
 
     kind: ClassVar[str] = "mirror"
     chooser: ClassVar[str] = "rollout"
-    apart_only: ClassVar[tuple[str, ...]] = (*AheadConfig.apart_only, "level_ms")
 
     kappa: int | None = option(
         None, help="candidates of each position, 1 or more; none: by batch size, from 8 alone to 1 of 64", minimum=1
@@ -55,18 +54,6 @@ class MirrorConfig(AheadConfig):
         "outcome as many as a window has",
         minimum=1,
     )
-    level_ms: float | None = option(
-        None,
-        help="with rollout=process: ms that a level is given, as if the drafter were on another device; none: what it "
-        "takes",
-        above=0,
-    )
-
-    @property
-    def place(self) -> Place | None:
-        """See `RoundConfig`."""
-        place = super().place
-        return None if place is None else replace(place, level_ms=self.level_ms)
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL'"
