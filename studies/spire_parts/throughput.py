@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -25,7 +25,7 @@ from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.engine.costs import ROWS, CostTable, cost_points
+from paceline.engine.costs import CONTEXT, FURTHER, ROWS, CostTable
 from paceline.model.hot import load_hot
 from paceline.papers.spire.model import read_shape as read_draft
 from paceline.plan.models import read_shape, shape_of
@@ -276,6 +276,23 @@ def _draw(found: Cells, path: Path) -> Path:
         axes: dict[str, Any] = {"x_label": "batch", "y_label": "times plain", "log_x": True, "line_at": 1.0}
         panels.append(Panel(title=f"Context {context:,}", series=series, y_from=0.0, **axes))
     return figures.lines(panels, path)
+
+
+def cost_points(seconds: Callable[[int, float, int], float], max_position: int) -> dict[str, Any]:
+    """Return milliseconds of passes, the fields of `CostTable`.
+
+    Args:
+        seconds: what a pass is predicted to take, by sequences, tokens that each has, and rows of each.
+        max_position: of the model.
+    """
+    context = max(0, min(CONTEXT, max_position - ROWS[-1]))
+    grown = 1e6 * (seconds(1, context + FURTHER, 1) - seconds(1, context, 1)) / FURTHER
+    return {
+        "chain": [[rows, 1e3 * seconds(1, context, rows)] for rows in ROWS],
+        "plain": [[batch, 1e3 * seconds(batch, context, 1)] for batch in BATCHES],
+        "context": context,
+        "context_ms": max(0.0, grown),
+    }
 
 
 @study.table(needs=("here",), repeats=9)

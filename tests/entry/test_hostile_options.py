@@ -70,7 +70,6 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"exact": "no"}, "exact='no': exact takes true or false"),
         ({"exact": 1}, "exact takes true or false"),
         ({"offline": "yes"}, "offline takes"),
-        ({"trust_remote_code": "no"}, "trust_remote_code takes"),
         ({"max_sequences": 10**9}, "max_sequences must be 65536 or less"),
         ({"max_sequences": "2"}, "max_sequences takes integer"),
         ({"max_batch_rows": 10**9}, "max_batch_rows must be 1048576 or less"),

@@ -14,18 +14,16 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.options import HIGHEST, check, option, shown
 from ..draft import registry
 from ..draft.registry import DrafterConfig
-from ..engine.budget import AUTO, FixedBudget, parse_budget
+from ..engine.budget import FixedBudget, parse_budget
 from ..engine.rounds import parse_round
 from ..engine.scheduler import parse_prompt_rows
 from ..engine.verification import DEFAULT_VERIFIER, VERIFIERS
 from ..papers.specpipe.config import PipelineConfig
-from ..plan import machines
 from ..weights.source import Source, check_dtype, parse_device, resolve
 from .options import AUTO_DRAFTER, AUTO_ROUND, DRAFTER, LLMOptions
 from .options import MAX_THREADS as MAX_THREADS
 from .split import ClusterConfig, parse_cluster, parse_split
 
-AUTO_COSTS = "auto"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -37,9 +35,6 @@ class LLMConfig(LLMOptions):
 
     def __post_init__(self) -> None:
         check(self)
-        if self.trust_remote_code:
-            wrong = "Paceline never runs code that comes with a checkpoint"
-            raise ConfigError("trust_remote_code=True", wrong, "leave it out; the supported families need none")
         check_dtype(self.dtype)
         parse_device(self.device)
         if self.kv_memory is not None:
@@ -61,11 +56,6 @@ class LLMConfig(LLMOptions):
         if not off and self.drafter is None:
             asked = f"budget={shown(self.budget)} without a drafter"
             raise ConfigError(asked, "there is no drafter", "name one: drafter='ngram'")
-        if self.costs != AUTO_COSTS:
-            machines.machine(self.costs)
-            if self.drafter is None or chosen != AUTO:
-                wrong = "there is no automatic budget that would read it"
-                raise ConfigError(f"costs={shown(self.costs)}", wrong, "name a drafter, and leave budget=auto")
         if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
             asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
             raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)

@@ -63,11 +63,6 @@ class LLMOptions:
         None,
         help="drafted nodes a step: a number (0: plain decoding), by batch size (1:8,4:4,16:0), or auto, the default",
     )
-    costs: str = option(
-        "auto",
-        help="what budget=auto begins with: auto (a calibration of this machine, else a quick estimate), or what is "
-        "predicted for a machine that `paceline plan` knows, such as h100",
-    )
     dtype: str = option("auto", help="auto (the checkpoint's), bfloat16, float32, float64, int8, q8_0 or q4_0")
     device: str = option("cpu", help="cpu or cuda")
     exact: bool | None = option(
@@ -124,7 +119,6 @@ class LLMOptions:
     )
     revision: str | None = option(None, help="branch, tag or commit on the hub")
     offline: bool = option(False, help="fetch nothing from the hub")
-    trust_remote_code: bool = option(False, help="refused: Paceline never runs a checkpoint's code", cli=False)
 
     def __post_init__(self) -> None:
         check(self)

@@ -28,11 +28,11 @@ from .records import PLAIN, PLAIN_MODES, Method
 NONE = "none"  # the drafter of plain decoding
 # What a run decides for all its methods, or what has a place of its own in a `Method`.
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
-_SHARED |= {"revision", "offline", "trust_remote_code", "applications"}
+_SHARED |= {"revision", "offline", "applications"}
 _SHARED |= {"pipeline", "tensor_parallel"}  # their processes serve one engine, and a run's engines share their target
 _SHARED.add("learn")  # what is measured stays as it is
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
-_NEED_DRAFTS = {"budget", "costs", "verifier"}  # mean nothing to plain decoding
+_NEED_DRAFTS = {"budget", "verifier"}  # mean nothing to plain decoding
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
 _FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;budget=8'"
 

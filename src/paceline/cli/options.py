@@ -38,7 +38,7 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The 
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 PANELS = {  # of the help: fields by panel; what is in none stands among the command's own options
     "Sampling": " ".join(spec.name for spec in fields(SamplingParams)),
-    "Speculation": "round verifier budget costs applications learn",
+    "Speculation": "round verifier budget applications learn",
     "Model": "dtype device exact kernels attention threads revision offline",
     "Memory and batches": "kv_memory kv_cache_dtype max_model_len max_sequences max_batch_rows max_waiting "
     "max_prompt_rows",

@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from statistics import mean, median_low
-from typing import Any
 
 from ..core.errors import ConfigError
 
@@ -38,7 +37,6 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences of one row each
 CONTEXT = 128  # committed tokens of each
 FURTHER = 1024  # tokens beyond it, to see how costs grow
-Seconds = Callable[[int, float, int], float]  # of a pass: sequences, tokens that each has, rows of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,23 +324,3 @@ class DraftCosts:
             self.usual_calls += 1
             self._passes += max(DEPTH_RATE, 1 / self.usual_calls) * (passes - self._passes)
             self._known.setdefault(bucket(sequences), _Calls(sequences, passes, ms)).learn(sequences, passes, ms)
-
-
-# -- tables that are predicted
-
-
-def cost_points(seconds: Seconds, max_position: int) -> dict[str, Any]:
-    """Return milliseconds of passes, the fields of `CostTable`.
-
-    Args:
-        seconds: what passes are predicted to take.
-        max_position: of the model.
-    """
-    context = max(0, min(CONTEXT, max_position - ROWS[-1]))
-    grown = 1e6 * (seconds(1, context + FURTHER, 1) - seconds(1, context, 1)) / FURTHER
-    return {
-        "chain": [[rows, 1e3 * seconds(1, context, rows)] for rows in ROWS],
-        "plain": [[batch, 1e3 * seconds(batch, context, 1)] for batch in BATCHES],
-        "context": context,
-        "context_ms": max(0.0, grown),
-    }

@@ -14,16 +14,12 @@ from ...engine import calibration
 from ...engine.auto import AutoBudget
 from ...engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
 from ...engine.calibration import Fingerprint
-from ...engine.costs import CostTable, cost_points
 from ...engine.rounds import parse_round
 from ...model.applications import locate, rows_beside
 from ...model.decoder import Decoder
-from ...plan import machines
-from ...plan.models import shape_of
-from ...plan.throughput import ServedModel, pass_seconds
 from ...weights import zoo
 from ...weights.source import Source, parse_device, resolve, resolve_folder
-from ..config import AUTO_COSTS, LLMConfig
+from ..config import LLMConfig
 from .models import LoadedModel, compiled_layers, load_source, load_track, stage_devices
 from .runtime import Runtime
 
@@ -143,25 +139,14 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
 
 
 def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> AutoBudget:
-    """Make a budget from costs of a machine that is named, else from the model's calibration, else estimated now."""
+    """Make a budget from the model's calibration, where there is one, else from costs that are estimated now."""
     decoder = target.decoder
-    if config.costs != AUTO_COSTS:
-        return AutoBudget.of(drafter.spec, _predicted(config.costs, target))
     found, where = calibration.find(target.folder, fingerprint(config, decoder))
     if found is not None:
         table, drafts = found.table, found.drafts
     else:
         table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
     return AutoBudget.of(drafter.spec, table, drafts.get(_draft_name(config)))
-
-
-def _predicted(machine: str, target: LoadedModel) -> CostTable:
-    """Return the planner's costs of this target on a machine that has a name."""
-    decoder = target.decoder
-    sizes, named = shape_of(decoder.config), machines.machine(machine)
-    network = ServedModel(shape=sizes, weight_bytes=decoder.weight_bytes, kv_bytes=decoder.dtype.itemsize)
-    points = cost_points(lambda *size: pass_seconds(network, named, *size), network.shape.max_position)
-    return CostTable(**points, source=f"predicted by the planner for {machine}")
 
 
 def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
