@@ -25,7 +25,7 @@ from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.engine.costs import CONTEXT, FURTHER, ROWS, CostTable
+from paceline.engine.costs import CONTEXT, ROWS, CostTable
 from paceline.model.hot import load_hot
 from paceline.papers.spire.model import read_shape as read_draft
 from paceline.plan.models import read_shape, shape_of
@@ -278,6 +278,9 @@ def _draw(found: Cells, path: Path) -> Path:
     return figures.lines(panels, path)
 
 
+FURTHER = 1024  # tokens beyond `CONTEXT`, to see how costs grow
+
+
 def cost_points(seconds: Callable[[int, float, int], float], max_position: int) -> dict[str, Any]:
     """Return milliseconds of passes, the fields of `CostTable`.
 
@@ -289,7 +292,7 @@ def cost_points(seconds: Callable[[int, float, int], float], max_position: int) 
     grown = 1e6 * (seconds(1, context + FURTHER, 1) - seconds(1, context, 1)) / FURTHER
     return {
         "chain": [[rows, 1e3 * seconds(1, context, rows)] for rows in ROWS],
-        "plain": [[batch, 1e3 * seconds(batch, context, 1)] for batch in BATCHES],
+        "plain": [[batch, 1e3 * seconds(batch, context, 1)] for batch in (*BATCHES, 64)],
         "context": context,
         "context_ms": max(0.0, grown),
     }

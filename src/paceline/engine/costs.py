@@ -34,9 +34,7 @@ NEAR = 16  # tokens a sequence; a drafter that is further behind catches up, whi
 FEW = 64  # tokens to catch up with, of which a call tells half of what they tell it of many
 # Of tables that are predicted:
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
-BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences of one row each
 CONTEXT = 128  # committed tokens of each
-FURTHER = 1024  # tokens beyond it, to see how costs grow
 
 
 @dataclass(frozen=True, kw_only=True)
