@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from paceline.api import options
-from paceline.api.config import LLMConfig
 from paceline.cli import app
 from paceline.core.errors import ConfigError
 from paceline.engine.rounds import AUTO, ROUNDS
@@ -28,12 +26,6 @@ def test_no_torch_before_the_server_runs() -> None:
 def test_names_that_are_written_twice_are_the_same() -> None:
     assert options.BACKENDS == BACKENDS and tuple(ROUNDS) == options.ROUNDS and options.AUTO_ROUND == AUTO
     assert tuple(VERIFIERS) == options.VERIFIERS and options.VERIFIERS[0] == DEFAULT_VERIFIER
-
-
-def test_the_options_are_those_of_the_engine() -> None:
-    read, meant = fields(options.LLMOptions), fields(LLMConfig)
-    assert [(one.name, one.default) for one in read] == [(one.name, one.default) for one in meant]
-    assert [one.metadata["help"] for one in read] == [one.metadata["help"] for one in meant]
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.options import HIGHEST, check, option, shown
+from ..core.options import HIGHEST, check, shown
 from ..draft import registry
-from ..draft.registry import DrafterConfig
 from ..engine.budget import FixedBudget, parse_budget
 from ..engine.rounds import parse_round
 from ..engine.scheduler import parse_prompt_rows
 from ..engine.verification import DEFAULT_VERIFIER, VERIFIERS
 from ..papers.specpipe.config import PipelineConfig
 from ..weights.source import Source, check_dtype, parse_device, resolve
-from .options import AUTO_DRAFTER, AUTO_ROUND, DRAFTER, LLMOptions
+from .options import AUTO_DRAFTER, AUTO_ROUND, LLMOptions
 from .options import MAX_THREADS as MAX_THREADS
 from .split import ClusterConfig, parse_cluster, parse_split
 
@@ -30,8 +29,6 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @dataclass(frozen=True, kw_only=True)
 class LLMConfig(LLMOptions):
     """The options of a model and its engine, checked for what they mean together."""
-
-    drafter: str | DrafterConfig | None = option(None, help=DRAFTER, metavar="NAME|FOLDER")  # type: ignore[assignment]  # from Python
 
     def __post_init__(self) -> None:
         check(self)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.options import check, option
+from ..draft.registry import DrafterConfig
 
 BACKENDS = ("sdpa", "reference")  # names as in `attention.BACKENDS`, and so on
 ROUNDS = ("serial", "fused", "mirror", "pipeline")
@@ -32,7 +33,7 @@ class LLMOptions:
     """All options of a model and its engine; each field's help says what it may hold."""
 
     model: str = option(help=MODEL, metavar="NAME|FOLDER|FILE")
-    drafter: str | None = option(None, help=DRAFTER, metavar="NAME|FOLDER")
+    drafter: str | DrafterConfig | None = option(None, help=DRAFTER, metavar="NAME|FOLDER")
     round: str = option(
         AUTO_ROUND,
         help=f"order of drafting and verification: {', '.join(ROUNDS)}, as name,option=value; or auto: by the drafter",
