@@ -417,15 +417,15 @@ def test_the_end_of_a_prompt_is_no_part_of_its_answer(llm: LLM):
 
 def test_a_stream_copies_nothing_that_it_has_sent(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     from paceline.core.request import GrowingText
-    from paceline.core.sequence import Sequence
+    from paceline.engine.engine import Engine
 
     copies: list[str] = []
-    for owner, name in ((Sequence, "output"), (GrowingText, "whole")):
+    for owner, name in ((Engine, "output"), (GrowingText, "whole")):
         original = getattr(owner, name)
 
-        def counted(self: Any, name: str = name, original: Any = original) -> Any:
+        def counted(self: Any, *given: Any, name: str = name, original: Any = original) -> Any:
             copies.append(name)
-            return original(self)
+            return original(self, *given)
 
         monkeypatch.setattr(owner, name, counted)
     chunks = [*llm.stream(PROMPT, replace(GREEDY, max_tokens=100, stop="never said"))]

@@ -117,11 +117,12 @@ def reader_of(folder: Path) -> str | None:
             return kind
     if is_gguf(folder):
         return MODEL
+    tensors: list[str] = []
     try:
         if is_file(index := folder / "model.safetensors.index.json"):
             tensors = [*read_json(index, "")["weight_map"]]
-        else:
-            with opened(folder / "model.safetensors", "") as file:
+        elif is_file(weights := folder / "model.safetensors"):
+            with opened(weights, "") as file:
                 tensors = [*file.keys()]
         names = {name.removeprefix("model.") for name in tensors}
         if "norm.weight" in names and "fc.weight" not in names:
