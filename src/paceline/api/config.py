@@ -17,7 +17,6 @@ from ..engine.budget import FixedBudget, parse_budget
 from ..engine.rounds import parse_round
 from ..engine.scheduler import parse_prompt_rows
 from ..engine.verification import DEFAULT_VERIFIER, VERIFIERS
-from ..papers.specpipe.config import PipelineConfig
 from ..weights.source import Source, check_dtype, parse_device, resolve
 from .options import AUTO_DRAFTER, AUTO_ROUND, LLMOptions
 from .options import MAX_THREADS as MAX_THREADS
@@ -59,7 +58,7 @@ class LLMConfig(LLMOptions):
         filled = parse_round(self.round)
         if filled is not None and filled.place is not None and filled.place.device:
             parse_device(filled.place.device)
-        if self.exact and isinstance(filled, PipelineConfig) and filled.accept != "strict":
+        if self.exact and filled is not None and filled.accept != "strict":
             asked = f"exact=True with round={shown(self.round)}"
             raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
 
@@ -74,7 +73,7 @@ class LLMConfig(LLMOptions):
     def _check_ranks(self) -> None:
         """Refuse stages of this process, or a device other than the CPU, next to ranks."""
         asked = f"tensor_parallel={self.tensor_parallel}"
-        if self.pipeline is None and isinstance(parse_round(self.round), PipelineConfig):
+        if self.pipeline is None and (round_ := parse_round(self.round)) is not None and round_.stages:
             wrong = "stages of one process share its ranks, which know no stages"
             raise CapabilityError(f"{asked} with round={shown(self.round)}", wrong, "give pipeline=STAGES, too")
         if parse_device(self.device).type != "cpu":
@@ -99,9 +98,9 @@ class LLMConfig(LLMOptions):
         if self.applications:
             wrong = "stages in processes have the base model's layers alone, without adapters or streams"
             raise CapabilityError(f"{asked} with applications", wrong, "leave out one of the two")
-        text = PipelineConfig.kind if self.round == AUTO_ROUND else self.round
+        text = "pipeline" if self.round == AUTO_ROUND else self.round
         chosen = parse_round(text)
-        if not isinstance(chosen, PipelineConfig):
+        if chosen is None or not chosen.stages:
             wrong = "stages are filled by the pipeline round alone"
             raise ConfigError(
                 f"{asked} with round={shown(self.round)}", wrong, "leave out round, or use round=pipeline"

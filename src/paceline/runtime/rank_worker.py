@@ -14,13 +14,12 @@ from weakref import finalize
 import torch
 
 from ..api.assembly.memory import kv_layout
-from ..api.assembly.models import TargetPart, compiled_layers, load_part, load_track, share_of
+from ..api.assembly.models import TargetPart, compiled_layers, load_part, load_track, share_of, track_share
 from ..api.config import LLMConfig
 from ..api.split import Split, parse_cluster, parse_split
 from ..core.errors import ConfigError
 from ..model.joins import Joins, RankMemory
 from ..model.parallel import Ranks, Share
-from ..papers.mirror.tracks import track_share
 from ..weights.files import fingerprint
 from ..weights.source import Source, resolve
 from .handshake import Facts
@@ -64,7 +63,7 @@ def start_tracks(config: LLMConfig, source: Source) -> Ranks:
     Raises:
         CapabilityError: as of `start_ranks`.
     """
-    share = track_share(source.shape, 0)
+    share = track_share(source, 0)
     where = Placement(threads=max(1, len(cores()) // share.count))
     own = {"name": str(source.folder), "dtype": source.quant or str(source.dtype).removeprefix("torch.")}
     return _started(config, source, share, where, "track", own)
@@ -113,7 +112,7 @@ def track_service(
     """Make the service of a track; arguments as of `rank_service`, and the draft's folder and dtype."""
     config = LLMConfig(**{**options, "device": device})
     source = resolve(name, dtype)
-    share = track_share(source.shape, rank)
+    share = track_share(source, rank)
     decoder = load_track(config, source, Ranks(share, Joins.opened(memory, rank, share.count)))
     return RankService(decoder, decoder.cache_shape, decoder.dtype, facts_of(source))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
 
 import torch
@@ -31,7 +31,6 @@ from ..kv.pool import KVPool
 from ..kv.store import KVStore
 from ..model.devices import ALL_GPUS, share_devices
 from ..model.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
-from ..papers.specpipe.config import MEASURED, PipelineConfig
 from ..weights.source import Source, parse_device
 from .handshake import Facts
 from .messages import KINDS
@@ -45,6 +44,7 @@ from .workers import TIMEOUTS, end_all
 if TYPE_CHECKING:
     from .cluster import ClusterHosts
 
+_MEASURED = "layers=auto"  # of the round, in place of a cut
 TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: tokens in front, passes of which the median counts
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ def start_stages(config: LLMConfig, target: LoadedModel, pool: KVPool, hosts: Cl
         ConfigError: cores that are not there, or a host that differs in weights, vocabulary, dtype or version.
         WorkerFailed: a stage does not start.
     """
-    source, chosen = target.source, parse_round(config.round)
-    assert isinstance(chosen, PipelineConfig) and config.pipeline is not None, "the configuration makes it one"
+    source, chosen = target.source, cast("Any", parse_round(config.round))
+    assert config.pipeline is not None, "the configuration names stages"
     bounds = chosen.bounds(source.shape.num_layers)
     slots = pool.tensors.all_k.shape[2]
     placements = place(parse_split(config.pipeline), config.device, hosts)
@@ -89,10 +89,9 @@ def with_cut(config: LLMConfig, source: Source) -> LLMConfig:
     Raises:
         ConfigError: stages on other hosts, more stages than layers, a checkpoint that cannot be used.
     """
-    chosen = parse_round(config.round)
-    if config.pipeline is None or not isinstance(chosen, PipelineConfig) or chosen.layers != MEASURED:
+    if config.pipeline is None or _MEASURED not in config.round.split(","):
         return config
-    split = parse_split(config.pipeline)
+    split, chosen = parse_split(config.pipeline), cast("Any", parse_round(config.round))
     if config.cluster is not None:
         wrong = "what other hosts take is not measured"
         raise ConfigError(f"cluster={shown(config.cluster)} with layers=auto", wrong, "name the layers of each stage")
@@ -104,7 +103,7 @@ def with_cut(config: LLMConfig, source: Source) -> LLMConfig:
     bounds = cut_by_rows(count, rows, lambda n: layer[1] + max(0.0, slope) * (n - 1), head)
     layers = "x".join(str(b - a) for a, b in zip(bounds, bounds[1:], strict=False))
     log.info("stages of %s layers: one takes %.2f ms, the head %.2f ms", layers, 1e3 * layer[1], 1e3 * head)
-    text = ",".join(f"layers={layers}" if part == f"layers={MEASURED}" else part for part in config.round.split(","))
+    text = ",".join(f"layers={layers}" if part == _MEASURED else part for part in config.round.split(","))
     return replace(config, round=text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from ...model.decoder import Decoder
 from ...model.devices import share_devices
 from ...model.families import DecoderConfig
 from ...model.parallel import Ranks, Share, by_outputs
-from ...papers.mirror.tracks import load_tracks
-from ...papers.specpipe.config import PipelineConfig
 from ...weights.gguf import is_gguf
 from ...weights.loader import load_model
 from ...weights.source import Source, parse_device
 from ..config import LLMConfig
 from ..split import parse_split
+
+_TRACKS = "paceline.papers.mirror.tracks"  # drafts of several tracks
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def _decoder(
         "ranks": ranks,
     }
     if source.shape.tracks > 1:
-        return load_tracks(source, **given)
+        return resolve_name(f"{_TRACKS}:load_tracks")(source, **given)
     given |= {"layers": part.layers, "ends": part.ends}
     return load_model(source, exact=exact, **given)
 
@@ -129,8 +130,7 @@ def own_layers(config: LLMConfig, shape: DecoderConfig) -> tuple[int, int] | Non
     """
     if config.pipeline is None:
         return None
-    chosen = parse_round(config.round)
-    assert isinstance(chosen, PipelineConfig), "the configuration makes it one"
+    chosen: Any = parse_round(config.round)
     start, stop = chosen.bounds(shape.num_layers)[-2:]
     return start, stop
 
@@ -142,6 +142,11 @@ def load_source(
     tokenizer = source.tokenizer(texts)  # before the weights: what is wrong with it is said at once
     decoder = _decoder(config, source, exact, stage_devices(config)[-1], TargetPart(layers))
     return LoadedModel(source, decoder, tokenizer)
+
+
+def track_share(source: Source, rank: int) -> Share:
+    """Return what one of several processes has of a draft of tracks."""
+    return resolve_name(f"{_TRACKS}:track_share")(source.shape, rank)
 
 
 def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
